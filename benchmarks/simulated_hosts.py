@@ -14,11 +14,10 @@ from typing import Any, NamedTuple
 
 from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]  jax.distributed allows one client a process
 
-from jaxscale.runtime.checkpoint.saver import stage_result
+from jaxscale.runtime.checkpoint.saver import SharedReports, stage_result
 from jaxscale.runtime.hosts.agree import Board, Peer, agreed, barrier, gathered, next_key
 from jaxscale.runtime.hosts.config import host_budgets
 from jaxscale.runtime.hosts.discovery import ProcessInfo
-from jaxscale.runtime.hosts.failure_reports import SharedReports
 from jaxscale.runtime.hosts.roll_call import call_roll
 from jaxscale.runtime.hosts.watch import Watch
 from jaxscale.runtime.training.stopping import StopRequest

@@ -8,8 +8,7 @@ from jaxscale.core.config import EXPERT_LOSSES, ContextConfig, ExpertConfig, Mes
 from jaxscale.core.models import AnyModelConfig, names_of
 from jaxscale.core.models.lora_mup_config import LoraConfig, check_mup, lora_flops
 from jaxscale.core.optim.config import STABLE, OptimConfig
-from jaxscale.runtime.checkpoint.config import CheckpointConfig, InitConfig, LockConfig
-from jaxscale.runtime.checkpoint.export_config import ExportConfig
+from jaxscale.runtime.checkpoint.config import CheckpointConfig, ExportConfig, InitConfig, LockConfig
 from jaxscale.runtime.data.config import DataConfig, mixture_names, mixture_stages
 from jaxscale.runtime.data.objective_config import (
     MaskedLmConfig,

@@ -19,16 +19,16 @@ RUNTIME = PACKAGE / "runtime"
 WRITES = {"write_text", "write_bytes", "mkdir", "unlink", "rmdir", "rename", "rmtree"}
 OWN = {  # functions that write and do not ask, and why they need not
     "runtime/checkpoint/lock_stores.py": "the lock itself, which is only replaced as a whole",
-    "runtime/checkpoint/write.py:remove_empty_folder": "after prepare_step has asked, in the same call",
+
     "runtime/checkpoint/write.py:write_step_metadata": "for commit, which asks, in a folder that is held open",
     "runtime/checkpoint/folders.py:mark_committed": "for commit, which asks",
-    "runtime/checkpoint/folders.py:copy_objects": "for set_aside, which asks",
+
     "runtime/checkpoint/folders.py:commit": "of averages, copies and imports, which are programs of their own",
     "runtime/checkpoint/retention.py:unpin": "a verb on checkpoints, a program of its own",
-    "runtime/hosts/watchdog.py:open_private": "its own file, made when a run begins; expire asks",
+    "runtime/hosts/watchdog.py:open_stacks": "its own file, made when a run begins; expire asks",
     "runtime/hosts/watchdog.py:remove_if_empty": "its own empty file",
     **{f"runtime/checkpoint/local_{place}": "this host's own copies, which no other owner of the work folder writes"
-       for place in ("store.py:clear", "store.py:keep_only", "store.py:make_owner", "copy.py:write_copy")},
+       for place in ("copy.py:clear", "copy.py:keep_only", "copy.py:write_copy")},
     **{f"runtime/hosts/exchange.py:{name}": "files of a neighbour's local copies, in this host's own folder"
        for name in ("receive", "answer", "get")},
     "runtime/hosts/agree.py:check_shared": "its own mark, when a run begins",
@@ -37,7 +37,7 @@ OWN = {  # functions that write and do not ask, and why they need not
     "runtime/monitor/profile.py:upload": "removes a folder of this machine's /tmp",
 }  # fmt: skip
 # The verbs on checkpoints, and conversions: programs of their own, in folders that no run writes.
-OTHER_PROGRAMS = {f"runtime/checkpoint/{name}.py" for name in ("average", "merge", "transfer")}
+OTHER_PROGRAMS = {f"runtime/checkpoint/{name}.py" for name in ("derived_weights", "transfer")}
 
 
 def raw_writes():

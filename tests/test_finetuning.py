@@ -15,8 +15,8 @@ from jaxscale.cli import ckpt, convert
 from jaxscale.core.models.lora import B, is_adapter
 from jaxscale.core.state import ema_params
 from jaxscale.runtime.checkpoint.config import CheckpointConfig
+from jaxscale.runtime.checkpoint.derived_weights import merge_lora
 from jaxscale.runtime.checkpoint.manager import Checkpoints
-from jaxscale.runtime.checkpoint.merge import merge_lora
 from jaxscale.runtime.checkpoint.record import seal
 from jaxscale.runtime.checkpoint.verify import verify_folder
 from jaxscale.runtime.run.opening import open_run, train_to_completion

@@ -26,7 +26,6 @@ OWN = {  # read what this program, or a library of ours, has just made
     "jaxscale/cli/rehearsal.py", "jaxscale/tools/interop/post_processor.py", "jaxscale/runtime/text/chat/template.py",
     "jaxscale/runtime/text/chat/jinja.py", "jaxscale/runtime/data/header.py", "jaxscale/runtime/text/tokenizer/bpe.py",
     "jaxscale/runtime/text/tokenizer/huggingface.py", "jaxscale/runtime/hosts/agree.py",
-    "jaxscale/runtime/hosts/failure_reports.py",
     "jaxscale/runtime/hosts/roll_call.py", "jaxscale/tools/corpus/prepare/beam.py",
     "jaxscale/runtime/data/array_folder.py",
 }  # fmt: skip

@@ -129,7 +129,7 @@ def test_a_manifest_lists_plain_names_alone(tmp_path, name):
 
 @pytest.mark.fault("H7")
 def test_a_run_s_folder_and_files_are_its_owner_s_alone_unless_told_otherwise(tmp_path):
-    for text, folder, file in ((None, 0o700, 0o600), ("0750", 0o750, 0o640), ("770", 0o770, 0o660)):
+    for text, folder, file in (("0700", 0o700, 0o600), ("0750", 0o750, 0o640), ("770", 0o770, 0o660)):
         mode = folder_mode(text)
         with files_as(mode):
             run = paths.make_run_dir(tmp_path / f"run{mode}", mode)

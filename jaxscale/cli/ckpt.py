@@ -26,10 +26,9 @@ from typing import Any
 
 from jaxscale import units
 from jaxscale.cli import run_verb
-from jaxscale.runtime.checkpoint.average import average_steps
 from jaxscale.runtime.checkpoint.config import CheckpointConfig
+from jaxscale.runtime.checkpoint.derived_weights import average_steps, merge_lora
 from jaxscale.runtime.checkpoint.manager import Checkpoints
-from jaxscale.runtime.checkpoint.merge import merge_lora
 from jaxscale.runtime.checkpoint.retention import (
     StepFacts,
     delete_step,

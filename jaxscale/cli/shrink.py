@@ -14,7 +14,7 @@ from jaxscale.core.models import AnyModelConfig
 from jaxscale.core.models.llama_config import LlamaConfig
 from jaxscale.kernels.hardware import host_memory_bytes
 from jaxscale.program.budget import resolve_budget
-from jaxscale.runtime.checkpoint.export_config import ExportConfig
+from jaxscale.runtime.checkpoint.config import ExportConfig
 from jaxscale.runtime.data.checks import check_data
 from jaxscale.runtime.sampling.config import SampleConfig
 from jaxscale.settings.unread import as_read

@@ -22,9 +22,8 @@ class CorruptedGradients(Gradients):
         means, grads = super().__call__(state, batch)
         if (fault := faults.corrupt_gradient()) is None:
             return means, grads
-        at = lambda path, grad: (
-            jnp.where(state.step + 1 == fault.step, jnp.nan, grad) if leaf_name(path) == fault.leaf else grad
-        )
+        step, leaf = fault
+        at = lambda path, grad: jnp.where(state.step + 1 == step, jnp.nan, grad) if leaf_name(path) == leaf else grad
         return means, jax.tree_util.tree_map_with_path(at, grads)
 
 
@@ -37,12 +36,13 @@ def corrupt_batches(read: ReadRows) -> ReadRows:
     """Sets NaN weights or random tokens in the batches that JAXSCALE_SPOIL_BATCHES names."""
     if (fault := faults.corrupt_batches()) is None:
         return read
+    start, stop, kind = fault
 
     def corrupted(n: int, rows: Sequence[int]) -> Batch:
         batch = read(n, rows)
-        if not fault.start <= n < fault.stop:
+        if not start <= n < stop:
             return batch
-        if fault.kind == "nan":
+        if kind == "nan":
             return batch._replace(weights=batch.weights * np.float32(np.nan))
         vocab_size, width = int(batch.tokens.max()) + 1, batch.tokens.shape[1]
         noise = [np.random.default_rng((n, row)).integers(0, vocab_size, (2, width), np.int32) for row in rows]

@@ -66,23 +66,16 @@ class Bucket:
     def metadata(self, url: str) -> dict[str, Any] | None:
         """Returns the metadata of an object, such as size and md5Hash; None if it does not exist."""
 
-        def ask() -> dict[str, Any]:
-            with self.request("GET", self.object_url(url), url, "read") as response:
-                return json.load(response)
-
         try:
-            return self.patiently(ask, url)
+            return self.patiently(lambda: self.ask("GET", self.object_url(url), url, "read"), url)
         except FileNotFoundError:
             return None
 
     def content(self, url: str) -> bytes:
         """Returns the content of a small object. Raises FileNotFoundError."""
 
-        def ask() -> bytes:
-            with self.request("GET", self.object_url(url, alt="media"), url, "read") as response:
-                return response.read()
-
-        return self.patiently(ask, url)
+        where = self.object_url(url, alt="media")
+        return self.patiently(lambda: self.ask("GET", where, url, "read", parse=lambda response: response.read()), url)
 
     def read(self, url: str) -> bytes:
         """Returns the content of a small object. Raises BadInput if it or the permission to read it is missing."""
@@ -110,33 +103,22 @@ class Bucket:
         return self.patiently(ask, url)
 
     def put(self, url: str, content: bytes, generation: int | None = None) -> int:
-        """Writes a small object, in one try; returns its generation. generation: that it may replace; 0: none.
-
-        Raises: Transient, Forbidden, FileNotFoundError without the bucket, Changed for another generation.
-        """
-        bucket, name = split(url)
-        query = {"uploadType": "media", "name": name}
-        query |= {} if generation is None else {"ifGenerationMatch": str(generation)}
-        where = f"{self.endpoint}/upload/storage/v1/b/{urllib.parse.quote(bucket)}/o?{urllib.parse.urlencode(query)}"
+        """Writes a small object, in one try; returns its generation. Raises Changed unless it replaces `generation`."""
+        query = {"uploadType": "media"} | ({} if generation is None else {"ifGenerationMatch": str(generation)})
         headers = {"Content-Type": "application/octet-stream"}
-        with self.request("POST", where, url, "written", headers, content) as response:
-            return int(json.load(response)["generation"])
+        return int(self.ask("POST", self.upload_url(url, query), url, "written", headers, content)["generation"])
 
     def delete(self, url: str, generation: int) -> None:
         """Removes an object, in one try. Raises as put does, and FileNotFoundError if it does not exist."""
         where = self.object_url(url, ifGenerationMatch=str(generation))
-        with self.request("DELETE", where, url, "deleted"):
-            pass
+        self.ask("DELETE", where, url, "deleted", parse=lambda response: None)
 
     def remove(self, url: str) -> bool:
         """Removes any generation of an object; False if it does not exist, or an earlier try has removed it."""
 
-        def ask() -> None:
-            with self.request("DELETE", self.object_url(url), url, "deleted"):
-                pass
-
+        where = self.object_url(url)
         try:
-            self.patiently(ask, url)
+            self.patiently(lambda: self.ask("DELETE", where, url, "deleted", parse=lambda response: None), url)
         except FileNotFoundError:
             return False
         return True
@@ -149,8 +131,8 @@ class Bucket:
         def ask() -> str | None:
             where = self.object_url(url).rstrip("?") + f"/rewriteTo/b/{bucket}/o/{name}"
             where += f"?rewriteToken={urllib.parse.quote(token)}" if token else ""
-            with self.request("POST", where, target, "written", {"Content-Type": "application/json"}, b"{}") as answer:
-                return json.load(answer).get("rewriteToken")
+            headers = {"Content-Type": "application/json"}
+            return self.ask("POST", where, target, "written", headers, b"{}").get("rewriteToken")
 
         while token is not None:
             token = self.patiently(ask, url)
@@ -197,30 +179,21 @@ class Bucket:
                 upload.write(piece)
         upload.finish(md5.digest(), f"what {path} does")
 
-    def start_upload(self, url: str, size: int) -> str:
-        """Returns the session URL for the chunks."""
+    def upload_url(self, url: str, query: dict[str, str]) -> str:
+        """Returns the API URL for writing an object."""
         bucket, name = split(url)
-        query = urllib.parse.urlencode({"uploadType": "resumable", "name": name})
-        where = f"{self.endpoint}/upload/storage/v1/b/{urllib.parse.quote(bucket)}/o?{query}"
-        headers = {"Content-Type": "application/json", "X-Upload-Content-Length": str(size)}
-        with self.request("POST", where, url, "written", headers, b"{}") as response:
-            return response.headers["Location"]
-
-    def ask_upload(
-        self, session: str, url: str, headers: dict[str, str], content: bytes
-    ) -> tuple[int, dict[str, Any] | None]:
-        """Returns (bytes that the service has, metadata of the completed object or None)."""
-        headers = {**headers, "Content-Type": "application/octet-stream"}
-        with self.request("PUT", session, url, "written", headers, content) as response:
-            if response.status == 308:
-                stored = response.headers.get("Range", "")  # bytes=0-LAST, or absent
-                return int(stored.rpartition("-")[2]) + 1 if stored else 0, None
-            return 0, json.load(response)
+        query = query | {"name": name}
+        return f"{self.endpoint}/upload/storage/v1/b/{urllib.parse.quote(bucket)}/o?{urllib.parse.urlencode(query)}"
 
     def object_url(self, url: str, **query: str) -> str:
         """Returns the API URL of an object."""
         bucket, name = (urllib.parse.quote(part, safe="") for part in split(url))
         return f"{self.endpoint}/storage/v1/b/{bucket}/o/{name}?{urllib.parse.urlencode(query)}".rstrip("?")
+
+    def ask(self, *request: Any, parse: Callable[[Any], Any] = json.load) -> Any:
+        """Returns parse(response) of one request. Raises as `request` does, which has the same arguments."""
+        with self.request(*request) as response:
+            return parse(response)
 
     @contextlib.contextmanager
     def request(
@@ -232,10 +205,7 @@ class Bucket:
         headers: dict[str, str] | None = None,
         body: bytes | None = None,
     ) -> Iterator[Any]:
-        """Yields the open response of one request.
-
-        Raises: Transient, also if the connection breaks in the block; FileNotFoundError; BadInput for permanent errors.
-        """
+        """Yields an open response. Raises Transient, also for errors in the block, FileNotFoundError, BadInput."""
         headers = {"Accept-Encoding": "identity", **(headers or {})}
         try:
             self.authorise(headers)
@@ -285,11 +255,7 @@ class Bucket:
 
 
 class Upload:
-    """A resumable upload in chunks of 32 MiB, each buffered until the service has it.
-
-    After a fault it resumes where the service stopped. Raises BadInput if the object may not be written, or its MD5
-    differs at the end.
-    """
+    """A resumable upload in chunks of 32 MiB. Raises BadInput if the object may not be written, or has another MD5."""
 
     def __init__(self, bucket: Bucket, url: str, num_bytes: int):
         self.bucket, self.url, self.total = bucket, url, num_bytes
@@ -311,9 +277,15 @@ class Upload:
 
     def flush(self) -> None:
         """Sends the buffer, with retries."""
+
+        def start() -> str:
+            where = self.bucket.upload_url(self.url, {"uploadType": "resumable"})
+            headers = {"Content-Type": "application/json", "X-Upload-Content-Length": str(self.total)}
+            session = lambda response: response.headers["Location"]
+            return self.bucket.ask("POST", where, self.url, "written", headers, b"{}", parse=session)
+
         failures, end = 0, self.sent + len(self.buffer)
         try:
-            start = lambda: self.bucket.start_upload(self.url, self.total)
             self.session = self.session or self.bucket.patiently(start, self.url)
         except FileNotFoundError as error:
             raise BadInput(f"{str(error).partition(';')[0]}; does the bucket exist?") from None
@@ -322,8 +294,13 @@ class Upload:
             if failures or not content:  # query how much has arrived
                 part, content = "*", b""
             try:
-                headers = {"Content-Range": f"bytes {part}/{self.total}"}
-                done, self.answer = self.bucket.ask_upload(self.session, self.url, headers, content)
+                headers = {"Content-Range": f"bytes {part}/{self.total}", "Content-Type": "application/octet-stream"}
+                with self.bucket.request("PUT", self.session, self.url, "written", headers, content) as response:
+                    if response.status == 308:  # incomplete
+                        stored = response.headers.get("Range", "")  # bytes=0-LAST, or absent
+                        done = int(stored.rpartition("-")[2]) + 1 if stored else 0
+                    else:
+                        done, self.answer = 0, json.load(response)
             except Transient as fault:
                 failures += 1
                 self.bucket.wait(fault, failures, self.url)

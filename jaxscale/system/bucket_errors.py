@@ -44,7 +44,15 @@ def refusal(error: urllib.error.HTTPError, url: str, what: str, wait: float) -> 
     if error.code == 404:
         return FileNotFoundError(f"{url} does not exist (404); look for a wrong name, or publish the set again")
     if error.code in (401, 403):
-        return forbidden(error, url, what)
+        try:
+            text = error.read(MAX_REFUSAL_BYTES).decode("utf-8", "replace")
+        except (OSError, http.client.HTTPException):
+            text = ""
+        needed, role = NEEDED[what]
+        lack = f"its account needs {missing_permission(text) or needed} there, as the role {role} has"
+        if error.code == 401:
+            lack = "it has no valid credentials: gcloud auth application-default login"
+        return Forbidden(f"{url} may not be {what} by this machine ({error.code}); {lack}")
     if error.code == 412:
         return Changed(url)
     if error.code == 416:
@@ -52,19 +60,6 @@ def refusal(error: urllib.error.HTTPError, url: str, what: str, wait: float) -> 
     if error.code == 410:
         return BadInput(f"{url}: the upload was given up by the service (410); run it again")
     return BadInput(f"{url} cannot be {what}: the service answers {error.code} {error.reason}")
-
-
-def forbidden(error: urllib.error.HTTPError, url: str, what: str) -> Forbidden:
-    """Returns the error for 401 and 403, with the missing permission from the response or the documentation."""
-    try:
-        text = error.read(MAX_REFUSAL_BYTES).decode("utf-8", "replace")
-    except (OSError, http.client.HTTPException):
-        text = ""
-    needed, role = NEEDED[what]
-    lack = f"its account needs {missing_permission(text) or needed} there, as the role {role} has"
-    if error.code == 401:
-        lack = "it has no valid credentials: gcloud auth application-default login"
-    return Forbidden(f"{url} may not be {what} by this machine ({error.code}); {lack}")
 
 
 def missing_permission(text: str) -> str | None:

@@ -10,10 +10,7 @@ READ_BYTES = 8 << 20  # at once
 
 
 def file_sha256(path: str) -> str:
-    """Returns the SHA-256 of a regular file, read in chunks.
-
-    Raises: BadInput if it is not a regular file; its subclass Unreadable for a storage error.
-    """
+    """Returns the SHA-256 of a regular file. Raises BadInput; its subclass Unreadable for a storage error."""
     sha256 = hashlib.sha256()
     try:
         with open_regular(path) as file:

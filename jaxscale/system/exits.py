@@ -7,7 +7,7 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TextIO
 
 from jaxscale.system.redact import shown, shown_traceback
@@ -130,8 +130,9 @@ def run_and_exit(main: Callable[[list[str]], int | None], *, is_verb: bool = Tru
     """
     with tracebacks_shown():
         try:
-            code = main(sys.argv[1:])
-            if is_verb and not code and asks_for_help(sys.argv[1:]):
+            code = main(argv := sys.argv[1:])
+            flags = argv[: argv.index("--")] if "--" in argv else argv  # the others are for another program
+            if is_verb and not code and {"-h", "--help", "--helpfull"} & set(flags):
                 put(f"\n{CODES_LINE}")
         except BrokenPipeError:
             if not (has_no_reader(sys.stdout) or has_no_reader(sys.stderr)):
@@ -148,39 +149,31 @@ def run_and_exit(main: Callable[[list[str]], int | None], *, is_verb: bool = Tru
     sys.exit(int(code or 0))
 
 
-def asks_for_help(argv: Sequence[str]) -> bool:
-    """Returns True if a flag asks for help; arguments after `--` are for another program."""
-    flags = argv[: argv.index("--")] if "--" in argv else argv
-    return bool({"-h", "--help", "--helpfull"} & set(flags))
-
-
 @contextlib.contextmanager
 def tracebacks_shown() -> Iterator[None]:
     """Prints uncaught tracebacks of the program and its threads with `print_stderr`, without secrets."""
+
+    def thread_ended(end: threading.ExceptHookArgs) -> None:
+        if end.exc_value is not None and end.exc_type is not SystemExit:
+            trace = shown_traceback(end.exc_value).rstrip("\n")
+            print_stderr(f"in thread {end.thread.name if end.thread else '?'}: {trace}")
+
+    # stays: it is called last
+    sys.excepthook = lambda kind, error, frames: print_stderr(shown_traceback(error).rstrip("\n"))
     old, threading.excepthook = threading.excepthook, thread_ended
-    sys.excepthook = lambda kind, error, frames: print_stderr(
-        shown_traceback(error).rstrip("\n")
-    )  # stays: it is called last
     try:
         yield
     finally:
         threading.excepthook = old
 
 
-def thread_ended(end: threading.ExceptHookArgs) -> None:
-    """Prints the exception that ended a thread."""
-    if end.exc_value is not None and end.exc_type is not SystemExit:
-        print_stderr(
-            f"in thread {end.thread.name if end.thread else '?'}: " + shown_traceback(end.exc_value).rstrip("\n")
-        )
-
-
 def verdict(error: BaseException) -> tuple[int, str | None]:
     """Returns (exit code, message) of an error that ends the program; None as message for a traceback."""
-    if isinstance(error, Stop):
-        return error.code, f"stopped ({error.code.name.lower()}, exit {int(error.code)}): {in_one_line(error)}"
-    if isinstance(error, BadInput):
-        return Exit.BAD_INPUT, f"error: {in_one_line(error)}"
+    if isinstance(error, Stop | BadInput):
+        message = "\\n".join(str(error).splitlines())  # newlines as from file names
+        if isinstance(error, BadInput):
+            return Exit.BAD_INPUT, f"error: {message}"
+        return error.code, f"stopped ({error.code.name.lower()}, exit {int(error.code)}): {message}"
     if isinstance(error, Terminated):
         return Exit.PREEMPTED, (
             f"stopped (preempted, exit {int(Exit.PREEMPTED)}): SIGTERM: left at once, what was saved is kept; the same "
@@ -189,11 +182,6 @@ def verdict(error: BaseException) -> tuple[int, str | None]:
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED, f"stopped (interrupted, exit {INTERRUPTED})"
     return Exit.ERROR, None
-
-
-def in_one_line(error: BaseException) -> str:
-    """Returns the message with newlines, as from file names, escaped."""
-    return "\\n".join(str(error).splitlines())
 
 
 def print_stderr(line: str) -> None:

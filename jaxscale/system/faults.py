@@ -16,33 +16,9 @@ import signal
 import sys
 import threading
 import time
-from typing import NamedTuple
 
 passed: collections.Counter[str] = collections.Counter()
 lock = threading.Lock()
-
-
-class CorruptBatches(NamedTuple):
-    """Corrupts batches [start, stop) with 'nan' or 'noise'."""
-
-    start: int
-    stop: int
-    kind: str
-
-
-class CorruptGradient(NamedTuple):
-    """Corrupts the gradient of a leaf at a step."""
-
-    step: int
-    leaf: str
-
-
-class FlippedBit(NamedTuple):
-    """Flips a bit of a parameter on one device before a step, the first `times` that the step is run."""
-
-    step: int
-    device: int
-    times: int = 1
 
 
 def crash_point(name: str) -> None:
@@ -70,35 +46,38 @@ def reached(variable: str, name: str) -> bool:
         return passed[variable] == int(number or 1)
 
 
-def corrupt_batches() -> CorruptBatches | None:
-    """Returns the batches to corrupt."""
+def corrupt_batches() -> tuple[int, int, str] | None:
+    """Returns (start, stop, 'nan' or 'noise') of the batches to corrupt."""
     text = read_variable("JAXSCALE_SPOIL_BATCHES")
     if not text:
         return None
     start, stop, kind = text.split(":")
-    return CorruptBatches(int(start), int(stop), kind)
+    return int(start), int(stop), kind
 
 
-def corrupt_gradient() -> CorruptGradient | None:
-    """Returns the gradient to corrupt."""
+def corrupt_gradient() -> tuple[int, str] | None:
+    """Returns (step, leaf) of the gradient to corrupt."""
     step, _, leaf = read_variable("JAXSCALE_SPOIL_GRADIENT").partition(":")
-    return CorruptGradient(int(step), leaf) if leaf else None
+    return (int(step), leaf) if leaf else None
 
 
-def flipped_bit() -> FlippedBit | None:
-    """Returns the bit flip to inject."""
+def flipped_bit() -> tuple[int, int, int] | None:
+    """Returns (step, device, times) of the bit flip to inject."""
     text = read_variable("JAXSCALE_FLIP_BIT")
-    return FlippedBit(*map(int, text.split(":"))) if text else None
+    if not text:
+        return None
+    step, device, *times = map(int, text.split(":"))
+    return step, device, times[0] if times else 1
 
 
 def bit_flip_device(step: int) -> int | None:
     """Returns the device on which to flip a bit before this run of the step, or None."""
     fault = flipped_bit()
-    if fault is None or fault.step != step:
+    if fault is None or fault[0] != step:
         return None
     with lock:
         passed["JAXSCALE_FLIP_BIT"] += 1
-        return fault.device if passed["JAXSCALE_FLIP_BIT"] <= fault.times else None
+        return fault[1] if passed["JAXSCALE_FLIP_BIT"] <= fault[2] else None
 
 
 def read_variable(variable: str) -> str:

@@ -24,10 +24,7 @@ def fenced(folder: Any, may_write: Callable[[], None]) -> Iterator[None]:
 
 
 def ask(path: Any) -> bool:
-    """Returns True if the path is in a fenced folder. Call it before writing, creating or removing the path.
-
-    Raises: Stop, as the lock of the folder does, if the lock is lost.
-    """
+    """True if the path is in a fenced folder. Call it before writing there. Raises Stop if the lock is lost."""
     found = False
     if FENCES:
         name = absolute_text(path)

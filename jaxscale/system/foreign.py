@@ -70,14 +70,12 @@ def blobs_of(folder: pathlib.Path) -> list[pathlib.Path]:
 
 def leads_out(file: pathlib.Path, folder: pathlib.Path) -> bool:
     """Returns True if a file is neither in the folder nor in its blobs of the Hub's cache. Both are resolved."""
-    return not (is_hub_blob(file) or any(file.is_relative_to(root) for root in (folder, *blobs_of(folder))))
-
-
-def is_hub_blob(file: pathlib.Path) -> bool:
-    """Returns True for a file of this user's Hub cache, to which `hf download --local-dir` used to make links."""
+    if any(file.is_relative_to(root) for root in (folder, *blobs_of(folder))):
+        return False
+    # this user's cache of the Hub, to whose files `hf download --local-dir` used to make links
     cache = os.environ.get("HF_HUB_CACHE") or os.path.join(os.environ.get("HF_HOME") or HF_HOME, "hub")
-    root = pathlib.Path(os.path.realpath(os.path.expanduser(cache)))
-    return file.is_relative_to(root) and BLOB.fullmatch(file.relative_to(root).as_posix()) is not None
+    hub = pathlib.Path(os.path.realpath(os.path.expanduser(cache)))
+    return not (file.is_relative_to(hub) and BLOB.fullmatch(file.relative_to(hub).as_posix()))
 
 
 def companion_folder(path: Any) -> pathlib.Path:
@@ -126,10 +124,7 @@ def cannot_read(path: Any, error: OSError, way_out: str = "") -> BadInput:
 
 
 def open_regular(path: Any, flags: int = 0) -> BinaryIO:
-    """Opens a regular local file for reading; it may be a link unless the flags forbid it.
-
-    Raises: FileNotFoundError; BadInput if it is not a regular file or cannot be read.
-    """
+    """Opens a regular local file for reading, by default also through a link. Raises FileNotFoundError or BadInput."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | flags)  # a pipe would wait for a writer
     except (FileNotFoundError, NotADirectoryError):
@@ -145,10 +140,7 @@ def open_regular(path: Any, flags: int = 0) -> BinaryIO:
 
 
 def read_bytes(path: Any, largest: int = LARGEST_JSON, inside: Any = None) -> bytes:
-    """Returns the content of a file, local or in a bucket, which has no links.
-
-    Raises: as resolve_file does, and BadInput for more than `largest` bytes.
-    """
+    """Returns the content of a file or object. Raises as resolve_file does, and BadInput if it is larger."""
     if "://" in os.fspath(path):
         return path.read_bytes()
     with open_file(path, inside) as file:
@@ -164,22 +156,19 @@ def read_at_most(file: BinaryIO, path: Any, largest: int = LARGEST_JSON) -> byte
     return content
 
 
-def is_file(path: Any, inside: Any = None) -> bool:
+def is_file(path: Any) -> bool:
     """Returns True if the file exists. Raises BadInput as resolve_file does, for one that must not be read."""
     if "://" in os.fspath(path):
         return path.is_file()
     try:
-        resolve_file(path, inside)
+        resolve_file(path)
     except (FileNotFoundError, NotADirectoryError):
         return False
     return True
 
 
 def parse_json(content: str | bytes | bytearray, **options: Any) -> Any:
-    """Parses JSON. Raises BadInput, to be shown after the file's name, for invalid or deeply nested text.
-
-    Args: options: of json.loads.
-    """
+    """Parses JSON. Raises BadInput, to be shown after the file's name, for invalid or deeply nested text."""
     try:
         value = json.loads(content, **options)
     except RecursionError:

@@ -33,8 +33,7 @@ class Client:
 
 
 class LocalServer(ThreadingHTTPServer):
-    """Answers each request in a thread that ends with the program. Where connections are too many, that goes which has
-    taken longest to say what it wants."""
+    """Answers each request in a thread; with too many connections, ends the one that has asked for longest."""
 
     daemon_threads = True
     request_queue_size = 128  # a client that finds no place waits 1, 3, 7, ... seconds before it tries again

@@ -12,10 +12,7 @@ MIN_FILES = 32  # of any program
 
 
 def raise_open_files() -> int:
-    """Raises the limit of open files and connections of this process as far as allowed, and returns it.
-
-    Many systems begin at 1,024 for programs that use select(); we do not.
-    """
+    """Raises the limit of open files and connections of this process as far as allowed, and returns it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     target = MAX_OPEN if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN)
     if soft != resource.RLIM_INFINITY and soft < target:

@@ -3,10 +3,7 @@
 import importlib.metadata
 
 # {name of the import: names of the distributions that bring it}, where pip knows it by another name
-DISTRIBUTIONS = {
-    "fasttext": ("fasttext", "fasttext-predict", "fasttext-wheel"),
-    "libtpu": ("libtpu", "libtpu-nightly"),
-}
+DISTRIBUTIONS = {"fasttext": ("fasttext", "fasttext-predict", "fasttext-wheel"), "libtpu": ("libtpu", "libtpu-nightly")}
 
 
 def is_installed(package: str) -> bool:

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import json
 import os
@@ -19,6 +20,7 @@ from jaxscale.system.redact import on_one_line
 
 HUBS = ("huggingface.co", "www.huggingface.co", "hf.co")
 PRIVATE = 0o700  # mode of a private folder
+open_private = functools.partial(os.open, mode=0o600)  # opener of `open`
 
 
 def is_remote(path: Any) -> bool:
@@ -77,10 +79,7 @@ def write_bytes_atomic(path: Any, content: Any) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Any) -> Iterator[BinaryIO]:
-    """Yields a temporary file that replaces a local one when the block ends.
-
-    A reader sees the old file or the new one, never a part, also after a crash.
-    """
+    """Yields a temporary file that atomically replaces a local one when the block ends, also in a crash."""
     target = as_path(path)
     fence.ask(target)
     temporary = target.parent / f".{target.name}.{secrets.token_hex(8)}.tmp"
@@ -116,10 +115,7 @@ class Growing:
 
 @contextlib.contextmanager
 def growing_file(path: Any, num_bytes: int) -> Iterator[Growing]:
-    """Yields a local or remote file of this size to write, which appears atomically when the block ends.
-
-    Raises: OSError, or BadInput if a bucket refuses or has another content at the end.
-    """
+    """Yields a local or remote file of this size, which appears atomically. Raises OSError or BadInput."""
     with contextlib.ExitStack() as stack:
         if is_remote(path):
             upload = Upload(storage.open_bucket(writing=True), os.fspath(path), num_bytes)
@@ -141,9 +137,9 @@ def remove_temporaries(folder: Any, names: Sequence[str]) -> None:
             left.unlink(missing_ok=True)
 
 
-def sync_folder(folder: pathlib.Path) -> None:
-    """Makes renames inside a local folder survive a power cut."""
-    handle = os.open(folder, os.O_RDONLY)
+def sync_folder(path: Any) -> None:
+    """Makes renames inside a local folder, or the content of a file, survive a power cut."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
@@ -158,10 +154,7 @@ def open_to_write(path: Any, flags: int, mode: int = 0o666) -> int:
 
 @contextlib.contextmanager
 def locked(path: pathlib.Path, waiting: Callable[[], None] | None = None) -> Iterator[None]:
-    """Holds the lock of this file, which is created if missing. waiting: called if another process holds it.
-
-    Raises: BadInput if the path is not a file.
-    """
+    """Holds the lock of this file, made if missing; first calls waiting() if another has it. Raises BadInput."""
     with open(path, "ab", opener=open_to_write) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -212,16 +205,6 @@ def write_json(path: Any, value: Any) -> None:
     write_text_atomic(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
-def check_encoding(folder: pathlib.Path) -> None:
-    """Raises BadInput for a name that is not UTF-8, which TensorStore assumes in any locale."""
-    name = os.fspath(folder.absolute())
-    if os.fsencode(name) == name.encode("utf-8", "replace"):
-        return
-    encoding = sys.getfilesystemencoding()
-    fix = "rename it" if encoding == "utf-8" else f"Python reads file names as {encoding} here: set PYTHONUTF8=1"
-    raise BadInput(f"workdir={on_one_line(name)} is not UTF-8, and arrays cannot be saved under such a name; {fix}")
-
-
 def make_run_dir(path: Any, mode: int = PRIVATE) -> Any:
     """Returns the folder of a run, created with `mode` if it is missing on a local disk.
 
@@ -234,10 +217,13 @@ def make_run_dir(path: Any, mode: int = PRIVATE) -> Any:
     folder = as_path(path)
     if is_remote(path):
         return folder
-    check_encoding(folder)
-    if special := set(str(folder.absolute())) & set("[]*?\\"):
+    name, encoding = os.fspath(folder.absolute()), sys.getfilesystemencoding()
+    if os.fsencode(name) != name.encode("utf-8", "replace"):  # TensorStore assumes UTF-8 in any locale
+        fix = "rename it" if encoding == "utf-8" else f"Python reads file names as {encoding} here: set PYTHONUTF8=1"
+        raise BadInput(f"workdir={on_one_line(name)} is not UTF-8, and arrays cannot be saved under such a name; {fix}")
+    if special := set(name) & set("[]*?\\"):
         raise BadInput(
-            f"workdir={path} is {folder.absolute()}, and Orbax would read {' '.join(sorted(special))} in a path as a "
+            f"workdir={path} is {name}, and Orbax would read {' '.join(sorted(special))} in a path as a "
             "pattern; choose another workdir"
         )
     try:

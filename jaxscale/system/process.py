@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 
 from jaxscale.system.exits import BadInput, print_stderr
 from jaxscale.system.open_files import raise_open_files
-from jaxscale.system.paths import PRIVATE, cache_dir, make_private
+from jaxscale.system.paths import cache_dir, make_private
 
 ORDERED = "--xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
 CACHE_ENABLED = "JAX_ENABLE_COMPILATION_CACHE"
@@ -50,10 +50,7 @@ def open_standard_streams() -> None:
 
 
 def use_utf8() -> None:
-    """Restarts the process in Python's UTF-8 mode if the locale has another encoding.
-
-    TensorStore uses UTF-8 file names in any locale.
-    """
+    """Restarts the process in Python's UTF-8 mode, as TensorStore assumes, if the locale has another encoding."""
     if (encoding := sys.getfilesystemencoding()) == "utf-8":
         return
     if os.environ.get("PYTHONUTF8") == "1":
@@ -156,10 +153,8 @@ def has_huge_pages() -> bool:
     return "hugetlb" in os.environ.get("GLIBC_TUNABLES", "")
 
 
-def folder_mode(text: str | None) -> int:
-    """Parses --run_dir_mode; 0700 by default. Raises BadInput for a mode without full access for the owner."""
-    if text is None:
-        return PRIVATE
+def folder_mode(text: str) -> int:
+    """Parses --run_dir_mode. Raises BadInput for a mode without full access for the owner."""
     if not re.fullmatch("0?7[0-7][0-7]", text):
         raise BadInput(
             f"--run_dir_mode={text} must be an octal mode that leaves everything to the owner, such as 0700 or 0750"

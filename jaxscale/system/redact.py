@@ -20,12 +20,7 @@ WORDS = {"TOKEN", "SECRET", "SECRETS", "PASS", "PASSWD", "PAT", "APIKEY", "CREDE
 WORDS |= {"PGPASS", "SSHPASS", "DBPASS"}
 WORDS |= {"WEBHOOK"}  # its URL is enough to write to a chat
 ENDS = ("PASSWORD", "PASSPHRASE")  # PGPASSWORD and its like
-LAST = {
-    "AUTH",
-    "PWD",
-    "KEY",
-    "KEYS",
-}  # secret behind another word: REDIS_AUTH and no SSH_AUTH_SOCK, MYSQL_PWD and no PWD
+LAST = {"AUTH", "PWD", "KEY", "KEYS"}  # secret behind another word: MYSQL_PWD and no PWD, REDIS_AUTH, no SSH_AUTH_SOCK
 OPEN = {"PUBLIC", "PRIMARY", "FOREIGN", "SORT", "PARTITION", "CACHE", "INDEX", "GROUP"}  # kinds of public keys
 KEYS = re.compile(r"(?:API|ACCESS|AUTH|PRIVATE|SECRET|ACCOUNT|ENCRYPTION|SIGNING|SERVICE)_?KEY(?:$|_)")
 PART = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")  # of MYSQL_PWD, dbPassword and data.api-key
@@ -93,13 +88,13 @@ without_again = functools.lru_cache(maxsize=1024)(without)
 
 def secret_values(environment: Mapping[str, str]) -> set[str]:
     """Returns the values of variables with a secret's name."""
-    named = [environment.get(name, "").strip() for name in environment if names_secret(name)]
-    return {value for value in named if may_be_secret(value)}
+    values = {name: environment.get(name, "").strip() for name in environment if names_secret(name)}
+    return {value for name, value in values.items() if is_secret(name, value)}
 
 
 def is_secret(name: str, value: str) -> bool:
-    """Returns True for HF_TOKEN, WANDB_API_KEY and the like, unless the value is an existing path."""
-    return names_secret(name) and may_be_secret(value)
+    """Returns True for HF_TOKEN, WANDB_API_KEY and the like, unless the value is short or an existing path."""
+    return names_secret(name) and len(value) >= FEWEST_CHARACTERS and not os.path.exists(value)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -111,28 +106,16 @@ def names_secret(name: str) -> bool:
     return any(word in WORDS or word.endswith(ENDS) for word in words) or bool(KEYS.search("_".join(words)))
 
 
-def may_be_secret(value: str) -> bool:
-    """Returns False for short values and existing paths."""
-    return len(value) >= FEWEST_CHARACTERS and not os.path.exists(value)
-
-
 @functools.lru_cache(maxsize=4)
 def known_values(values: frozenset[str]) -> re.Pattern | None:
     """Returns a pattern for any of the values, also in JSON, URL or HTML encoding; None without values."""
+    quoted = functools.partial(urllib.parse.quote, safe="", errors="surrogateescape")
     forms = {form for value in values for form in (value, json.dumps(value)[1:-1], quoted(value), html.escape(value))}
     return re.compile("|".join(re.escape(form) for form in sorted(forms, key=len, reverse=True))) if forms else None
 
 
-def quoted(value: str) -> str:
-    """Percent-encodes the value for a URL."""
-    return urllib.parse.quote(value, safe="", errors="surrogateescape")
-
-
 def printable(text: str) -> str:
-    """Removes escape sequences and control characters except newlines and tabs.
-
-    Samples and errors contain untrusted data, which must not control the user's terminal.
-    """
+    """Removes escape sequences and control characters except newlines and tabs, which may come from strangers."""
     if text.isprintable():
         return text
     text = ESCAPE_SEQUENCE.sub("", text.replace("\r\n", "\n"))
@@ -168,10 +151,7 @@ def in_markdown(text: Any) -> str:
 
 
 def block_in_markdown(text: str) -> str:
-    """Returns Markdown with the text as an indented code block, which the text cannot end; else as `shown`.
-
-    Put it between blank lines, after a paragraph or a heading.
-    """
+    """Returns Markdown with the text as an indented code block, between blank lines; else as `shown`."""
     return "\n".join(f"    {line}" for line in shown(text).strip("\n").split("\n"))
 
 

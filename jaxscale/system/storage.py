@@ -11,14 +11,14 @@ import fnmatch
 import functools
 import io
 import ipaddress
-import json
 import logging
 import os
 import pathlib
 import posixpath
+import types
 import urllib.parse
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxscale.system import packages
 from jaxscale.system.bucket import GOOGLE, SILENCE, SYSTEM_CLOCK, Bucket, Clock
@@ -34,13 +34,6 @@ CLIENT_VARIABLES = {"EPATH_USE_TF": "false", "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"
 PATH_ATTEMPTS = 7  # of a request for a path: about 25 s of waiting, since a step or the user may wait for it
 READ_BYTES = 4 << 20  # at once
 MAX_CONCURRENT = 16  # requests when many objects are removed
-
-
-class Stat(NamedTuple):
-    """The fields of os.stat_result that a bucket has."""
-
-    st_size: int
-    st_mtime: float
 
 
 class ObjectPath:
@@ -125,17 +118,17 @@ class ObjectPath:
         """Returns False: buckets have no links."""
         return False
 
-    def stat(self) -> Stat:
-        """Returns size and Unix time of the last write of an object."""
+    def stat(self) -> types.SimpleNamespace:
+        """Returns the fields of os.stat_result that an object has."""
         about = self.metadata()
-        return Stat(int(about["size"]), about["updated"])
+        return types.SimpleNamespace(st_size=int(about["size"]), st_mtime=about["updated"])
 
     def metadata(self) -> dict[str, Any]:
         """Returns the metadata of an object, with `updated` in Unix seconds."""
         about = path_bucket().metadata(self.url) if self.key else None
         if about is None:
             raise FileNotFoundError(2, "no such object", self.url)
-        return about | {"updated": unix_time(about["updated"])}
+        return about | {"updated": datetime.datetime.fromisoformat(about["updated"]).timestamp()}
 
     def iterdir(self) -> Iterator["ObjectPath"]:
         """Yields the direct children, in order."""
@@ -200,10 +193,9 @@ class ObjectPath:
             list(pool.map(bucket.remove, names))  # raises the first error
         bucket.remove(self.url)
 
-    def copy(self, target: "ObjectPath", overwrite: bool = False) -> "ObjectPath":
+    def copy(self, target: "ObjectPath") -> None:
         """Copies the object inside the service, replacing the target."""
         path_bucket().copy(self.url, target.url)
-        return target
 
 
 class Reader(io.RawIOBase):
@@ -237,21 +229,14 @@ class Reader(io.RawIOBase):
 
 
 def list_objects(bucket: Bucket, url: str, **query: str) -> Iterator[tuple[str, int]]:
-    """Yields (name below a folder, bytes) of its objects, a thousand per request, and of prefixes with size 0.
-
-    Args: query: further API parameters: delimiter='/' for one level, maxResults per page.
-    """
+    """Yields (name, bytes) of the objects below a folder, and (prefix, 0). query: delimiter='/', maxResults."""
     name, _, prefix = url.removeprefix("gs://").rstrip("/").partition("/")
     prefix = f"{prefix}/" if prefix else ""
     query = {"prefix": prefix, "fields": "items(name,size),prefixes,nextPageToken"} | query
 
-    def ask() -> dict[str, Any]:
-        where = f"{bucket.endpoint}/storage/v1/b/{urllib.parse.quote(name)}/o?{urllib.parse.urlencode(query)}"
-        with bucket.request("GET", where, url, "listed") as response:
-            return json.load(response)
-
+    where = f"{bucket.endpoint}/storage/v1/b/{urllib.parse.quote(name)}/o?"
     while True:
-        page = bucket.patiently(ask, url)
+        page = bucket.patiently(lambda: bucket.ask("GET", where + urllib.parse.urlencode(query), url, "listed"), url)
         for item in page.get("items", ()):
             if not item["name"].endswith("/") or "maxResults" in query:  # some tools write folder objects
                 yield item["name"][len(prefix) :], int(item["size"])
@@ -267,11 +252,6 @@ def objects_under(url: str) -> Iterator[tuple[str, int]]:
         yield from list_objects(open_bucket(), url)
     except FileNotFoundError as error:
         raise BadInput(f"{str(error).partition(';')[0]}; does the bucket exist?") from None
-
-
-def unix_time(text: str) -> float:
-    """Parses a time of the service as seconds since 1970."""
-    return datetime.datetime.fromisoformat(text).timestamp()
 
 
 def path_bucket() -> Bucket:

@@ -10,11 +10,10 @@ import pytest
 import tensorstore
 
 from jaxscale.runtime.checkpoint import array_store
-from jaxscale.runtime.checkpoint.average import average_steps
 from jaxscale.runtime.checkpoint.config import CheckpointConfig
+from jaxscale.runtime.checkpoint.derived_weights import average_steps, merge_lora
 from jaxscale.runtime.checkpoint.lock_stores import folder_lock
 from jaxscale.runtime.checkpoint.manager import Checkpoints
-from jaxscale.runtime.checkpoint.merge import merge_lora
 from jaxscale.runtime.checkpoint.verify import verify_folder
 from jaxscale.system.exits import Exit, Stop
 

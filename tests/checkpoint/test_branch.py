@@ -18,8 +18,8 @@ from jaxscale.core.models.lora_mup_config import LoraConfig
 from jaxscale.core.state import LossScale, init_state
 from jaxscale.runtime.checkpoint.branch import BranchPlan, branch_state, check_lora_scale, open_source
 from jaxscale.runtime.checkpoint.config import CheckpointConfig, InitConfig
+from jaxscale.runtime.checkpoint.derived_weights import merge_lora
 from jaxscale.runtime.checkpoint.manager import Checkpoints
-from jaxscale.runtime.checkpoint.merge import merge_lora
 from jaxscale.system.exits import BadInput, Exit, Stop
 
 OLD_VOCAB, WIDTH = 12, 8
@@ -325,4 +325,4 @@ def test_settings_of_adapters_that_this_version_does_not_know_are_named(run, tmp
         merge_lora(run, 30, tmp_path / "merged")
     source = open_source(str(run.directory.parent))
     with pytest.raises(BadInput, match="30: lora.dropout is not a setting of LoraConfig"):
-        check_lora_scale(source, BranchPlan({}, {}, (), ()), LoraConfig())
+        check_lora_scale(source, BranchPlan(), LoraConfig())

@@ -11,7 +11,7 @@ POINTS = ["copy.file:1", "copy.file:6", "copy.read_back:1", "copy.commit:1", "co
 # Each crash in a process of its own, which is forked before TensorStore has threads: one start of Python for all.
 SCRIPT = """
 import os, pathlib, sys
-from jaxscale.runtime.checkpoint.average import average_steps
+from jaxscale.runtime.checkpoint.derived_weights import average_steps
 from jaxscale.runtime.checkpoint.config import CheckpointConfig
 from jaxscale.runtime.checkpoint.manager import Checkpoints
 from jaxscale.runtime.checkpoint.retention import delete_step, remove_half_deleted

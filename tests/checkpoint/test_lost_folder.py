@@ -14,6 +14,7 @@ from ckpt_states import refuse_to_open, stop_of
 from jaxscale.runtime.checkpoint import saver, write
 from jaxscale.runtime.checkpoint.config import CheckpointConfig
 from jaxscale.runtime.checkpoint.manager import Checkpoints
+from jaxscale.runtime.checkpoint.record import read_last_good
 from jaxscale.system.exits import Exit, Stop
 
 STATE = {"w": jnp.arange(100.0)}
@@ -53,7 +54,7 @@ def test_who_has_lost_the_folder_removes_nothing_of_the_new_holder(saved, at):
     error = stop_of(saved.save, 30, STATE, {}, wait=True)
     assert error.code == Exit.LOCK_HELD and lock.asked == at
     assert (saved.directory / "7.orbax-checkpoint-tmp" / "theirs").exists()
-    assert saved.all_steps() == ([10, 20] if at < 3 else [10, 20, 30]) and saved.last_good()["step"] == 20
+    assert saved.all_steps() == ([10, 20] if at < 3 else [10, 20, 30]) and read_last_good(saved.directory)["step"] == 20
 
 
 @pytest.mark.fault("F21")
@@ -78,7 +79,7 @@ def test_trouble_with_reading_back_is_an_alarm_and_the_save_counts(tmp_path, mon
     refuse_to_open(monkeypatch, lambda path: tmp_path / "5" / "state" in path.parents, STALE)
     checkpoints.save(5, STATE, {}, wait=True)
     assert checkpoints.all_steps() == [5] and checkpoints.saver.last_saved == 5
-    assert checkpoints.last_good()["verified"] is False and notes.of("saved")[0]["verified"] is False
+    assert read_last_good(checkpoints.directory)["verified"] is False and notes.of("saved")[0]["verified"] is False
     assert "saved, but it could not be read back: Stale file handle" in notes.of("alarm")[0]["cause"]
 
 
@@ -101,7 +102,7 @@ def test_a_try_after_a_commit_that_was_told_as_a_failure_is_no_error(tmp_path, m
     renamed = lambda path: path == tmp_path and (tmp_path / "5").exists()  # and now it is to be synced
     refuse_to_open(monkeypatch, lambda path: renamed(path) and failing and failing.pop(), STALE)
     checkpoints.save(5, STATE, {"a": 1}, metrics={"validation/loss": 1.0}, wait=True)
-    assert not failing and checkpoints.all_steps() == [5] and checkpoints.last_good()["verified"]
+    assert not failing and checkpoints.all_steps() == [5] and read_last_good(checkpoints.directory)["verified"]
     checkpoints.save(5, STATE, {"a": 1}, metrics={"validation/loss": 1.0}, wait=True)
     other = stop_of(checkpoints.save, 5, STATE, {"a": 2}, wait=True)
     assert other.code == Exit.STORAGE and "already holds step 5" in str(other)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxscale.runtime.checkpoint.snapshot import array_formats, copy_program
+from jaxscale.runtime.checkpoint.fingerprint import array_formats, copy_program
 from jaxscale.tools.planning.topology import open_topology
 
 ARRAYS, WIDTH = 12, 8192

@@ -13,27 +13,28 @@ from jaxscale.runtime.checkpoint import array_store, write
 from jaxscale.runtime.checkpoint.config import CheckpointConfig
 from jaxscale.runtime.checkpoint.fingerprint import fingerprints, host_fingerprint
 from jaxscale.runtime.checkpoint.manager import Checkpoints
-from jaxscale.runtime.checkpoint.read_back import DamagedCheckpoint, first_difference, piece_sums, verify_leaves
+from jaxscale.runtime.checkpoint.record import read_last_good
+from jaxscale.runtime.checkpoint.verify import DamagedCheckpoint, first_difference, piece_sums, verify_leaves
 from jaxscale.system.exits import Exit
 
 
 def test_the_last_good_step_is_written_down_with_what_was_read(saved):
-    good = saved.last_good()
+    good = read_last_good(saved.directory)
     assert good == {"step": 20, "verified": True, "health": "clean", "sha256": saved.read_record(20)["sha256"]}
     assert json.loads((saved.directory / "last_good.json").read_text()) == good
 
 
 def test_what_was_not_read_back_is_not_called_verified(tmp_path):
     checkpoints = Checkpoints(tmp_path, CheckpointConfig(verify_saved=False))
-    assert checkpoints.last_good() is None
+    assert read_last_good(checkpoints.directory) is None
     checkpoints.save(3, {"w": jnp.ones(3)}, {}, health="suspect", wait=True)
-    good = checkpoints.last_good()
+    good = read_last_good(checkpoints.directory)
     assert (good["step"], good["verified"], good["health"]) == (3, False, "suspect")
 
 
 def test_a_damaged_last_good_file_is_no_answer(saved):
     (saved.directory / "last_good.json").write_text("{")
-    assert saved.last_good() is None
+    assert read_last_good(saved.directory) is None
 
 
 def test_a_save_that_reads_back_wrong_is_moved_aside_and_fails(saved):
@@ -49,7 +50,7 @@ def test_a_save_that_reads_back_wrong_is_moved_aside_and_fails(saved):
     assert error.code == Exit.STORAGE and "step 20 is the newest that is safe" in str(error)
     assert [(kind, step) for kind, step, _ in notes] == [("set_aside", 30), ("save_failed", 30)]
     assert "read back" in notes[1][2] or "differ from those that were saved" in notes[1][2]
-    assert saved.all_steps() == [10, 20] and saved.last_good()["step"] == 20
+    assert saved.all_steps() == [10, 20] and read_last_good(saved.directory)["step"] == 20
     assert any(path.name.startswith("damaged-30-") for path in saved.directory.iterdir())
 
 

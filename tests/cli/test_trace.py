@@ -282,14 +282,14 @@ def test_a_change_ahead_is_told_and_let_through(home, run):
     recorded = checkpoints.read_run(checkpoints.latest_step())
     later = dataclasses.replace(cfg.data, mixture=STAGES | {"14 steps": {"web": 1.0}})
     corpus = open_data(later, seq_len=16, vocab_size=272, seed=1, say=lambda line: None)
-    said = []
-    check_same_past(BatchSizes.of(16), corpus.plan_mixture(16, 20), recorded, STEPS, said.append)
+    sizes, said = BatchSizes.of(16), []
+    check_same_past(sizes, sizes, corpus.plan_mixture(16, 20), recorded, STEPS, said.append)
     assert "the mixture of later steps has changed" in said[0]
     said.clear()
-    check_same_past(BatchSizes.of(16), corpus.plan_mixture(16, STEPS, STEPS + 2), recorded, STEPS, said.append)
+    check_same_past(sizes, sizes, corpus.plan_mixture(16, STEPS, STEPS + 2), recorded, STEPS, said.append)
     assert not said  # a stage behind the end of the run is none yet
     with pytest.raises(Stop, match="only stages that start after batch 13"):
-        check_same_past(BatchSizes.of(16), None, recorded, STEPS, said.append)
+        check_same_past(sizes, sizes, None, recorded, STEPS, said.append)
 
 
 @pytest.mark.soak

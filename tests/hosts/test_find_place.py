@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from jaxscale.runtime.hosts.discovery import expand_counts, expand_nodes, query_instance, resolve_process, tpu_metadata
+from jaxscale.runtime.hosts.discovery import discover_process, expand_counts, expand_nodes, query_instance, tpu_metadata
 
 SLURM = dict(SLURM_JOB_ID="7", SLURM_NTASKS="4", SLURM_PROCID="2", SLURM_LOCALID="0", SLURM_NODEID="1",
              SLURM_STEP_NODELIST="gpu[009-010],big1", SLURM_STEP_TASKS_PER_NODE="2,1(x2)")  # fmt: skip
@@ -32,16 +32,16 @@ METADATA = {
     ],
 )
 def test_each_cluster_says_who_this_is(env, host, port, count, number, names):
-    place = resolve_process({}, env)
+    place = discover_process({}, env)
     assert (place.host, place.port, place.num_processes, place.process_id) == (host, port, count, number)
     assert place.names == names
 
 
 def test_flags_come_before_the_cluster_and_one_process_may_be_asked_for():
     flags = {"coordinator": "[::1]:900", "num_processes": "3", "process_id": "1"}
-    place = resolve_process(flags, SLURM)
+    place = discover_process(flags, SLURM)
     assert (place.host, place.port, place.num_processes, place.process_id) == ("::1", 900, 3, 1)
-    assert resolve_process({"num_processes": "1"}, SLURM) is None
+    assert discover_process({"num_processes": "1"}, SLURM) is None
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_flags_come_before_the_cluster_and_one_process_may_be_asked_for():
      {"TPU_WORKER_HOSTNAMES": "a", "TPU_WORKER_ID": "0"}, JOBSET | {"JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"}],
 )  # fmt: skip
 def test_one_process_alone_has_no_place(env):
-    assert resolve_process({}, env) is None
+    assert discover_process({}, env) is None
 
 
 @pytest.mark.parametrize(
@@ -69,15 +69,15 @@ def test_one_process_alone_has_no_place(env):
 )
 def test_half_of_what_is_needed_is_refused(flags, env, told):
     with pytest.raises(ValueError, match=told):
-        resolve_process(flags, env)
+        discover_process(flags, env)
 
 
 def test_gpus_of_a_node_are_divided_only_among_tasks_that_see_them_all():
     two_tasks = SLURM | {"SLURM_NODEID": "0", "SLURM_LOCALID": "1", "SLURM_PROCID": "1"}
-    assert resolve_process({}, two_tasks).local_device_ids == (1,)
-    assert resolve_process({}, two_tasks | {"CUDA_VISIBLE_DEVICES": "3"}).local_device_ids is None
-    assert resolve_process({}, two_tasks | {"CUDA_VISIBLE_DEVICES": "2,3"}).local_device_ids == (1,)
-    assert resolve_process({}, SLURM).local_device_ids is None  # alone on its node
+    assert discover_process({}, two_tasks).local_device_ids == (1,)
+    assert discover_process({}, two_tasks | {"CUDA_VISIBLE_DEVICES": "3"}).local_device_ids is None
+    assert discover_process({}, two_tasks | {"CUDA_VISIBLE_DEVICES": "2,3"}).local_device_ids == (1,)
+    assert discover_process({}, SLURM).local_device_ids is None  # alone on its node
 
 
 @pytest.mark.parametrize(
@@ -109,14 +109,14 @@ def test_a_tpu_vm_asks_its_metadata_server(monkeypatch):
         threading.Thread(target=server.serve_forever, daemon=True).start()
         try:
             address = f"127.0.0.1:{server.server_port}"
-            place = resolve_process({}, {}, lambda name: query_instance(address, f"attributes/{name}"))
+            place = discover_process({}, {}, lambda name: query_instance(address, f"attributes/{name}"))
             assert (place.host, place.num_processes, place.process_id) == ("10.0.0.1", 4, 3)
             assert place.name(2) == "process 2 of 4 (10.0.0.3)"
             assert query_instance(address, "attributes/nothing") is None
         finally:
             server.shutdown()
     assert (
-        resolve_process({}, {}, lambda name: query_instance(address, f"attributes/{name}")) is None
+        discover_process({}, {}, lambda name: query_instance(address, f"attributes/{name}")) is None
     )  # no server: no TPU VM
 
 

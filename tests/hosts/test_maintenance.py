@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from jaxscale.runtime.hosts.maintenance import Maintenance
+from jaxscale.runtime.hosts.discovery import Maintenance
 from jaxscale.runtime.training.stopping import StopRequest
 
 

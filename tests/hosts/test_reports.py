@@ -8,8 +8,8 @@ import processes
 import pytest
 from jax._src.lib import _jax
 
+from jaxscale.runtime.checkpoint.saver import SharedReports
 from jaxscale.runtime.hosts.agree import Board, Peer
-from jaxscale.runtime.hosts.failure_reports import SharedReports
 from jaxscale.system.exits import Exit, Stop
 
 COUNT = 3

@@ -12,7 +12,7 @@ import pytest
 from hf_folders import FLOAT32, make_folder, read_folder
 
 from jaxscale.cli import convert
-from jaxscale.runtime.checkpoint.export_folder import is_finished
+from jaxscale.runtime.checkpoint.periodic_export import is_finished
 from jaxscale.system.exits import Exit, Stop
 from jaxscale.tools.interop import hub
 

@@ -10,11 +10,10 @@ import tiny
 from hf_folders import make_folder, read_folder
 
 from jaxscale.cli import convert
-from jaxscale.runtime.checkpoint.config import CheckpointConfig
-from jaxscale.runtime.checkpoint.export_config import ExportConfig
+from jaxscale.runtime.checkpoint.config import CheckpointConfig, ExportConfig
 from jaxscale.runtime.checkpoint.manager import Checkpoints
-from jaxscale.runtime.checkpoint.periodic_export import Exporter, periodic_exports
-from jaxscale.runtime.checkpoint.retention import pinned_steps
+from jaxscale.runtime.checkpoint.periodic_export import OURS, Exporter, periodic_exports
+from jaxscale.runtime.checkpoint.retention import pin, pinned_steps
 from jaxscale.runtime.monitor.events import Events
 from jaxscale.runtime.run.opening import open_run, train_to_completion
 from jaxscale.runtime.training.loop_services import Services
@@ -138,7 +137,7 @@ def test_an_export_that_was_finished_when_the_run_was_killed_is_told_and_not_mad
     exporter = Watched(tmp_path, WRITE, every_steps=10, keep=0)
     for step in (10, 20):
         (tmp_path / "checkpoints" / str(step)).mkdir()
-        exporter.pin(step)
+        pin(tmp_path / "checkpoints", step, OURS)
         exporter.resume_pending()
         wait_for(lambda: exporter.thread is None)
     assert exporter.started == [20] and pinned_steps(tmp_path / "checkpoints") == set()

@@ -15,7 +15,7 @@ from jaxscale.core.models.lora_mup_config import lora_flops, lora_params
 from jaxscale.core.optim.groups import dotted
 from jaxscale.kernels.matmul.slots import ON_CPU, project_expert, run_in_slots
 from jaxscale.program.budget import resolve_budget
-from jaxscale.runtime.checkpoint.merge import with_adapter
+from jaxscale.runtime.checkpoint.derived_weights import with_adapter
 
 ALL = (r"attention\.w[qo]$", r"mlp\.(gate|up|down)$", r"shared\.up$")
 BASE = {

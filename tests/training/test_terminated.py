@@ -8,8 +8,7 @@ import pytest
 import tiny
 
 from jaxscale import main
-from jaxscale.runtime.checkpoint.config import CheckpointConfig
-from jaxscale.runtime.checkpoint.export_config import ExportConfig
+from jaxscale.runtime.checkpoint.config import CheckpointConfig, ExportConfig
 from jaxscale.runtime.checkpoint.manager import Checkpoints
 from jaxscale.runtime.checkpoint.periodic_export import Exporter, periodic_exports
 from jaxscale.runtime.training.stopping import raise_on_sigterm

@@ -103,20 +103,27 @@ def kvstore_spec(folder: Any) -> dict[str, str]:
 
 
 Box = tuple[slice, ...]
+Region = tuple[tuple[int, int], ...]  # (begin, end) along each axis
 
 
-def chunk_boxes(array: Any) -> list[Box]:
-    """Returns the chunks in which the array was written, as slices that cover it."""
-    return grid_boxes(array.shape, array.chunk_layout.read_chunk.shape or array.shape)
+def chunk_boxes(array: Any, region: Region | None = None) -> list[Box]:
+    """Returns the chunks in which the array was written, as slices that cover it, or its part in the region."""
+    sizes = array.chunk_layout.read_chunk.shape or array.shape
+    return grid_boxes(array.shape, sizes) if region is None else region_boxes(region, sizes)
 
 
 def grid_boxes(shape: Sequence[int], sizes: Sequence[int]) -> list[Box]:
     """Returns boxes of these sizes, clipped at the ends, that cover an array."""
-    ranges = [
-        [slice(begin, min(begin + size, length)) for begin in range(0, length, max(size, 1))]
-        for length, size in zip(shape, sizes, strict=True)
+    return region_boxes(tuple((0, length) for length in shape), sizes)
+
+
+def region_boxes(region: Region, sizes: Sequence[int]) -> list[Box]:
+    """Returns the intersections of a region with a grid of boxes of these sizes."""
+    cuts = [
+        [slice(max(at, begin), min(at + size, end)) for at in range(begin - begin % size, end, size)]
+        for (begin, end), size in zip(region, (max(size, 1) for size in sizes), strict=True)
     ]
-    return list(itertools.product(*ranges))
+    return list(itertools.product(*cuts))
 
 
 def box_bytes(array: Any, box: Box) -> int:
@@ -196,10 +203,7 @@ class StepArrayWriter:
         self.context = tensorstore.Context()
 
     def create(self, formats: Mapping[str, ArrayFormat]) -> list[Any]:
-        """Returns the arrays of these names and formats, in order; the index is written once for all.
-
-        An existing array of the same format is opened. Raises Stop (STORAGE).
-        """
+        """Returns the arrays, created or opened, in order; the index is written once. Raises Stop (STORAGE)."""
         transaction = tensorstore.Transaction()
         options: dict[str, Any] = dict(open=True, create=True, context=self.context, transaction=transaction)
         try:
@@ -260,17 +264,14 @@ class LeafFiles:
                 newest = tensorstore.ocdbt.dump(base).result()["versions"][-1]
                 for key, location in index_entries(base, newest["root"].get("location")):
                     name, _, piece = key.decode().rpartition("/")
-                    if piece not in ARRAY_METADATA:
-                        self.found.setdefault(name, set()).add(location_file(location))
+                    if piece not in ARRAY_METADATA:  # location: 'value:ocdbt.process_0/:d/12ab:0:64'
+                        file = f"{STATE}/{''.join(location.split(':')[1:-2])}"
+                        self.found.setdefault(name, set()).add(file)
         return tuple(sorted(self.found.get(stored_name(leaf), ())))
 
 
 def index_damages(folder: Any) -> Iterator[tuple[str, str, tuple[str, ...]]]:
-    """Yields (file, cause, files in the error) of each index below a step's folder that has an unreadable version.
-
-    Each process writes an index with all of its versions. A restore reads the last version of the merged index only,
-    but a disk that has damaged the others may damage that one next.
-    """
+    """Yields (file, cause, files in the error) of each process's index that has any unreadable version."""
     for name in files_under(folder / STATE):
         if name.rpartition("/")[2] == MANIFEST:
             subfolder = name.removesuffix(MANIFEST).rstrip("/")
@@ -306,10 +307,7 @@ def index_roots(base: Any, node: dict[str, Any]) -> Iterator[str | None]:
 def index_entries(
     base: Any, location: str | None, prefix: bytes = b"", seen: set[str] | None = None
 ) -> Iterator[tuple[bytes, str]]:
-    """Yields (key, location of its value) below a node whose keys begin with `prefix`. Each node has a checksum.
-
-    Args: seen: locations to skip, to which visited ones are added.
-    """
+    """Yields (key, location of its value) below a node; skips locations in `seen`, and adds those visited."""
     if location is None or seen is not None and location in seen:
         return
     if seen is not None:
@@ -319,12 +317,6 @@ def index_entries(
             yield from index_entries(base, entry["location"], prefix + entry["subtree_common_prefix"], seen)
         else:
             yield prefix + entry["key"], entry.get("indirect_value", location)
-
-
-def location_file(location: str) -> str:
-    """Converts 'value:ocdbt.process_0/:d/12ab:0:64' to 'state/ocdbt.process_0/d/12ab'."""
-    _, *file, _, _ = location.split(":")
-    return f"{STATE}/{''.join(file)}"
 
 
 def named_files(text: str) -> tuple[str, ...]:

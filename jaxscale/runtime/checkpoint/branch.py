@@ -59,20 +59,15 @@ class InitSource:
             entry["what"] = "run"
         return [entry, *run.get("ancestry", ())]
 
-    @property
-    def vocab_size(self) -> int | None:
-        """Rows of the embedding table in its config."""
-        return self.record["run"].get("config", {}).get("model", {}).get("vocab_size")
-
 
 @dataclasses.dataclass(frozen=True)
 class BranchPlan:
     """The checkpoint's leaf for each leaf of the new state."""
 
-    loaded: dict[str, str]  # new name -> name in the checkpoint
-    resized: dict[str, int]  # new name -> vocabulary axis; a subset of `loaded`
-    fresh: tuple[str, ...]
-    left_out: tuple[str, ...]  # names in the checkpoint
+    loaded: dict[str, str] = dataclasses.field(default_factory=dict)  # new name -> name in the checkpoint
+    resized: dict[str, int] = dataclasses.field(default_factory=dict)  # new name -> vocabulary axis; in `loaded`
+    fresh: list[str] = dataclasses.field(default_factory=list)
+    left_out: list[str] = dataclasses.field(default_factory=list)  # names in the checkpoint
     upcycled: dict[str, Origin] = dataclasses.field(default_factory=dict)  # experts; in `loaded`
     upcycling: Upcycling | None = None
 
@@ -166,10 +161,7 @@ def branch_state(program: Any, cfg: InitConfig, log: Callable[[str], None], sour
 
 
 def resume_branch(program: Any, source: InitSource, log: Callable[[str], None]) -> Any:
-    """Returns the whole state of the source, with its step, random key and guard, for init.what=run.
-
-    Raises: Stop (CHECKPOINT_CORRUPT) if a bit has changed, and as restore does if the arrays do not fit.
-    """
+    """Returns the whole state of the source, for init.what=run. Raises as restore does."""
     state = source.checkpoints.restore(source.step, program.abstract_state)
     if int(state.step) != source.step:
         raise source.checkpoints.corrupt(source.step, "state", f"it has done {int(state.step)} steps")
@@ -185,59 +177,63 @@ def plan_branch(cfg: InitConfig, source: InitSource, targets: Mapping[str, Any],
     saved = {leaf: leaves[leaf] for part in LEAF_GROUPS[cfg.what] for leaf in weight_leaves(leaves, part).values()}
     check_rules(cfg, source, saved, targets)
     is_skipped = lambda name: any(re.search(pattern, name) for pattern in cfg.skip)
+    has_average = lambda names: any(leaf_group(name) == "ema" for name in names)
     renamed = {name: renamed_leaf(cfg, name) for name in saved}
     if clash := [name for name, number in Counter(renamed.values()).items() if number > 1]:
         raise BadInput(f"init.rename gives several arrays of {source} the name {clash[0]}")
     available = {new: old for old, new in renamed.items() if not is_skipped(new) and not is_skipped(old)}
-    wanted = [name for name in targets if leaf_group(name) in target_groups(cfg, available) and not is_skipped(name)]
+    vocab_sizes = source.record["run"].get("config", {}).get("model", {}).get("vocab_size"), model.vocab_size
+    groups = ["params"]
+    if cfg.what == "state":  # an average that is missing starts as the weights
+        groups += ["opt_state", *(["ema"] * has_average(available))]
     upcycling = None
     if cfg.experts != "none":
         upcycling = plan_upcycling(cfg.experts, model, {new: saved[old][0] for new, old in available.items()}, source)
-    loaded, resized, upcycled, problems = {}, {}, {}, []
-    for name in wanted:
+    plan, problems = BranchPlan(upcycling=upcycling), []
+    for name in targets:
         origin = upcycling.origin(name) if upcycling else Origin(name)
-        if origin is None or (origin.name not in available and is_adapter(name)):
-            continue  # initialized as in a new model
-        if origin.name not in available:
+        if leaf_group(name) not in groups or is_skipped(name) or origin is None:
+            continue
+        if origin.name in available:
+            plan.loaded[name] = available[origin.name]
+            found = saved[available[origin.name]][:2]
+            problems += match_leaf(cfg, plan, name, origin, found, describe_leaf(targets[name]), vocab_sizes)
+        elif not is_adapter(name):  # which is initialized as in a new model
             near = nearest(origin.name, [old for new, old in available.items() if new not in targets] or available)
             problems.append(f"{name} is not in the checkpoint (nearest: {near})")
-            continue
-        (shape, dtype), new = saved[available[origin.name]][:2], describe_leaf(targets[name])
-        old = [upcycling.shape(origin, shape) if upcycling else shape, dtype]
-        axis = vocab_axis(old[0], new[0], source.vocab_size, model.vocab_size)
-        loaded[name] = available[origin.name]
-        if old == new:
-            upcycled |= {} if origin.is_whole else {name: origin}
-            continue
-        if old[1] == new[1] and axis is not None and cfg.resize_vocab:
-            resized[name] = axis
-            continue
-        way_out = " (init.resize_vocab=true resizes it)" if old[1] == new[1] and axis is not None else ""
-        if not upcycling and is_dense_mlp(old[0], new[0], name):
-            way_out = " (init.experts='copy' makes experts of it, or 'split' narrower ones)"
-        found = leaf_text([shape, dtype])
-        problems.append(f"{name} is {found} in the checkpoint and {leaf_text(new)} in this config{way_out}")
-    has_average = any(leaf_group(name) == "ema" for name in targets)  # otherwise the checkpoint's may stay unused
-    used = set(loaded.values())
-    unused = [old for new, old in available.items() if old not in used and (has_average or leaf_group(new) != "ema")]
-    merge = "; jaxscale ckpt merge_lora makes plain weights of it"
-    for name in unused:
-        near = f"(nearest: {nearest(name, targets)}){merge * is_adapter(name)}"
-        problems.append(f"{name} is in the checkpoint and not in this config {near}")
+    used = set(plan.loaded.values())
+    for new, name in available.items():
+        if name not in used and (leaf_group(new) != "ema" or has_average(targets)):  # else it may stay unused
+            near = nearest(name, targets)
+            merge = "; jaxscale ckpt merge_lora makes plain weights of it" * is_adapter(name)
+            problems.append(f"{name} is in the checkpoint and not in this config (nearest: {near}){merge}")
     if problems:
         more = f"; and {len(problems) - SHOWN_PROBLEMS} more" if len(problems) > SHOWN_PROBLEMS else ""
         raise BadInput(
             f"init.from_path: {source} does not fit this config: {'; '.join(problems[:SHOWN_PROBLEMS])}{more}; "
             "use init.rename or init.skip, or the model it was trained with"
         )
-    return BranchPlan(
-        loaded,
-        resized,
-        fresh=tuple(name for name in targets if name not in loaded),
-        left_out=tuple(name for name in saved if name not in used),
-        upcycled=upcycled,
-        upcycling=upcycling,
-    )
+    plan.fresh.extend(name for name in targets if name not in plan.loaded)
+    plan.left_out.extend(name for name in saved if name not in used)
+    return plan
+
+
+def match_leaf(
+    cfg: InitConfig, plan: BranchPlan, name: str, origin: Origin, found: list, new: list, vocab_sizes: tuple
+) -> list[str]:
+    """Plans how a leaf is made of an array ([shape, dtype] of both: new, found); returns the problem, if any."""
+    old = [plan.upcycling.shape(origin, found[0]), found[1]] if plan.upcycling else found
+    axis = vocab_axis(old, new, *vocab_sizes)
+    if old == new:
+        plan.upcycled.update({} if origin == Origin(origin.name) else {name: origin})
+    elif axis is not None and cfg.resize_vocab:
+        plan.resized[name] = axis
+    else:
+        way_out = " (init.resize_vocab=true resizes it)" if axis is not None else ""
+        if not plan.upcycling and is_dense_mlp(old[0], new[0], name):
+            way_out = " (init.experts='copy' makes experts of it, or 'split' narrower ones)"
+        return [f"{name} is {leaf_text(found)} in the checkpoint and {leaf_text(new)} in this config{way_out}"]
+    return []
 
 
 def check_lora_scale(source: InitSource, plan: BranchPlan, lora: LoraConfig) -> None:
@@ -283,7 +279,6 @@ def leaf_group(name: str) -> str:
 
 
 def renamed_leaf(cfg: InitConfig, name: str) -> str:
-    """Returns the new name of a leaf of the checkpoint."""
     if cfg.what == "ema" and leaf_group(name) == "ema":
         name = "params" + name.removeprefix("ema")
     for rule in cfg.rename:
@@ -292,23 +287,17 @@ def renamed_leaf(cfg: InitConfig, name: str) -> str:
     return name
 
 
-def target_groups(cfg: InitConfig, available: Iterable[str]) -> tuple[str, ...]:
-    """Returns the groups of our leaves that must be loaded. An average that is missing starts as the weights."""
-    has_average = any(leaf_group(name) == "ema" for name in available)
-    return {"state": ("params", "opt_state", *(["ema"] * has_average))}.get(cfg.what, ("params",))
-
-
 def nearest(name: str, names: Iterable[str]) -> str:
     """Returns up to two of the names that are most similar to this one."""
     return " or ".join(difflib.get_close_matches(name, list(names), n=2, cutoff=0.3)) or "none"
 
 
-def vocab_axis(old: list[int], new: list[int], old_size: int | None, new_size: int) -> int | None:
-    """Returns the axis in which two shapes differ, if it is the only one and that of the vocabulary; else None."""
-    if len(old) != len(new):
+def vocab_axis(old: list, new: list, old_size: int | None, new_size: int) -> int | None:
+    """Returns the axis in which two [shape, dtype] differ, if nothing but the vocabulary's size does; else None."""
+    if len(old[0]) != len(new[0]) or old[1] != new[1]:
         return None
-    axes = [axis for axis, (a, b) in enumerate(zip(old, new)) if a != b]
-    return axes[0] if len(axes) == 1 and (old[axes[0]], new[axes[0]]) == (old_size, new_size) else None
+    differing = [(axis, *sizes) for axis, sizes in enumerate(zip(old[0], new[0])) if sizes[0] != sizes[1]]
+    return differing[0][0] if [sizes[1:] for sizes in differing] == [(old_size, new_size)] else None
 
 
 def resize_leaf(source: InitSource, name: str, fresh: jax.Array, target: Any, axis: int, new_rows: str) -> jax.Array:
@@ -367,10 +356,7 @@ def describe_plan(cfg: InitConfig, source: InitSource, plan: BranchPlan, targets
 
 
 def summarize_leaves(names: Iterable[str], targets: Mapping[str, Any]) -> list[str]:
-    """Returns one line for each folder of arrays: 'params/blocks/mlp: down, gate, up; 12.6M numbers'.
-
-    Numbered layers are one folder, params/blocks/*/mlp, and a whole optimizer state is one line.
-    """
+    """Returns a line for each folder of arrays, layers as one: 'params/blocks/*/mlp: down, gate, up; 12.6M numbers'."""
     names, folders = list(names), {}
     whole = {group for group in ("opt_state", "ema") if all(n in names for n in targets if leaf_group(n) == group)}
     for name in names:

@@ -1,15 +1,27 @@
-"""One integer per array that changes if any bit of it does, on any mesh; computed on device or by numpy."""
+"""Fingerprints of arrays, and copies of the state with their fingerprints.
 
+A fingerprint is an integer that changes if any bit of the array does, on any mesh; computed on device or by numpy.
+
+The state is copied, so that the next step may overwrite it, and fingerprinted in one compiled program. The caller only
+dispatches it: the step thread continues at once, the devices copy between two steps, and the next step may donate the
+old buffers. If the platform has host memory that devices can write (TPU, GPU), the copy goes there and uses no device
+memory; on a CPU both are the same memory.
+"""
+
+import dataclasses
 import functools
 import math
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxscale.kernels.compiler_options import fast_compile_options
+
+HOST = "pinned_host"
 GOLDEN = 0x9E3779B9  # 2**32 / golden ratio: neighbours land far apart
 FINALISER = ((16, 0x85EBCA6B), (13, 0xC2B2AE35))  # of MurmurHash3, 32 bits, Appleby 2011
 WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32}  # by itemsize; wider elements are several words
@@ -89,7 +101,9 @@ def host_fingerprint(array: Any, *, start: Sequence[int] = (), shape: Sequence[i
     cover an array sum, modulo 2**32, to the fingerprint of the array, so a checkpoint is checked chunk by chunk.
     """
     array = np.asarray(array)
-    words = host_view(array)
+    size = array.dtype.itemsize
+    view = np.ascontiguousarray(array).reshape(-1).view(WORDS.get(size, np.uint32))  # as as_words does
+    words = view.reshape(array.shape + (() if size in WORDS else (size // 4,)))
     extra = words.shape[array.ndim :]  # words per element
     whole = tuple(array.shape if shape is None else shape) + extra
     begin = tuple(start or (0,) * array.ndim) + (0,) * len(extra)
@@ -104,13 +118,6 @@ def host_fingerprint(array: Any, *, start: Sequence[int] = (), shape: Sequence[i
         bases += steps.reshape([-1 if other == axis else 1 for other in range(split)])
     rows_RN = words.reshape(bases.size, math.prod(words.shape[split:]))
     return sum(mixed_sum(block, row_bases, first) for block, row_bases, first in blocks(rows_RN, bases)) % 2**32
-
-
-def host_view(array: np.ndarray) -> np.ndarray:
-    """Returns the words of the array, as as_words does, without a copy if its memory is contiguous."""
-    size = array.dtype.itemsize
-    extra = () if size in WORDS else (size // 4,)
-    return np.ascontiguousarray(array).reshape(-1).view(WORDS.get(size, np.uint32)).reshape(array.shape + extra)
 
 
 def blocks(rows_RN: np.ndarray, bases: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
@@ -137,3 +144,56 @@ def mixed_sum(words: np.ndarray, bases: np.ndarray, column: int) -> int:
     np.right_shift(mixed, np.uint32(16), out=shifted)
     mixed ^= shifted
     return int(np.sum(mixed, dtype=np.uint64))
+
+
+@dataclasses.dataclass
+class Snapshot:
+    """Copies of leaves, which may still be computed."""
+
+    leaves: dict[str, Any]
+    device_fingerprints: jax.Array | None  # fingerprints of the device arrays, in order
+
+    def fingerprints(self) -> dict[str, int]:
+        """Returns {name: fingerprint}; waits for the devices."""
+        found = iter(np.asarray(self.device_fingerprints).tolist() if self.device_fingerprints is not None else ())
+        return {
+            name: next(found) if isinstance(leaf, jax.Array) else fingerprint_on_host(leaf)
+            for name, leaf in self.leaves.items()
+        }
+
+
+def take_snapshot(leaves: Mapping[str, Any]) -> Snapshot:
+    """Dispatches the copy of all arrays. Python numbers and numpy arrays are copied at once."""
+    arrays = [leaf for leaf in leaves.values() if isinstance(leaf, jax.Array)]
+    copies, fingerprints = (), None
+    if arrays:
+        copies, fingerprints = copy_program(array_formats(arrays))(arrays)
+    made = iter(copies)
+    copied = {
+        name: next(made) if isinstance(leaf, jax.Array) else leaf.copy() if isinstance(leaf, np.ndarray) else leaf
+        for name, leaf in leaves.items()
+    }
+    return Snapshot(copied, fingerprints)
+
+
+def array_formats(arrays: Sequence[Any]) -> tuple:
+    """Returns the key of the compiled program, which holds no reference to the arrays."""
+    return tuple((tuple(array.shape), array.dtype, array.sharding) for array in arrays)
+
+
+@functools.lru_cache(maxsize=8)
+def copy_program(described: tuple) -> Any:
+    """Returns the compiled function (arrays) -> (copies, uint32[number of arrays])."""
+    abstract = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype, sharding in described]
+    device = next(iter(described[0][2].device_set))
+    shardings = [sharding for *_, sharding in described]
+    if device.platform != "cpu" and HOST in {memory.kind for memory in device.addressable_memories()}:
+        shardings = [sharding.with_memory_kind(HOST) for sharding in shardings]
+
+    def copy(arrays: Sequence[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
+        arrays = [on_device(array) for array in arrays]
+        return [jnp.copy(array) for array in arrays], jnp.stack([fingerprint(array) for array in arrays])
+
+    program = jax.jit(copy, out_shardings=(shardings, replicated_sharding(abstract)))
+    options = fast_compile_options(device.platform) or None
+    return program.lower(abstract).compile(options)  # now, in any thread: jit would compile at its first call

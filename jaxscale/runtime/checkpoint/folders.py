@@ -9,6 +9,7 @@ import base64
 import contextlib
 import datetime
 import hashlib
+import itertools
 import os
 import pathlib
 import re
@@ -31,11 +32,7 @@ LEFTOVER = re.compile(r"\d+\.orbax-checkpoint-tmp.*")
 
 
 def all_steps(directory: Any) -> list[int]:
-    """Returns all committed steps, ascending, from a fresh listing, without unfinished saves and other folders.
-
-    A step that lacks some of our files was damaged later and is listed: reading it raises an error, whereas resuming
-    from an older step would silently lose work.
-    """
+    """Returns all committed steps, ascending, also damaged ones: resuming from an older one would lose work."""
     if not directory.exists():
         return []
     if not directory.is_dir():
@@ -122,16 +119,14 @@ def remove_step(directory: Any, step: int) -> None:
 def set_aside(directory: Any, step: int, reason: str) -> Any:
     """Moves a step to '<reason>-<step>-<UTC time>' next to it, where it no longer counts; returns that folder."""
     now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
-    target = directory / f"{reason}-{step}-{now}"
-    number = 1
-    while target.exists():
-        number += 1
-        target = directory / f"{reason}-{step}-{now}-{number}"
+    names = (f"{reason}-{step}-{now}{f'-{number}' * (number > 1)}" for number in itertools.count(1))
+    target = next(directory / name for name in names if not (directory / name).exists())
     folder = directory / str(step)
     crash_point("set_aside/before")
     fence.ask(folder)
     if paths.is_remote(directory):
-        copy_objects(folder, target)
+        for name in sorted(files_under(folder), key=lambda name: name == COMMITTED):  # the commit last
+            (folder / name).copy(target / name)
         crash_point("gs/set_aside_half")
         (folder / COMMITTED).unlink(missing_ok=True)
         remove_tree(folder)
@@ -147,42 +142,28 @@ def set_aside_folders(directory: Any) -> list[Any]:
     return sorted(child for child in directory.iterdir() if SET_ASIDE.fullmatch(child.name))
 
 
-def copy_objects(source: Any, target: Any) -> None:
-    """Copies the objects of a folder in a bucket, the one that commits the step last."""
-    for name in sorted(files_under(source), key=lambda name: name == COMMITTED):
-        copied = target / name
-        copied.parent.mkdir(parents=True, exist_ok=True)
-        (source / name).copy(copied, overwrite=True)
-
-
 def remove_tree(folder: Any) -> None:
     """Removes a folder or file. One that is missing is not an error."""
+
+    def failed(function: Any, path: str, caught: Any) -> None:
+        if not isinstance(caught[1], FileNotFoundError):  # which another process has removed
+            raise caught[1]
+
     fence.ask(folder)
     if not paths.is_remote(folder):
         if folder.is_dir() and not folder.is_symlink():
-            shutil.rmtree(folder, onerror=ignore_missing)
+            shutil.rmtree(folder, onerror=failed)
         else:
             folder.unlink(missing_ok=True)
     elif folder.exists():
         folder.rmtree()
 
 
-def ignore_missing(function: Any, path: str, caught: Any) -> None:
-    """Raises the error of rmtree again, unless another process has removed the file."""
-    if not isinstance(caught[1], FileNotFoundError):
-        raise caught[1]
-
-
 def sync_tree(folder: pathlib.Path) -> None:
     """Syncs all files below a local folder, and the directories, to the disk."""
     for parent, _, files in os.walk(folder):
-        for name in files:
-            handle = os.open(os.path.join(parent, name), os.O_RDONLY)
-            try:
-                os.fsync(handle)
-            finally:
-                os.close(handle)
-        paths.sync_folder(pathlib.Path(parent))
+        for path in (*(os.path.join(parent, name) for name in files), parent):
+            paths.sync_folder(path)
 
 
 def files_under(folder: Any) -> dict[str, int]:
@@ -199,14 +180,19 @@ def files_under(folder: Any) -> dict[str, int]:
 
 
 def copy_file(source: Any, target: Any) -> None:
-    """Copies one file atomically. Raises as `reading` does, or Stop (STORAGE) if it cannot be written."""
+    """Copies one file atomically. Raises as translate_read_errors, or Stop (STORAGE) if it cannot be written."""
+
+    def pieces() -> Iterator[bytes]:
+        with translate_read_errors(source):  # so that they are not reported as errors of the target
+            yield from read_chunks(source, size)
+
     with translate_read_errors(source):
         size = source.stat().st_size
     try:
         if not paths.is_remote(target):
             paths.make_private(target.parent)
         with paths.growing_file(target, size) as file:
-            for piece in read_source_chunks(source, size):
+            for piece in pieces():
                 file.write(piece)
         if not paths.is_remote(target):
             drop_page_cache(target)
@@ -230,17 +216,8 @@ def translate_read_errors(path: Any) -> Iterator[None]:
         raise Stop(Exit.STORAGE, f"{path} cannot be read: {cause}; fix that, then run it again") from None
 
 
-def read_source_chunks(path: Any, size: int) -> Iterator[bytes]:
-    """As pieces_of. Raises as `reading` does, so that errors of the source are not reported as the target's."""
-    with translate_read_errors(path):
-        yield from read_chunks(path, size)
-
-
 def read_chunks(path: Any, size: int | None = None) -> Iterator[bytes]:
-    """Yields the content of a file in pieces; reading an object resumes after a lost connection.
-
-    Args: size: upper limit, for a file that may grow while it is read.
-    """
+    """Yields at most `size` bytes of a file in pieces; reading an object resumes after a lost connection."""
     if paths.is_remote(path):
         yield from open_bucket().pieces(os.fspath(path), 0, path.stat().st_size if size is None else size)
         return
@@ -259,10 +236,7 @@ def drop_page_cache(path: pathlib.Path) -> None:
 
 
 def size_and_md5(path: Any) -> tuple[int, str] | None:
-    """Returns (bytes, md5 in hexadecimal) of a file or object; None if there is none.
-
-    The service's md5 of an object is used; for composed objects, which have none, the bytes are read.
-    """
+    """Returns (bytes, md5 in hexadecimal) of a file or object, as the service has it; None if there is none."""
     try:
         if paths.is_remote(path) and "md5Hash" in (about := path.metadata()):
             return int(about["size"]), base64.b64decode(about["md5Hash"]).hex()

@@ -43,21 +43,17 @@ def read_start_step(workdir: Any) -> int:
 def invalidate_after(workdir: Any, step: int) -> None:
     """Invalidates all copies made so far of steps after `step`. For the first process, with the lock."""
     if starts := read_starts(workdir):
-        write_starts(workdir, truncated_starts(starts, step), min(step, read_start_step(workdir)))
+        write_starts(workdir, starts, step, {}, min(step, read_start_step(workdir)))
 
 
 def record_start(workdir: Any, step: int) -> str:
     """Records a start that resumes from `step`, after invalidate_after(step); returns its token. Same callers."""
     token = secrets.token_hex(8)
-    write_starts(workdir, truncated_starts(read_starts(workdir), step) | {token: None}, step)
+    write_starts(workdir, read_starts(workdir), step, {token: None}, step)
     return token
 
 
-def truncated_starts(starts: Mapping[str, int | None], step: int) -> Starts:
-    """Returns the starts with no valid step after `step`."""
-    return {token: step if last is None else min(last, step) for token, last in starts.items()}
-
-
-def write_starts(workdir: Any, starts: Starts, begun: int) -> None:
-    """Writes the newest starts, and the step from which the last one resumed."""
+def write_starts(workdir: Any, starts: Starts, step: int, new: Starts, begun: int) -> None:
+    """Writes the starts with no valid step after `step`, the new one, and the step from which the last one resumed."""
+    starts = {token: step if last is None else min(last, step) for token, last in starts.items()} | new
     paths.write_json(workdir / FILE, {"starts": dict(list(starts.items())[-MAX_STARTS:]), "begun": begun})

@@ -10,17 +10,17 @@ import json
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
 from jaxscale.runtime.checkpoint import local_copy
 from jaxscale.runtime.checkpoint.config import LocalConfig
-from jaxscale.runtime.checkpoint.local_store import LocalStore, copy_name
+from jaxscale.runtime.checkpoint.fingerprint import take_snapshot
+from jaxscale.runtime.checkpoint.local_copy import LocalStore, copy_name
 from jaxscale.runtime.checkpoint.record import named_leaves
 from jaxscale.runtime.checkpoint.saver import SaveJob, make_record
-from jaxscale.runtime.checkpoint.snapshot import take_snapshot
 from jaxscale.runtime.checkpoint.storage_errors import clip, short_reason
 from jaxscale.runtime.checkpoint.write import NoRoom, check_room
 from jaxscale.runtime.hosts import exchange
@@ -55,33 +55,29 @@ class LocalSaver:
         *,
         newest: str | None,
         base: Callable[[], int],
-        neighbour: Sequence | None,
         note: Note,
         prepared: Callable[[], bool] = lambda: True,
         clock: Callable[[], float] = time.monotonic,
     ):
         """Args:
         token: of this start. newest: name of the copy that it resumed from, which stays until there is a newer one.
-        base: returns the newest step in the work folder, -1 for none. neighbour: address that stores a second copy.
+        base: returns the newest step in the work folder, -1 for none.
         prepared: True once the copying program is compiled.
         """
         self.cfg, self.store, self.token, self.newest_copy = cfg, store, token, newest
-        self.base, self.neighbour, self.note, self.clock = base, neighbour, note, clock
+        self.base, self.note, self.clock = base, note, clock
         self.prepared, self.owner = prepared, jax.process_index()
         self.root, self.next_step = next_key("local"), 0
         self.published_keys: list[str] = []  # keys that all processes have read by the time of the next copy
         self.last_copy_time, self.last_copy_step = clock(), None
         self.pending: PendingCopy | None = None
-        self.cause, self.num_bytes, self.seconds = "", 0, 0.0  # of the last failure; of the last copy; of the last copy
+        self.cause = ""  # of the last failure
         self.jobs: queue.Queue[PendingCopy | None] = queue.Queue()
         self.thread = threading.Thread(target=self.work, name="local-copies", daemon=True)
         self.thread.start()
 
     def offer(self, step: int, state: Any, run: Callable[[int], Mapping[str, Any]], health: str) -> bool:
-        """Dispatches a copy of the state after `step` steps if one is due; True if so. Does not block.
-
-        All processes call it after every step. run: step -> the content of a checkpoint other than the state.
-        """
+        """Dispatches a copy of the state if one is due after this step; True if so. Call in all processes."""
         if step < self.next_step:
             return False
         key = f"{self.root}/at/{step}"
@@ -109,7 +105,9 @@ class LocalSaver:
             return False, 1, -1
         if due:
             self.last_copy_time, self.last_copy_step = now, step
-            self.remove_old_keys()
+            for key in self.published_keys[:-KEYS_IN_USE]:  # all processes have read them: they wrote the last copy
+                forget(key)
+            self.published_keys = self.published_keys[-KEYS_IN_USE:]
             return True, cfg.every_steps or 1, self.base()
         # steps are dispatched ahead of the devices, so the first few say little about the time of the next
         left = cfg.every_steps - passed if cfg.every_steps else min((cfg.every_seconds - since) / pace, passed)
@@ -119,12 +117,6 @@ class LocalSaver:
         """Remembers a key that the first process has written."""
         if self.owner == 0:
             self.published_keys.append(key)
-
-    def remove_old_keys(self) -> None:
-        """Removes the keys of copies before the last: every process has read them, because it wrote the last one."""
-        for key in self.published_keys[:-KEYS_IN_USE]:
-            forget(key)
-        self.published_keys = self.published_keys[-KEYS_IN_USE:]
 
     def confirm(self, step: int, good: bool) -> None:
         """Accepts or rejects the copy in progress. Call when the metrics of a step have been read."""
@@ -152,7 +144,7 @@ class LocalSaver:
 
     def make(self, pending: PendingCopy) -> None:
         """Writes a copy and exchanges the result with all processes. Raises nothing."""
-        job, began, cause = pending.job, time.monotonic(), None
+        job, cause = pending.job, None
         name = copy_name(self.owner, job.step, self.token)
         try:
             self.write(pending, name)
@@ -169,7 +161,7 @@ class LocalSaver:
             if failed != self.cause:
                 self.note("alarm", job.step, cause=f"no local copy: {failed}")
         else:
-            self.newest_copy, self.seconds = name, time.monotonic() - began
+            self.newest_copy = name
         self.cause = failed
         self.remember_key(job.key)
         crash_point("local/everywhere")
@@ -178,15 +170,15 @@ class LocalSaver:
         """Writes this process's part, locally and at the neighbour. Raises the cause of a failure."""
         job, protected = pending.job, [self.newest_copy] if self.newest_copy else []
         record = make_record(job)
-        self.store.make_owner(self.owner)
+
         self.store.keep_only(protected, self.owner)
         pieces = [local_copy.local_pieces(leaf).values() for leaf in job.snapshot.leaves.values()]
         check_room(self.store.folder, sum(piece.nbytes for leaf in pieces for piece in leaf))
         description = {"record": record, "owner": self.owner, "parts": jax.process_count(), "token": self.token}
         path = self.store.folder / name
-        self.num_bytes = local_copy.write_copy(path, job.snapshot.leaves, description | {"base": pending.base})
-        if self.neighbour is not None:
-            exchange.put(self.neighbour, self.store.folder, name, [one.rpartition("/")[2] for one in protected])
+        local_copy.write_copy(path, job.snapshot.leaves, description | {"base": pending.base})
+        if self.store.neighbour is not None:
+            exchange.put(self.store.neighbour, self.store.folder, name, [one.rpartition("/")[2] for one in protected])
 
 
 def join_causes(found: list[str | None]) -> str:

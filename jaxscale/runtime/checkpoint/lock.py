@@ -57,7 +57,7 @@ class RunLock:
         self.workdir, self.cfg, self.steal = workdir, cfg, steal
         self.note, self.log, self.clock, self.sleep = note, log, clock, sleep
         self.me = dataclasses.replace(me or this_process(), lease_seconds=cfg.lease_seconds)
-        self.store: FileLock | ObjectLock | None = None
+        self.store: Any = None  # FileLock or ObjectLock, once entered
         self.previous_owner: LockOwner | None = None  # owner of the lock before this run
         self.lost: tuple[Exit, str] | None = None  # exit code and message
         self.reached, self.cause = clock(), ""  # time when the folder was last reached, and the error since then
@@ -66,16 +66,16 @@ class RunLock:
         self.fence = contextlib.ExitStack()
 
     def __enter__(self) -> "RunLock":
-        self.store = make_store(self.workdir, self.log)
-        if self.store is not None:
-            try:
-                self.acquire()
-            except Unreachable as error:
-                raise Stop(Exit.STORAGE, f"{self.workdir} cannot be reached: {error}") from None
-            self.reached = self.clock()
-            self.fence.enter_context(fence.fenced(self.workdir, self.check))
-            self.thread = threading.Thread(target=self.work, name="run-lock", daemon=True)
-            self.thread.start()
+        folder = paths.make_run_dir(self.workdir)
+        self.store = ObjectLock(str(self.workdir)) if paths.is_remote(self.workdir) else FileLock(folder)
+        try:
+            self.acquire()
+        except Unreachable as error:
+            raise Stop(Exit.STORAGE, f"{self.workdir} cannot be reached: {error}") from None
+        self.reached = self.clock()
+        self.fence.enter_context(fence.fenced(self.workdir, self.check))
+        self.thread = threading.Thread(target=self.work, name="run-lock", daemon=True)
+        self.thread.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -86,21 +86,15 @@ class RunLock:
         self.thread.join(JOIN_SECONDS)
         if not self.thread.is_alive() and self.lost is None and not self.cause:
             with contextlib.suppress(OSError, ValueError, Moved):  # it expires anyway
-                self.entered_store.remove(self.me)
-
-    @property
-    def entered_store(self) -> "FileLock | ObjectLock":
-        """The store, once the lock is entered."""
-        assert self.store is not None, "no store was opened"
-        return self.store
+                self.store.remove(self.me)
 
     def acquire(self) -> None:
         """Returns once this process has the lock. Raises Stop (LOCK_HELD) once its owner is known to be alive."""
         first, since = None, self.clock()
         while True:
-            state = self.entered_store.read_state()
+            state: LockState | None = self.store.read_state()
             if state is None:
-                if self.entered_store.create(self.me):
+                if self.store.create(self.me):
                     return
                 continue
             alive = self.is_owner_alive(state)
@@ -109,14 +103,23 @@ class RunLock:
             if alive is None and not self.steal:
                 if first is None:
                     first, since = state, self.clock()
-                    self.announce_wait(state)
+                    if (left := self.expiry_seconds(state) - state.age) > 0:
+                        self.log(
+                            f"{self.workdir} is locked by {state.owner or 'an unknown process'}, not visible from this "
+                            f"host: the lock is taken over if it is not renewed for {left:.0f} s (at once with "
+                            "--steal_lock)"
+                        )
                 if state.version != first.version:  # renewed, or taken by another process
                     raise self.in_use_error(state)
                 if max(state.age, self.clock() - since) < self.expiry_seconds(state):
                     self.sleep(self.cfg.lease_seconds / LOOKS_PER_LEASE)
                     continue
-            if self.entered_store.replace(self.me, state, steal=self.steal):
-                return self.log_takeover(state, "stolen" if alive is not False and self.steal else "its owner is gone")
+            if self.store.replace(self.me, state, steal=self.steal):
+                reason = "stolen" if alive is not False and self.steal else "its owner is gone"
+                self.previous_owner = state.owner
+                self.log(f"{self.workdir}: the lock of {state.owner or 'an unknown process'} was taken over: {reason}")
+                self.note("lock_stolen", holder=str(state.owner), why=reason)
+                return
 
     def is_owner_alive(self, state: LockState) -> bool | None:
         """Returns True or False if the owner is known to be alive or dead, None if only a renewal can show it."""
@@ -132,22 +135,7 @@ class RunLock:
         theirs = state.owner.lease_seconds if state.owner else None
         return LEASES * max(self.cfg.lease_seconds, theirs or 0.0)
 
-    def announce_wait(self, state: LockState) -> None:
-        left = self.expiry_seconds(state) - state.age
-        if left > 0:
-            self.log(
-                f"{self.workdir} is locked by {state.owner or 'an unknown process'}, not visible from this host: "
-                f"the lock is taken over if it is not renewed for {left:.0f} s (at once with --steal_lock)"
-            )
-
-    def log_takeover(self, state: LockState, reason: str) -> None:
-        """Logs the previous owner."""
-        self.previous_owner = state.owner
-        self.log(f"{self.workdir}: the lock of {state.owner or 'an unknown process'} was taken over: {reason}")
-        self.note("lock_stolen", holder=str(state.owner), why=reason)
-
     def in_use_error(self, state: LockState) -> Stop:
-        """Returns the error for a folder in use by another run."""
         return Stop(
             Exit.LOCK_HELD,
             f"{self.workdir} is in use by {state.owner or 'an unknown process'}; stop that run, or choose another "
@@ -160,7 +148,7 @@ class RunLock:
             try:
                 with self.request_lock:
                     self.me = self.me.renewed()
-                    self.entered_store.renew(self.me)
+                    self.store.renew(self.me)
                 self.reached, self.cause = self.clock(), ""
             except (Changed, Moved) as error:
                 self.lose(error)
@@ -178,8 +166,7 @@ class RunLock:
             return
         now = None
         with contextlib.suppress(Exception):  # the new owner is shown if known
-            state = self.entered_store.read_state()
-            now = state.owner if state else None
+            now = self.store.read_state().owner
         who = f"by {now}" if now else "while this process was stopped, or deleted"
         line = f"the lock of {self.workdir} was taken over {who}; this process has stopped without writing"
         self.lost = Exit.LOCK_HELD, line
@@ -208,7 +195,7 @@ class RunLock:
         if self.lost is not None or not self.request_lock.acquire(blocking=False):
             return
         try:
-            if not self.entered_store.is_owned_by(self.me, quick=True):
+            if not self.store.is_owned_by(self.me, quick=True):
                 self.lose()
             self.reached = self.clock()
         except Moved as error:
@@ -229,20 +216,9 @@ class RunLock:
         in_turn = self.request_lock if isinstance(self.store, ObjectLock) else contextlib.nullcontext()
         try:
             with in_turn:  # not on a disk, where a renewal may take as long as an fsync
-                if self.lost is None and not self.entered_store.is_owned_by(self.me):
+                if self.lost is None and not self.store.is_owned_by(self.me):
                     self.lose()
         except Moved as error:
             self.lose(error)
         if self.lost is not None:
             raise Stop(*self.lost)
-
-
-def make_store(workdir: Any, log: Callable[[str], None]) -> FileLock | ObjectLock | None:
-    """Returns the lock's store for this folder, which is made if missing; None for storage without locks."""
-    folder = paths.make_run_dir(workdir)
-    if not paths.is_remote(workdir):
-        return FileLock(folder)
-    if str(workdir).startswith("gs://"):
-        return ObjectLock(str(workdir))
-    log(f"{workdir}: this kind of storage has no lock; make sure that no other run writes there")
-    return None

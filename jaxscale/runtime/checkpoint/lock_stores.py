@@ -32,6 +32,7 @@ SILENCE_SECONDS = 20.0  # timeout of a request to the service
 QUICK_SECONDS = 5.0  # the same for a request that a step waits for
 LOCK_BYTES = 512  # bytes: a renewal overwrites the last one in one call, so all have the same length
 DEAD_STATES, STOPPED_STATES = "ZXx", "Tt"  # states of a process in /proc
+BOOT_ID = "/proc/sys/kernel/random/boot_id"  # proc(5): differs between machines and boots
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +77,7 @@ def this_process() -> LockOwner:
         host=socket.gethostname(),
         pid=os.getpid(),
         ticks=state[1] if state else None,
-        kernel=first_line("/proc/sys/kernel/random/boot_id"),
+        kernel=first_line(BOOT_ID),
         namespace=read_link("/proc/self/ns/pid"),
         started=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     )
@@ -98,10 +99,7 @@ def read_owner(content: bytes) -> LockOwner | None:
 def is_alive(
     owner: LockOwner, me: LockOwner, state_of: Callable[[int], tuple[str, int] | None] | None = None
 ) -> bool | None:
-    """True if the owner's process can run, False if it is gone, None if this process cannot tell.
-
-    A stopped process (SIGSTOP) counts as None: it may or may not continue.
-    """
+    """True if the owner's process can run, False if it is gone, None if stopped (SIGSTOP) or not visible here."""
     if not owner.same_kernel(me) or owner.namespace != me.namespace:
         return None
     state = (state_of or process_state)(owner.pid)
@@ -182,10 +180,7 @@ class FileLock:
         return True
 
     def replace(self, owner: LockOwner, state: LockState, *, steal: bool) -> bool:
-        """True if the owner has the lock now, False if it has changed since the state was read (unless it is stolen).
-
-        The lock becomes a new file, so that later writes of its old owner have no effect.
-        """
+        """Puts a new file in the lock's place, unless it has changed since `state` or is stolen; True if owned now."""
         temporary = self.path.with_name(f".lock.{owner.token}")
         self.flock_and_write(os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), owner)
         try:
@@ -273,9 +268,9 @@ class FileLock:
 class ObjectLock:
     """An object `lock` in a bucket."""
 
-    def __init__(self, url: str, bucket: Bucket | None = None):
+    def __init__(self, url: str):
         self.url = f"{url.rstrip('/')}/lock"
-        self.bucket = bucket or open_bucket(writing=True, silence=SILENCE_SECONDS)
+        self.bucket = open_bucket(writing=True, silence=SILENCE_SECONDS)
         self.single_try = dataclasses.replace(self.bucket, attempts=1)
         self.generation = 0
 
@@ -337,10 +332,7 @@ def folder_id(folder: pathlib.Path) -> tuple[int, int] | None:
 
 @contextlib.contextmanager
 def folder_lock(folder: Any, doing: str) -> Iterator[None]:
-    """Locks a local folder with flock, which the kernel releases if the process dies. Remote folders are not locked.
-
-    Args: doing: verb phrase before the folder's name in the error. Raises BadInput if another process has the lock.
-    """
+    """Locks a local folder with flock until the block ends. Raises BadInput (another process is `doing` it)."""
     if paths.is_remote(folder):
         yield
         return

@@ -5,7 +5,7 @@ A folder per step has two items: `state`, the arrays as nested dicts of plain na
 fingerprint of every array, sealed by a sha256. Orbax is the only heavy import that the first save alone requires, so it
 is imported at first use; `prepare()` starts that in the background once the first step runs.
 
-The step thread only hands over a copy of the state (snapshot.py); a thread writes it, commits it, reads it back and
+The step thread only hands over a copy of the state (fingerprint.py); a thread writes it, commits it, reads it back and
 applies the retention policy (saver.py). A failed save is reported to the loop one step later, and retried.
 """
 
@@ -20,15 +20,14 @@ import jax
 
 from jaxscale.runtime.checkpoint import folders, restore, write
 from jaxscale.runtime.checkpoint.config import CheckpointConfig
-from jaxscale.runtime.checkpoint.record import named_leaves, read_last_good, remove_last_good
+from jaxscale.runtime.checkpoint.fingerprint import array_formats, copy_program, take_snapshot
+from jaxscale.runtime.checkpoint.record import named_leaves, remove_last_good
 from jaxscale.runtime.checkpoint.restore import warn_if_last_good_lost
 from jaxscale.runtime.checkpoint.retention import CLEAN, read_facts
-from jaxscale.runtime.checkpoint.saver import SaveFailures, SaveJob, Saver
-from jaxscale.runtime.checkpoint.snapshot import array_formats, copy_program, take_snapshot
+from jaxscale.runtime.checkpoint.saver import SaveJob, Saver, SharedReports
 from jaxscale.runtime.checkpoint.storage_errors import is_storage_error, short_reason
 from jaxscale.runtime.checkpoint.write import import_orbax
 from jaxscale.runtime.hosts.agree import agreed, next_key
-from jaxscale.runtime.hosts.failure_reports import SharedReports
 from jaxscale.runtime.hosts.watchdog import UNWATCHED
 from jaxscale.runtime.monitor.events import Note, ignore
 from jaxscale.system import paths
@@ -61,7 +60,7 @@ class Checkpoints:
         raises in all processes. phase: the watchdog's, for the saving thread.
         """
         self.directory, self.cfg, self.note = paths.absolute(directory), cfg, note
-        self.reports = reports or SaveFailures()
+        self.reports = reports or SharedReports()
         self.saver = Saver(self.directory, cfg, note, may_commit, self.reports, phase)
         self.preparing: threading.Thread | None = None
         self.due, self.postponed = False, False
@@ -100,24 +99,16 @@ class Checkpoints:
         """Returns the newest step with a valid record, below `before` and of that health if given; None if none."""
         for step in reversed(self.all_steps()):
             if before is None or step < before:
-                found = self.health_of(step)
+                folder = self.directory / str(step)
+                try:
+                    found = read_facts(folder).health
+                except Exception as error:
+                    if is_storage_error(error):
+                        restore.raise_read_error(folder, "run", short_reason(error), is_storage=True)
+                    continue
                 if found is not None and health in (None, found):
                     return step
         return None
-
-    def health_of(self, step: int) -> str | None:
-        """Returns the health in a step's record, None if it is damaged. Raises Stop (STORAGE) for other failures."""
-        try:
-            return read_facts(self.directory / str(step)).health
-        except Exception as error:
-            if is_storage_error(error):
-                restore.raise_read_error(self.directory / str(step), "run", short_reason(error), is_storage=True)
-            return None
-
-    def last_good(self) -> dict[str, Any] | None:
-        """Returns {step, verified, health, sha256} of the last completely written step, if it still exists."""
-        found = read_last_good(self.directory)
-        return found if found and folders.is_committed(self.directory / str(found["step"])) else None
 
     def read_run(self, step: int) -> dict[str, Any]:
         """Returns the `run` argument of `save`. Needs no Orbax. Raises Stop (CHECKPOINT_CORRUPT)."""
@@ -143,10 +134,7 @@ class Checkpoints:
             raise self.corrupt(step, *error.args) from error
 
     def newest_readable(self, log: Callable[[str], None] = print) -> int | None:
-        """Returns the newest step with a readable record; None without any step. For all processes.
-
-        A step whose record is damaged is set aside, as in fall_back.
-        """
+        """Returns the newest step with a readable record, or None; sets damaged ones aside. For all processes."""
         warn_if_last_good_lost(self, log)
         return self.next_readable(log)
 
@@ -155,10 +143,16 @@ class Checkpoints:
         step = agreed(self.latest_step)  # one listing for all: another host may see a save a moment later
         if step is None:
             return None
-        try:
-            agreed_record(functools.partial(self.read_record, step))
-        except Stop as error:
-            return self.fall_back(step, error, log)
+
+        def problem() -> list | None:
+            try:
+                self.read_record(step)
+            except Stop as stop:
+                return [int(stop.code), str(stop)]
+            return None
+
+        if found := agreed(problem):
+            return self.fall_back(step, Stop(Exit(found[0]), found[1]), log)
         return step
 
     def fall_back(self, step: int | None, error: Stop, log: Callable[[str], None] = print) -> int | None:
@@ -179,13 +173,14 @@ class Checkpoints:
         return self.next_readable(log)
 
     def log_changed_files(self, step: int, log: Callable[[str], None], small: bool = False) -> None:
-        """Logs, with an event, files of a bitwise correct step that differ from what was written.
-
-        small: check only the files next to the arrays, for a step whose arrays are read later. For all processes.
-        """
+        """Logs files of a correct step that differ from what was written. small: only those next to the arrays."""
         if changed := restore.changed_files_message(self.directory / str(step), small):
-            self.note("alarm", step, cause=changed)
-            log(f"WARNING: {changed}")
+            self.warn(step, changed, log)
+
+    def warn(self, step: int | None, cause: str, log: Callable[[str], None]) -> None:
+        """Logs a warning, with an event."""
+        self.note("alarm", step, cause=cause)
+        log(f"WARNING: {cause}")
 
     def set_aside(self, step: int, reason: str) -> str:
         """Moves a step to '<reason>-<step>-<UTC time>', where it does not count; returns it. For all processes."""
@@ -209,10 +204,7 @@ class Checkpoints:
         return later
 
     def check_room(self, abstract_state: Any, log: Callable[[str], None] = print) -> None:
-        """Warns a resumed run if its checkpoints would not all fit on the disk, with advice to free space.
-
-        Raises Stop (NO_GO) if that is so for a new run, or if no checkpoint of this state can be written.
-        """
+        """Warns if the checkpoints would not all fit on the disk. Raises Stop (NO_GO) for a new run, or if none can."""
         needed = write.state_bytes(named_leaves(abstract_state).values())
         check = functools.partial(write.check_before_run, self.directory, needed, self.cfg.keep_last)
         if warning := agreed(lambda: check(self.all_steps())):
@@ -365,9 +357,12 @@ class Checkpoints:
     def storage_error(self, step: int, cause: str) -> Stop:
         """Returns the error for failed saves, with the newest safe step."""
         times = f" {self.failed_in_row} times in a row" if self.failed_in_row > 1 else ""
-        return Stop(
-            Exit.STORAGE, f"saving step {step} to {self.directory} failed{times}: {cause}; {self.newest_safe_step()}"
-        )
+        try:
+            found = self.newest()
+            safe = "no earlier checkpoint exists" if found is None else f"step {found} is the newest that is safe"
+        except (OSError, BadInput, Stop):
+            safe = "the existing steps cannot be listed"
+        return Stop(Exit.STORAGE, f"saving step {step} to {self.directory} failed{times}: {cause}; {safe}")
 
     def timeout_error(self) -> Stop:
         """Returns the error for a save that does not end."""
@@ -377,25 +372,3 @@ class Checkpoints:
             f"a save to {self.directory} has not ended after {seconds:.0f} s (checkpoint.max_save_seconds); check "
             "the storage, and start again when it answers",
         )
-
-    def newest_safe_step(self) -> str:
-        """Returns a phrase with the newest readable step."""
-        try:
-            safe = self.newest()
-        except (OSError, BadInput, Stop):
-            return "the existing steps cannot be listed"
-        return f"step {safe} is the newest that is safe" if safe is not None else "no earlier checkpoint exists"
-
-
-def agreed_record(read: Callable[[], Any]) -> None:
-    """Reads a record in the first process and raises its Stop (CHECKPOINT_CORRUPT) in all processes."""
-
-    def attempt() -> list | None:
-        try:
-            read()
-        except Stop as stop:
-            return [int(stop.code), str(stop)]
-        return None
-
-    if found := agreed(attempt):
-        raise Stop(Exit(found[0]), found[1])

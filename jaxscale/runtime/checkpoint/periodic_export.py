@@ -1,4 +1,4 @@
-"""Periodic exports during training, each in a subprocess, so that no step waits and no failure stops the run.
+"""Periodic exports to Hugging Face folders, each in a subprocess: no step waits, and no failure stops the run.
 
 The subprocess reads the committed checkpoint on the CPU. The step is pinned meanwhile, so that retention keeps it; the
 pin's content marks it as an export's, so that a resumed run finishes the export or removes the pin.
@@ -11,22 +11,27 @@ import signal
 import subprocess
 import sys
 import threading
+import urllib.parse
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jaxscale.runtime.checkpoint.export_config import ExportConfig
-from jaxscale.runtime.checkpoint.export_folder import check_push, is_finished
+from jaxscale.runtime.checkpoint.config import ExportConfig, check_hub_name
 from jaxscale.runtime.checkpoint.folders import is_step_name, remove_tree
-from jaxscale.runtime.checkpoint.retention import PINNED
+from jaxscale.runtime.checkpoint.retention import PINNED, pin
 from jaxscale.runtime.checkpoint.storage_errors import short_reason
 from jaxscale.runtime.monitor.events import Note
-from jaxscale.system import fence, paths
+from jaxscale.system import fence, packages, paths
+from jaxscale.system.exits import BadInput
 from jaxscale.system.redact import shown
+from jaxscale.system.storage import is_loopback
 
 FOLDER = "export"  # of a work folder
 OURS = "export\n"  # content of an export's pin
 LOOK_SECONDS = 0.2
 TAIL = 400  # characters of a failed export's stderr
+CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"  # written last
+JOURNAL = ".converting.json"
+TOKEN, ENDPOINT = "HF_TOKEN", "HF_ENDPOINT"
 
 
 class Exporter:
@@ -54,7 +59,7 @@ class Exporter:
         """Exports the step after the current export, unless a newer one is requested by then."""
         self.last_requested = step
         try:
-            self.pin(step)
+            pin(self.workdir / "checkpoints", step, OURS)
         except Exception as error:  # various types of storage clients
             self.failed(step, short_reason(error))
             return
@@ -93,7 +98,9 @@ class Exporter:
                 return self.failed(step, " ".join(text.split())[-TAIL:] or f"its process ended with {code}")
         self.write_event("exported", step, folder=str(folder), pushed_to=self.cfg.push_to)
         try:
-            self.remove_old(step)
+            steps = sorted(int(path.name) for path in folder.parent.iterdir() if is_step_name(path.name))
+            for old in [old for old in steps if old <= step][: -self.cfg.keep] if self.cfg.keep else ():
+                remove_tree(folder.parent / str(old))
         except Exception as error:  # old exports only take space
             self.write_event("alarm", step, cause=f"an old export could not be removed: {short_reason(error)}")
 
@@ -124,13 +131,6 @@ class Exporter:
             self.write_event("alarm", step, cause=f"no export of step {step}: {cause}")
         self.log(f"WARNING: no export of step {step}: {cause}")
 
-    def pin(self, step: int) -> None:
-        """Pins the step, so that retention keeps it."""
-        pin_path = self.pin_path(step)
-        if not pin_path.exists():
-            paths.make_run_dir(pin_path.parent)
-            paths.write_text_atomic(pin_path, OURS)
-
     def unpin(self, step: int) -> None:
         """Removes an export's pin, but not another process's."""
         with contextlib.suppress(Exception):  # the next start removes it
@@ -152,15 +152,6 @@ class Exporter:
                     self.request(step)
                 else:
                     self.unpin(step)
-
-    def remove_old(self, newest: int) -> None:
-        """Removes exports beyond `keep`, including unfinished ones."""
-        if not self.cfg.keep:
-            return
-        folder = self.workdir / FOLDER
-        steps = sorted(int(path.name) for path in folder.iterdir() if is_step_name(path.name))
-        for step in [step for step in steps if step <= newest][: -self.cfg.keep]:
-            remove_tree(folder / str(step))
 
     def finish(self) -> None:
         """Exports the last step too, and waits until all exports are done."""
@@ -190,10 +181,7 @@ def periodic_exports(
     primary: bool,
     make_exporter: Callable[..., Exporter] = Exporter,
 ) -> Iterator[Note]:
-    """Yields a note that also exports saved steps; waits for the last export after a normal end.
-
-    Raises: BadInput, before training, if exports could not be pushed.
-    """
+    """Yields a note that exports saved steps too. Raises BadInput if exports could not be pushed."""
     if not cfg.every_steps or not primary:
         yield note
         return
@@ -207,3 +195,27 @@ def periodic_exports(
     except BaseException:
         exporter.abort()
         raise
+
+
+def is_finished(folder: Any) -> bool:
+    """True if the folder holds a finished export."""
+    return any((folder / name).exists() for name in (CONFIG, ADAPTER_CONFIG)) and not (folder / JOURNAL).exists()
+
+
+def check_endpoint(with_token: bool) -> None:
+    """Raises BadInput if the token would be sent unencrypted."""
+    address = urllib.parse.urlsplit(os.environ.get(ENDPOINT) or "https://huggingface.co")
+    if with_token and address.scheme != "https" and not is_loopback(address.hostname or ""):
+        raise BadInput(f"{ENDPOINT}={address.geturl()} would send the token unencrypted; give an https:// address")
+
+
+def check_push(name: str, folder: Any = None) -> None:
+    """Raises BadInput for a push that cannot succeed, before anything is converted."""
+    check_hub_name("push", name)
+    if folder is not None and paths.is_remote(folder):
+        raise BadInput(f"--push sends a local folder, and {folder} is none; export to a disk and push from there")
+    if not packages.is_installed("huggingface_hub"):
+        raise BadInput("--push needs huggingface_hub: pip install 'jaxscale[hub]'")
+    check_endpoint(True)
+    if not os.environ.get(TOKEN, "").strip():
+        raise BadInput(f"--push needs a token that may write, in the environment variable {TOKEN}, and nowhere else")

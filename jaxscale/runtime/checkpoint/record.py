@@ -25,8 +25,15 @@ def read_record(folder: Any) -> dict[str, Any]:
     Raises: OSError if it is missing, BadInput if it was changed or belongs to another step.
     """
     record = paths.read_json(folder / RECORD)
-    if wrong := record_problem(record, folder.name):
-        raise BadInput(wrong)
+    if not is_sealed(record):
+        raise BadInput("its sha256 does not match its content")
+    if is_step_name(folder.name):  # folders of unfinished and set-aside steps have other names
+        step = int(folder.name)
+        for recorded in (record.get("step", step), (record.get("run") or {}).get("step", step)):
+            if recorded != step:
+                raise BadInput(
+                    f"it is the record of step {recorded}: the content of {step} was moved, copied or linked there"
+                )
     return record
 
 
@@ -54,23 +61,6 @@ def require_step(folder: Any, way_out: str) -> dict[str, Any]:
         raise Stop(Exit.CHECKPOINT_CORRUPT, f"step {folder.name} cannot be read: {error}; {way_out}") from None
 
 
-def record_problem(record: Any, name: str) -> str:
-    """Returns why a record is invalid in a folder of this name, '' if it is valid.
-
-    The step is in the record and in its `run`. Folders of unfinished and set-aside steps have other names, which are
-    not compared.
-    """
-    if not is_sealed(record):
-        return "its sha256 does not match its content"
-    if not is_step_name(name):
-        return ""
-    step = int(name)
-    for recorded in (record.get("step", step), (record.get("run") or {}).get("step", step)):
-        if recorded != step:
-            return f"it is the record of step {recorded}: the content of {name} was moved, copied or linked there"
-    return ""
-
-
 def named_leaves(tree: Any) -> dict[str, Any]:
     """Returns {"params/layers/wq": leaf} in tree order. Empty containers are not listed."""
     flat = jax.tree_util.tree_flatten_with_path(tree)[0]
@@ -80,10 +70,7 @@ def named_leaves(tree: Any) -> dict[str, Any]:
 
 
 def weight_leaves(leaves: Iterable[str], what: str) -> dict[str, str]:
-    """Returns {'w': 'params/w'} of the leaves in a group of the state; {} if it has none.
-
-    Frozen parameters have no average, so 'ema' has the parameters in their place.
-    """
+    """Returns {'w': 'params/w'} of a group of the state; for 'ema' also frozen parameters, which have no average."""
     found = {name.removeprefix(f"{what}/"): name for name in leaves if name.startswith(f"{what}/")}
     if what != "ema" or not found:
         return found
@@ -153,10 +140,7 @@ def read_last_good(directory: Any) -> dict[str, Any] | None:
 
 
 def load_last_good(directory: Any) -> dict[str, Any] | str | None:
-    """Returns last_good.json, or an error message if it is invalid; None if it is missing.
-
-    Raises Stop (STORAGE) if its bucket cannot be reached.
-    """
+    """Returns last_good.json, or an error message if it is invalid; None if missing. Raises Stop (STORAGE)."""
     path = directory / LAST_GOOD
     try:
         found = stop_if_unreachable(lambda: paths.read_json(path), path)

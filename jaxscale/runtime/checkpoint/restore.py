@@ -12,8 +12,8 @@ from jaxscale.runtime.checkpoint import folders, record, sharded_read
 from jaxscale.runtime.checkpoint.fingerprint import fingerprints
 from jaxscale.runtime.checkpoint.record import describe_leaf, leaf_text, named_leaves, read_record
 from jaxscale.runtime.checkpoint.storage_errors import clip, is_storage_error, short_reason
-from jaxscale.runtime.checkpoint.verify import changed_files
-from jaxscale.runtime.hosts.agree import agreed, gathered, next_key, process_and_count
+from jaxscale.runtime.checkpoint.verify import DamagedCheckpoint, changed_files
+from jaxscale.runtime.hosts.agree import agreed, gathered, next_key, this_process
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Exit, Stop
 from jaxscale.system.faults import crash_point
@@ -61,7 +61,7 @@ def changed_files_message(folder: Any, small: bool = False) -> str:
     No array reads the changed bytes, so training may resume from the step, but the disk is suspect. Each process checks
     its share of the files, and all call this together. small: check only the files next to the arrays.
     """
-    share, shares = process_and_count()
+    _, share, shares, _ = this_process()
     try:
         mine = [list(found) for found in changed_files(folder, share, shares, small=small)]
     except Exception as error:
@@ -111,7 +111,7 @@ def read_state(folder: Any, wanted: Mapping[str, Any]) -> dict[str, Any]:
     except (MemoryError, jax.errors.JaxRuntimeError):
         raise
     except Exception as error:
-        cause = str(error) if isinstance(error, sharded_read.FormatMismatch) else short_reason(error)
+        cause = str(error) if isinstance(error, DamagedCheckpoint) else short_reason(error)
         raise_read_error(folder, "state", cause, is_storage_error(error))
 
 
@@ -182,8 +182,7 @@ def warn_if_last_good_lost(checkpoints: Any, log: Callable[[str], None]) -> None
         return
     if isinstance(good, str):
         cause = f"{good}; the last saved step is unknown until the next save rewrites that file"
-        checkpoints.note("alarm", None, cause=cause)
-        return log(f"WARNING: {cause}")
+        return checkpoints.warn(None, cause, log)
     step, newest = good["step"], agreed(checkpoints.latest_step)
     if agreed(lambda: folders.is_committed(directory / str(step))):
         if record_error(checkpoints, step) or checkpoints.read_record(step)["sha256"] == good["sha256"]:
@@ -202,8 +201,7 @@ def warn_if_last_good_lost(checkpoints: Any, log: Callable[[str], None]) -> None
     if newest is None:
         way_out = "restore one from a copy, or choose another --workdir"
         raise Stop(Exit.CHECKPOINT_CORRUPT, f"{cause}, and no other step exists; {way_out}")
-    checkpoints.note("alarm", step, cause=cause)
-    log(f"WARNING: {cause}")
+    checkpoints.warn(step, cause, log)
 
 
 def is_last_good_set_aside(directory: Any, good: Mapping[str, Any]) -> bool:

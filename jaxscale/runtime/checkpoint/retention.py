@@ -8,16 +8,8 @@ import datetime
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from jaxscale.runtime.checkpoint import folders
 from jaxscale.runtime.checkpoint.config import CheckpointConfig
-from jaxscale.runtime.checkpoint.folders import (
-    COMMITTED,
-    REMOVED_SUFFIX,
-    all_steps,
-    files_under,
-    is_step_name,
-    remove_step,
-    remove_tree,
-)
 from jaxscale.runtime.checkpoint.record import LAST_GOOD, RECORD, read_last_good, read_record, require_record
 from jaxscale.runtime.checkpoint.storage_errors import errors_behind, is_storage_error, read_optional, short_reason
 from jaxscale.runtime.checkpoint.verify import MAIN_LIST
@@ -27,7 +19,7 @@ from jaxscale.system.exits import BadInput, Exit, Stop
 PINNED = "pinned"  # folder with an empty file for each pinned step
 BEST_METRIC = "validation/loss"
 CLEAN = "clean"
-REQUIRED_FILES = (MAIN_LIST, COMMITTED)
+REQUIRED_FILES = (MAIN_LIST, folders.COMMITTED)
 ORBAX_METADATA, COPIED = "_CHECKPOINT_METADATA", "copied"
 
 
@@ -66,7 +58,7 @@ def is_record_lost(error: Exception) -> bool:
 def pinned_steps(directory: Any) -> set[int]:
     """Returns the steps with a file pinned/<step>. Raises the errors of listing them."""
     try:
-        return {int(file.name) for file in (directory / PINNED).iterdir() if is_step_name(file.name)}
+        return {int(file.name) for file in (directory / PINNED).iterdir() if folders.is_step_name(file.name)}
     except FileNotFoundError:
         return set()
 
@@ -78,26 +70,17 @@ def retained_steps(
     pinned: Iterable[int] = (),
     last_good: int | None = None,
 ) -> dict[int, str]:
-    """Returns {step: reason} of the steps to keep: by the settings, pinned, last verified, and newest clean.
-
-    facts: called only for steps whose facts matter.
-    """
+    """Returns {step: reason} of the steps to keep: by settings, pinned, last verified, and newest clean."""
     ordered = sorted(steps)
     clean = next((step for step in reversed(ordered) if facts(step).health == CLEAN), None)
     reasons = {clean: "newest clean", last_good: "last good"} | dict.fromkeys(pinned, "pinned")  # later ones override
-    reasons |= {step: f"best {rank}" for rank, step in enumerate(best_steps(ordered, cfg.keep_best, facts), 1)}
+    losses = {step: loss for step in ordered if cfg.keep_best and (loss := facts(step).loss) is not None}
+    best = sorted(losses, key=lambda step: (losses[step], -step))[: cfg.keep_best]  # of equal ones the newer
+    reasons |= {step: f"best {rank}" for rank, step in enumerate(best, 1)}
     if every := cfg.keep_every_steps:
         reasons |= {step: f"every {every}" for step in ordered if step % every == 0}
     reasons |= dict.fromkeys(ordered[-cfg.keep_last :], f"newest {cfg.keep_last}")
     return {step: reasons[step] for step in ordered if step in reasons}
-
-
-def best_steps(steps: Iterable[int], count: int, facts: Callable[[int], RetentionFacts]) -> list[int]:
-    """Returns the `count` steps of lowest validation loss, best first; of equal ones the newer."""
-    if not count:
-        return []
-    losses = {step: loss for step in steps if (loss := facts(step).loss) is not None}
-    return sorted(losses, key=lambda step: (losses[step], -step))[:count]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,45 +100,36 @@ class StepFacts:
 
 def list_steps(directory: Any) -> list[StepFacts]:
     """Returns the facts of every committed step, oldest first. Reads small files only."""
-    folder = directory
-    steps = all_steps(folder)
+    steps = folders.all_steps(directory)
     sizes = dict.fromkeys(steps, 0)
-    names = files_under(folder) if steps else {}
+    names = folders.files_under(directory) if steps else {}
     for name, size in names.items():
         top = name.partition("/")[0]
         if top.isdecimal() and int(top) in sizes:
             sizes[int(top)] += size
-    good = read_last_good(folder) or {}
-    return [step_facts(folder, step, sizes[step], names, good) for step in steps]
+    good = read_last_good(directory) or {}
+    return [step_facts(directory, step, sizes[step], names, good) for step in steps]
 
 
 def step_facts(
-    folder: Any, step: int, num_bytes: int, names: Collection[str], last_good: Mapping[str, Any]
+    directory: Any, step: int, num_bytes: int, names: Collection[str], last_good: Mapping[str, Any]
 ) -> StepFacts:
     """Returns the facts of one step. names: of all files below the folder of checkpoints."""
-    pinned, copied = f"{PINNED}/{step}" in names, f"{COPIED}/{step}.json" in names
+    saved, stamp = None, read_optional(directory / str(step) / ORBAX_METADATA).get("commit_timestamp_nsecs")
+    if isinstance(stamp, int):
+        saved = datetime.datetime.fromtimestamp(stamp // 10**9, datetime.UTC).isoformat().replace("+00:00", "Z")
+    pinned = f"{PINNED}/{step}" in names
     try:
-        record = require_record(folder / str(step))
+        record = require_record(directory / str(step))
     except BadInput as error:
-        problem = str(error)
-        return StepFacts(step, saved_at(folder / str(step)), num_bytes, None, None, False, pinned, problem)
+        return StepFacts(step, saved, num_bytes, None, None, False, pinned, str(error))
     verified = bool(last_good.get("verified")) and last_good.get("sha256") == record["sha256"]
-    if copied and not verified:
-        verified = read_optional(folder / COPIED / f"{step}.json").get("record") == record["sha256"]
-    loss = (record.get("metrics") or {}).get("validation/loss")
+    if f"{COPIED}/{step}.json" in names and not verified:
+        verified = read_optional(directory / COPIED / f"{step}.json").get("record") == record["sha256"]
+    loss = (record.get("metrics") or {}).get(BEST_METRIC)
     is_listed = "step" in record and f"{step}/{RECORD}" in names  # False for links and older versions
     missing = tuple(name for name in REQUIRED_FILES if is_listed and f"{step}/{name}" not in names)
-    return StepFacts(
-        step, saved_at(folder / str(step)), num_bytes, record.get("health"), loss, verified, pinned, missing=missing
-    )
-
-
-def saved_at(folder: Any) -> str | None:
-    """Returns the time of the commit."""
-    stamp = read_optional(folder / ORBAX_METADATA).get("commit_timestamp_nsecs")
-    if not isinstance(stamp, int):
-        return None
-    return datetime.datetime.fromtimestamp(stamp // 10**9, datetime.UTC).isoformat().replace("+00:00", "Z")
+    return StepFacts(step, saved, num_bytes, record.get("health"), loss, verified, pinned, missing=missing)
 
 
 def retention_reasons(facts: Sequence[StepFacts], last_good: int | None, cfg: CheckpointConfig) -> dict[int, str]:
@@ -188,7 +162,7 @@ def last_good_step(directory: Any) -> int | None:
 def delete_step(folder: Any, step: int) -> None:
     """Deletes a step. If killed, the rest no longer counts as a step. Raises Stop (STORAGE) if it fails."""
     try:
-        remove_step(folder, step)
+        folders.remove_step(folder, step)
     except FileNotFoundError:
         return  # training has removed it
     except Exception as error:
@@ -200,17 +174,17 @@ def delete_step(folder: Any, step: int) -> None:
 def remove_half_deleted(folder: Any) -> None:
     """Removes the rest of killed deletions from a disk; unfinished saves are not touched."""
     for path in folder.iterdir() if not paths.is_remote(folder) else ():
-        if path.name.endswith(REMOVED_SUFFIX) and path.name.removesuffix(REMOVED_SUFFIX).isdecimal():
-            remove_tree(path)
+        if path.name.endswith(folders.REMOVED_SUFFIX) and path.name.removesuffix(folders.REMOVED_SUFFIX).isdecimal():
+            folders.remove_tree(path)
 
 
-def pin(directory: Any, step: int) -> bool:
-    """Protects an existing step from training and prune; True if it was not pinned before."""
+def pin(directory: Any, step: int, content: str | None = None) -> bool:
+    """Protects an existing step from training and prune; True if it was not pinned before. content: default: now."""
     mark = directory / PINNED / str(step)
     if mark.exists():
         return False
     paths.make_run_dir(mark.parent)
-    paths.write_text_atomic(mark, datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds") + "\n")
+    paths.write_text_atomic(mark, content or datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds") + "\n")
     return True
 
 

@@ -4,6 +4,7 @@ The processes of a run go through the same stages and exchange their results at 
 a failure of all, with its cause, and nothing is committed that one of them has not written.
 """
 
+import collections
 import dataclasses
 import json
 import threading
@@ -13,19 +14,20 @@ from typing import Any
 
 import jax
 
-from jaxscale.runtime.checkpoint import folders, read_back, retention, write
+from jaxscale.runtime.checkpoint import folders, retention, verify, write
 from jaxscale.runtime.checkpoint.config import CheckpointConfig
+from jaxscale.runtime.checkpoint.fingerprint import Snapshot
 from jaxscale.runtime.checkpoint.record import describe_leaf, seal, write_last_good
-from jaxscale.runtime.checkpoint.snapshot import Snapshot
 from jaxscale.runtime.checkpoint.storage_errors import NO_INODES, clip, no_inodes_message, permission_hint, short_reason
-from jaxscale.runtime.hosts.agree import gathered
-from jaxscale.runtime.hosts.failure_reports import SharedReports
+from jaxscale.runtime.hosts.agree import Board, gathered
 from jaxscale.runtime.monitor.events import Note
 from jaxscale.system import paths
-from jaxscale.system.exits import Stop
+from jaxscale.system.exits import Exit, Stop
 from jaxscale.system.faults import crash_point
 
-DAMAGED = read_back.DamagedCheckpoint.__name__
+DAMAGED = verify.DamagedCheckpoint.__name__
+# As for a signal (runtime/training/stopping.py): all read after step n + 2 what was posted between steps n and n + 1.
+STEPS_AHEAD = 2
 
 
 class SaveFailed(Exception):
@@ -44,24 +46,64 @@ class SaveJob:
     metrics: dict[str, float]
 
 
-class SaveFailures:
-    """Failed saves of a single process; SharedReports is the same for several."""
+class SharedReports:
+    """Failed saves of a run, reported to the training threads of all processes at the same step.
 
-    def __init__(self):
+    Saves are collective, and the saving threads learn of a failure at different times. The training threads get it at
+    one step, so that all retry or give up together.
+    """
+
+    def __init__(self, board: Board | None = None):
+        """board: the training thread refreshes it after each step, before it calls `news`; None: a single process."""
+        self.board = board
+        self.local: collections.deque[tuple[int, str]] = collections.deque()  # failures of a single process
+        self.reported = 0  # failures delivered to all processes
+        self.last_step = -1  # step of the last delivered failure
+        self.pending: list[int] = []  # steps of local failures that are not delivered yet
         self.lock = threading.Lock()
-        self.waiting: list[tuple[int, str]] = []
 
     def failed(self, step: int, cause: str) -> None:
-        """Records that the save of `step` has failed. Called from any thread."""
+        """Reports a failed save, from any thread; later causes may be consequences of the first, which wins."""
+        if self.board is None:
+            return self.local.append((step, cause))
+        name = f"process {self.board.peer.process} of {self.board.peer.count}"
+        self.board.post(f"failed/{step}", cause if cause.startswith("process ") else f"{name}: {cause}")
         with self.lock:
-            self.waiting.append((step, cause))
+            self.pending.append(step)
 
     def news(self, now_step: int) -> tuple[int, str] | None:
-        """Returns (step, cause) of each failed save once. Called after every step."""
-        if not self.waiting:  # without the lock
-            return None
+        """Returns (step of a failed save, cause with the process), once for each, at the same step in all processes.
+
+        The training thread calls it after each step, when the metrics of the previous step have been read.
+        Raises: Stop (PEER_LOST) in a process that is too far ahead.
+        """
+        if self.board is None:
+            return self.local.popleft() if self.local else None
+        name = f"news/{self.reported}"
         with self.lock:
-            return self.waiting.pop(0)
+            failed_step = self.pending[0] if self.pending else None
+        line = self.board.read(name)
+        if line is None:
+            # without a cause yet, the next refresh has it
+            if failed_step is not None and (cause := self.board.read(f"failed/{failed_step}")):
+                self.board.post(name, json.dumps([now_step + STEPS_AHEAD, failed_step, cause]))
+            return None
+        when, step, cause = json.loads(line)
+        if now_step > when:
+            raise Stop(
+                Exit.PEER_LOST,
+                f"all were to hear at step {when} that saving step {step} failed ({cause}), and this one is at "
+                f"{now_step}; start again",
+            )
+        if now_step < when:
+            return None
+        if self.reported and self.board.peer.process == 0:  # all have read the previous failure since two steps ago
+            self.board.remove(f"news/{self.reported - 1}")
+            self.board.remove(f"failed/{self.last_step}")
+        self.reported, self.last_step = self.reported + 1, step
+        with self.lock:
+            self.pending = [other for other in self.pending if other != step]
+        return step, cause
 
 
 class Saver:
@@ -73,14 +115,13 @@ class Saver:
         cfg: CheckpointConfig,
         note: Note,
         may_commit: Callable[[], None],
-        reports: SaveFailures | SharedReports,
+        reports: SharedReports,
         phase: Callable[..., Any],
     ):
         self.directory, self.cfg, self.note = directory, cfg, note
         self.may_commit, self.reports, self.phase = may_commit, reports, phase
         self.thread: threading.Thread | None = None
-        self.working, self.began = 0, 0.0  # unfinished jobs; start time of the last one
-        self.lock = threading.Lock()
+        self.began = 0.0  # start time of the last job
         self.failure: tuple[int, str] | None = None  # of the last job
         self.fatal: Stop | None = None
         self.last_saved: int | None = None
@@ -90,18 +131,24 @@ class Saver:
     @property
     def busy(self) -> bool:
         """True while a save is in progress."""
-        return self.working > 0
+        return self.thread is not None and self.thread.is_alive()  # each thread waits for the one before it
 
     def start(self, job: SaveJob) -> None:
         """Starts a thread that writes the job after the one before it."""
         before, self.began = self.thread, time.monotonic()
-        with self.lock:
-            self.working += 1
 
         def work() -> None:
             if before is not None:
                 before.join()
-            self.run_job(job)
+            try:
+                with self.phase("save", job.step):
+                    self.write(job)
+                self.failure, self.last_saved = None, job.step
+            except Stop as stop:
+                self.fatal = stop
+            except Exception as error:
+                self.failure = (job.step, self.cause_of(error, job))
+                self.reports.failed(*self.failure)
 
         self.thread = threading.Thread(target=work, name=f"save-{job.step}", daemon=True)
         self.thread.start()
@@ -111,22 +158,6 @@ class Saver:
         if self.thread is not None:
             self.thread.join(seconds)
         return not self.busy
-
-    def run_job(self, job: SaveJob) -> None:
-        """Writes a checkpoint and records the result. Raises nothing."""
-        failure = None
-        try:
-            with self.phase("save", job.step):
-                self.write(job)
-            self.failure, self.last_saved = None, job.step
-        except Stop as stop:
-            self.fatal = stop
-        except Exception as error:
-            failure = self.failure = (job.step, self.cause_of(error, job))
-        with self.lock:
-            self.working -= 1
-        if failure:
-            self.reports.failed(*failure)
 
     def write(self, job: SaveJob) -> None:
         """Performs all stages of a save. Raises SaveFailed, or Stop if a retry would not help."""
@@ -172,32 +203,30 @@ class Saver:
             self.finish(job, record, good)
 
     def remove_unfinished(self, step: int) -> None:
-        """Removes the files of a failed save, if the lock is not lost. Raises Stop if it is."""
+        """Removes the files of a failed save, to free space for the next one. Raises Stop if the lock is lost."""
+        folder = folders.unfinished_folder(self.directory, step)
         try:
             self.may_commit()
+            if not (paths.is_remote(self.directory) and (folder / folders.COMMITTED).exists()):
+                folders.remove_tree(folder)
         except Stop:
             raise
-        except Exception:  # the storage does not answer; the next save removes them
+        except Exception:  # noqa: S110 - the cause of the failed save is reported; the next save removes the files
             return
-        write.remove_unfinished(self.directory, step)
 
     def verify(self, job: SaveJob, record: dict[str, Any]) -> bool:
-        """Reads this process's share of a committed step back; True if all processes found it correct.
-
-        A damaged step is set aside before SaveFailed is raised. If the storage does not answer, the save counts, but
-        not as verified.
-        """
+        """Reads this process's share of a step back; True if all found it correct. Sets a damaged step aside."""
         if not self.cfg.verify_saved:
             return False
         folder, share, shares = self.directory / str(job.step), jax.process_index(), jax.process_count()
 
         def read() -> dict[str, list[int]]:
-            leaves = (record or read_back.read_sealed_record(folder, write.wait_for_record))["leaves"]
-            return read_back.piece_sums(folder, leaves, share, shares)
+            leaves = (record or write.wait_for_record(folder))["leaves"]
+            return verify.piece_sums(folder, leaves, share, shares)
 
         crash_point("verify/before")
         try:
-            self.stage(job, "verify", read, lambda sums: read_back.first_difference(record["leaves"], sums))
+            self.stage(job, "verify", read, lambda sums: verify.first_difference(record["leaves"], sums))
         except (SaveFailed, TimeoutError) as failed:
             if failed.args[1:] == (DAMAGED,):
                 if jax.process_index() == 0:
@@ -212,10 +241,7 @@ class Saver:
         return True
 
     def finish(self, job: SaveJob, record: dict[str, Any], good: bool) -> None:
-        """Writes last_good.json and removes old checkpoints; failures are only logged.
-
-        good: the step was read back. Raises Stop if another run has the lock.
-        """
+        """Writes last_good.json and applies retention; failures are only logged. Raises Stop without the lock."""
         self.facts[job.step] = retention.RetentionFacts(job.health, job.metrics.get(retention.BEST_METRIC))
         self.last_verified = job.step if good else self.last_verified
         try:
@@ -275,7 +301,7 @@ class Saver:
         except Stop as error:
             stop, mine = error, {"failure": [str(error), "Stop"]}
         except Exception as error:
-            has_message = isinstance(error, read_back.DamagedCheckpoint | FileExistsError)
+            has_message = isinstance(error, verify.DamagedCheckpoint | FileExistsError)
             mine = {"failure": [clip(str(error)) if has_message else short_reason(error), type(error).__name__]}
         made_of = lambda parts: stage_result(parts, damage)
         found = gathered(f"{job.key}/{name}", mine, self.cfg.max_save_seconds, made_of)

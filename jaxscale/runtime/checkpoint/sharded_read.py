@@ -7,32 +7,27 @@ the processes can agree that all of it succeeded before the sum, which does.
 """
 
 import functools
-import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxscale.runtime.checkpoint.array_store import ArrayReader, Box, format_mismatch, read_ahead
+from jaxscale.runtime.checkpoint.array_store import ArrayReader, Box, Region, chunk_boxes, format_mismatch, read_ahead
 from jaxscale.runtime.checkpoint.record import describe_leaf
+from jaxscale.runtime.checkpoint.verify import DamagedCheckpoint
 
 AHEAD_BYTES = 512 << 20  # in flight: a host's bandwidth to a bucket, about 2 GB/s, times a fraction of a second
 GROUP_BYTES = 1 << 30  # per device and sum program: the memory that it takes in addition to the state
 WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32}  # by itemsize
 KEY_IMPLS = ("threefry2x32", "rbg", "unsafe_rbg")
-Region = tuple[tuple[int, int], ...]  # (begin, end) along each axis
-
-
-class FormatMismatch(Exception):
-    """An array in the files whose shape or dtype differs from the record."""
 
 
 def read_leaves(folder: Any, wanted: Mapping[str, Any]) -> dict[str, Any]:
     """Returns {name: this process's part of each leaf, on its devices} for `sum_shared_leaves`. No communication.
 
     Args: wanted: {name: jax.ShapeDtypeStruct (without a sharding: the first local device), array or Python number}.
-    Raises: FormatMismatch, and the errors of TensorStore.
+    Raises: DamagedCheckpoint for another shape or dtype, and the errors of TensorStore.
     """
     arrays = ArrayReader(folder)
     opened = {name: arrays.open_async(name) for name in wanted}
@@ -40,7 +35,7 @@ def read_leaves(folder: Any, wanted: Mapping[str, Any]) -> dict[str, Any]:
     for turn, (name, leaf) in enumerate(wanted.items()):
         stores[name] = store = opened[name].result()
         if wrong := format_mismatch(store, *describe_leaf(leaf)):
-            raise FormatMismatch(f"{name}: {wrong}")
+            raise DamagedCheckpoint(f"{name}: {wrong}")
         plans[name] = list(assigned_pieces(store, leaf, turn))
     values = read_ahead(((stores[name], box) for name, plan in plans.items() for _, box in plan), AHEAD_BYTES)
     leaves = {}
@@ -117,29 +112,16 @@ def local_regions(store: Any, leaf: Any) -> list[Region]:
 
 
 def assigned_pieces(store: Any, leaf: Any, turn: int) -> Iterator[tuple[Region, Box]]:
-    """Yields (region, chunk part) that this process reads of a leaf; shared regions are read in turns.
-
-    turn: rotates the first reader from leaf to leaf, or one process would read all small leaves.
-    """
+    """Yields (region, chunk part) to read of a leaf. Regions are shared in turns that `turn` rotates by leaf."""
     regions = local_regions(store, leaf)
     if not is_shared(leaf):
-        yield from ((region, box) for region in regions for box in pieces(store, region))
+        yield from ((region, box) for region in regions for box in chunk_boxes(store, region))
         return
     for number, (region, devices) in enumerate(region_devices(tuple(leaf.shape), leaf.sharding).items()):
         if region in regions:
             processes = sorted({device.process_index for device in devices})
             begin = (processes.index(jax.process_index()) - turn - number) % len(processes)
-            yield from ((region, box) for box in itertools.islice(pieces(store, region), begin, None, len(processes)))
-
-
-def pieces(store: Any, region: Region) -> Iterator[Box]:
-    """Yields the intersections of a region with the stored chunks."""
-    sizes = store.chunk_layout.read_chunk.shape or store.shape
-    cuts = [
-        [slice(max(at, begin), min(at + size, end)) for at in range(begin - begin % size, end, size)]
-        for (begin, end), size in zip(region, (max(size, 1) for size in sizes), strict=True)
-    ]
-    return itertools.product(*cuts)
+            yield from ((region, box) for box in chunk_boxes(store, region)[begin :: len(processes)])
 
 
 def make_leaf(leaf: Any, buffers: Mapping[Region, np.ndarray]) -> Any:
@@ -150,7 +132,9 @@ def make_leaf(leaf: Any, buffers: Mapping[Region, np.ndarray]) -> Any:
             return type(leaf)(value.item())
         if isinstance(leaf, np.ndarray):
             return value
-        return jax.random.wrap_key_data(jax.numpy.asarray(value), impl=key_impl(leaf))
+        # jax reports the implementation of concrete keys only
+        impl = next(kind for kind in KEY_IMPLS if jax.random.key(0, impl=kind).dtype == leaf.dtype)
+        return jax.random.wrap_key_data(jax.numpy.asarray(value), impl=impl)
     sharding, local = sharding_of(leaf), []
     if is_shared(leaf):
         buffers = {region: buffer.view(WORDS[buffer.itemsize]) for region, buffer in buffers.items()}
@@ -165,17 +149,9 @@ def make_leaf(leaf: Any, buffers: Mapping[Region, np.ndarray]) -> Any:
     return jax.make_array_from_single_device_arrays(tuple(leaf.shape), sharding, local)
 
 
-def key_impl(leaf: Any) -> str:
-    """Returns the implementation of random keys of this dtype, which jax reports for concrete keys only."""
-    return next(kind for kind in KEY_IMPLS if jax.random.key(0, impl=kind).dtype == leaf.dtype)
-
-
 @functools.lru_cache(maxsize=64)
 def make_sum(mesh: Any, described: tuple) -> Any:
-    """Returns the compiled function (words) -> arrays, each summed over the mesh axes missing from its spec.
-
-    Args: described: (spec, dtype) of each.
-    """
+    """Returns the compiled sum of words over the axes missing from each spec. described: (spec, dtype) of each."""
     specs = [spec for spec, _ in described]
 
     def total_of(words: jax.Array, spec: Any, dtype: Any) -> jax.Array:

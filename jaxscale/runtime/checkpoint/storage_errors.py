@@ -61,10 +61,7 @@ def short_reason(error: BaseException) -> str:
 
 
 def no_inodes_message(path: Any) -> str:
-    """Returns a message if a local disk has no inodes left, else ''. Only for wording an existing error.
-
-    The system reports such a disk as full; some network file systems count inodes this way and still create files.
-    """
+    """Returns a message if a local disk has no inodes left, which the system reports as full; else ''."""
     parent = os.path.abspath(path)
     while not os.path.exists(parent):
         parent = os.path.dirname(parent)

@@ -13,12 +13,12 @@ import jax
 
 from jaxscale.runtime.checkpoint import lineage, local_copy, restore
 from jaxscale.runtime.checkpoint.fingerprint import fingerprints
+from jaxscale.runtime.checkpoint.local_copy import LocalCopy, LocalStore, copy_name
 from jaxscale.runtime.checkpoint.local_saver import LocalSaver, join_causes
-from jaxscale.runtime.checkpoint.local_store import LocalCopy, LocalStore, copy_name
 from jaxscale.runtime.checkpoint.manager import Checkpoints
-from jaxscale.runtime.checkpoint.read_back import DamagedCheckpoint
 from jaxscale.runtime.checkpoint.record import describe_leaf, named_leaves
 from jaxscale.runtime.checkpoint.storage_errors import short_reason, stop_if_unwritable
+from jaxscale.runtime.checkpoint.verify import DamagedCheckpoint
 from jaxscale.runtime.hosts import exchange
 from jaxscale.runtime.hosts.agree import agreed, consulted, gathered, next_key
 from jaxscale.system.exits import Exit, Stop
@@ -53,7 +53,7 @@ class TieredCheckpoints(Checkpoints):
         self.local: LocalSaver | None = None
         self.store: LocalStore | None = None
         self.exchange: exchange.Exchange | None = None
-        self.neighbour: Sequence | None = None  # the address of the process that stores a second copy
+
         self.offers: list[Offer] = []
         self.resumed_copy: ResumedCopy | None = None
 
@@ -81,7 +81,7 @@ class TieredCheckpoints(Checkpoints):
         found = consulted(next_key("copies"), mine, self.make_offers, OFFER_SECONDS)
         for line in found["lines"]:
             self.warn(None, line, log)
-        self.neighbour = found["neighbour"] if self.cfg.local.neighbour else None
+        self.store.neighbour = found["neighbour"] if self.cfg.local.neighbour else None
         self.offers = [Offer(*one) for one in found["offers"]]
 
     def make_offers(self, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -92,20 +92,19 @@ class TieredCheckpoints(Checkpoints):
         hosts: dict[str, list[int]] = defaultdict(list)
         for process, one in enumerate(found):
             hosts[one["host"]].append(process)
-        rows, answers = list(hosts.values()), []
+        rows, neighbours, answers = list(hosts.values()), {}, []
+        for row, members in enumerate(rows if len(rows) > 1 else ()):
+            next_host = rows[(row + 1) % len(rows)]
+            neighbours |= {process: next_host[number % len(next_host)] for number, process in enumerate(members)}
         if len(found) > 1 and len(rows) == 1 and self.cfg.local.neighbour:
             lines.append("all processes keep their local copies in one folder, so that no neighbour has a second one")
         for process, one in enumerate(found):
-            row = next(number for number, members in enumerate(rows) if process in members)
-            next_host = rows[(row + 1) % len(rows)]
-            neighbour = next_host[rows[row].index(process) % len(next_host)] if len(rows) > 1 else None
             offers = []
-            for (step, token, digest), owners in whole:
-                holders = owners[process]
-                is_local = any(found[holder]["host"] == one["host"] for holder in holders)
-                addresses = [found[holder]["at"] for holder in holders if found[holder]["host"] != one["host"]]
-                offers.append([step, token, digest, is_local, addresses])
-            address = None if neighbour is None else found[neighbour]["at"]
+            for key, owners in whole:
+                holders = [found[holder] for holder in owners[process]]
+                addresses = [holder["at"] for holder in holders if holder["host"] != one["host"]]
+                offers.append([*key, len(addresses) < len(holders), addresses])
+            address = found[neighbours[process]]["at"] if neighbours else None
             answers.append({"offers": offers, "neighbour": address, "lines": lines if process == 0 else []})
         return answers
 
@@ -120,7 +119,8 @@ class TieredCheckpoints(Checkpoints):
             except (DamagedCheckpoint, OSError) as error:
                 cause = copy_error(error)
             both = [cause, skipped]
-            failed, replaced = gathered(next_key("local"), both, restore.RESTORE_SECONDS, join_both_causes)
+            join_both = lambda found: [join_causes(list(causes)) for causes in zip(*found)]
+            failed, replaced = gathered(next_key("local"), both, restore.RESTORE_SECONDS, join_both)
             if failed:
                 self.warn(offer.step, f"the local copy of step {offer.step} is skipped: {failed}", log)
                 continue
@@ -133,10 +133,7 @@ class TieredCheckpoints(Checkpoints):
         return None
 
     def load(self, offer: Offer) -> tuple[dict[str, Any], dict[str, Any], str | None]:
-        """Returns (description, pieces, the error of the place tried before) of this process's part.
-
-        Raises: DamagedCheckpoint or OSError, of the last place.
-        """
+        """Returns (description, pieces, error of the place tried before). Raises the error of the last place."""
         assert self.store is not None, "find_local_copies() opens the store before it makes offers"
         folder, name = self.store.folder, copy_name(jax.process_index(), offer.step, offer.token)
         failure: DamagedCheckpoint | OSError | None = None
@@ -151,11 +148,6 @@ class TieredCheckpoints(Checkpoints):
                 failure = error
         assert failure is not None, "whole_copies offers a copy only if a process has this part"
         raise failure
-
-    def warn(self, step: int | None, cause: str, log: Log) -> None:
-        """Logs a warning, with an event."""
-        self.note("alarm", step, cause=cause)
-        log(f"WARNING: {cause}")
 
     def read_record(self, step: int) -> dict[str, Any]:
         """As Checkpoints.read_record; from the local copy if the start resumes from it."""
@@ -222,16 +214,17 @@ class TieredCheckpoints(Checkpoints):
         copies = self.store.files()
         valid = {copy_name(owner, at, of) for owner, at, of, _ in copies if lineage.is_in_history(starts, of, at)}
         self.store.keep_only(valid)
-        self.local = LocalSaver(
-            self.cfg.local, self.store, token, newest=newest, base=self.newest_saved(), neighbour=self.neighbour,
-            note=self.note, prepared=lambda: self.preparing is None or not self.preparing.is_alive(),
-        )  # fmt: skip
-
-    def newest_saved(self) -> Callable[[], int]:
-        """Returns a function that gives the newest step in the work folder without listing it."""
         at_start = agreed(self.latest_step)
         known = -1 if at_start is None else at_start
-        return lambda: max(known, -1 if self.saver.last_saved is None else self.saver.last_saved)
+        self.local = LocalSaver(
+            self.cfg.local,
+            self.store,
+            token,
+            newest=newest,
+            base=lambda: max(known, -1 if self.saver.last_saved is None else self.saver.last_saved),
+            note=self.note,
+            prepared=lambda: self.preparing is None or not self.preparing.is_alive(),
+        )
 
     # Training.
 
@@ -261,21 +254,13 @@ def copy_error(error: Exception) -> str:
     return str(error) if isinstance(error, DamagedCheckpoint) else short_reason(error)
 
 
-def join_both_causes(found: list[list[str | None]]) -> list[str]:
-    """Returns [the failures, the errors of places that were skipped] of all processes."""
-    return [join_causes([one[which] for one in found]) for which in range(2)]
-
-
 Key = tuple[int, str, str]  # step, token, state digest
 
 
 def whole_copies(
     found: Sequence[Mapping[str, Any]], starts: lineage.Starts, newest: int
 ) -> tuple[list[tuple[Key, dict[int, list[int]]]], list[str]]:
-    """Returns ([(key, {owner: processes whose host has its part})] newest first, warnings about skipped newer ones).
-
-    newest: the newest step in the work folder, -1 for none.
-    """
+    """Returns ([(key, {owner: processes whose host has its part})] newest first, warnings about skipped copies)."""
     parts: dict[Key, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     facts: dict[Key, LocalCopy] = {}
     for process, one in enumerate(found):

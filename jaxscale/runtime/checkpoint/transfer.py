@@ -11,17 +11,8 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from jaxscale.runtime.checkpoint import folders
 from jaxscale.runtime.checkpoint.config import CheckpointConfig
-from jaxscale.runtime.checkpoint.folders import (
-    COMMIT_TEXT,
-    COMMITTED,
-    commit,
-    copy_file,
-    files_under,
-    is_committed,
-    size_and_md5,
-    translate_read_errors,
-)
 from jaxscale.runtime.checkpoint.lock_stores import folder_lock
 from jaxscale.runtime.checkpoint.manager import Checkpoints
 from jaxscale.runtime.checkpoint.record import RECORD, digest, require_record, require_step
@@ -61,12 +52,12 @@ def copy_step(
         paths.make_run_dir(where)
     note, final = destination / COPIED / f"{step}.json", destination / str(step)
     claim = {"from": os.fspath(run), "step": step, "run": run_identity(record), "files": {}}
-    if is_committed(final):
+    if folders.is_committed(final):
         found = read_optional(note)
         files = found.get("files", {})
         require_undamaged(final, step)
         if found.get("record") != record["sha256"]:  # killed between the commit and the note
-            files = {name: written_size_and_md5(final / name) for name in files_under(final)}
+            files = {name: written_size_and_md5(final / name) for name in folders.files_under(final)}
             paths.write_json(note, claim | {"files": files, "record": record["sha256"]})
         copy_events(run, destination.parent)
         return CopyResult(len(files), *[sum(size for size, _ in files.values())] * 2)
@@ -85,12 +76,13 @@ def copy_step(
         if not remote:
             require_undamaged(unfinished, step, finished=False)
         if not (workdir_path := destination.parent / "config.json").exists() and (run / "config.json").exists():
-            copy_file(run / "config.json", workdir_path)
+            folders.copy_file(run / "config.json", workdir_path)
         copy_events(run, destination.parent)  # before the commit: a committed step must have its rewinds
         crash_point("copy.commit")
-        commit_file = folder / COMMITTED
-        commit(unfinished, final, commit_file.read_bytes() if commit_file.exists() else COMMIT_TEXT.encode())
-    claim["files"][COMMITTED] = written_size_and_md5(final / COMMITTED)
+        commit_file = folder / folders.COMMITTED
+        content = commit_file.read_bytes() if commit_file.exists() else folders.COMMIT_TEXT.encode()
+        folders.commit(unfinished, final, content)
+    claim["files"][folders.COMMITTED] = written_size_and_md5(final / folders.COMMITTED)
     paths.write_json(note, claim | {"record": record["sha256"]})
     crash_point("copy.done")
     sizes = [size for size, _ in claim["files"].values()]
@@ -99,7 +91,7 @@ def copy_step(
 
 def written_size_and_md5(path: Any) -> list[Any]:
     """Returns [bytes, md5 in hexadecimal] of a file that was just written. Raises FileNotFoundError without it."""
-    if (mark := size_and_md5(path)) is None:
+    if (mark := folders.size_and_md5(path)) is None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(path))
     return list(mark)
 
@@ -151,7 +143,7 @@ def check_destination(run: Any, record: Mapping[str, Any], step: int, workdir: A
         if mine and mine["sha256"] != found["sha256"]:
             raise BadInput(f"--to={workdir} has another step {theirs} than {run}: it is another run; name an empty one")
         shared |= bool(mine)
-    started = [read_optional(destination / COPIED / name) for name in copy_notes(destination)]
+    started = [read_optional(note) for note in sorted((destination / COPIED).glob("*.json"))]
     if any(note.get("run", identity) != identity for note in started):
         raise BadInput(f"--to={workdir} holds a copy of another run, {started[0].get('from')}; name an empty folder")
     if not started and not shared and (steps or (folder / "config.json").exists()):
@@ -159,29 +151,23 @@ def check_destination(run: Any, record: Mapping[str, Any], step: int, workdir: A
     return destination
 
 
-def copy_notes(destination: Any) -> list[str]:
-    """Returns the notes of copies that were started in the folder."""
-    folder = destination / COPIED
-    return sorted(path.name for path in folder.iterdir() if path.name.endswith(".json")) if folder.exists() else []
-
-
 def copy_files(source: Any, target: Any, on_bytes: Callable[[int, int], None]) -> tuple[dict[str, list], int]:
     """Copies a step's files, the commit file excepted; returns ({name: [bytes, md5]}, bytes that existed already)."""
-    sizes = {name: size for name, size in files_under(source).items() if name != COMMITTED}
-    existing = files_under(target)
+    sizes = {name: size for name, size in folders.files_under(source).items() if name != folders.COMMITTED}
+    existing = folders.files_under(target)
     for stray in set(existing) - set(sizes):
         (target / stray).unlink()  # of an interrupted copy of another version of this step
     files, done, resumed = {}, 0, 0
     for name, size in sizes.items():
-        with translate_read_errors(source / name):
-            source_md5 = size_and_md5(source / name)
+        with folders.translate_read_errors(source / name):
+            source_md5 = folders.size_and_md5(source / name)
             if source_md5 is None:
                 raise FileNotFoundError
-        if existing.get(name) == size and size_and_md5(target / name) == source_md5:
+        if existing.get(name) == size and folders.size_and_md5(target / name) == source_md5:
             resumed += size
         else:
-            copy_file(source / name, target / name)
-            if size_and_md5(target / name) != source_md5:
+            folders.copy_file(source / name, target / name)
+            if folders.size_and_md5(target / name) != source_md5:
                 raise Stop(
                     Exit.STORAGE, f"{target / name} differs from what was written; check the disk, then run it again"
                 )
@@ -193,13 +179,10 @@ def copy_files(source: Any, target: Any, on_bytes: Callable[[int, int], None]) -
 
 
 def copy_events(run: Any, folder: Any) -> None:
-    """Copies the run's events.jsonl, as a whole file, because a resumed run depends on its rewinds.
-
-    A target that begins with all of the run's events is not replaced: training has continued from the copy.
-    """
+    """Copies events.jsonl, whose rewinds a resumed run needs, unless the target has continued from the copy."""
     source, target = run / EVENTS, folder / EVENTS
     if not source.exists():
         return
     if target.exists() and target.read_bytes().startswith(source.read_bytes()):
         return
-    copy_file(source, target)
+    folders.copy_file(source, target)

@@ -37,11 +37,6 @@ class Origin:
     layers: tuple[int, int] | None = None  # range of the stacked layers, if not all
     columns: int | None = None  # axis of the dense MLP's width, if experts are made of it
 
-    @property
-    def is_whole(self) -> bool:
-        """True if the leaf equals the array."""
-        return self.layers is None and self.columns is None
-
 
 @dataclasses.dataclass(frozen=True)
 class Upcycling:
@@ -156,10 +151,7 @@ def interleaved_parts(old: jax.Array, columns: int, parts: int) -> jax.Array:
 def plan_upcycling(
     mode: Literal["copy", "split"], model: ModelConfig, shapes: Mapping[str, list[int]], source: Any
 ) -> Upcycling:
-    """Returns the conversion of arrays with these names and shapes, of the checkpoint `source`, to those of the model.
-
-    Raises BadInput for widths and numbers that do not fit, and for a checkpoint that has experts already.
-    """
+    """Returns the conversion of the arrays of `source` to the model's. Raises BadInput for numbers that do not fit."""
     assert model.experts is not None, "RunConfig refuses init.experts for a model without experts"
     cfg, gates = model.experts, [name for name in shapes if re.fullmatch(rf"params/{BLOCKS}/(0/)?mlp/gate", name)]
     if any(re.fullmatch(rf"params/{BLOCKS}/(0/)?mlp/router", name) for name in shapes):

@@ -1,5 +1,9 @@
 """Verifies a checkpoint: every array against its fingerprint, every file against its md5.
 
+A saved step is read back with the chunks of all arrays divided among the processes. The fingerprints of chunks add up
+to that of their array, so every process reads equally many bytes, even of one large array, and the first process
+compares the sums with the record.
+
 A fingerprint shows that an array is correct; a file may also change in bytes that no array reads if a disk is failing.
 So the size and md5 of all files are saved with each step: each process lists the data files that it has written, and
 the first one lists all others at the commit, including those lists and the commit file, whose content is fixed. The
@@ -8,14 +12,18 @@ record shows whether this list must exist.
 
 import dataclasses
 import hashlib
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
+import jax
+
 from jaxscale.runtime.checkpoint import array_store
-from jaxscale.runtime.checkpoint.array_store import ArrayReader, LeafFiles, compare_leaf, index_damages, named_files
-from jaxscale.runtime.checkpoint.folders import COMMIT_TEXT, COMMITTED, files_under, size_and_md5
+from jaxscale.runtime.checkpoint.array_store import ArrayReader, chunk_boxes, compare_leaf, format_mismatch
+from jaxscale.runtime.checkpoint.fingerprint import host_fingerprint
+from jaxscale.runtime.checkpoint.folders import COMMIT_TEXT, COMMITTED, drop_page_cache, files_under, size_and_md5
 from jaxscale.runtime.checkpoint.record import RECORD, is_sealed, read_record, require_record, seal
 from jaxscale.runtime.checkpoint.storage_errors import is_storage_error, short_reason
 from jaxscale.system import paths
@@ -27,6 +35,10 @@ LIST = re.compile(r"run/files\.(\d+\.)?json")
 STATE_PREFIX = "state/"
 COMMIT_MARK = [len(COMMIT_TEXT), hashlib.md5(COMMIT_TEXT.encode(), usedforsecurity=False).hexdigest()]
 DATA_FOLDER = "state/ocdbt.process_{}/d"  # where a process writes its chunks, never modified afterwards
+
+
+class DamagedCheckpoint(Exception):
+    """The files differ from what was saved."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,23 +71,12 @@ def verify_folder(
     Args: on_bytes: called with the bytes of arrays read so far. finished: False before the commit.
     """
     try:
-        return verify_files(folder, on_bytes, finished)
-    except Stop:
-        raise
-    except Exception as error:
-        require_reachable(error, folder)
-        raise
-
-
-def verify_files(folder: Any, on_bytes: Callable[[int], None], finished: bool) -> VerifyResult:
-    """As verify_folder, but raises errors of the storage unchanged."""
-    try:
         record = require_record(folder)
     except BadInput as error:
         require_reachable(error, folder)
         return VerifyResult(0, 0, (StepDamage(RECORD, str(error)),))
     damages, done = [*tree_damages(folder, record["leaves"])], 0
-    arrays, located = ArrayReader(folder), LeafFiles(folder)
+    arrays, located = ArrayReader(folder), array_store.LeafFiles(folder)
     for name, described in record["leaves"].items():
         try:
             cause, size = compare_leaf(arrays, name, *described)
@@ -83,12 +84,16 @@ def verify_files(folder: Any, on_bytes: Callable[[int], None], finished: bool) -
             require_reachable(error, folder)
             cause, size = short_reason(error), 0
         if cause:
-            damages.append(StepDamage(name, cause, located.files(name) or named_files(cause)))
+            damages.append(StepDamage(name, cause, located.files(name) or array_store.named_files(cause)))
         done += size
         on_bytes(done)
-    damages += [StepDamage(*found) for found in index_damages(folder)]
-    named = {file for damage in damages for file in (damage.what, *damage.files)}
-    damages += [StepDamage(*found) for found in changed_files(folder, finished=finished) if found[0] not in named]
+    try:
+        damages += [StepDamage(*found) for found in array_store.index_damages(folder)]
+        named = {file for damage in damages for file in (damage.what, *damage.files)}
+        damages += [StepDamage(*found) for found in changed_files(folder, finished=finished) if found[0] not in named]
+    except Exception as error:
+        require_reachable(error, folder)
+        raise
     return VerifyResult(len(record["leaves"]), done, tuple(damages))
 
 
@@ -209,3 +214,80 @@ def file_problem(path: Any, expected: list) -> str:
     if found is None:
         return "it is missing"
     return "" if list(found) == expected else "its md5 is not that of what was written"
+
+
+def verify_leaves(folder: Any, leaves: Mapping[str, list]) -> None:
+    """Compares each leaf on the disk with its fingerprint. Raises DamagedCheckpoint naming the first that differs."""
+    drop_page_caches(folder)
+    if wrong := first_difference(leaves, [piece_sums(folder, leaves)]):
+        raise DamagedCheckpoint(wrong)
+
+
+def piece_sums(folder: Any, leaves: Mapping[str, list], share: int = 0, shares: int = 1) -> dict[str, list[int]]:
+    """Returns {leaf: [sum of its chunks' fingerprints, number of their elements]} for one share of the bytes."""
+    arrays, found, begin = ArrayReader(folder), {}, 0
+    sizes = {name: leaf_bytes(*leaves[name][:2]) for name in sorted(leaves)}
+    first, last = (sum(sizes.values()) * number // shares for number in (share, share + 1))
+    for name, size in sizes.items():
+        if begin < last and begin + size > first:
+            try:
+                if sums := leaf_piece_sums(arrays, name, leaves[name], first - begin, last - begin):
+                    found[name] = sums
+            except Exception as error:
+                if is_storage_error(error) or isinstance(error, DamagedCheckpoint):
+                    raise
+                raise DamagedCheckpoint(f"{name} cannot be read back: {short_reason(error)}") from error
+        begin += size
+    return found
+
+
+def leaf_bytes(shape: list[int], dtype: str) -> int:
+    """Returns the bytes of a leaf, at least 1. An estimate is enough: it only balances the shares."""
+    try:
+        item = jax.numpy.dtype(dtype).itemsize
+    except TypeError:  # random keys and Python scalars
+        item = 8
+    return max(1, math.prod(shape) * item)
+
+
+def leaf_piece_sums(arrays: ArrayReader, name: str, described: list, begin: int, end: int) -> list[int]:
+    """Returns piece_sums of those chunks of one leaf that begin in [begin, end) of its bytes; [] if none does."""
+    array = arrays.open(name)
+    if wrong := format_mismatch(array, *described[:2]):
+        raise DamagedCheckpoint(f"{name}: {wrong}")
+    pieces, size = chunk_boxes(array), leaf_bytes(*described[:2])
+    mine = [box for number, box in enumerate(pieces) if begin <= number * size // len(pieces) < end]
+    if mine and described[1] in array_store.PYTHON_SCALARS:
+        if wrong := compare_leaf(arrays, name, *described)[0]:
+            raise DamagedCheckpoint(f"{name}: {wrong}")
+        return []
+    total = numbers = 0
+    for box, value in array_store.read_boxes(array, mine):
+        total += host_fingerprint(value, start=[part.start for part in box], shape=array.shape)
+        numbers += value.size
+    return [total % 2**32, numbers] if mine else []
+
+
+def first_difference(leaves: Mapping[str, list], found: Iterable[Mapping[str, list[int]]]) -> str:
+    """Returns the first leaf whose sums over all processes do not match its record; '' if none."""
+    totals = {name: [0, 0] for name in leaves}
+    for sums in found:
+        for name, (part, numbers) in sums.items():
+            totals[name] = [(totals[name][0] + part) % 2**32, totals[name][1] + numbers]
+    for name, (shape, dtype, fingerprint) in sorted(leaves.items()):
+        total, numbers = totals[name]
+        if dtype in array_store.PYTHON_SCALARS:
+            continue  # compared when it was read
+        if not (numbers == math.prod(shape) or dtype.startswith(array_store.KEY_DTYPE_PREFIX) and numbers):
+            return f"{name}: {numbers:,} of its {math.prod(shape):,} numbers were read back"
+        if total != fingerprint:
+            return f"{name}: {array_store.DIFFERS}"
+    return ""
+
+
+def drop_page_caches(folder: Any, other_files: str = "/") -> None:
+    """Drops local files from the page cache, so that reading them reads the disk. other_files: prefix to skip."""
+    if not paths.is_remote(folder):
+        for name in files_under(folder):
+            if not name.startswith(other_files):
+                drop_page_cache(folder / name)

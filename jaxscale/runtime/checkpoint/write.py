@@ -25,13 +25,13 @@ import jax
 import numpy as np
 
 from jaxscale import units
-from jaxscale.runtime.checkpoint import folders, read_back, verify
+from jaxscale.runtime.checkpoint import folders, verify
 from jaxscale.runtime.checkpoint.folders import sync_tree
 from jaxscale.runtime.checkpoint.record import LAST_GOOD, RECORD, nest, read_record
 from jaxscale.runtime.checkpoint.storage_errors import is_storage_error, no_inodes_message
 from jaxscale.runtime.hosts.agree import SEEN_SECONDS
 from jaxscale.system import fence, paths
-from jaxscale.system.exits import Exit, Stop
+from jaxscale.system.exits import BadInput, Exit, Stop
 from jaxscale.system.faults import crash_point
 
 OPEN_FILES = "/proc/self/fd"  # links to the open files of this process: proc(5)
@@ -47,10 +47,7 @@ NO_SPACE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no space for a fi
 
 
 def prepare_step(directory: Any, step: int) -> None:
-    """Removes leftovers and makes the folders of the new step. For the first process.
-
-    Raises: Stop (STORAGE) if this or a later step exists. FileExistsError if something else has its name.
-    """
+    """Removes leftovers and makes the step's folders. Raises Stop (STORAGE) if it or a later one exists."""
     newest = max(folders.all_steps(directory), default=None)
     if newest is not None and newest >= step:
         raise Stop(
@@ -60,7 +57,13 @@ def prepare_step(directory: Any, step: int) -> None:
         )
     folders.remove_leftovers(directory)
     crash_point("save/cleaned")
-    remove_empty_folder(directory / str(step))
+    final = directory / str(step)
+    if final.exists():
+        if not final.is_dir() or any(final.iterdir()):  # remove_leftovers has removed unfinished saves
+            raise FileExistsError(f"{final} is in the way; move it away")
+        if not paths.is_remote(final):
+            fence.ask(final)
+            final.rmdir()
     folder = folders.unfinished_folder(directory, step)
     for item in ("state", "run"):
         paths.make_folder(folder / item)
@@ -75,16 +78,6 @@ def has_record(folder: Any, record: Mapping[str, Any]) -> bool:
         if is_storage_error(error):
             raise
         return False
-
-
-def remove_empty_folder(folder: Any) -> None:
-    """Removes an empty folder with the step's name. Raises FileExistsError for anything else."""
-    if not folder.exists():
-        return
-    if not folder.is_dir() or any(folder.iterdir()):  # remove_leftovers has removed unfinished saves
-        raise FileExistsError(f"{folder} is in the way; move it away")
-    if not paths.is_remote(folder):
-        folder.rmdir()
 
 
 def array_handler() -> Any:
@@ -117,7 +110,7 @@ def write_arrays(directory: Any, step: int, leaves: Mapping[str, Any], process: 
                     sync_tree(opened / "state" / part)
         fence.ask(folder)
         verify.write_data_list(opened, process)
-        read_back.drop_page_caches(opened / verify.DATA_FOLDER.format(process))
+        verify.drop_page_caches(opened / verify.DATA_FOLDER.format(process))
     crash_point("save/arrays_synced")
 
 
@@ -156,7 +149,7 @@ def commit(directory: Any, step: int, record: Mapping[str, Any], may_commit: Cal
         if not paths.is_remote(directory):
             folders.mark_committed(opened)
             sync_tree(opened)
-            read_back.drop_page_caches(opened, other_files="state/ocdbt.process_")
+            verify.drop_page_caches(opened, other_files="state/ocdbt.process_")
             crash_point("save/synced")
     may_commit()
     crash_point("save/before_commit")
@@ -182,7 +175,10 @@ def write_step_metadata(opened: Any, record: Mapping[str, Any], final: Any, bega
 
 
 def wait_for_record(folder: Any) -> dict[str, Any]:
-    """Returns the record of a step that another host has just committed; network file systems may show it late."""
+    """Returns the record of a step that another host has just committed; network file systems may show it late.
+
+    Raises: DamagedCheckpoint if the record was changed.
+    """
     deadline = time.monotonic() + SEEN_SECONDS
     while True:
         try:
@@ -191,16 +187,10 @@ def wait_for_record(folder: Any) -> dict[str, Any]:
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.1)
-
-
-def remove_unfinished(directory: Any, step: int) -> None:
-    """Removes the files of a failed save, to free space for the next one. Never raises errors of the storage."""
-    folder = folders.unfinished_folder(directory, step)
-    try:
-        if not (paths.is_remote(directory) and (folder / folders.COMMITTED).exists()):
-            folders.remove_tree(folder)
-    except Exception:  # noqa: S110 - the cause of the failed save is reported; the next save removes the files
-        return
+        except BadInput as error:
+            if is_storage_error(error):
+                raise
+            raise verify.DamagedCheckpoint(f"its record cannot be read back: {error}") from error
 
 
 def epath(path: Any) -> Any:

@@ -50,11 +50,6 @@ def this_process() -> Peer:
     return Peer(client, process, count, KEY_NUMBERS)
 
 
-def process_and_count() -> tuple[int, int]:
-    """Returns (process index, process count); uses no device without jax.distributed."""
-    return this_process()[1:3]
-
-
 def agreed(
     decide: Callable[[], Any], seconds: float = WAIT_SECONDS, peer: Peer | None = None, key: str | None = None
 ) -> Any:
@@ -82,11 +77,7 @@ class FailedElsewhere(Exception):
 
 
 def in_all(work: Callable[[], T], seconds: float = WAIT_SECONDS) -> T:
-    """Returns this process's work() if it succeeds in all processes. Collective.
-
-    Raises: the exception of work(), or FailedElsewhere in the other processes, so that none continues alone into a
-    collective. Args: seconds: timeout of the slowest.
-    """
+    """Returns work() if it succeeds in all processes; raises its exception, or FailedElsewhere. Collective."""
     key, result, error = next_key("in_all"), None, None
     try:
         result = work()
@@ -202,11 +193,7 @@ def late_message(process: int, seconds: float) -> str:
 
 
 def consulted(key: str, mine: Any, answer: Callable[[list[Any]], list[Any]], seconds: float = WAIT_SECONDS) -> Any:
-    """Gathers a value from each process and scatters one answer to each. Collective.
-
-    Traffic grows linearly with the number of processes. Raises TimeoutError as gathered does.
-    Args: as of gathered. answer: values in process order -> one answer per process; called on process 0.
-    """
+    """Gathers a value from each process; returns its part of answer(values). Raises as gathered. Collective."""
     peer, local_answer = this_process(), []
 
     def scatter(values: list[Any]) -> None:
@@ -241,11 +228,8 @@ def next_key(name: str, peer: Peer | None = None) -> str:
 
 
 def check_shared(folder: Any, prepare: Callable[[], None]) -> None:
-    """Raises Stop unless every process sees the same folder. prepare(): creates it, called on process 0 only.
-
-    Each process writes its part of a checkpoint: in different folders no checkpoint would be complete.
-    """
-    process, count = process_and_count()
+    """Raises Stop unless all processes see one folder, or no checkpoint would be complete. prepare(): creates it."""
+    _, process, count, _ = this_process()
     if count == 1:
         return prepare()
 

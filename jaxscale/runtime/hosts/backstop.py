@@ -20,7 +20,7 @@ STACKS_SIGNAL = getattr(signal, "SIGRTMAX", 0) - 2  # an unused real-time signal
 BY_SIGNAL, BY_THREAD, ABSOLUTE = 0, 2, 1  # SIGEV_SIGNAL, SIGEV_THREAD and TIMER_ABSTIME of Linux
 
 
-class Event(ctypes.Structure):
+class SignalEvent(ctypes.Structure):
     """struct sigevent of 64-bit Linux."""
 
     _fields_ = [
@@ -34,26 +34,24 @@ class Event(ctypes.Structure):
 
 
 class Backstop:
-    """Ends the process with exit code 15 at a deadline that is moved repeatedly, after writing stacks to a file.
-
-    faulthandler writes the stacks of all threads, also without the interpreter.
-    """
+    """Ends the process with exit code 15 at a deadline that is moved, after faulthandler has written all stacks."""
 
     def __init__(self, stacks: BinaryIO):
         """Raises OSError on systems without these timers; Linux has them."""
-        self.stacks = stacks
         self.text = ctypes.create_string_buffer(500)
         self.timers: list[ctypes.c_void_p] = []
-        self.times = [(ctypes.c_long * 4)() for _ in range(3)]
-        self.armed = False
         if not sys.platform.startswith("linux") or sys.maxsize < 2**32:
             raise OSError("no timers of the kernel")
-        self.libc = library()
+        self.libc = ctypes.CDLL(None, use_errno=True)
+        if not hasattr(self.libc, "timer_create"):  # before glibc 2.34 the timers were in librt
+            self.libc = ctypes.CDLL("librt.so.1", use_errno=True)
+        self.libc.timer_settime.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]
+        self.libc.timer_delete.argtypes = [ctypes.c_void_p]
         faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True, chain=False)
         for event in (
-            Event(notify=BY_SIGNAL, signal=STACKS_SIGNAL),
-            Event(notify=BY_THREAD, function=address(self.libc, "warnx"), value=ctypes.addressof(self.text)),
-            Event(notify=BY_THREAD, function=address(self.libc, "_exit"), value=int(Exit.HANG)),
+            SignalEvent(notify=BY_SIGNAL, signal=STACKS_SIGNAL),
+            SignalEvent(notify=BY_THREAD, function=address(self.libc, "warnx"), value=ctypes.addressof(self.text)),
+            SignalEvent(notify=BY_THREAD, function=address(self.libc, "_exit"), value=int(Exit.HANG)),
         ):
             timer = ctypes.c_void_p()
             if self.libc.timer_create(time.CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(timer)):
@@ -64,45 +62,24 @@ class Backstop:
     def arm(self, deadline: float, line: str) -> None:
         """Exits EXIT_SECONDS after `deadline` of time.monotonic(), after printing the line to stderr."""
         self.text.value = line.encode(errors="replace").replace(b"%", b" percent")[:499]  # a format string of warnx
-        for number, later in enumerate((STACKS_SECONDS, LINE_SECONDS, EXIT_SECONDS)):
-            self.set(number, deadline + later)
-        self.armed = True
+        self.set_timers(deadline + STACKS_SECONDS, deadline + LINE_SECONDS, deadline + EXIT_SECONDS)
 
     def disarm(self) -> None:
         """Cancels the exit."""
-        if self.armed:
-            for number in range(3):
-                self.set(number, 0.0)
-        self.armed = False
+        self.set_timers(0.0, 0.0, 0.0)
 
-    def end_at(self, moment: float) -> None:
-        """Exits at this moment of time.monotonic(), without stacks or line."""
-        self.set(0, 0.0)
-        self.set(1, 0.0)
-        self.set(2, moment)
-
-    def set(self, number: int, moment: float) -> None:
-        """Sets one of the timers; 0.0 turns it off."""
-        self.times[number][2] = int(moment)
-        self.times[number][3] = int(moment % 1 * 1e9)
-        self.libc.timer_settime(self.timers[number], ABSOLUTE, ctypes.byref(self.times[number]), None)
+    def set_timers(self, *moments: float) -> None:
+        """Sets the timers of stacks, line and exit; 0.0 turns one off."""
+        for timer, moment in zip(self.timers, moments):
+            once = (ctypes.c_long * 4)(0, 0, int(moment), int(moment % 1 * 1e9))
+            self.libc.timer_settime(timer, ABSOLUTE, ctypes.byref(once), None)
 
     def close(self) -> None:
         """Deletes the timers."""
         for timer in self.timers:
             self.libc.timer_delete(timer)
-        self.timers, self.armed = [], False
+        self.timers = []
         faulthandler.unregister(STACKS_SIGNAL)
-
-
-def library() -> ctypes.CDLL:
-    """Returns the C library with timers; before glibc 2.34 they were in librt."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if not hasattr(libc, "timer_create"):
-        libc = ctypes.CDLL("librt.so.1", use_errno=True)
-    libc.timer_settime.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]
-    libc.timer_delete.argtypes = [ctypes.c_void_p]
-    return libc
 
 
 def address(library: ctypes.CDLL, name: str) -> int:

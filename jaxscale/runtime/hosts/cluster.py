@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+import jaxscale
 from jaxscale.runtime.hosts.backstop import linger_on_abort
 from jaxscale.runtime.hosts.config import host_budgets
 from jaxscale.runtime.hosts.discovery import FLAGS, HostFlags, ProcessInfo, discover_process, parse_number
@@ -90,21 +91,15 @@ def joined(place: ProcessInfo | None, facts: Mapping[str, Any], flags: Mapping[s
 
 def program_facts() -> dict[str, Any]:
     """Returns values that must be equal to compile the same program: versions, source, and jax's variables."""
-    versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax")}
-    return versions | {"jaxscale's source": source_digest()} | {name: variable(name) for name in SAME_VARIABLES}
-
-
-def variable(name: str) -> str:
-    """Returns the environment variable without --xla_dump flags."""
-    return " ".join(word for word in os.environ.get(name, "").split() if not word.startswith("--xla_dump"))
-
-
-def source_digest() -> str:
-    """Returns twelve hexadecimal digits of the SHA-256 of this package's source."""
-    package, content = pathlib.Path(__file__).parent.parent, hashlib.sha256()
+    facts = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax")}
+    package, source = pathlib.Path(jaxscale.__path__[0]), hashlib.sha256()
     for file in sorted(package.rglob("*.py")):
-        content.update(file.relative_to(package).as_posix().encode() + b"\0" + file.read_bytes())
-    return content.hexdigest()[:12]
+        source.update(file.relative_to(package).as_posix().encode() + b"\0" + file.read_bytes())
+    facts["jaxscale's source"] = source.hexdigest()[:12]
+    for name in SAME_VARIABLES:
+        words = os.environ.get(name, "").split()
+        facts[name] = " ".join(word for word in words if not word.startswith("--xla_dump"))
+    return facts
 
 
 def start_jax(place: ProcessInfo) -> None:

@@ -1,9 +1,10 @@
-"""Process discovery: process index, process count and coordinator, from flags or the cluster's environment."""
+"""Process discovery from flags or the cluster, and notices of the machine's end from the cloud's metadata server."""
 
 import dataclasses
 import http.client
 import os
 import re
+import threading
 import urllib.request
 from collections.abc import Callable, Mapping
 
@@ -12,6 +13,9 @@ from jaxscale.system.exits import BadInput
 
 TPU_PORT = 8482  # jax's port on TPU slices, which their firewalls allow
 METADATA_SECONDS = 5
+POLL_SECONDS = 5.0
+# {attribute: prefix of a value that announces the end}. Live migration is not an end.
+ENDS = {"preempted": "TRUE", "maintenance-event": "TERMINATE"}
 TPU_FILES = ("/dev/accel0", "/dev/vfio/0")  # one of them is there where a TPU is
 WAY_OUT = "or give all of --coordinator=HOST:PORT --num_processes=N --process_id=I"
 
@@ -28,9 +32,7 @@ class HostFlags:
         None, "which of them this is, from 0; all three are found without flags on TPU slices, Slurm and GKE", "I"
     )
     roll_call_seconds: str | None = flag(
-        None,
-        "how long the first waits for all to be there; default: 300 up to 16, 720 for 1,536",
-        "S",
+        None, "how long the first waits for all to be there; default: 300 up to 16, 720 for 1,536", "S"
     )
 
 
@@ -70,31 +72,22 @@ class ProcessInfo:
         return f"process {process_id} of {self.num_processes}" + (f" ({host})" if host else "")
 
 
-def resolve_process(
-    flags: Mapping[str, str],
-    env: Mapping[str, str] = os.environ,
-    metadata: Callable[[str], str | None] | None = None,
+def discover_process(
+    flags: Mapping[str, str], env: Mapping[str, str] = os.environ, metadata: Callable[[str], str | None] | None = None
 ) -> ProcessInfo | None:
     """Returns this process of a run, or None if it is the only one.
 
     Sources in order: flags; JAX_COORDINATOR_ADDRESS with JAX_NUM_PROCESSES and JAX_PROCESS_ID (or JobSet's
     JOB_COMPLETION_INDEX); GKE's TPU variables; Slurm; the metadata server of a Cloud TPU.
-    Args: metadata: attribute of the Cloud TPU VM -> its text or None; None on other machines.
+    Args: metadata: attribute of the Cloud TPU VM -> its text or None; default: tpu_metadata.
     Raises: BadInput for incomplete or contradictory information.
     """
     found = from_flags(flags)
-    if found is None:
-        for find in (from_jax_variables, from_tpu_variables, from_slurm):
-            if (found := find(env)) is not None:
-                break
-        else:
-            found = from_metadata(metadata) if metadata else None
+    for find in (from_jax_variables, from_tpu_variables, from_slurm):
+        found = find(env) if found is None else found
+    if found is None and (metadata := metadata or tpu_metadata(env)):
+        found = from_metadata(metadata)
     return found if found and found.num_processes > 1 else None
-
-
-def discover_process(flags: Mapping[str, str]) -> ProcessInfo | None:
-    """Returns this process of a run, from its flags and environment; None if it is the only one."""
-    return resolve_process(flags, os.environ, tpu_metadata())
 
 
 def from_flags(flags: Mapping[str, str]) -> ProcessInfo | None:
@@ -180,10 +173,7 @@ def worker_host(worker: str) -> str:
 
 
 def from_slurm(env: Mapping[str, str]) -> ProcessInfo | None:
-    """Reads the variables of a task started by srun.
-
-    A single task of a node uses all its GPUs; several tasks use one each by local index, unless each sees only one.
-    """
+    """Reads the variables of srun. A node's only task uses all its GPUs, one of several tasks one, by local index."""
     count = env.get("SLURM_STEP_NUM_TASKS") or env.get("SLURM_NTASKS")
     if not env.get("SLURM_JOB_ID") or not count or parse_number("SLURM_NTASKS", count) == 1:
         return None
@@ -240,7 +230,7 @@ def parse_number(name: str, text: str) -> int:
     return int(text)
 
 
-def tpu_metadata(env: Mapping[str, str] = os.environ) -> Callable[[str], str | None] | None:
+def tpu_metadata(env: Mapping[str, str]) -> Callable[[str], str | None] | None:
     """Returns attribute -> text or None on a Cloud TPU VM; None elsewhere."""
     server = env.get("GCE_METADATA_IP", "metadata.google.internal")
     return (lambda attribute: query_instance(server, f"attributes/{attribute}")) if is_tpu_machine(env) else None
@@ -253,12 +243,6 @@ def is_tpu_machine(env: Mapping[str, str]) -> bool:
     return chips and not (on_cpu or os.path.exists("/dev/nvidia0") or "TPU_SKIP_MDS_QUERY" in env)
 
 
-def metadata_server(env: Mapping[str, str]) -> str | None:
-    """Returns the metadata server: GCE_METADATA_HOST, or that of a Cloud TPU VM; None elsewhere."""
-    named = env.get("GCE_METADATA_HOST")
-    return named or (env.get("GCE_METADATA_IP", "metadata.google.internal") if is_tpu_machine(env) else None)
-
-
 def query_instance(server: str, name: str) -> str | None:
     """Returns a metadata value of this virtual machine; None if there is none or no metadata server answers."""
     url = f"http://{server}/computeMetadata/v1/instance/{name}"
@@ -269,3 +253,44 @@ def query_instance(server: str, name: str) -> str | None:
             return answer.read().decode()
     except (OSError, http.client.HTTPException, UnicodeDecodeError):  # the last two: another kind of server
         return None
+
+
+class Maintenance:
+    """Calls announce(cause) once, in a thread, when the machine is about to be stopped.
+
+    Polled only on TPU machines, or if GCE_METADATA_HOST is set: the cloud announces preemption and maintenance on its
+    metadata server a minute before, and does not guarantee SIGTERM to every program.
+    Events present at the first poll are ignored: a run that is restarted on a machine with a scheduled end would
+    otherwise exit again and again.
+    """
+
+    def __init__(
+        self, announce: Callable[[str], None], env: Mapping[str, str] = os.environ, poll_seconds: float = POLL_SECONDS
+    ):
+        self.announce, self.poll_seconds = announce, poll_seconds
+        named = env.get("GCE_METADATA_IP", "metadata.google.internal") if is_tpu_machine(env) else None
+        self.server = env.get("GCE_METADATA_HOST") or named
+        self.stopped = threading.Event()
+
+    def __enter__(self) -> "Maintenance":
+        if self.server is not None:
+            threading.Thread(target=self.work, args=(self.server,), name="maintenance", daemon=True).start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stopped.set()
+
+    def work(self, server: str) -> None:
+        """Polls the metadata server until it announces something new."""
+        known = announced(server)
+        while not self.stopped.wait(self.poll_seconds):
+            now = announced(server)
+            if news := sorted(now - known):
+                return self.announce(f"the machine is about to be taken away ({news[0]})")
+            known = now
+
+
+def announced(server: str) -> set[str]:
+    """Returns the announced events: {'maintenance-event: TERMINATE_ON_HOST_MAINTENANCE'}; empty without an answer."""
+    answers = {name: query_instance(server, name) or "" for name in ENDS}
+    return {f"{name}: {text.strip()}" for name, text in answers.items() if text.startswith(ENDS[name])}

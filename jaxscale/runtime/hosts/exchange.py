@@ -4,6 +4,7 @@ Each process listens on the interface of the roll call, on a free port, and serv
 with its secret, which it shares with the processes of its run over the coordination service.
 """
 
+import contextlib
 import hmac
 import json
 import os
@@ -16,8 +17,9 @@ import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from jaxscale.runtime.hosts.agree import coordinator_host, process_and_count
+from jaxscale.runtime.hosts.agree import coordinator_host, this_process
 from jaxscale.runtime.hosts.roll_call import interface
+from jaxscale.system import paths
 from jaxscale.system.exits import BadInput
 from jaxscale.system.foreign import parse_json
 
@@ -55,10 +57,8 @@ class Exchange:
 
     def close(self) -> None:
         """Stops the server."""
-        try:
+        with contextlib.suppress(OSError):
             self.listener.shutdown(socket.SHUT_RDWR)  # close() alone would leave accept() waiting
-        except OSError:
-            pass
         self.listener.close()
 
     def work(self) -> None:
@@ -113,7 +113,7 @@ class Exchange:
 
 def put(to: Sequence, folder: pathlib.Path, name: str, keep: Sequence[str] = ()) -> None:
     """Sends a file of the folder to a neighbour, which removes its owner's files except `keep`. Raises OSError."""
-    with connect(to) as sock, (folder / name).open("rb") as file:
+    with socket.create_connection((to[0], to[1]), SILENCE_SECONDS) as sock, (folder / name).open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         send_line(sock, secret=to[2], put=True, name=name, bytes=size, keep=list(keep))
         read_reply(sock, to)
@@ -123,19 +123,12 @@ def put(to: Sequence, folder: pathlib.Path, name: str, keep: Sequence[str] = ())
 
 def get(source: Sequence, folder: pathlib.Path, name: str) -> None:
     """Fetches a file of another process into the folder. Raises OSError."""
-    with connect(source) as sock:
+    with socket.create_connection((source[0], source[1]), SILENCE_SECONDS) as sock:
         send_line(sock, secret=source[2], name=name)
         size = read_reply(sock, source)["bytes"]
         (folder / name).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_room(folder, size)
         receive(sock, folder / name, size)
-
-
-def connect(to: Sequence) -> socket.socket:
-    """Connects to an Address. Raises OSError."""
-    sock = socket.create_connection((to[0], to[1]), timeout=SILENCE_SECONDS)
-    sock.settimeout(SILENCE_SECONDS)
-    return sock
 
 
 def read_reply(sock: socket.socket, peer: Sequence) -> dict[str, Any]:
@@ -159,7 +152,7 @@ def receive(sock: socket.socket, path: pathlib.Path, size: int) -> None:
     """Writes the next `size` bytes to a file, atomically. Raises OSError."""
     growing = path.with_name(f"{path.name}.{secrets.token_hex(4)}{GROWING}")
     try:
-        with open(growing, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+        with open(growing, "xb", opener=paths.open_private) as file:
             left, buffer = size, memoryview(bytearray(CHUNK_BYTES))
             while left:
                 count = sock.recv_into(buffer, min(left, CHUNK_BYTES))
@@ -194,7 +187,7 @@ def read_line(sock: socket.socket) -> dict[str, Any]:
 def listen_addresses() -> tuple[str, str]:
     """Returns (address to listen on, address for other processes), on the interface of the roll call."""
     host = coordinator_host() or "localhost"
-    if process_and_count()[0] == 0:
+    if this_process().process == 0:
         return interface(host), host
     address = interface(host) if interface(host) != "0.0.0.0" else host
     family = socket.AF_INET6 if ":" in address else socket.AF_INET

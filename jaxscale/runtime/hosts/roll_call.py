@@ -23,6 +23,7 @@ ANSWER_SECONDS = 20.0  # added to the roll call's timeout for the answer
 MAX_LISTED = 8  # missing processes or differing facts in an error
 MAX_MESSAGE_BYTES = 1 << 20
 SEND_SECONDS = 5
+HELLO: dict[str, type] = dict(process=int, of=int, host=str, pid=int, facts=dict)  # fields of the first message
 # A machine without power is detected after 3 + 2 x 2 s. The kernel answers keepalives for a busy process.
 KEEPALIVE = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 2, "TCP_USER_TIMEOUT": 7_000}
 
@@ -100,7 +101,8 @@ def gather(
                 messages = wire.read()
                 if messages == []:
                     continue
-                if messages is None or not is_hello(messages[0]):  # closed, or not a jaxscale process
+                # closed, or not a jaxscale process
+                if messages is None or not all(isinstance(messages[0].get(name), kind) for name, kind in HELLO.items()):
                     selector.unregister(wire)
                     wire.close()
                     present = {process: known for process, known in present.items() if known[0] is not wire}
@@ -119,7 +121,9 @@ def gather(
     elif missing:
         names = ", ".join([place.name(0, hello["host"]), *(name for _, name in present.values())][:MAX_LISTED])
         code = Exit.PEER_LOST
-        line = f"roll call: after {seconds:g} s, missing {listed(missing)}; here: {names}"
+        more = f" and {len(missing) - MAX_LISTED} more" if len(missing) > MAX_LISTED else ""
+        listed = ", ".join(missing[:MAX_LISTED]) + more
+        line = f"roll call: after {seconds:g} s, missing {listed}; here: {names}"
     if code is not None:
         for wire in wires:
             wire.send(roll="wrong", code=int(code), line=line)
@@ -130,12 +134,6 @@ def gather(
     for wire in set(wires) - {wire for wire, _ in present.values()}:  # connected without a hello
         wire.close()
     return present
-
-
-def is_hello(message: Mapping[str, Any]) -> bool:
-    """Returns True if the message has the fields of a hello."""
-    kinds: dict[str, type] = dict(process=int, of=int, host=str, pid=int, facts=dict)
-    return all(isinstance(message.get(name), kind) for name, kind in kinds.items())
 
 
 def difference(place: ProcessInfo, first: Mapping, facts: Mapping[str, str], other: Mapping, present: Mapping) -> str:
@@ -151,12 +149,6 @@ def difference(place: ProcessInfo, first: Mapping, facts: Mapping[str, str], oth
         f"{name} is {theirs.get(name)!r} there and {facts.get(name)!r} on process 0" for name in names[:MAX_LISTED]
     ]
     return "; ".join(differing)
-
-
-def listed(names: list[str]) -> str:
-    """Joins the first names, and the number of further ones."""
-    more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
-    return ", ".join(names[:MAX_LISTED]) + more
 
 
 def listen(place: ProcessInfo) -> socket.socket:

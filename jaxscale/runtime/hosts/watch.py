@@ -108,10 +108,7 @@ class Watch:
         self.leave(Exit.PEER_LOST, f"{name} {how}; start all again with the same command: {AGAIN}", LOST_SECONDS)
 
     def stopped(self, name: str, code: int, line: str | None) -> None:
-        """Ends this process with another one's error, unless it ends by itself within GRACE_SECONDS.
-
-        Only the first error is forwarded: otherwise n stopping processes would send n^2 messages.
-        """
+        """Ends this process with the first error of another one, unless it ends by itself within GRACE_SECONDS."""
         if self.following.is_set():
             return
         self.following.set()

@@ -44,10 +44,6 @@ class Observer(Protocol):
         """Called when the innermost phase of this thread ends."""
 
 
-def ignore(kind: str, step: int | None = None, **facts: Any) -> None:
-    """A note that does nothing."""
-
-
 class Watchdog:
     """Watches the phases of a run while it is entered; before and after, phases are unlimited."""
 
@@ -57,7 +53,7 @@ class Watchdog:
         cfg: Any,
         *,
         setting: str = "hang.{}_seconds",
-        note: Callable[..., None] = ignore,
+        note: Callable[..., None] = lambda kind, step=None, **facts: None,
         others: Team | None = None,
         end: Callable[[int], None] = os._exit,
         observers: Sequence[Observer] = (),
@@ -71,7 +67,7 @@ class Watchdog:
             field.name.removesuffix("_seconds"): getattr(cfg, field.name) for field in dataclasses.fields(cfg)
         }
         self.process = others.process if others else 0
-        self.phases: dict[int, Phase] = {}  # the innermost one of each thread
+        self.phases: dict[int, WatchedPhase] = {}  # the innermost one of each thread
         self.stacks: Any = None  # the open file, private; empty until a hang
         self.backstop: Backstop | None = None
         self.stopped = threading.Event()
@@ -99,12 +95,9 @@ class Watchdog:
                 remove_if_empty(pathlib.Path(self.stacks.name))
             self.stacks = None
 
-    def phase(self, name: PhaseName | str, step: int | None = None) -> "Phase":
-        """Returns a context manager for a block that must end within the budget of its name.
-
-        A nested phase pauses the outer one. Args: step: for messages.
-        """
-        return Phase(self, name, self.budgets[name] or math.inf, step)
+    def phase(self, name: PhaseName | str, step: int | None = None) -> "WatchedPhase":
+        """Returns a context manager for a block that must end within the budget of its name; nested ones pause it."""
+        return WatchedPhase(self, name, self.budgets[name] or math.inf, step)
 
     def work(self) -> None:
         """Polls for overdue phases, and moves the deadline of the kernel timers."""
@@ -116,7 +109,7 @@ class Watchdog:
                 if self.backstop is not None and not self.expired.locked():
                     self.arm_backstop(self.backstop, phase)
 
-    def arm_backstop(self, backstop: Backstop, phase: "Phase | None") -> None:
+    def arm_backstop(self, backstop: Backstop, phase: "WatchedPhase | None") -> None:
         """Sets the kernel timers to the earliest deadline."""
         if phase is None or phase.deadline == math.inf:
             backstop.disarm()
@@ -124,14 +117,14 @@ class Watchdog:
             line = f"stopped (hang, exit {int(Exit.HANG)}): {self.overdue_message(phase)}, and Python stands still"
             backstop.arm(phase.deadline, f"{line}; stacks of all threads: {self.stacks.name}")
 
-    def overdue_message(self, phase: "Phase") -> str:
+    def overdue_message(self, phase: "WatchedPhase") -> str:
         """Returns 'process 1: step 7 has made no progress for 600 s (hang.step_seconds)'."""
-        what = f"{phase.name}" + (f" of step {phase.step}" if phase.step is not None and phase.name != "step" else "")
-        setting = self.setting.format(phase.name)
-        what = f"step {phase.step}" if phase.name == "step" and phase.step is not None else what
+        what, setting = phase.name, self.setting.format(phase.name)
+        if phase.step is not None:
+            what = f"step {phase.step}" if what == "step" else f"{what} of step {phase.step}"
         return f"process {self.process}: {what} has made no progress for {phase.budget:g} s ({setting})"
 
-    def prepare(self, phase: "Phase") -> None:
+    def prepare(self, phase: "WatchedPhase") -> None:
         """Opens the stacks file and makes the kernel timers, at the first phase: then the work folder exists."""
         with self.ready:
             if self.stacks is not None or not self.entered:
@@ -141,15 +134,12 @@ class Watchdog:
                 self.backstop = Backstop(self.stacks)
                 self.arm_backstop(self.backstop, phase)
 
-    def expire(self, line: str, phase: "Phase | None" = None, *, is_remote: bool = False) -> None:
-        """Logs the line, reports to the other processes, writes stacks and event, and ends the process.
-
-        is_remote: another process hangs.
-        """
+    def expire(self, line: str, phase: "WatchedPhase | None" = None, *, is_remote: bool = False) -> None:
+        """Logs the line, writes stacks and event, and ends the process; reports it unless the hang is remote."""
         if not self.expired.acquire(blocking=False):
             return
         if backstop := self.backstop:
-            backstop.end_at(time.monotonic() + LAST_SECONDS)
+            backstop.set_timers(0.0, 0.0, time.monotonic() + LAST_SECONDS)  # without stacks or line
         where = self.stacks.name if self.stacks else "none, for no phase had begun"
         print_stderr(f"stopped (hang, exit {int(Exit.HANG)}): {line}; stacks of all threads: {where}")
         if self.others and not is_remote:
@@ -170,7 +160,7 @@ class Watchdog:
         self.end(int(Exit.HANG))
 
 
-class Phase:
+class WatchedPhase:
     """One phase of one thread, from Watchdog.phase."""
 
     __slots__ = ("budget", "began", "deadline", "name", "outer", "step", "thread", "watchdog")
@@ -178,7 +168,7 @@ class Phase:
     def __init__(self, watchdog: Watchdog, name: str, budget: float, step: int | None):
         self.watchdog, self.name, self.budget, self.step = watchdog, name, budget, step
 
-    def __enter__(self) -> "Phase":
+    def __enter__(self) -> "WatchedPhase":
         for observer in self.watchdog.observers:
             observer.entered(self.name, self.step)
         watchdog, self.thread, self.began = self.watchdog, threading.get_ident(), time.monotonic()
@@ -204,25 +194,17 @@ UNWATCHED = Watchdog(None, HangConfig())  # phases without a watchdog
 
 
 def open_stacks(workdir: Any, process: int) -> Any:
-    """Opens WORKDIR/stacks/PROCESS-TIME.txt, private to its owner.
-
-    Uses a temporary folder if the work folder is remote or not writable. Removes empty files of earlier killed starts.
-    """
+    """Opens WORKDIR/stacks/PROCESS-TIME.txt, or a temporary file; removes empty files of earlier starts."""
     name = f"{process}-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{os.getpid()}.txt"
-    folder = None
     if not paths.is_remote(workdir):
         with contextlib.suppress(OSError):
             folder = paths.as_path(workdir).absolute() / FOLDER
             paths.make_private(folder)
             for old in folder.glob(f"{process}-*.txt"):
                 remove_if_empty(old, keep_folder=True)
-            return open_private(folder / name)
-    return open_private(pathlib.Path(tempfile.mkdtemp(prefix="jaxscale-stacks-")) / name)
-
-
-def open_private(path: pathlib.Path) -> Any:
-    """Creates a file with mode 0600 for binary writing."""
-    return open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600))
+            return open(folder / name, "xb", opener=paths.open_private)
+    folder = pathlib.Path(tempfile.mkdtemp(prefix="jaxscale-stacks-"))
+    return open(folder / name, "xb", opener=paths.open_private)
 
 
 def remove_if_empty(file: pathlib.Path, *, keep_folder: bool = False) -> None:
@@ -234,7 +216,7 @@ def remove_if_empty(file: pathlib.Path, *, keep_folder: bool = False) -> None:
                 file.parent.rmdir()  # fails if it has other files
 
 
-def all_stacks(phases: dict[int, Phase]) -> str:
+def all_stacks(phases: dict[int, WatchedPhase]) -> str:
     """Formats the stacks of all threads, those in a phase first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     texts = []

@@ -26,7 +26,16 @@ def branch_settings(path: str, decay_tokens: str | None, recorded: Mapping[str, 
     exists, which keeps its step whatever the trunk has saved since.
     Raises BadInput if the step does not exist, or for a decay if its learning rate is not at the peak.
     """
-    folder, step = find_step(recorded_source(path, recorded) or path)
+    source = str((recorded.get("init") or {}).get("from_path"))
+    source = source if source.startswith(f"{path.rstrip('/')}/checkpoints/") else path
+    folder, step = parse_checkpoint_path(source)
+    found = all_steps(folder)
+    if not found:
+        raise BadInput(f"--branch_from={source} holds no checkpoint: {folder} has none that was completed")
+    step = found[-1] if step is None else step
+    if step not in found:
+        near = units.or_list(found[-MAX_LISTED:])
+        raise BadInput(f"--branch_from={source}: step {step} is not a checkpoint; {folder} has {near}")
     settings = {"init.from_path": str(folder / str(step)), "init.what": "run"}
     if decay_tokens is None:
         return settings
@@ -49,25 +58,6 @@ def branch_settings(path: str, decay_tokens: str | None, recorded: Mapping[str, 
         "optim.decay_tokens": steps * known["batch_tokens"],
         "optim.warmup_tokens": f"{budget['warmup_steps']} steps",
     }
-
-
-def find_step(path: str) -> tuple[Any, int]:
-    """Returns (checkpoint folder, step) of a path. Raises BadInput if there is none."""
-    folder, step = parse_checkpoint_path(path)
-    steps = all_steps(folder)
-    if not steps:
-        raise BadInput(f"--branch_from={path} holds no checkpoint: {folder} has none that was completed")
-    if step is not None and step not in steps:
-        raise BadInput(
-            f"--branch_from={path}: step {step} is not a checkpoint; {folder} has {units.or_list(steps[-MAX_LISTED:])}"
-        )
-    return folder, steps[-1] if step is None else step
-
-
-def recorded_source(path: str, recorded: Mapping[str, Any]) -> str | None:
-    """Returns the checkpoint below `path` that an existing branch was initialized from, or None."""
-    source = (recorded.get("init") or {}).get("from_path")
-    return source if source and str(source).startswith(f"{path.rstrip('/')}/checkpoints/") else None
 
 
 def check_stable(folder: Any, step: int, run: Mapping[str, Any]) -> None:

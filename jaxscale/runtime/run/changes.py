@@ -57,19 +57,14 @@ def record_changes(
     changes: Sequence[Change], recorded: Mapping[str, Any] | None, step: int, jump: Jump | None,
     log: Callable[[str], None],
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Returns all changes between starts of this run, oldest first, for its record; logs the new ones.
-
-    "alters": past steps would have had other results with the current settings.
-    """
-    if changes:
-        text = ", ".join(f"{change.name}: {change.old!r} -> {change.new!r}" for change in changes if not change.allowed)
-        if text:
-            log(f"changed from step {step} on: {text}")
-    for change in changes:
-        if change.allowed:
-            log(f"allowed by --allow_change, from step {step} on: {change.name}: {change.old!r} -> {change.new!r}")
+    """Returns all changes between starts, oldest first, and logs new ones; \"alters\": past steps would differ."""
+    texts = [f"{change.name}: {change.old!r} -> {change.new!r}" for change in changes]
+    if text := ", ".join(text for change, text in zip(changes, texts) if not change.allowed):
+        log(f"changed from step {step} on: {text}")
     new = []
-    for change in changes:
+    for change, text in zip(changes, texts):
+        if change.allowed:
+            log(f"allowed by --allow_change, from step {step} on: {text}")
         entry = {"step": step, **dataclasses.asdict(change), "alters": alters(change, step, jump)}
         if jump and jump.is_jump and (change.name == HORIZON or change.name.startswith("optim.")):
             entry["learning_rate"] = [jump.before, jump.after]

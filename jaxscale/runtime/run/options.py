@@ -57,9 +57,7 @@ class RunOptions:
         read=lambda name, text: allowed_names(f"--{name}", text),
     )
     replay: str | None = flag(
-        None,
-        "a new run that repeats what another one decided: skipped steps, cuts, rewinds' batches",
-        "OLD_WORKDIR",
+        None, "a new run that repeats what another one decided: skipped steps, cuts, rewinds' batches", "OLD_WORKDIR"
     )
     steal_lock: bool = flag(False, "takes the work folder from a process that holds it and is known to be gone")
     mode: int = flag(

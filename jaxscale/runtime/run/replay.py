@@ -41,7 +41,8 @@ def with_replayed(
     none of its checkpoints has readable skipped batches.
     """
     old = paths.as_path(old_workdir)
-    if same_folder(old, folder):
+    resolved = lambda path: str(paths.absolute(path) if paths.is_remote(path) else paths.absolute(path).resolve())
+    if resolved(old).rstrip("/") == resolved(folder).rstrip("/"):
         raise BadInput(f"--replay={old_workdir} is the workdir itself; give the replay another --workdir")
     if not (old / "config.json").exists():
         raise BadInput(f"--replay={old_workdir} holds no config.json: it is not the folder of a run")
@@ -101,12 +102,6 @@ def check_same_starts(mixture: Mixture, old_workdir: str) -> None:
             f"--replay={old_workdir}: the first batches of the stages of data.mixture were {starts} there and would be "
             f"{dict(mixture.starts)}: its train_tokens changed when they had begun; it cannot be replayed",
         )
-
-
-def same_folder(one: Any, other: Any) -> bool:
-    """Returns True if two paths name one folder after resolving symbolic links."""
-    resolved = lambda path: str(paths.absolute(path) if paths.is_remote(path) else paths.absolute(path).resolve())
-    return resolved(one).rstrip("/") == resolved(other).rstrip("/")
 
 
 def last_measured(folder: Any) -> int:

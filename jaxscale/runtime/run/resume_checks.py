@@ -110,11 +110,7 @@ def open_same_data(
     open_data: Callable[..., Corpus] = open_data,
     **settings: Any,
 ) -> Corpus:
-    """Opens the corpus with open_data.
-
-    Raises: BadInput as open_data does; for an existing run instead Stop (DATA_MISMATCH), or Stop (STORAGE) if the data
-    cannot be reached now.
-    """
+    """Opens the corpus. For an existing run, errors are Stop: DATA_MISMATCH, or STORAGE if it cannot be reached."""
     try:
         return open_data(cfg, say=log, **settings)
     except BadInput as error:
@@ -142,10 +138,7 @@ def describe_data_changes(corpus: Corpus, data: Mapping[str, Any]) -> str:
 def check_same_data(
     cfg: RunConfig, corpus: Corpus, recorded: dict[str, Any] | None, start_step: int, decisions: Decisions
 ) -> Ranges:
-    """Returns the skipped ranges of the run: recorded, configured, and those of its rewinds.
-
-    Raises Stop(DATA_MISMATCH) if the tokens are not those the run began with.
-    """
+    """Returns the skipped ranges: recorded, configured, and of rewinds. Raises Stop(DATA_MISMATCH) for other tokens."""
     requested = [*cfg.data.skip_batches, *decisions.skip_batches]
     if recorded is None:
         return merge_skips((), requested, 0)
@@ -201,12 +194,13 @@ def check_same_evals(evaluators: Sequence[Evaluator]) -> None:
 
 def check_same_past(
     sizes: BatchSizes,
+    row_tokens: BatchSizes,
     mixture: Mixture | None,
     recorded: dict[str, Any] | None,
     start_step: int,
     log: Callable[[str], None],
 ) -> None:
-    """Raises Stop(DATA_MISMATCH) if these batch sizes (in rows) or the mixture would have changed completed steps."""
+    """Raises Stop(DATA_MISMATCH) if these batch sizes (in rows), row lengths or mixture would change past steps."""
     if not start_step:
         return
     assert recorded is not None, "steps that are done have a record"
@@ -223,16 +217,8 @@ def check_same_past(
         )
     if old != new:
         log("data: the mixture of later steps has changed; the change is recorded with the next checkpoint")
-
-
-def check_same_rows(row_tokens: BatchSizes, recorded: dict[str, Any] | None, start_step: int) -> None:
-    """Raises Stop(DATA_MISMATCH) if a completed batch would have had rows of another length."""
-    if not start_step:
-        return
-    assert recorded is not None, "steps that are done have a record"
-    last = batch_index(start_step - 1, [tuple(r) for r in recorded["data"]["skipped"]])
-    then = recorded_rows(recorded["budget"], recorded["config"]["seq_len"])
-    check_same_stages("seq_len_ramp gives rows of other lengths", "tokens in a row", then, row_tokens, last)
+    lengths = recorded_rows(recorded["budget"], recorded["config"]["seq_len"])
+    check_same_stages("seq_len_ramp gives rows of other lengths", "tokens in a row", lengths, row_tokens, last)
 
 
 def check_same_stages(what: str, unit: str, then: BatchSizes, now: BatchSizes, last: int) -> None:

@@ -1,7 +1,6 @@
 """Services around a run in a work folder: lock, event log, watchdog, exports, profiler and telemetry."""
 
 import contextlib
-import pathlib
 from collections.abc import Callable, Iterator
 
 import jax
@@ -10,12 +9,12 @@ from jaxscale.config import RunConfig
 from jaxscale.runtime.checkpoint.folders import remove_leftovers
 from jaxscale.runtime.checkpoint.lock import RunLock
 from jaxscale.runtime.checkpoint.periodic_export import periodic_exports
+from jaxscale.runtime.checkpoint.saver import SharedReports
 from jaxscale.runtime.hosts import cluster
 from jaxscale.runtime.hosts.agree import Board
-from jaxscale.runtime.hosts.failure_reports import SharedReports
 from jaxscale.runtime.hosts.watchdog import Watchdog
-from jaxscale.runtime.monitor.config import MonitorConfig, parse_steps
-from jaxscale.runtime.monitor.events import NAME, Events, Note
+from jaxscale.runtime.monitor.config import parse_steps
+from jaxscale.runtime.monitor.events import NAME, Events
 from jaxscale.runtime.monitor.goodput import TimeLedger, process_age_seconds
 from jaxscale.runtime.monitor.profile import Profiler
 from jaxscale.runtime.monitor.records import replace_with_copy
@@ -45,7 +44,18 @@ def run_services(cfg: RunConfig, workdir: str, options: RunOptions, team: cluste
         paths.make_run_dir(workdir, options.mode)
     with lock if primary else contextlib.nullcontext():  # events are noted only while the lock is held
         clean_folder(workdir, team, primary=primary, stolen=lock.previous_owner is not None)
-        profiler, telemetry = make_monitors(cfg.monitor, workdir, events.note, team)
+        profiler = Profiler(
+            workdir,
+            steps=parse_steps(cfg.monitor.profile_steps) if primary or cfg.monitor.profile_processes == "all" else None,
+            process=jax.process_index(),
+            note=events.note,
+            say=team,
+            start=jax.profiler.start_trace,
+            stop=jax.profiler.stop_trace,
+        )
+        seconds = cfg.monitor.telemetry_seconds
+        read = make_reader(jax.local_devices()[0].platform) if primary and seconds > 0 else None  # others write none
+        telemetry = Telemetry(read, every_seconds=seconds, say=team)
         watchdog = Watchdog(workdir, cfg.hang, note=events.note, others=team, observers=(profiler, ledger))
         exports = periodic_exports(cfg.export, workdir, events.note, team, primary=primary)
         with note_end(events, ledger):
@@ -82,22 +92,16 @@ def note_end(events: Events, ledger: TimeLedger) -> Iterator[None]:
 
 
 def clean_folder(workdir: str, log: Callable[[str], None], *, primary: bool, stolen: bool) -> None:
-    """Removes temporary files of dead processes, and shuts out a process whose lock was stolen.
-
-    Raises BadInput if a path of the run is not a regular file.
-    """
-    if not paths.is_remote(workdir):
-        for name in REPLACED:
-            paths.check_is_file(paths.as_path(workdir) / name)
+    """Removes files of dead processes, and detaches a stolen lock's owner. Raises BadInput for special files."""
+    if paths.is_remote(workdir):
+        return
+    folder, failed = paths.as_path(workdir), []
+    for name in REPLACED:
+        paths.check_is_file(folder / name)
     if primary:  # the others hold no lock, and may come to a folder that is another run's
-        paths.remove_temporaries(workdir, REPLACED)
-        if stolen and not paths.is_remote(workdir):
-            shut_out(paths.as_path(workdir), log)
-
-
-def shut_out(folder: pathlib.Path, log: Callable[[str], None]) -> None:
-    """Replaces files and removes unfinished saves that a process with a stolen lock may still write to."""
-    failed = []
+        paths.remove_temporaries(folder, REPLACED)
+    if not (primary and stolen):
+        return
     for detach, name in (*((replace_with_copy, name) for name in APPENDED), (remove_leftovers, "checkpoints")):
         try:
             detach(folder / name)
@@ -105,22 +109,3 @@ def shut_out(folder: pathlib.Path, log: Callable[[str], None]) -> None:
             failed.append(f"{name} ({error.strerror or error})")
     if failed:
         log(f"WARNING: {folder}: the previous owner of the lock may still write to {', '.join(failed)}")
-
-
-def make_monitors(
-    cfg: MonitorConfig, workdir: str, note: Note, log: Callable[[str], None]
-) -> tuple[Profiler, Telemetry]:
-    """Returns the profiler and the device telemetry of this process."""
-    process, primary = jax.process_index(), jax.process_index() == 0
-    profiler = Profiler(
-        workdir,
-        steps=parse_steps(cfg.profile_steps) if primary or cfg.profile_processes == "all" else None,
-        process=process,
-        note=note,
-        say=log,
-        start=jax.profiler.start_trace,
-        stop=jax.profiler.stop_trace,
-    )
-    enabled = primary and cfg.telemetry_seconds > 0  # other processes write no records
-    read = make_reader(jax.local_devices()[0].platform) if enabled else None
-    return profiler, Telemetry(read, every_seconds=cfg.telemetry_seconds, say=log)

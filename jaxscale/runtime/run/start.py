@@ -13,20 +13,11 @@ from jaxscale.runtime.data.dataset import Transform
 from jaxscale.runtime.data.mixture import Detour, Mixture
 from jaxscale.runtime.data.order import Ranges, batch_index, rows_trained
 from jaxscale.runtime.data.pipeline import Corpus
+from jaxscale.runtime.run import resume_checks
 from jaxscale.runtime.run.branching import check_branch, check_longer
 from jaxscale.runtime.run.changes import Change
 from jaxscale.runtime.run.options import RunOptions
 from jaxscale.runtime.run.replay import check_same_length, check_same_starts, read_decisions
-from jaxscale.runtime.run.resume_checks import (
-    check_hosts_agree,
-    check_same_data,
-    check_same_past,
-    check_same_rows,
-    check_same_run,
-    open_same_data,
-    recorded_position,
-    recorded_run,
-)
 from jaxscale.runtime.training.decisions import Decisions
 from jaxscale.runtime.training.loop_services import Services
 from jaxscale.units import BatchSizes
@@ -99,14 +90,18 @@ def resolve_start(folder: RunFolder, step: int | None, corpus: Corpus | None = N
     """
     cfg, options, done = folder.cfg, folder.options, step or 0
     recorded = None if step is None else folder.checkpoints.read_run(step)
-    changes = check_same_run(cfg, folder.path, recorded, options.allow_change)
+    changes = resume_checks.check_same_run(cfg, folder.path, recorded, options.allow_change)
     source, before = open_ancestor(folder, recorded), recorded  # before: the record whose data position is used
     if source is not None and source.whole:
         check_branch(cfg, source)
         before, done = source.record["run"], source.step
     decisions = read_decisions(folder.path).with_recorded_detours(before and before["data"])
-    corpus = corpus or open_corpus(folder, before)
-    position = recorded_position(before, done)
+    if corpus is None:
+        known: dict[str, Any] = dict(seq_len=cfg.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.seed)
+        corpus = resume_checks.open_same_data(cfg.data, before, folder.log, **known)
+        folder.log(corpus.summary)
+        resume_checks.check_hosts_agree(corpus)
+    position = resume_checks.recorded_position(before, done)
     budget = resolve_budget(cfg, corpus.epoch_tokens, position)
     if source is not None and source.whole and done:
         check_longer(cfg, source, budget.total_steps)
@@ -115,7 +110,7 @@ def resolve_start(folder: RunFolder, step: int | None, corpus: Corpus | None = N
         budget = dataclasses.replace(budget, total_steps=decay.until, decay_start=decay.step)
     if options.replay:
         check_same_length(budget, options.replay)
-    skipped = check_same_data(cfg, corpus, before, done, decisions)
+    skipped = resume_checks.check_same_data(cfg, corpus, before, done, decisions)
     reason = nothing_to_do(done, budget.total_steps, options.stop_after)
     start = Start(step, recorded, changes, decisions, source, corpus, budget, skipped, reason)
     if reason:
@@ -125,21 +120,9 @@ def resolve_start(folder: RunFolder, step: int | None, corpus: Corpus | None = N
     mixture = corpus.plan_mixture(start.sizes, planned.total_steps, num_batches, detours=detours, begun=position.begun)
     if options.replay and mixture is not None:
         check_same_starts(mixture, options.replay)
-    check_same_past(start.sizes, mixture, before, done, folder.log)
-    check_same_rows(budget.row_tokens(cfg.seq_len), before, done)
+    resume_checks.check_same_past(start.sizes, budget.row_tokens(cfg.seq_len), mixture, before, done, folder.log)
     transforms = corpus.open_transforms(corpus.batches(start.sizes, mixture), start.batch_of(done))
     return dataclasses.replace(start, detours=detours, mixture=mixture, transforms=transforms)
-
-
-def open_corpus(folder: RunFolder, recorded: dict[str, Any] | None) -> Corpus:
-    """Opens the run's data. Raises Stop(DATA_MISMATCH) if they differ between processes."""
-    cfg = folder.cfg
-    corpus = open_same_data(
-        cfg.data, recorded, folder.log, seq_len=cfg.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.seed
-    )
-    folder.log(corpus.summary)
-    check_hosts_agree(corpus)
-    return corpus
 
 
 def nothing_to_do(step: int, total_steps: int, stop_after: int | None) -> str:
@@ -155,13 +138,10 @@ def nothing_to_do(step: int, total_steps: int, stop_after: int | None) -> str:
 
 
 def open_ancestor(folder: RunFolder, recorded: dict[str, Any] | None) -> InitSource | None:
-    """Returns the checkpoint that a run is initialized from; None for random weights or a resumed run.
-
-    A run that stopped before its first checkpoint uses the recorded checkpoint, whatever the other run has saved since.
-    """
+    """Returns the checkpoint that a new run is initialized from: the recorded one, if it has started before."""
     if folder.cfg.init.from_path is None or recorded is not None:
         return None
-    ancestor = next(iter(recorded_run(folder.path).get("ancestry", ())), None)
+    ancestor = next(iter(resume_checks.recorded_run(folder.path).get("ancestry", ())), None)
     source = open_source(folder.cfg.init.from_path, ancestor, log=folder.log)
     init = folder.cfg.init
     return dataclasses.replace(source, experts=init.experts, whole=init.what == "run")

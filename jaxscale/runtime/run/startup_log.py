@@ -8,7 +8,6 @@ import jax
 from jaxscale import units
 from jaxscale.build import Program
 from jaxscale.core.mesh import mesh_layout
-from jaxscale.core.models.config import ModelConfig
 from jaxscale.core.state import TrainState, ema_params
 from jaxscale.kernels.hardware import find_chip
 from jaxscale.program.budget import Budget, batch_sizes
@@ -42,8 +41,10 @@ def log_model(program: Program, budget: Budget, log: Log) -> None:
     device = mesh.devices.flat[0]
     attention = program.plan.attention
     reason = f" ({attention.reason})" if attention.reason else ""
+    params, active = units.count(cfg.model.num_params), units.count(cfg.model.active_params)
+    through = f", of which a token goes through {active}" if cfg.model.active_params < cfg.model.num_params else ""
     log(
-        f"{cfg.model.name}: {count_params(cfg.model)}, {cfg.model.compute_dtype}, "
+        f"{cfg.model.name}: {params} parameters{through}, {cfg.model.compute_dtype}, "
         f"{attention.name} attention{reason}; {mesh.size} x {device.device_kind}"
         + (f", mesh {mesh_layout(mesh)}, {cfg.rules}" if mesh.size > 1 else "")
     )
@@ -66,12 +67,6 @@ def log_model(program: Program, budget: Budget, log: Log) -> None:
     log(f"{budget}; {flops / 1e6:.4g} MFLOP a token; peak {peak}")
     for line in units.table(program.parameter_table):
         log(line)
-
-
-def count_params(model: ModelConfig) -> str:
-    """Returns '46.7 B parameters, of which a token goes through 12.9 B'."""
-    active = f", of which a token goes through {units.count(model.active_params)}"
-    return f"{units.count(model.num_params)} parameters{active if model.active_params < model.num_params else ''}"
 
 
 def log_resume(program: Program, recorded: dict[str, Any], step: int, budget: Budget, log: Log) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxscale.runtime.hosts.agree import Board
-from jaxscale.runtime.hosts.maintenance import Maintenance
+from jaxscale.runtime.hosts.discovery import Maintenance
 from jaxscale.system.exits import Exit, Stop, Terminated
 
 # A process signalled after step n, before it begins n + 1, posts the step after which all stop. Another process may

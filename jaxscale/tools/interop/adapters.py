@@ -17,7 +17,7 @@ import numpy as np
 from jaxscale.core.models import AnyModelConfig
 from jaxscale.core.models.lora import A, B
 from jaxscale.core.models.lora_mup_config import LoraConfig
-from jaxscale.runtime.checkpoint.export_config import HUB_NAME
+from jaxscale.runtime.checkpoint.config import HUB_NAME
 from jaxscale.runtime.checkpoint.storage_errors import stop_if_unreachable
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput

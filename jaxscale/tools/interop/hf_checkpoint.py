@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from jaxscale.runtime.checkpoint.export_config import HUB_NAME
+from jaxscale.runtime.checkpoint.config import HUB_NAME
 from jaxscale.runtime.checkpoint.storage_errors import stop_if_unreachable
 from jaxscale.system import foreign, paths
 from jaxscale.system.exits import BadInput

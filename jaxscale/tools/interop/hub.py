@@ -6,8 +6,8 @@ import pathlib
 import re
 from typing import Any
 
-from jaxscale.runtime.checkpoint.export_config import HUB_NAME, check_hub_name
-from jaxscale.runtime.checkpoint.export_folder import ENDPOINT, TOKEN, check_endpoint, check_push
+from jaxscale.runtime.checkpoint.config import HUB_NAME, check_hub_name
+from jaxscale.runtime.checkpoint.periodic_export import ENDPOINT, TOKEN, check_endpoint, check_push
 from jaxscale.system import packages, paths
 from jaxscale.system.exits import BadInput, Exit, Stop
 from jaxscale.system.redact import shown

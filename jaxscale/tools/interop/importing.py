@@ -16,10 +16,9 @@ from jaxscale.runtime.checkpoint import array_store, write
 from jaxscale.runtime.checkpoint.array_store import StepArrayWriter, grid_boxes, orbax_array_format, orbax_tree_metadata
 from jaxscale.runtime.checkpoint.fingerprint import host_fingerprint
 from jaxscale.runtime.checkpoint.folders import COMMITTED, commit, recreate_folder, remove_tree, unfinished_folder
-from jaxscale.runtime.checkpoint.read_back import DamagedCheckpoint, verify_leaves
 from jaxscale.runtime.checkpoint.record import seal
 from jaxscale.runtime.checkpoint.storage_errors import stop_if_unwritable
-from jaxscale.runtime.checkpoint.verify import write_main_list
+from jaxscale.runtime.checkpoint.verify import DamagedCheckpoint, verify_leaves, write_main_list
 from jaxscale.system import paths
 from jaxscale.system.exits import Exit, Stop
 from jaxscale.system.faults import crash_point

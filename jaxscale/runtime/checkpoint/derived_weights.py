@@ -1,7 +1,8 @@
-"""Writes the mean of the weights of several steps as a checkpoint of weights, chunk by chunk.
+"""Writes weights computed from steps of a run, chunk by chunk: the mean of several, or one with its adapters merged.
 
 The result has the arrays and chunks of its sources, a `_METADATA` with the weights' entries of the newest source, and a
-sealed record. The record and config.json list the sources under "average". merge.py writes with the same functions.
+sealed record. The record and config.json list the sources under "average" or "merged". Sources are checked while they
+are read, and the result once it is written.
 """
 
 import dataclasses
@@ -13,31 +14,27 @@ from typing import Any
 import numpy as np
 import tensorstore
 
+from jaxscale.core.models.lora import A, B, is_adapter
+from jaxscale.core.models.lora_mup_config import NO_LORA, LoraConfig
 from jaxscale.runtime.checkpoint import array_store
-from jaxscale.runtime.checkpoint.array_store import (
-    ArrayReader,
-    Box,
-    StepArrayWriter,
-    array_format,
-    chunk_boxes,
-    read_ahead,
-)
+from jaxscale.runtime.checkpoint.array_store import ArrayReader, Box, chunk_boxes
 from jaxscale.runtime.checkpoint.fingerprint import host_fingerprint
 from jaxscale.runtime.checkpoint.folders import COMMITTED, commit, recreate_folder
 from jaxscale.runtime.checkpoint.lock_stores import folder_lock
 from jaxscale.runtime.checkpoint.manager import Checkpoints
 from jaxscale.runtime.checkpoint.record import require_step, seal, weight_leaves
 from jaxscale.runtime.checkpoint.storage_errors import read_optional, short_reason
-from jaxscale.runtime.checkpoint.verify import require_reachable, verify_folder, write_main_list
+from jaxscale.runtime.checkpoint.verify import leaf_bytes, require_reachable, verify_folder, write_main_list
 from jaxscale.runtime.checkpoint.write import write_step_metadata
+from jaxscale.schema import from_dict, to_dict
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Exit, Stop
 from jaxscale.system.faults import crash_point
 
 UNFINISHED_PREFIX = "averaging-"  # prefix of the unfinished folder, which is not a number and so never counts as a step
 WEIGHTS = "params"  # group of the written leaves, as a run that starts from them expects
-AVERAGE = "average"  # key of the sources in the record and config.json
-
+AVERAGE, MERGED = "average", "merged"  # keys of the sources in the record and config.json
+TOKENIZER = "tokenizer"  # folder of a work folder with the tokenizer's files
 LEAVE_OUT = "leave it out"
 
 Combine = Callable[[Box, Iterator[np.ndarray]], np.ndarray]  # (box, its values in each source) -> the value to write
@@ -53,7 +50,7 @@ class WrittenWeights:
 
 
 @dataclasses.dataclass(frozen=True)
-class WeightRecipe:
+class DerivedWeights:
     """Weights to compute from steps of a run, and to write as the newest of them into a new run folder."""
 
     source: Checkpoints
@@ -74,7 +71,7 @@ class WeightRecipe:
     @property
     def num_bytes(self) -> int:
         """Bytes of the written arrays."""
-        return sum(leaf_bytes(described) for described in self.leaves.values())
+        return sum(leaf_bytes(*described) for described in self.leaves.values())
 
 
 def average_steps(
@@ -87,7 +84,7 @@ def average_steps(
     """Writes the mean of the leaves below `what` into a new run folder, as the step of the newest source.
 
     The sum is taken in float64 in the order of the steps and rounded once to the leaves' dtype. Integer leaves must be
-    equal in all steps. Sources are checked while they are read, and the result once it is written.
+    equal in all steps.
     Args: what: 'params', or another group of the state with the same leaves, such as 'ema': frozen leaves have no
     average, and the mean of the parameters replaces it.
     Raises: BadInput if the steps do not match or the folder is in use; Stop (CHECKPOINT_CORRUPT) naming the leaf of a
@@ -103,7 +100,7 @@ def average_steps(
     config = run / "config.json"
     config = paths.read_json(config) | {AVERAGE: sources} if config.exists() else None
     combine = lambda name: lambda box, pieces: mean(pieces, f"{what}/{name}")
-    recipe = WeightRecipe(source, records, what, leaves, combine, AVERAGE, record, config)
+    recipe = DerivedWeights(source, records, what, leaves, combine, AVERAGE, record, config)
     return write_weights(recipe, workdir, on_bytes)
 
 
@@ -124,11 +121,80 @@ def mean(pieces: Iterator[np.ndarray], name: str) -> np.ndarray:
     return total.astype(dtype, copy=False)
 
 
-def write_weights(recipe: WeightRecipe, workdir: Any, on_bytes: Callable[[int, int], None]) -> WrittenWeights:
-    """Writes the run folder: the arrays, which are verified, then config.json, and last the commit of the step.
+def merge_lora(
+    source: Checkpoints,
+    step: int,
+    workdir: Any,
+    what: str = WEIGHTS,
+    on_bytes: Callable[[int, int], None] = lambda done, total: None,
+) -> WrittenWeights:
+    """Writes the weights of a step with its adapters merged, W + scale A B, summed in float64 and rounded once.
 
-    Raises as average_steps does.
+    The config in the new run folder has no adapters.
+    Args: what: 'params', or 'ema' for the average of the adapters, if the run has one.
+    Raises: BadInput for a run without adapters or a folder in use; Stop (CHECKPOINT_CORRUPT) naming the leaf of a
+    damaged source, (STORAGE) if it cannot be written.
     """
+    folder, run = source.directory / str(step), source.directory.parent
+    record = require_step(folder, LEAVE_OUT)
+    lora = from_dict(LoraConfig, record["run"].get("config", {}).get("lora") or {}, f"{folder}: lora")
+    adapters = {name: leaf for name, leaf in weight_leaves(record["leaves"], what).items() if is_adapter(name)}
+    if not lora.on or not adapters:
+        raise BadInput(f"step {step} has no adapters in {what}; merge_lora is for a run with lora.rank above 0")
+    leaves = {name: found for name, found in weight_formats(record, WEIGHTS).items() if not is_adapter(name)}
+    sources = {"of": os.fspath(run), "what": what, "step": step, "record": record["sha256"], "lora": to_dict(lora)}
+    arrays = ArrayReader(folder)
+
+    def combine(name: str) -> Combine:
+        if f"{name}{A}" not in adapters:
+            return lambda box, pieces: next(pieces)
+        a, b = (read_whole(arrays, step, record, adapters[f"{name}{ending}"]) for ending in (A, B))
+        return lambda box, pieces: with_adapter(next(pieces), box, a, b, lora.scale)
+
+    recipe = DerivedWeights(
+        source,
+        {step: record},
+        WEIGHTS,
+        leaves,
+        combine,
+        MERGED,
+        {**record, "run": without_lora(record["run"]) | {MERGED: sources}},
+        without_lora(read_optional(run / "config.json")) | {MERGED: sources},
+        (TOKENIZER,),
+    )
+    return write_weights(recipe, workdir, on_bytes)
+
+
+def read_whole(arrays: ArrayReader, step: int, record: Mapping[str, Any], name: str) -> np.ndarray:
+    """Returns a small leaf, verified."""
+    value = read_source(open_leaf(arrays, step, name).read().result, step, name)
+    check_fingerprint(host_fingerprint(value), record, step, name)
+    return value
+
+
+def with_adapter(piece: np.ndarray, box: Box, a: np.ndarray, b: np.ndarray, scale: float) -> np.ndarray:
+    """Returns the box's piece of a matrix, or of a stack of them, plus scale A B, in the piece's dtype.
+
+    A stack (of layers, experts or both) shows in the number of axes: A and B share its axes and the adapter's rank.
+    """
+    stacked = a.ndim + b.ndim - piece.ndim - 2
+    count = a.ndim - stacked - 1
+    a_slices, b_slices = box[stacked : stacked + count], box[stacked + count :]
+    merged = np.empty_like(piece)
+    for index in np.ndindex(*piece.shape[:stacked]):  # one matrix in float64 at a time
+        matrix = tuple(part.start + offset for part, offset in zip(box, index))
+        rows, columns = a[matrix][a_slices].astype(np.float64), b[matrix][:, *b_slices].astype(np.float64)
+        merged[index] = piece[index] + scale * np.tensordot(rows, columns, axes=1)
+    return merged
+
+
+def without_lora(run: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the run's part of a record with a config that has no adapters."""
+    return {**run, "config": {**run.get("config", {}), "lora": to_dict(NO_LORA)}}
+
+
+def write_weights(recipe: DerivedWeights, workdir: Any, on_bytes: Callable[[int, int], None]) -> WrittenWeights:
+    """Writes the run folder: arrays, which are verified, config.json, the commit. Raises as average_steps does."""
     run, destination = recipe.source.directory.parent, prepare_folder(workdir, recipe.sources_key, recipe.copied)
     final = destination / str(recipe.step)
     unfinished = final if paths.is_remote(destination) else destination / f"{UNFINISHED_PREFIX}{recipe.step}"
@@ -138,7 +204,10 @@ def write_weights(recipe: WeightRecipe, workdir: Any, on_bytes: Callable[[int, i
             fingerprints = write_leaves(recipe, unfinished, on_bytes)
             write_metadata(recipe, unfinished, final, fingerprints)
             for name in recipe.copied:
-                copy_folder(run / name, destination.parent / name)
+                if (run / name).exists():
+                    paths.make_run_dir(destination.parent / name)
+                    for path in (run / name).iterdir():
+                        (destination.parent / name / path.name).write_bytes(path.read_bytes())
             write_main_list(unfinished)
             if damages := verify_folder(unfinished, finished=False).damages:
                 raise Stop(
@@ -174,17 +243,8 @@ def weight_formats(record: Mapping[str, Any], what: str) -> dict[str, list]:
     return {name: leaves[leaf][:2] for name, leaf in weight_leaves(leaves, what).items()}
 
 
-def leaf_bytes(described: Sequence[Any]) -> int:
-    """Returns the bytes of an array of this shape and dtype."""
-    shape, dtype = described
-    return int(np.prod(shape, dtype=np.int64)) * tensorstore.dtype(dtype).numpy_dtype.itemsize
-
-
 def prepare_folder(workdir: Any, sources_key: str, copied: Sequence[str]) -> Any:
-    """Returns the folder of checkpoints of a new run. Raises BadInput if it holds anything but an unfinished one.
-
-    Args: sources_key: of config.json. copied: other entries that a killed attempt may have left.
-    """
+    """Returns the checkpoint folder of a new run. Raises BadInput if it holds more than a killed attempt left."""
     folder = paths.as_path(workdir)
     folder = folder if paths.is_remote(workdir) else folder.absolute()
     if used := foreign_entry(folder, sources_key, copied):
@@ -210,26 +270,18 @@ def foreign_entry(folder: Any, sources_key: str, copied: Sequence[str]) -> str |
     return None
 
 
-def copy_folder(source: Any, target: Any) -> None:
-    """Copies the files of a folder, if it exists."""
-    if source.exists():
-        paths.make_run_dir(target)
-        for path in source.iterdir():
-            (target / path.name).write_bytes(path.read_bytes())
-
-
-def write_leaves(recipe: WeightRecipe, folder: Any, on_bytes: Callable[[int, int], None]) -> dict[str, int]:
+def write_leaves(recipe: DerivedWeights, folder: Any, on_bytes: Callable[[int, int], None]) -> dict[str, int]:
     """Writes the combined leaves; returns {leaf: fingerprint}. Raises as average_steps does."""
     inputs = {step: ArrayReader(recipe.source.directory / str(step)) for step in recipe.records}
     named = {step: weight_leaves(record["leaves"], recipe.what) for step, record in recipe.records.items()}
     newest = {name: open_leaf(inputs[recipe.step], recipe.step, named[recipe.step][name]) for name in recipe.leaves}
-    output = StepArrayWriter(folder)
-    targets = output.create({f"{WEIGHTS}/{name}": array_format(array) for name, array in newest.items()})
+    output = array_store.StepArrayWriter(folder)
+    targets = output.create({f"{WEIGHTS}/{name}": array_store.array_format(array) for name, array in newest.items()})
     fingerprints, done, total = {}, 0, recipe.num_bytes
     for name, target in zip(newest, targets):
         arrays = {step: open_leaf(inputs[step], step, leaves[name]) for step, leaves in named.items()}
         combine, parts = recipe.combine(name), chunk_boxes(target)
-        pieces = read_ahead((array, box) for box in parts for array in arrays.values())
+        pieces = array_store.read_ahead((array, box) for box in parts for array in arrays.values())
         sums, fingerprints[name] = dict.fromkeys(recipe.records, 0), 0
         for box in parts:
             position = dict(start=[part.start for part in box], shape=target.shape)
@@ -279,7 +331,7 @@ def damaged_source_error(step: int, name: str, cause: str) -> Stop:
     return Stop(Exit.CHECKPOINT_CORRUPT, f"step {step} is damaged: {name}: {cause}; leave that step out")
 
 
-def write_metadata(recipe: WeightRecipe, folder: Any, final: Any, fingerprints: Mapping[str, int]) -> None:
+def write_metadata(recipe: DerivedWeights, folder: Any, final: Any, fingerprints: Mapping[str, int]) -> None:
     """Writes the metadata of a step, all but its arrays, into the folder that will be renamed to `final`."""
     newest = recipe.source.directory / str(recipe.step)
     named = weight_leaves(recipe.records[recipe.step]["leaves"], recipe.what)
