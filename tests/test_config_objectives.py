@@ -5,8 +5,8 @@ import tiny
 
 from jaxscale.build import make_program
 from jaxscale.program.budget import resolve_budget
+from jaxscale.program.memory import memory_need
 from jaxscale.runtime.data.objective_config import MaskedLmConfig, NextTokenConfig
-from jaxscale.tools.planning.memory import memory_need
 
 SPANS = dict(name="span_corruption")
 ONE_ROW = dict(name="span_corruption", layout="one_row")

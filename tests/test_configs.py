@@ -13,8 +13,8 @@ from jaxscale.build import make_program
 from jaxscale.cli.verify_parity import captured_stderr
 from jaxscale.core.models.config import DENSE
 from jaxscale.program.budget import resolve_budget
+from jaxscale.program.memory import memory_lower_bound
 from jaxscale.settings.config_file import load_config
-from jaxscale.tools.planning.memory import memory_lower_bound
 
 ROOT = pathlib.Path(__file__).parent.parent
 SPEC = importlib.util.spec_from_file_location("update_configs", ROOT / "tests" / "golden" / "update_configs.py")

@@ -29,6 +29,8 @@ config
 program.auto_dtype program.budget settings.config_file program.fault_injection
 program.device_checks
 build
+program.residuals
+program.memory
 runtime.run
 tools.reporting tools.corpus tools.interop
 tools.planning

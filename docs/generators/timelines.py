@@ -19,7 +19,6 @@ from jaxscale.core.axes.pipeline_schedules import (
     Passes,
     Schedule,
     bubble_fraction,
-    ideal_bubble,
     make_schedule,
     pass_seconds,
     simulated_seconds,
@@ -163,8 +162,8 @@ def bubbles() -> str:
         assert schedule.num_slots == zero.num_slots, "both keep as much"
         idle, turns_of = P - 1, V * M + P - 1
         rows.append([
-            f"{P}, {V}, {M}", f"{schedule.bubble:.1%}", f"{idle}/{turns_of} = {ideal_bubble(P, V, M):.1%}",
-            f"{zero.bubble:.1%}",
+            f"{P}, {V}, {M}", f"{bubble_fraction(schedule, EQUAL_COSTS):.1%}",
+            f"{idle}/{turns_of} = {schedule.bubble:.1%}", f"{bubble_fraction(zero, EQUAL_COSTS):.1%}",
             f"{schedule.num_slots} ({schedule.num_slots / V:g})", f"{gpipe.num_slots} ({gpipe.num_slots / V:g})",
         ])  # fmt: skip
     head = ["P, V, M", "bubble", "(P-1) / (VM+P-1)", "zero bubble", "1F1B keeps", "GPipe keeps"]

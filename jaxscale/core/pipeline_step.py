@@ -106,7 +106,7 @@ class StageWork:
         (self.ends, self.dense, self.blocks), self.groups = split_params(weights), split_params(pipeline.groups)
         self.layers_Vc = jnp.asarray(self.axis.layers)[self.axis.stage]
         # In the slots of the first chunk, inputs of the dense layers come after those of the stack's layers.
-        self.num_dense, self.num_first = stacked_layers(self.dense), int((self.axis.layers[0, 0] != IDLE).sum())
+        self.num_dense, self.num_first = stacked_layers(self.dense), self.axis.first_layers
 
     def begin(self) -> Carry:
         """Returns a carry of zeros."""
@@ -123,7 +123,7 @@ class StageWork:
         return Carry(
             zeros(),
             zeros(),
-            zeros(self.schedule.num_slots, max(self.layers_Vc.shape[1], self.num_first + self.num_dense)),
+            zeros(self.schedule.num_slots, self.axis.saved_inputs(self.num_dense)),
             zeros(self.schedule.num_pending + self.schedule.num_deferred),
             ParamParts(*(zero_grads(trainable(*part)) for part in zip(weights, self.groups, strict=True))),
             zeros_like(sums),

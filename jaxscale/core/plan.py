@@ -20,7 +20,7 @@ from jaxscale.core.axes.batch_axes import BatchAxes, Communication, make_batch_a
 from jaxscale.core.axes.context_axis import NO_CONTEXT_AXIS, ContextAxis, make_context_axis
 from jaxscale.core.axes.expert_axis import NO_EXPERT_AXIS, ExpertAxis, ExpertWork, resolve_expert_exchange
 from jaxscale.core.axes.pipeline_axis import NO_PIPELINE_AXIS, PipelineAxis, make_pipeline_axis
-from jaxscale.core.axes.pipeline_schedules import Schedule
+from jaxscale.core.axes.pipeline_schedules import Schedule, ScheduleSize
 from jaxscale.core.axes.tensor_axis import NO_TENSOR_AXIS, TensorAxis, make_tensor_axis
 from jaxscale.core.config import PipelineConfig
 from jaxscale.core.mesh import crossed_groups
@@ -116,6 +116,12 @@ class ParallelPlan:
         if self.settings.pipeline is None or self.pipeline.size == 1:
             return None
         return self.pipeline.schedule(self.settings.pipeline.schedule, self.num_microbatches)
+
+    @property
+    def schedule_size(self) -> ScheduleSize:
+        """Ticks and buffers of the stages' schedule, without its tables."""
+        name = self.settings.pipeline.schedule if self.settings.pipeline and self.pipeline.size > 1 else "1f1b"
+        return ScheduleSize(name, self.pipeline.size, self.pipeline.num_chunks, self.num_microbatches)
 
     @property
     def position_multiple(self) -> int:

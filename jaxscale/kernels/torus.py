@@ -1,4 +1,4 @@
-"""Links of a mesh axis: on a TPU slice an axis may span several torus dimensions, one after the other."""
+"""Links of a mesh axis and bytes of collectives: on a TPU slice an axis may span several torus dimensions in turn."""
 
 import math
 from collections.abc import Sequence
@@ -20,6 +20,14 @@ class LinkStage(NamedTuple):
 
     groups: tuple[tuple[int, ...], ...]  # positions along the axis that exchange data with each other
     between_slices: bool = False  # over DCN
+
+
+class CollectiveBytes(NamedTuple):
+    """All collectives of one kind and purpose along a mesh axis, of one device."""
+
+    axis: str
+    kind: str  # as in HLO: all-gather, reduce-scatter, all-reduce, all-to-all or collective-permute
+    nbytes: float  # of the whole arrays: gathered, or before a reduce-scatter
 
 
 def link_stages(mesh: Mesh, axis: str, *, torus_at_once: bool = False) -> tuple[LinkStage, ...]:
@@ -118,6 +126,16 @@ def gather_along(x: jax.Array, axis: Axis, dimension: int, stages: tuple[LinkSta
     for groups in [None] if left_to_xla else [stage.groups for stage in reversed(stages)]:
         x = lax.all_gather(x, axis, axis=dimension, axis_index_groups=groups, tiled=True)
     return x
+
+
+def ring_bytes(kind: str, nbytes: float, size: int) -> float:
+    """Returns the bytes that each of `size` devices sends of arrays of `nbytes`, the minimum of any algorithm.
+
+    Source: Patarasuk and Yuan, Journal of Parallel and Distributed Computing 69(2), 2009.
+    """
+    if kind == "collective-permute":
+        return nbytes
+    return (2 if kind == "all-reduce" else 1) * nbytes * (size - 1) / size
 
 
 def coordinates(device: Device) -> tuple[int, ...]:

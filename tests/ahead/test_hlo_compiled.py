@@ -9,10 +9,10 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxscale.core.axes.pipeline_schedules import ScheduleSize
 from jaxscale.kernels.attention import windowed_or_full
 from jaxscale.kernels.config import WindowLayers
 from jaxscale.tools.planning.links import make_torus
-from jaxscale.tools.planning.stages import Stages
 from jaxscale.tools.planning.topology import link_domains, open_topology
 from jaxscale.tools.preflight.hlo import read_hlo
 from jaxscale.tools.preflight.overlap_table import collective_rows
@@ -204,7 +204,7 @@ def test_messages_of_a_tpu_pipeline_run_beside_products_and_the_roofline_has_its
     text = make_pipeline(mesh, 8, 2048, 2048, jnp.bfloat16)
     facts = read_hlo(text, mesh.shape, link_domains(places), make_torus(places, topology.chip))
     assert facts.dot_flops == 8 * (1 + 3 + 1) * 2 * 2048**3
-    bound = roofline(facts, topology.chip, facts.dot_flops, Stages(size=4, layers=4, microbatches=8))
+    bound = roofline(facts, topology.chip, facts.dot_flops, ScheduleSize("1f1b", 4, 1, 8))
     assert bound.bubble_s == pytest.approx(3 / 8 * bound.compute_s)
     rows = [row for row in collective_rows(facts, bound.played) if row.kind == "collective-permute"]
     assert [(row.axes, row.times, row.sent_bytes, row.is_blocking) for row in rows] == [

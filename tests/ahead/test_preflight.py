@@ -11,9 +11,9 @@ import tiny
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxscale.program.budget import resolve_budget
+from jaxscale.program.memory import memory_need
 from jaxscale.runtime.run.startup_log import log_model
 from jaxscale.system.exits import BadInput
-from jaxscale.tools.planning.memory import memory_need
 from jaxscale.tools.preflight import compiled as ahead
 from jaxscale.tools.preflight.preflight import ahead_program, make_report, preflight, usable_memory
 from jaxscale.tools.preflight.step_report import report_lines

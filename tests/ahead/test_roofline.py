@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
+from jaxscale.core.axes.pipeline_schedules import ScheduleSize
 from jaxscale.kernels.hardware import Chip
 from jaxscale.tools.planning.links import DCN, Phase
-from jaxscale.tools.planning.stages import Stages
 from jaxscale.tools.preflight.hlo import Collective, HloFacts
 from jaxscale.tools.preflight.hlo_schedule import Item
 from jaxscale.tools.preflight.roofline import roofline
@@ -138,26 +138,26 @@ def test_what_has_no_price_is_told_and_in_no_time():
 def test_a_stage_waits_while_the_pipeline_fills_and_empties_and_the_ceiling_knows_it():
     collectives = [collective((axes,), ("x", 4.0)) for axes in ("tensor", "fsdp")]  # 2 s each
     step = facts(*collectives, schedule=(blocking(0), blocking(1), work(10)), bf16=1000.0)
-    bound = roofline(step, CHIP, 1000.0, Stages(size=4, layers=8, microbatches=6), head=0.2)
+    bound = roofline(step, CHIP, 1000.0, ScheduleSize("1f1b", 4, 1, 6), head=0.2)
     bubble = 3 / 6 * (0.8 * 10 + 2)  # products but the output projection's, and what tensor says within a stage
     assert (bound.bubble_s, bound.bubble) == (pytest.approx(bubble), "33.3% = (P-1)/(VM+P-1) = 3/9")
     assert (bound.compute_s, bound.at_least_s) == pytest.approx((10, 14 + bubble))
     assert bound.mfu_ceiling == pytest.approx(10 / (14 + bubble))
     assert bound.overlapped_s == pytest.approx(10 + bubble)
-    whole = Stages(size=4, layers=8, microbatches=6, shards_head=False)
-    assert roofline(step, CHIP, 1000.0, whole, head=0.2).bubble_s == pytest.approx(3 / 6 * (0.5 * 10 + 2))  # 0.8 of 1.6
+    whole = roofline(step, CHIP, 1000.0, ScheduleSize("1f1b", 4, 1, 6), head=0.2, shards_head=False)
+    assert whole.bubble_s == pytest.approx(3 / 6 * (0.5 * 10 + 2))  # 0.8 of 1.6
     assert roofline(step, CHIP, 1000.0).bubble_s == 0
 
 
 def test_products_that_a_stage_takes_twice_are_no_waiting():
     collectives = [collective((axes,), ("x", 4.0)) for axes in ("tensor", "fsdp")]  # 2 s each
     step = facts(*collectives, schedule=(blocking(0), blocking(1), work(10)), bf16=1000.0)
-    bound = roofline(step, CHIP, 1000.0, Stages(size=4, layers=8, microbatches=6, schedule="zero_bubble"))
+    bound = roofline(step, CHIP, 1000.0, ScheduleSize("zero_bubble", 4, 1, 6))
     # Of the last stage: 6 x 4 parts of passes and 3 x 2 of them again, while 3 forward passes of others go by.
     waits = 3 / (6 * 4 + 3 * 2) * 10 + 3 / (6 * 3 + 3 * 2) * 2  # tensor says nothing for gradients of weights
     assert (bound.bubble_s, bound.bubble) == (
         pytest.approx(waits),
         "27.3% = 3(P-1)/(4VM+3(P-1)) = 9/33 (recomputation included)",
     )
-    half = roofline(step, CHIP, 1000.0, Stages(size=4, layers=8, microbatches=6, schedule="zero_bubble"), head=0.5)
+    half = roofline(step, CHIP, 1000.0, ScheduleSize("zero_bubble", 4, 1, 6), head=0.5)
     assert half.bubble_s == pytest.approx(3 / 30 * 10 * (0.5 * 30 / 24) / (0.5 * 30 / 24 + 0.5) + 3 / 24 * 2)

@@ -19,7 +19,7 @@ from jaxscale.core.models.model import make_model
 from jaxscale.core.plan import UNSHARDED
 from jaxscale.kernels.rope import make_rotation
 from jaxscale.program.budget import resolve_budget
-from jaxscale.tools.planning.memory import activation_sizes
+from jaxscale.program.memory import activation_sizes
 from jaxscale.tools.planning.speed import recomputed_flops
 
 SIZES = dict(kv_rank=8, q_rank=12, nope_dim=8, rope_dim=4, value_dim=10)

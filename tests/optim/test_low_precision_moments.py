@@ -12,9 +12,10 @@ from stacks import losses, on_mesh, trained
 
 from jaxscale.core.optim.config import OptimConfig
 from jaxscale.core.optim.moments import cast_moments, dequantize, quantize, random_bits, to_bfloat16
+from jaxscale.program.memory import memory_need
 from jaxscale.runtime.checkpoint.config import CheckpointConfig
 from jaxscale.runtime.checkpoint.manager import Checkpoints
-from jaxscale.tools.planning.memory import memory_need, memory_rows
+from jaxscale.tools.planning.memory import memory_rows
 
 RUNS = 400
 

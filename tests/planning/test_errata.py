@@ -18,11 +18,11 @@ from jaxscale.core.state import adjust_loss_scale, init_loss_scale
 from jaxscale.kernels.attention.blockwise import make_attend
 from jaxscale.kernels.hardware import CHIPS
 from jaxscale.program.budget import resolve_budget
+from jaxscale.program.memory import memory_lower_bound
 from jaxscale.runtime.data.cache import raw_dtype
 from jaxscale.runtime.data.config import DataConfig
 from jaxscale.tools.planning import cost, scaling
 from jaxscale.tools.planning.communication import communication_time
-from jaxscale.tools.planning.memory import memory_lower_bound
 from jaxscale.tools.planning.placeholder_devices import open_machine
 from jaxscale.tools.planning.plan import PlanOptions, make_plan
 from jaxscale.tools.planning.propose import find_shape, shape_params

@@ -9,11 +9,11 @@ import pytest
 from jaxscale.core.models.moe_balance import is_balance_param
 from jaxscale.core.optim.groups import dotted
 from jaxscale.program.budget import resolve_budget
+from jaxscale.program.memory import host_bytes, memory_need, padding_bytes, shard_bytes
+from jaxscale.program.residuals import residuals_by_stack, tiled_bytes
 from jaxscale.settings.config_file import load_config
-from jaxscale.tools.planning.memory import host_bytes, memory_need, padding_bytes, shard_bytes
 from jaxscale.tools.planning.placeholder_devices import open_machine
 from jaxscale.tools.planning.plan import PlanOptions, make_plan
-from jaxscale.tools.planning.residuals import residuals_by_stack, tiled_bytes
 from jaxscale.tools.planning.topology import open_topology
 from jaxscale.tools.preflight.preflight import ahead_program
 
@@ -63,7 +63,7 @@ HELD_OUT = [
 # The quick start when its programs were looked at, until 2026-11-25.
 THEN = {"train.num_microbatches": "2", "model.compute_dtype": "float32", "optim.name": "adamw", "seq_len": "256"}
 THEN |= {"batch_tokens": "8 rows"}
-# Without remat. From the buffer assignments of these tools/planning/residuals.py was written; no further number was
+# Without remat. From the buffer assignments of these program/residuals.py was written; no further number was
 # fitted.
 WITHOUT_REMAT = [
     ("quickstart", "v5e:2x2", THEN, 51.76 / 1024),

@@ -14,12 +14,11 @@ import tiny
 
 from jaxscale.build import make_program
 from jaxscale.program.budget import resolve_budget
+from jaxscale.program.memory import memory_need, rows_per_round
 from jaxscale.settings.config_file import load_config
 from jaxscale.system.exits import BadInput
 from jaxscale.tools.planning.collectives import step_collectives
 from jaxscale.tools.planning.communication import communication_time
-from jaxscale.tools.planning.expert_traffic import rows_per_round
-from jaxscale.tools.planning.memory import memory_need
 from jaxscale.tools.planning.placeholder_devices import open_machine
 from jaxscale.tools.planning.plan import PlanOptions, make_plan
 from jaxscale.tools.planning.plan_text import WIDTH, plan_lines
@@ -150,7 +149,7 @@ def test_wide_experts_are_sent_rows_and_narrow_ones_are_gathered_as_the_plan_of_
 def test_rows_that_are_sent_are_those_of_one_round_five_times_and_memory_is_not_that_of_all_experts():
     program = opened(V5P, MIXTRAL | SEND | {"mesh.expert": 4})
     rows = 4 * 5120  # 8,192 tokens, each to 2 of 8 experts on 4 devices: 4,096 rows for each, and a quarter more
-    assert rows_per_round(program, parts=1) == rows
+    assert rows_per_round(program, program.cfg.model.experts, parts=1) == rows
     sent = 4 * rows * (5 * 2048 * 2 + 3 * 4)
     assert sent_megabytes(program)["expert", "all-to-all"] == pytest.approx(sent * 3 / 4 / 1e6)
     many = MIXTRAL | {"model.experts.number": 64, "mesh.expert": 4}

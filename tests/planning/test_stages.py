@@ -6,18 +6,27 @@ import re
 
 import pytest
 
-from jaxscale.core.axes.pipeline_schedules import Costs, make_schedule, pass_seconds, simulated_seconds
+from jaxscale.core.axes.pipeline_axis import make_pipeline_axis
+from jaxscale.core.axes.pipeline_schedules import (
+    EQUAL_COSTS,
+    Costs,
+    ScheduleSize,
+    bubble_fraction,
+    make_schedule,
+    pass_seconds,
+    simulated_seconds,
+)
+from jaxscale.core.config import PipelineConfig
+from jaxscale.program.memory import attention_bytes, hop_bytes, memory_need
 from jaxscale.settings.config_file import load_config
 from jaxscale.tools.planning import cautions
 from jaxscale.tools.planning.collectives import step_collectives
 from jaxscale.tools.planning.communication import communication_time, slice_crossing
-from jaxscale.tools.planning.context import kv_bytes
-from jaxscale.tools.planning.memory import memory_need, memory_rows
+from jaxscale.tools.planning.memory import memory_rows
 from jaxscale.tools.planning.placeholder_devices import open_machine
 from jaxscale.tools.planning.plan import PlanOptions, make_plan
 from jaxscale.tools.planning.plan_text import plan_lines
-from jaxscale.tools.planning.speed import estimate_step
-from jaxscale.tools.planning.stages import Stages, hop_bytes, idle_ratio
+from jaxscale.tools.planning.speed import estimate_step, idle_ratio
 from jaxscale.tools.preflight.preflight import ahead_program
 
 CONFIG = str(pathlib.Path(__file__).parents[2] / "configs" / "llama3_8b.py")
@@ -53,11 +62,11 @@ def played(size, parts):
 
 @pytest.mark.parametrize(("size", "parts"), [(2, 1), (2, 8), (4, 3), (4, 4), (4, 16), (8, 9)])
 def test_ticks_slots_and_bubble_are_those_of_the_schedule_as_it_runs(size, parts):
-    stages = Stages(size, 64, parts)
+    schedule = ScheduleSize("1f1b", size, 1, parts)
     ticks, some_forward, some_backward, kept = played(size, parts)
-    assert (stages.ticks, stages.slots) == (ticks, kept)
-    assert some_forward == some_backward == stages.slowdown() * stages.chunk_runs
-    assert stages.bubble == pytest.approx(1 - parts / some_forward)
+    assert (schedule.num_ticks, schedule.num_slots) == (ticks, kept)
+    assert some_forward == some_backward == schedule.slowdown() * schedule.chunk_runs
+    assert schedule.bubble == pytest.approx(1 - parts / some_forward)
 
 
 @pytest.mark.parametrize(
@@ -65,38 +74,42 @@ def test_ticks_slots_and_bubble_are_those_of_the_schedule_as_it_runs(size, parts
 )
 @pytest.mark.parametrize("name", ["1f1b", "zero_bubble", "gpipe"])
 def test_formulas_hold_for_the_tables_that_run(name, size, chunks, parts):
-    table, stages = make_schedule(name, size, chunks, parts), Stages(size, 64, parts, chunks, name)
-    found = (table.num_ticks, table.num_slots, table.num_pending, table.num_deferred, table.bubble)
-    assert found == (
-        stages.ticks,
-        stages.slots,
-        stages.pending_cotangents,
-        stages.deferred,
-        pytest.approx(stages.bubble),
-    )
+    table = make_schedule(name, size, chunks, parts)
+    pending = {index for index in table.backward.pending.ravel().tolist() if index >= 0}
+    assert len(table.forward.microbatch) == table.num_ticks
+    assert len({*table.forward.slot.ravel().tolist()}) == table.num_slots
+    assert len(pending) == table.num_pending + table.num_deferred
+    assert bubble_fraction(table, EQUAL_COSTS) == pytest.approx(table.bubble)
     costs = Costs(1.0, 1.25, 1.5, 0.75)
     alone, whole = chunks * parts * sum(costs), simulated_seconds(table, costs)
-    assert whole == pytest.approx(stages.slowdown(costs) * alone)
+    assert whole == pytest.approx(table.slowdown(costs) * alone)
     of_last = pass_seconds(table, costs)[:, -1].sum()
-    assert of_last == pytest.approx((1 + stages.recomputed(costs)) * alone)
-    assert whole == pytest.approx((1 + stages.idle_time(costs)) * of_last)
+    assert of_last == pytest.approx((1 + table.recomputed(costs)) * alone)
+    assert whole == pytest.approx((1 + table.idle_time(costs)) * of_last)
 
 
 def test_chunks_make_the_bubble_smaller_and_gpipe_keeps_the_inputs_of_all():
-    stages = Stages(8, 126, 32, chunks=4)
-    assert stages.formula == "5.2% = (P-1)/(VM+P-1) = 7/135"
-    assert (stages.chunk_layers, stages.layer_slots, stages.ticks, stages.slots) == (4, 16, 166, 39)
-    gpipe = Stages(4, 32, 8, schedule="gpipe")
-    assert (gpipe.bubble, gpipe.ticks, gpipe.slots) == (pytest.approx(3 / 11), 22, 8)
-    one = Stages(1, 32, 8)
-    assert (one.bubble, one.slowdown(), one.layer_slots, idle_ratio(one, 0.1)) == (0, 1, 32, 0)
+    schedule = ScheduleSize("1f1b", 8, 4, 32)
+    assert schedule.formula == "5.2% = (P-1)/(VM+P-1) = 7/135"
+    assert (schedule.num_ticks, schedule.num_slots) == (166, 39)
+    stages = make_pipeline_axis(8, PipelineConfig(chunks=4), 126, 0.0)
+    assert (stages.chunk_work, stages.layer_slots) == (4, 16)
+    gpipe = ScheduleSize("gpipe", 4, 1, 8)
+    assert (gpipe.bubble, gpipe.num_ticks, gpipe.num_slots) == (pytest.approx(3 / 11), 22, 8)
+    one = ScheduleSize(num_microbatches=8)
+    assert (one.bubble, one.slowdown(), idle(1, 32, 8, 0.1)) == (0, 1, 0)
+
+
+def idle(size, layers, parts, head_fraction, **settings):
+    pipeline = make_pipeline_axis(size, PipelineConfig(**settings), layers, 0.0)
+    return idle_ratio(pipeline, ScheduleSize("1f1b", size, 1, parts), head_fraction)
 
 
 def test_a_stage_waits_for_the_bubble_for_layers_that_it_lacks_and_for_a_head_that_another_has_alone():
-    assert idle_ratio(Stages(4, 32, 9), 0.0) == pytest.approx(3 / 9)
-    assert idle_ratio(Stages(4, 30, 9), 0.0) == pytest.approx(32 / 30 * 12 / 9 - 1)
-    assert idle_ratio(Stages(4, 32, 9), 0.5) == pytest.approx(0.5 * 3 / 9)
-    assert idle_ratio(Stages(4, 32, 9, shards_head=False), 0.5) == pytest.approx(0.5 * 3 / 9 + 0.5 * 3)
+    assert idle(4, 32, 9, 0.0) == pytest.approx(3 / 9)
+    assert idle(4, 30, 9, 0.0) == pytest.approx(32 / 30 * 12 / 9 - 1)
+    assert idle(4, 32, 9, 0.5) == pytest.approx(0.5 * 3 / 9)
+    assert idle(4, 32, 9, 0.5, head="whole") == pytest.approx(0.5 * 3 / 9 + 0.5 * 3)
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
@@ -171,7 +184,7 @@ def test_devices_that_share_rows_share_the_state_too():
 def test_keys_and_values_of_a_long_row_are_as_many_bytes_as_its_positions_and_heads_say():
     program, _ = opened(mesh__context=64, seq_len=131_072, batch_tokens="1 row")
     layer = 4 * 131_072 * 1024
-    assert 64 * kv_bytes(program) == layer == 512 * MIB
+    assert 64 * attention_bytes(program).keys == layer == 512 * MIB
     of = lambda way: {
         (one.kind, one.overlaps): one.nbytes / 32
         for one in step_collectives(
@@ -251,12 +264,13 @@ def test_the_step_is_longer_by_what_stages_wait():
 
 
 def test_few_microbatches_and_few_positions_are_told():
-    few = Stages(4, 32, 7)
-    assert "30.0% = (P-1)/(VM+P-1) = 3/10" in cautions.bubble_too_large(few).why
-    assert cautions.bubble_too_large(dataclasses.replace(few, microbatches=8)) is None
-    assert "or pipeline.chunks=4" in cautions.bubble_too_large(dataclasses.replace(few, microbatches=4)).way_out
-    assert "or pipeline.schedule=zero_bubble for a bubble of 24.3%" in cautions.bubble_too_large(few).way_out
-    zero = cautions.bubble_too_large(dataclasses.replace(few, schedule="zero_bubble"))
+    few = ScheduleSize("1f1b", 4, 1, 7)
+    said = lambda **changes: cautions.bubble_too_large(dataclasses.replace(few, **changes), 32)
+    assert "30.0% = (P-1)/(VM+P-1) = 3/10" in said().why
+    assert said(num_microbatches=8) is None
+    assert "or pipeline.chunks=4" in said(num_microbatches=4).way_out
+    assert "or pipeline.schedule=zero_bubble for a bubble of 24.3%" in said().way_out
+    zero = said(name="zero_bubble")
     assert "24.3% = 3(P-1)/(4VM+3(P-1)) = 9/37" in zero.why and "schedule" not in zero.way_out
     assert cautions.too_few_positions(8, 8192, 1024) is None
     assert "mesh.context=8," in cautions.too_few_positions(16, 8192, 1024).way_out

@@ -7,7 +7,7 @@ import tiny
 
 from jaxscale.build import make_program
 from jaxscale.program.budget import resolve_budget
-from jaxscale.tools.planning.memory import memory_need
+from jaxscale.program.memory import memory_need
 from jaxscale.tools.planning.topology import open_topology
 from jaxscale.tools.preflight.compiled import read_memory
 

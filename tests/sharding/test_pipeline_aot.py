@@ -9,7 +9,6 @@ import tiny
 from jaxscale.build import make_program
 from jaxscale.program.budget import resolve_budget
 from jaxscale.tools.planning.links import make_torus
-from jaxscale.tools.planning.stages import pipeline_stages
 from jaxscale.tools.planning.topology import link_domains, open_topology
 from jaxscale.tools.preflight.hlo import read_hlo
 from jaxscale.tools.preflight.overlap_table import collective_rows
@@ -69,7 +68,7 @@ def test_a_zero_bubble_holds_three_gradients_more_and_its_first_backward_passes_
     assert found.kernel_flops > facts.kernel_flops
     assert sent(found, "fsdp") == pytest.approx(sent(facts, "fsdp"), rel=1e-3)
     with_bubble = [
-        roofline(read, open_topology("v5p:2x2x2").chip, 0.0, pipeline_stages(of.cfg, of.mesh.shape)).at_least_s
+        roofline(read, open_topology("v5p:2x2x2").chip, 0.0, of.plan.schedule_size).at_least_s
         for of, _, read, _ in (compiled(8), compiled(8, ZERO_BUBBLE))
     ]
     assert with_bubble[1] < 0.97 * with_bubble[0]

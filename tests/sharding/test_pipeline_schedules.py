@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 from jaxscale.core.axes.pipeline_schedules import (
+    EQUAL_COSTS,
     IDLE,
     Costs,
+    ScheduleSize,
     bubble_fraction,
     check_schedule,
-    ideal_bubble,
     make_schedule,
     simulated_seconds,
     split_layers,
@@ -25,7 +26,7 @@ SIZES = [
 def test_every_schedule_has_the_ideal_bubble(name):
     for P, V, M in SIZES:
         schedule = make_schedule(name, P, V, M)  # which proves it: check_schedule
-        assert schedule.bubble == pytest.approx(ideal_bubble(P, V, M), abs=1e-12), (P, V, M)
+        assert bubble_fraction(schedule, EQUAL_COSTS) == pytest.approx((P - 1) / (V * M + P - 1), abs=1e-12), (P, V, M)
         assert simulated_seconds(schedule, Costs(1.0, 0.0, 1.0, 1.0)) == 3.0 * (M * V + P - 1)
 
 
@@ -49,8 +50,8 @@ def test_a_zero_bubble_saves_the_gradients_of_weights_in_the_turns_that_are_lost
 
 
 def test_the_bubble_of_the_documents_is_theirs():
-    assert ideal_bubble(8, 4, 32) == pytest.approx(0.052, abs=5e-4)
-    assert ideal_bubble(4, 1, 8) == pytest.approx(3 / 11)  # GPipe's formula, arXiv:1811.06965
+    assert ScheduleSize("1f1b", 8, 4, 32).bubble == pytest.approx(0.052, abs=5e-4)
+    assert ScheduleSize("gpipe", 4, 1, 8).bubble == pytest.approx(3 / 11)  # GPipe's formula, arXiv:1811.06965
 
 
 def test_what_1f1b_keeps_does_not_grow_with_the_microbatches_and_gpipe_keeps_all():

@@ -6,11 +6,13 @@ import pytest
 import tiny
 
 from jaxscale.build import make_program
-from jaxscale.core.axes.pipeline_schedules import IDLE, split_layers
+from jaxscale.core.axes.pipeline_axis import make_pipeline_axis
+from jaxscale.core.axes.pipeline_schedules import IDLE, ScheduleSize, split_layers
+from jaxscale.core.config import PipelineConfig
 from jaxscale.core.models.config import EXPERT_COUNTS, EXPERT_ROUNDS
 from jaxscale.program.budget import resolve_budget
 from jaxscale.system.exits import BadInput
-from jaxscale.tools.planning.stages import Stages, idle_ratio, pipeline_stages
+from jaxscale.tools.planning.speed import idle_ratio
 
 LOSSES = {"router_z_loss": 1e-2, "balance_loss": 1e-1, "row_balance_loss": 1e-1}
 MODEL = tiny.LLAMA | dict(
@@ -85,20 +87,20 @@ def test_the_first_of_61_layers_are_three_of_the_first_stage_and_all_stages_are_
     layers = split_layers(58, 16, 1, leading_layers=3.0)
     sizes = (layers != IDLE).sum(axis=(1, 2))
     assert sizes.tolist() == [1, *[4] * 12, *[3] * 3] and (layers[0, 0, 0], layers.max()) == (0, 57)
-    assert Stages(16, 58, 32, num_leading=3, leading_layers=3.0).saved_input_layers == 4
-    few = Stages(32, 58, 64, num_leading=3, leading_layers=3.0)  # 61 layers of 32 stages: the first has 4, others 2
-    assert few.chunk_layers == 2 and few.chunk_work == 4.0
-    assert idle_ratio(few, head=0.0) == pytest.approx(4 * 32 / 61 * few.slowdown() - 1)
+    assert make_pipeline_axis(16, PipelineConfig(), 58, 0.0, leading_layers=3.0).saved_inputs(3) == 4
+    few = make_pipeline_axis(32, PipelineConfig(), 58, 0.0, 3.0)  # 61 layers of 32 stages: the first has 4, others 2
+    assert few.layer_slots == 2 and few.chunk_work == 4.0
+    schedule = ScheduleSize("1f1b", 32, 1, 64)
+    assert idle_ratio(few, schedule, head=0.0) == pytest.approx(4 * 32 / 61 * schedule.slowdown() - 1)
 
 
 def test_a_plan_counts_what_the_program_has():
     program = make({"mesh.pipeline": 2}, 2)
-    stages = pipeline_stages(program.cfg, program.mesh.shape)
-    assert (stages.layers, stages.num_leading) == (3, 2) and not stages.stores_stage_layers
-    assert (program.plan.pipeline.layers == stages.split).all()
+    pipeline = program.plan.pipeline
+    assert pipeline.layers.max() + 1 == 3 and not pipeline.has_local_layers
     dense, sparse = 3 * 16 * 32, 3 * 16 * 16 + 16 * 4
     attention = 2 * 16 * 32 + 2 * 16 * 16
-    assert stages.leading_layers == pytest.approx(2 * (attention + dense) / (attention + sparse))
+    assert pipeline.leading_layers == pytest.approx(2 * (attention + dense) / (attention + sparse))
     up = program.abstract_state.params["dense_blocks"]["mlp"]["up"]
     assert up.sharding.shard_shape(up.shape) == (2, 8, 32)  # at rest the stages share it
 

@@ -10,7 +10,7 @@ reduce-scatters only some shapes efficiently. The rules here were read off compi
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 from jaxscale.core.axes import context_axis, tensor_axis
 from jaxscale.core.axes.expert_axis import EXPERTS
 from jaxscale.core.shardings import MeshAxes, Rules, is_axes, mesh_axis_names, weight_dtype
-from jaxscale.kernels.torus import Axis, LinkStage, gather_along, link_stages, scatter_along
+from jaxscale.kernels.torus import Axis, CollectiveBytes, LinkStage, gather_along, link_stages, scatter_along
 from jaxscale.units import divisors
 
 GATHERED = "gathered"  # checkpoint_name of gathered weights: remat policies never save them
@@ -168,6 +168,33 @@ class BatchAxes:
     def scatter(self, grad: jax.Array, partition: Partition) -> jax.Array:
         """Returns the device's shard of the sum over the axes of the partition."""
         return reduce_scatter(grad, partition, self.communication).astype(jnp.float32) if partition else grad
+
+    def num_parts(self, partition: Partition) -> int:
+        """Returns the number of shards of an array with this partition."""
+        return math.prod(self.mesh.shape[name] for _, names in partition for name in names)
+
+    def bytes_sent(self, kind: str, nbytes: float, partition: Partition) -> list[CollectiveBytes]:
+        """Returns an "all-gather" or "reduce-scatter" over each axis of the partition in turn. nbytes: of whole arrays.
+
+        On TPUs the axes are in the order of _gather() and reduce_scatter(). Elsewhere one collective covers them, over
+        the network before the links within a node.
+        """
+        innermost_first = (kind == "all-gather") == self.communication.tiled
+        order = [name for _, names in partition for name in (names[::-1] if innermost_first else names)]
+        sent = []
+        for name in order[::-1] if kind == "all-gather" else order:  # those of the largest arrays first
+            sent.append(CollectiveBytes(name, kind, nbytes))
+            nbytes /= self.mesh.shape[name]
+        return sent
+
+    def bytes_held(self, sizes: Sequence[int], width: int) -> int:
+        """Returns bytes of a layer's gathered weights while it is computed, from elements of each and bytes of one.
+
+        Adds the unreduced gradient of the largest array; across slices or copies (data), of all arrays.
+        """
+        if not self.partition(("embed",), self.rules.params):
+            return 0
+        return width * (sum(sizes) + max(sizes)) + (4 * sum(sizes) if "data" in self.axes else 0)
 
     def map(self, f: Callable, grads: Any, axes: Any) -> Any:
         """Returns f(gradient, its logical axes) over two trees; empty subtrees without gradients are unchanged."""

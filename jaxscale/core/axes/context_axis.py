@@ -10,7 +10,7 @@ B batch  T position of a whole row  t local position
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +18,22 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
-from jaxscale.kernels.torus import LinkStage, gather_along, link_stages, scatter_along
+from jaxscale.kernels.torus import CollectiveBytes, LinkStage, gather_along, link_stages, scatter_along
 
 AXIS = "context"
 POSITIONS = 1  # the sharded dimension of [B, T, ...]
+
+
+class AttentionBytes(NamedTuple):
+    """Local arrays of one layer's attention for one microbatch, in bytes, and how often they are exchanged."""
+
+    keys: float  # and values
+    queries: float  # or outputs; the mean of the two
+    float32_ratio: float  # bytes of a float32 over those of an element
+    forward_passes: int  # 2 if the backward pass repeats the exchange
+    ring_passes: int  # the same of a ring, which does not repeat if its output is saved
+    tails: float = 0.0  # keys and values within the window before each of the device's chunks
+    windowed: float = 0.0  # fraction of layers that read no other remote keys
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +113,45 @@ class ContextAxis:
     def max(self, x: jax.Array) -> jax.Array:
         """Returns the maximum over the devices. Not differentiable."""
         return x if self.size == 1 else lax.pmax(x, AXIS)
+
+    def bytes_held(self, exchange: str, local: AttentionBytes) -> float:
+        """Returns peak bytes of attention in addition to its local arrays. exchange: gather, ulysses or ring.
+
+        Gather: keys and values of all positions, and their gradients. Ulysses: all four arrays, for a subset of heads.
+        Ring, in the backward pass: two neighbours' keys and values; in float32 their gradients as received, accumulated
+        and sent, and the local queries' gradients; queries and output gradients in the kernel's dimension order, and
+        one of two chunks of each with its results. A ring's bytes do not depend on the row length.
+        """
+        keys, queries, float32_ratio, *_ = local
+        if self.size == 1 or exchange == "gather" and local.windowed == 1:
+            return 0.0
+        if exchange == "gather":
+            return 2 * self.size * keys
+        if exchange == "ulysses":
+            return keys + 2 * queries
+        return 2 * keys + 3.5 * queries + (3 * keys + queries) * float32_ratio
+
+    def bytes_sent(self, exchange: str, local: AttentionBytes) -> list[CollectiveBytes]:
+        """Returns what one layer and microbatch sends, forward and backward. exchange: gather, ulysses or ring.
+
+        Gather: gradients are reduce-scattered. Ring: C - 1 hops each way; XLA merges one of the first hops of the
+        backward pass with one that it repeats; gradients take C - 1 hops in float32 and one back to their owner.
+        """
+        keys, passes, remote = local.keys, local.forward_passes, 1 - local.windowed
+        send = lambda kind, nbytes: [CollectiveBytes(AXIS, kind, nbytes)]
+        gather = lambda local_bytes: (
+            send("all-gather", passes * self.size * local_bytes) + send("reduce-scatter", self.size * local_bytes)
+        )
+        if self.size == 1:
+            return []
+        if exchange == "ulysses":
+            return send("all-to-all", (passes + 1) * (keys + 2 * local.queries))
+        tails = local.windowed * local.tails
+        sent = gather(tails) if self.in_pipeline else send("collective-permute", (passes + 1) * tails)
+        hops = (self.size - 1) * (local.ring_passes + 1 + local.float32_ratio) - local.ring_passes + 2
+        ring = exchange == "ring"
+        sent += send("collective-permute", remote * hops * keys) if ring else gather(remote * keys)
+        return [one for one in sent if one.nbytes]
 
 
 NO_CONTEXT_AXIS = ContextAxis()

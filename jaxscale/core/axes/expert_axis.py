@@ -11,6 +11,7 @@ import jax
 from jax import lax
 
 from jaxscale.kernels.config import Choice
+from jaxscale.kernels.torus import CollectiveBytes
 from jaxscale.units import size
 
 AXIS = "expert"
@@ -31,13 +32,26 @@ class ExpertAxis:
         """Returns the maximum over the devices. Not differentiable."""
         return x if self.size == 1 else lax.pmax(x, AXIS)
 
+    def bytes_sent(self, rows: float, row_bytes: float) -> list[CollectiveBytes]:
+        """Returns what one layer and microbatch sends. rows: of a device in all rounds, of `row_bytes` each.
+
+        Recomputation sends nothing: no gradient reads what comes back. Combine weights and their gradients are float32.
+        """
+        nbytes = rows * (TRANSFERS_PER_ROW * row_bytes + WEIGHT_TRANSFERS_PER_ROW * 4)
+        return [CollectiveBytes(AXIS, "all-to-all", nbytes)] if self.size > 1 else []
+
+    def bytes_held(self, rows: float, row_bytes: float) -> float:
+        """Returns bytes of the local rows that a round's rows are read from and added to: x, dy and dx."""
+        return 3 * rows * row_bytes if self.size > 1 else 0.0
+
 
 NO_EXPERT_AXIS = ExpertAxis()
 
 # Limit for the gathered experts of one layer, of a device's memory; it also holds the next layer's and their gradients.
 MAX_GATHERED_SHARE = 1 / 8
-# Weights: forward, recomputation, gradients. Rows: dispatch and combine; in the backward pass x, dy, dx.
-GATHERS_PER_WEIGHT, TRANSFERS_PER_ROW = 3, 5
+# Weights: forward, recomputation, gradients. Rows: dispatch and combine; in the backward pass x, dy, dx. Combine
+# weights of rows: forward, backward, gradients.
+GATHERS_PER_WEIGHT, TRANSFERS_PER_ROW, WEIGHT_TRANSFERS_PER_ROW = 3, 5, 3
 # A byte of rows delays matmuls about four times as long as a byte of weights: gathers overlap some matmuls, and an
 # all-to-all uses only the links of its axis. Compiled (libtpu 0.0.51, 2026-11-25) the ratio is 3.5 for Mixtral 8x7B,
 # expert 8 x fsdp 8 on v5p:4x4x4, and 6 for Qwen3 30B A3B on v6e:8x8, fsdp 64 compared with expert 8 x fsdp 8.

@@ -22,10 +22,11 @@ import numpy as np
 from jax import lax
 
 from jaxscale.core.axes.batch_axes import BatchAxes
-from jaxscale.core.axes.pipeline_schedules import IDLE, Schedule, make_schedule, split_layers
+from jaxscale.core.axes.pipeline_schedules import IDLE, Schedule, ScheduleSize, make_schedule, split_layers
 from jaxscale.core.axes.tensor_axis import TensorAxis
 from jaxscale.core.config import PipelineConfig
 from jaxscale.core.shardings import MeshAxes, Rules, is_axes, mesh_axis_names, weight_dtype
+from jaxscale.kernels.torus import CollectiveBytes
 
 AXIS = "pipeline"
 LAYERS, VOCAB, BATCH = "layers", "vocab", "act_batch"  # logical axes
@@ -38,7 +39,7 @@ class PipelineAxis:
 
     layers: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((1, 1, 1), np.int32), compare=False)
     shards_vocab: bool = False
-    has_leading: bool = False  # other layers precede these
+    leading_layers: float = 0.0  # work of other layers that precede these, in units of one
 
     @property
     def size(self) -> int:
@@ -53,7 +54,60 @@ class PipelineAxis:
     @property
     def has_local_layers(self) -> bool:
         """True if each stage stores its own layers between steps."""
-        return self.num_chunks == 1 and not self.has_leading and bool((self.layers != IDLE).all())
+        return self.num_chunks == 1 and not self.leading_layers and bool((self.layers != IDLE).all())
+
+    @property
+    def layer_slots(self) -> int:
+        """Layers for which a stage has buffers: those of its chunks, each as long as the longest."""
+        return self.layers[0].size
+
+    @property
+    def first_layers(self) -> int:
+        """Layers of the first chunk."""
+        return int((self.layers[0, 0] != IDLE).sum())
+
+    @property
+    def chunk_work(self) -> float:
+        """Work of the longest chunk in layers, without the output projection."""
+        return max(self.layers.shape[2], self.first_layers + self.leading_layers)
+
+    def saved_inputs(self, num_leading: int) -> int:
+        """Returns the layer inputs that a stage saves of a chunk. num_leading: layers before the split ones."""
+        return max(self.layers.shape[2], self.first_layers + num_leading)
+
+    def bytes_held(self, schedule: ScheduleSize, hop: int, num_leading: int) -> int:
+        """Returns bytes of a stage's residual streams: saved inputs, four that are sent or received, and cotangents.
+
+        hop: bytes of one, of a microbatch. num_leading: as in saved_inputs().
+        """
+        buffers = 4 + schedule.num_pending + schedule.num_deferred
+        return (schedule.num_slots * self.saved_inputs(num_leading) + buffers) * hop
+
+    def bytes_sent(self, schedule: ScheduleSize, hop: int, tensor: int) -> list[CollectiveBytes]:
+        """Returns what a step sends besides weights. hop: as in bytes_held(); tensor: size of that axis.
+
+        A stream and its gradient go to a neighbour in each tick. With a sharded vocabulary an embedding is summed
+        before the tensor axis splits its positions, and its gradient broadcast; the last stage's output is broadcast,
+        and its gradient summed. A broadcast is an all-reduce of zeros but for one term.
+        """
+        if self.size == 1:
+            return []
+        sent = [CollectiveBytes(AXIS, "collective-permute", 2 * schedule.num_ticks * hop)]
+        if self.shards_vocab:
+            sent.append(CollectiveBytes(AXIS, "all-reduce", 2 * (1 + tensor) * schedule.num_microbatches * hop))
+        return sent
+
+    def weight_bytes_sent(self, weights: tuple[float, float], grads: tuple[float, float]) -> list[CollectiveBytes]:
+        """Returns what to_stage() and from_stage() send once a step, of local bytes (of the layers, of the tables)."""
+        (layers, tables), (layer_grads, table_grads) = weights, grads
+        if self.has_local_layers:
+            return [] if self.shards_vocab else [CollectiveBytes(AXIS, "all-reduce", table_grads)]
+        gather, scatter = ("all-to-all", "all-to-all") if self.shards_vocab else ("all-gather", "reduce-scatter")
+        return [
+            CollectiveBytes(AXIS, "all-to-all", layers + layer_grads),
+            CollectiveBytes(AXIS, gather, tables),
+            CollectiveBytes(AXIS, scatter, table_grads),
+        ]
 
     @property
     def stage(self) -> jax.Array:
@@ -208,7 +262,7 @@ def make_pipeline_axis(
         return NO_PIPELINE_AXIS
     shards_vocab = cfg.head == "cut"
     layers = split_layers(num_layers, size, cfg.chunks, 0.0 if shards_vocab else head_layers, leading_layers)
-    return PipelineAxis(layers, shards_vocab, leading_layers > 0)
+    return PipelineAxis(layers, shards_vocab, leading_layers)
 
 
 def share_vocab_with_stages(tensor: TensorAxis, pipeline: PipelineAxis) -> TensorAxis:

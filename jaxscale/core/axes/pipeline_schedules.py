@@ -69,26 +69,81 @@ class Costs(NamedTuple):
 
 
 EQUAL_COSTS = Costs()  # as for matmuls: each part takes 2 FLOPs per weight and token
+COMMUNICATION_COSTS = Costs(weight_grads=0.0)  # as for collectives in layers: weight gradients wait for none
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Schedule:
-    """The tables of a schedule. The loss of a microbatch is computed at the tick of its last forward chunk."""
+@dataclasses.dataclass(frozen=True)
+class ScheduleSize:
+    """Ticks, buffers and bubble of a schedule in closed form. make_schedule() asserts them of its tables."""
 
-    name: str
-    num_stages: int
-    num_chunks: int  # of a stage
-    num_microbatches: int
-    forward: Passes
-    backward: Backward
-    num_slots: int
-    num_pending: int  # buffers for cotangents of the last chunk, from its loss to its backward pass
-    num_deferred: int = 0  # buffers for cotangents of passes whose weight gradients are deferred
+    name: str = "1f1b"
+    num_stages: int = 1
+    num_chunks: int = 1  # of a stage
+    num_microbatches: int = 1
+
+    @property
+    def chunk_runs(self) -> int:
+        """Forward passes of a stage in a step."""
+        return self.num_chunks * self.num_microbatches
 
     @property
     def num_ticks(self) -> int:
-        """Number of ticks."""
-        return len(self.forward.microbatch)
+        """Number of ticks: M V + P - 1 of them have a forward pass on some stage, as many a backward pass."""
+        if self.name == "gpipe":
+            return 2 * (self.chunk_runs + self.num_stages - 1)
+        return self.chunk_runs + self.num_stages * (self.num_chunks + 1) - 2
+
+    @property
+    def num_slots(self) -> int:
+        """Most chunks whose inputs a stage saves at one time."""
+        most = self.num_stages * (self.num_chunks + 1) - 1
+        return self.chunk_runs if self.name == "gpipe" else min(self.chunk_runs, most)
+
+    @property
+    def num_pending(self) -> int:
+        """Buffers for cotangents of the last chunk, from its loss to its backward pass."""
+        return self.num_microbatches if self.name == "gpipe" else 1
+
+    @property
+    def num_deferred(self) -> int:
+        """Buffers for cotangents of passes whose weight gradients are deferred."""
+        return min(self.num_stages - 1, self.num_microbatches) if self.name == "zero_bubble" else 0
+
+    def slowdown(self, costs: Costs = EQUAL_COSTS) -> float:
+        """Returns the time of a step over that of one stage's passes: P - 1 ticks are added by the fill and drain."""
+        lost = (self.num_stages - 1) * (sum(costs) - (costs.weight_grads if self.num_deferred else 0.0))
+        return 1 + lost / (self.chunk_runs * sum(costs))
+
+    def recomputed(self, costs: Costs) -> float:
+        """Returns the time of second passes of the last stage, which has the most, over that of its other passes."""
+        return self.num_deferred * (costs.recompute + costs.input_grads) / (self.chunk_runs * sum(costs))
+
+    def idle_time(self, costs: Costs) -> float:
+        """Returns the last stage's idle time over its busy time. A compiled program counts its passes."""
+        return (self.slowdown(costs) - 1 - self.recomputed(costs)) / (1 + self.recomputed(costs))
+
+    @property
+    def bubble(self) -> float:
+        """Fraction of the time in which a stage idles or repeats work, at EQUAL_COSTS: (P - 1) / (V M + P - 1), the
+        bubble of arXiv:2104.04473 relative to the total time, unless weight gradients are deferred."""
+        return 1 - 1 / self.slowdown()
+
+    @property
+    def formula(self) -> str:
+        """Bubble as text, '5.2% = (P-1)/(VM+P-1) = 7/135'. Weight gradients are a quarter of a pass."""
+        idle, chunk_runs = self.num_stages - 1, self.chunk_runs
+        if self.name == "zero_bubble":
+            ratio = f"{3 * idle}/{4 * chunk_runs + 3 * idle} (recomputation included)"
+            return f"{self.bubble:.1%} = 3(P-1)/(4VM+3(P-1)) = {ratio}"
+        return f"{self.bubble:.1%} = (P-1)/(VM+P-1) = {idle}/{chunk_runs + idle}"
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Schedule(ScheduleSize):
+    """The tables of a schedule. The loss of a microbatch is computed at the tick of its last forward chunk."""
+
+    forward: Passes
+    backward: Backward
 
     @property
     def embed_microbatch(self) -> np.ndarray:
@@ -116,11 +171,6 @@ class Schedule:
         """bool[t, P]: second backward passes, for skipped weight gradients; their input gradients are unused."""
         return self.backward.pending >= self.num_pending
 
-    @property
-    def bubble(self) -> float:
-        """Share of the time in which a stage idles or repeats work, at EQUAL_COSTS costs."""
-        return bubble_fraction(self, EQUAL_COSTS)
-
     def __str__(self) -> str:
         chunks = f" of {self.num_chunks} chunks" if self.num_chunks > 1 else ""
         later = f", weights of at most {self.num_deferred} get theirs in a second pass" if self.num_deferred else ""
@@ -135,20 +185,15 @@ def first_chunk(passes: Passes | Backward) -> np.ndarray:
     return np.where(passes.chunk[:, 0] == 0, passes.microbatch[:, 0], IDLE)
 
 
-def ideal_bubble(num_stages: int, num_chunks: int, num_microbatches: int) -> float:
-    """Returns (P - 1) / (V M + P - 1), the bubble of arXiv:2104.04473 relative to the total time."""
-    return (num_stages - 1) / (num_chunks * num_microbatches + num_stages - 1)
-
-
 def make_schedule(name: str, num_stages: int, num_chunks: int, num_microbatches: int) -> Schedule:
     """Makes and checks the tables of "1f1b", "zero_bubble" or "gpipe".
 
     With several chunks the microbatches come in groups of P: M % P == 0.
     """
     P, V, M = num_stages, num_chunks, num_microbatches
+    size = ScheduleSize(name, P, V, M)
     assert V == 1 or M % P == 0, f"{M} microbatches are not a multiple of {P} stages"
     start = M * V + P - 1 if name == "gpipe" else P * V - 1  # tick of the first backward pass
-    num_pending = M if name == "gpipe" else 1
     ticks = start + last_tick(P, V, M) + 1
     idle, zeros = (lambda: np.full((ticks, P), IDLE, np.int32)), (lambda: np.zeros((ticks, P), np.int32))
     forward = Passes(idle(), zeros(), zeros())
@@ -160,9 +205,11 @@ def make_schedule(name: str, num_stages: int, num_chunks: int, num_microbatches:
             for passes, t in ((forward, forward_tick), (backward, backward_tick)):
                 assert passes.microbatch[t, s] == IDLE, f"stage {s} has two passes at tick {t}"
                 passes.microbatch[t, s], passes.chunk[t, s] = m, v
-        backward.pending[start + tick_of(m, 0, P, V), -1] = m % num_pending  # as of the last chunk
-    num_deferred = defer_weight_grads(backward, start, num_pending) if name == "zero_bubble" else 0
-    schedule = Schedule(name, P, V, M, forward, backward, fill_slots(forward, backward), num_pending, num_deferred)
+        backward.pending[start + tick_of(m, 0, P, V), -1] = m % size.num_pending  # as of the last chunk
+    num_deferred = defer_weight_grads(backward, start, size.num_pending) if name == "zero_bubble" else 0
+    found = ticks, fill_slots(forward, backward), num_deferred
+    assert found == (size.num_ticks, size.num_slots, size.num_deferred), f"{size} has {found}"
+    schedule = Schedule(name, P, V, M, forward=forward, backward=backward)
     check_schedule(schedule)
     return schedule
 
@@ -310,7 +357,7 @@ def simulated_seconds(schedule: Schedule, costs: Costs = EQUAL_COSTS, head: floa
 
 
 def bubble_fraction(schedule: Schedule, costs: Costs) -> float:
-    """Returns the share of the simulated time beyond running each pass of a stage once; the head is left out."""
+    """Returns the simulated share of the time beyond running each pass of a stage once; the head is left out."""
     return 1 - schedule.num_microbatches * schedule.num_chunks * sum(costs) / simulated_seconds(schedule, costs)
 
 

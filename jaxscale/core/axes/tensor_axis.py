@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from jaxscale.core.axes.context_axis import NO_CONTEXT_AXIS, ContextAxis
-from jaxscale.kernels.torus import LinkStage, gather_along, link_stages, scatter_along
+from jaxscale.kernels.torus import CollectiveBytes, LinkStage, gather_along, link_stages, scatter_along
 
 AXIS = "tensor"
 POSITIONS = 1  # the sharded dimension of the residual stream [B, T, D]
@@ -87,6 +87,15 @@ class TensorAxis:
             return f(*inputs)
         half = lambda start: jax.tree.map(lambda x: lax.slice_in_dim(x, start, start + rows // 2), inputs)
         return concat_row_parts([f(*half(0)), f(*half(rows // 2))])
+
+    def bytes_sent(self, nbytes: float) -> list[CollectiveBytes]:
+        """Returns an all_gather and a reduce_scatter of `nbytes` of all positions, as the equal all-reduce."""
+        return [CollectiveBytes(AXIS, "all-reduce", nbytes)] if self.size > 1 else []
+
+    def bytes_held(self, nbytes: int) -> int:
+        """Returns bytes of a block's streams, of `nbytes` for all positions: local positions of the residual stream
+        twice, and all positions of the inputs of attention and MLP."""
+        return 2 * nbytes + 2 * nbytes // self.size
 
     @property
     def vocab_axes(self) -> tuple[str, ...]:

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from jaxscale import units
+from jaxscale.core.axes.pipeline_schedules import ScheduleSize
 from jaxscale.kernels.hardware import VOLTA, Chip
 from jaxscale.tools.planning import cost, scaling
-from jaxscale.tools.planning.stages import Stages
 
 MAX_SECONDS = 118 * cost.DAY  # BLOOM, 176B parameters on 384 A100: arXiv:2211.02001, table 1
 MAX_TOKENS = 36e12  # Qwen3: arXiv:2505.09388, section 3.1
+MIN_POSITIONS = 1024  # of a row on one device, our choice: below it matmuls end before keys and values arrive
 MAX_EXPOSED = 0.2  # fraction of a step, our choice
 
 
@@ -247,23 +248,24 @@ def tensor_over_slow_links(tensor: int, domain_size: int, chip: Chip) -> Caution
     )
 
 
-def bubble_too_large(stages: Stages) -> Caution | None:
+def bubble_too_large(schedule: ScheduleSize, num_layers: int) -> Caution | None:
     """Fewer than two microbatches per stage: a bubble of a third or more."""
-    if not stages.is_pipelined or stages.chunk_runs >= 2 * stages.size:
+    stages, microbatches = schedule.num_stages, schedule.num_microbatches
+    if stages == 1 or schedule.chunk_runs >= 2 * stages:
         return None
-    target = 4 * stages.size
-    chunks = min(stages.layers // stages.size, -(-target // stages.microbatches))
+    target = 4 * stages
+    chunks = min(num_layers // stages, -(-target // microbatches))
     fix = f"set train.num_microbatches={target} or more, if the batch has enough rows"
-    if chunks > stages.chunks and stages.microbatches % stages.size == 0:
+    if chunks > schedule.num_chunks and microbatches % stages == 0:
         fix += f", or pipeline.chunks={chunks}"
-    state = "idle or recompute for" if stages.deferred else "idle for"
-    if stages.schedule == "1f1b":
-        alternative = dataclasses.replace(stages, schedule="zero_bubble")
-        fix += f", or pipeline.schedule={alternative.schedule} for a bubble of {alternative.bubble:.1%}"
+    state = "idle or recompute for" if schedule.num_deferred else "idle for"
+    if schedule.name == "1f1b":
+        alternative = dataclasses.replace(schedule, name="zero_bubble")
+        fix += f", or pipeline.schedule={alternative.name} for a bubble of {alternative.bubble:.1%}"
     return Caution(
-        f"the stages of mesh.pipeline={stages.size} {state} {stages.bubble:.0%} of the time",
-        f"{stages.microbatches} microbatches x {stages.chunks} chunks are fewer than two per stage: the bubble is "
-        f"{stages.formula}",
+        f"the stages of mesh.pipeline={stages} {state} {schedule.bubble:.0%} of the time",
+        f"{microbatches} microbatches x {schedule.num_chunks} chunks are fewer than two per stage: the bubble is "
+        f"{schedule.formula}",
         fix,
         "arXiv:1811.06965 (four microbatches a stage and more); arXiv:2104.04473, section 2.2",
     )
@@ -290,7 +292,7 @@ def wrong_axis_across_slices(crossing: str, number: int, seconds: Mapping[str, f
     )
 
 
-def too_few_positions(context: int, seq_len: int, least: int) -> Caution | None:
+def too_few_positions(context: int, seq_len: int, least: int = MIN_POSITIONS) -> Caution | None:
     """Context parallelism that leaves a device too few positions."""
     if context == 1 or seq_len // context >= least:
         return None

@@ -1,31 +1,39 @@
-"""Collectives of a step along each mesh axis: weights, gradients, activations, keys and values, rows."""
+"""Collectives of a step along each mesh axis, which the axis objects of the plan answer (core/axes), added up."""
 
-import dataclasses
-import math
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import jax.numpy as jnp
 
 from jaxscale.build import Program
 from jaxscale.core.axes.batch_axes import on_tpu
-from jaxscale.core.axes.expert_axis import AXIS as EXPERT
 from jaxscale.core.models.config import ATTENTION_ADDED, saved_names
+from jaxscale.core.models.expert_all_to_all import CAPACITY_FACTOR
 from jaxscale.core.models.llama_config import LlamaConfig
 from jaxscale.core.models.lora_mup_config import lora_params
-from jaxscale.tools.planning.context import CONTEXT, context_collectives
-from jaxscale.tools.planning.expert_traffic import EXPOSED, ParamCounts, device_params, dispatch_bytes
-from jaxscale.tools.planning.stages import (
-    PIPELINE,
-    Stages,
+from jaxscale.kernels.torus import CollectiveBytes
+from jaxscale.program.memory import (
+    EXPERT_MATRIX,
+    F32,
+    MATRIX,
+    attention_bytes,
     compute_bytes,
+    device_rows,
+    device_tokens,
     hop_bytes,
-    pipeline_stages,
+    row_chunks,
+    rows_per_round,
     stage_elements,
-    stage_expert_elements,
 )
 
+# Exposed fraction of the experts' gathers and scatters although matmuls could overlap them: XLA:TPU starts and ends two
+# of a layer's three gathers with no matmul between. The matmuls next to the scatters are too short for a fifth of their
+# time in one compiled program, and long enough in another.
+EXPOSED = {"all-gather": 2 / 3, "reduce-scatter": 1 / 10}
+Sizes = Mapping[tuple[str, ...], float]  # {logical axes of weights: elements on a device, gathered}
 
-@dataclasses.dataclass(frozen=True)
-class PlannedCollective:
+
+class PlannedCollective(NamedTuple):
     """All collectives of one kind, axis and purpose in a step, of one device."""
 
     axis: str
@@ -37,187 +45,111 @@ class PlannedCollective:
 
 
 def step_collectives(program: Program) -> list[PlannedCollective]:
-    """Returns the collectives of a step, including those over axes of size 1."""
-    stages = pipeline_stages(program.cfg, program.mesh.shape)
-    weights = stage_weight_collectives(program, stages) if stages.is_pipelined else weight_collectives(program)
-    return [*weights, *activation_collectives(program, stages), *pipeline_collectives(program, stages)]
+    """Returns the collectives of a step."""
+    weights = stage_weights(program) if program.plan.pipeline.size > 1 else layer_weights(program)
+    return [*weights, *activations(program)]
 
 
-def weight_collectives(program: Program) -> list[PlannedCollective]:
-    """Returns the weight all-gathers and gradient reduce-scatters, per layer, and one all-reduce over copies per step.
-
-    zero1 and zero2 gather parameters once, after the update. Experts stay sharded; where they are gathered over the
-    expert axis, it is for each pass.
-    """
-    cfg, parts, width = program.cfg, program.cfg.train.num_microbatches, compute_bytes(program.cfg)
-    params = device_params(program)
-    grads = ParamCounts(0, lora_params(cfg.model, cfg.lora) / program.mesh.shape["tensor"]) if cfg.lora.on else params
-    grads, times = grads.times(gradient_bytes(program)), parts if cfg.rules != "zero1" else 1
-    passes = params.times(2)
-    # With experts a table is gathered once: enough for the lookup's gradient and the loss.
-    if isinstance(cfg.model, LlamaConfig) and cfg.model.experts is not None:
-        tables = cfg.model.vocab_size * cfg.model.embed_dim / program.mesh.shape["tensor"]
-        num_tables = 1 if cfg.model.tied_embeddings else 2
-        passes = passes._replace(others=passes.others - 2 * num_tables * tables + 2 * tables)
-    collectives = [
-        *weight_gathers(program, passes.times(parts * width) if cfg.rules == "zero3" else params.times(4), True),
-        *gradient_scatters(program, grads.times(times), True),
-        data_all_reduce(program, grads),
-    ]
-    if program.plan.expert_exchange.name == "gather" and cfg.rules != "zero3":
-        order = GatherOrder((), (EXPERT,))
-        gathered, scattered = 2 * parts * width * params.experts, (parts - times) * grads.experts
-        collectives += collectives_along(program, "all-gather", ParamCounts(gathered, 0), order, True)
-        collectives += collectives_along(program, "reduce-scatter", ParamCounts(scattered, 0), order, True)
-    return collectives
+def layer_weights(program: Program) -> list[PlannedCollective]:
+    """Returns the collectives of weights and gradients, per layer and microbatch, and once a step over copies."""
+    cfg, model, tensor, parts = program.cfg, program.cfg.model, program.plan.tensor.size, program.plan.num_microbatches
+    expert_params = tables = 0  # tables: gathered less often, once for the lookup's gradient and the loss
+    if isinstance(model, LlamaConfig) and (experts := model.experts) is not None:
+        expert_matrix = experts.number * model.embed_dim * experts.mlp_dim
+        expert_params = 3 * (model.num_layers - experts.first_dense) * expert_matrix
+        tables = 0 if model.tied_embeddings else 2 * model.vocab_size * model.embed_dim
+    dense = (model.num_params - expert_params) / tensor
+    params = {MATRIX: dense, EXPERT_MATRIX: expert_params / tensor / program.plan.expert.size}
+    grads = {MATRIX: lora_params(model, cfg.lora) / tensor} if cfg.lora.on else params
+    gathered = {MATRIX: parts * (2 * dense - tables / tensor), EXPERT_MATRIX: 2 * parts * params[EXPERT_MATRIX]}
+    updates = parts if cfg.rules != "zero1" else 1
+    return weight_collectives(program, params, gathered, grads, scattered=(parts, updates), overlaps=True)
 
 
-def weight_gathers(program: Program, nbytes: ParamCounts, overlaps: bool) -> list[PlannedCollective]:
-    """Returns the all-gathers of weights of `nbytes`.
-
-    A torus gathers the context axis first. Elsewhere one collective covers all axes, the network before the links
-    within a node: context is inside nodes. Experts are gathered over the expert axis first (BatchAxes.gather); with
-    zero1 and zero2 only inside the layers.
-    """
-    shape, order = program.mesh.shape, gather_order(program)
-    experts = nbytes.experts
-    expert_order = (EXPERT, *order.experts) if program.plan.expert_exchange.name == "gather" else order.experts
-    if program.plan.expert_exchange.name == "gather" and program.cfg.rules != "zero3":
-        experts, expert_order = experts / shape[EXPERT], order.experts
-    order, nbytes = GatherOrder(order.others, expert_order), nbytes._replace(experts=experts)
-    return collectives_along(program, "all-gather", nbytes, order, overlaps)
+def stage_weights(program: Program) -> list[PlannedCollective]:
+    """Returns the collectives of a stage's weights and gradients: once a step, and overlapped by nothing."""
+    axes, width = program.plan.batch_axes, compute_bytes(program)
+    weights, grads = (stage_elements(program, tree) for tree in (program.abstract_state.params, program.abstract_grads))
+    params, grad_params = ({MATRIX: one.layers + one.others, EXPERT_MATRIX: one.experts} for one in (weights, grads))
+    local = lambda names, number: number / axes.num_parts(axes.partition(names, axes.rules.moments))
+    local_bytes = lambda one, width: (
+        width * (local(MATRIX, one.layers) + local(EXPERT_MATRIX, one.experts)), width * local(MATRIX, one.others)
+    )  # fmt: skip
+    exchanged = program.plan.pipeline.weight_bytes_sent(local_bytes(weights, width), local_bytes(grads, F32))
+    gathered = weight_collectives(program, params, params, grad_params, scattered=(1, 1), overlaps=False)
+    return [*gathered, *planned(exchanged)]
 
 
-def gradient_scatters(program: Program, nbytes: ParamCounts, overlaps: bool) -> list[PlannedCollective]:
-    """Returns the reduce-scatters of gradients: the reverse order, but the expert axis is also first."""
-    order = gather_order(program)
-    expert_order = (*order.experts, EXPERT) if program.plan.expert_exchange.name == "gather" else order.experts
-    return collectives_along(program, "reduce-scatter", nbytes, GatherOrder(order.others, expert_order), overlaps)
-
-
-class GatherOrder(NamedTuple):
-    """Axes over which parameters are sharded, in the order in which they are gathered."""
-
-    others: tuple[str, ...]
-    experts: tuple[str, ...]  # without the expert axis
-
-
-def gather_order(program: Program) -> GatherOrder:
-    order = GatherOrder((CONTEXT, EXPERT, "fsdp"), (CONTEXT, "fsdp"))
-    return order if on_tpu(program.mesh) else GatherOrder(*(axes[::-1] for axes in order))
-
-
-def collectives_along(
-    program: Program, kind: str, nbytes: ParamCounts, order: GatherOrder, overlaps: bool
+def weight_collectives(
+    program: Program, params: Sizes, gathered: Sizes, grads: Sizes, *, scattered: tuple[int, int], overlaps: bool
 ) -> list[PlannedCollective]:
-    """Returns collectives of one kind along these axes in turn; those of experts with their exposed fraction."""
-    shape, exposed = program.mesh.shape, EXPOSED[kind] if on_tpu(program.mesh) else 0.0
-    others, experts = bytes_along(shape, nbytes.others, order.others), bytes_along(shape, nbytes.experts, order.experts)
-    collectives = [PlannedCollective(axis, kind, size, overlaps) for axis, size in others]
-    return [*collectives, *(PlannedCollective(axis, kind, size, overlaps, exposed) for axis, size in experts)]
+    """Returns the gathers and scatters of weights, and the all-reduce of a device's gradients over copies of the model.
 
-
-def bytes_along(shape: Mapping[str, int], nbytes: float, order: Sequence[str]) -> list[tuple[str, float]]:
-    """Returns (axis, bytes that this axis gathers) of arrays gathered along these axes in turn."""
-    later_shards = [math.prod(shape[axis] for axis in order[i + 1 :]) for i in range(len(order))]
-    return [(axis, nbytes / shards) for axis, shards in zip(order, later_shards)]
-
-
-def data_all_reduce(program: Program, nbytes: ParamCounts) -> PlannedCollective:
-    """Returns the gradient all-reduce over copies of the model, of a device's local shard."""
-    return PlannedCollective("data", "all-reduce", local_bytes(program, nbytes), False)
-
-
-def local_bytes(program: Program, nbytes: ParamCounts) -> float:
-    """Returns the local part of `nbytes` that are sharded over fsdp, context and expert."""
-    shape = program.mesh.shape
-    shards = shape["fsdp"] * shape[CONTEXT]
-    expert_shards = shape[EXPERT] if program.plan.expert_exchange.name == "gather" else 1
-    return nbytes.others / (shards * shape[EXPERT]) + nbytes.experts / (shards * expert_shards)
-
-
-def stage_weight_collectives(program: Program, stages: Stages) -> list[PlannedCollective]:
-    """Returns the weight and gradient collectives of a pipeline, once a step, outside the loop, overlapped by nothing.
-
-    If stages do not store their own layers between steps, they exchange layers and vocabulary shards once. Otherwise
-    only gradients of replicated tables are summed over the stages.
+    params: whole weights. gathered: the same times how often they are gathered in layers, in the compute dtype; zero1
+    and zero2 gather them once, after the update, in float32, but experts over their axis always in layers. scattered:
+    how often gradients are reduce-scattered (in layers, to the sharding of the moments).
     """
-    width, float32 = compute_bytes(program.cfg), 4
-    blocks, tables = stage_params(program, program.abstract_state.params)
-    grad_blocks, grad_tables = stage_params(program, program.abstract_grads)
-    grad_bytes, weight_bytes = gradient_bytes(program), width if program.cfg.rules == "zero3" else float32
-    total = lambda blocks, tables: ParamCounts(blocks.experts, blocks.others + tables.others)
-    weights, grads = total(blocks, tables).times(weight_bytes), total(grad_blocks, grad_tables).times(grad_bytes)
-    collectives = [
-        *weight_gathers(program, weights, False),
-        *gradient_scatters(program, grads, False),
-        data_all_reduce(program, grads),
-    ]
-    if program.plan.expert_exchange.name == "gather" and program.cfg.rules != "zero3":
-        collectives.append(PlannedCollective(EXPERT, "all-gather", width * blocks.experts, False))
-    local = lambda numbers, nbytes: local_bytes(program, numbers.times(nbytes))
-    if stages.stores_stage_layers:
-        table_sum = PlannedCollective(PIPELINE, "all-reduce", local(grad_tables, float32), False)
-        return collectives if stages.shards_head else [*collectives, table_sum]
-    gather, scatter = ("all-to-all", "all-to-all") if stages.shards_head else ("all-gather", "reduce-scatter")
+    axes, width = program.plan.batch_axes, compute_bytes(program)
+    reduced, found = jnp.dtype(program.cfg.train.reduce_dtype).itemsize, []
+    for names in params:
+        in_layers = axes.partition(names, axes.rules.params)
+        after_update = axes.added_partition(names, axes.rules.moments, axes.rules.params)
+        parts, grad = axes.num_parts(in_layers), reduced * grads.get(names, 0)
+        exposed = EXPOSED if names == EXPERT_MATRIX and on_tpu(program.mesh) else {}
+        sent = [
+            *axes.bytes_sent("all-gather", width * gathered[names], in_layers),
+            *axes.bytes_sent("reduce-scatter", scattered[0] * grad, in_layers),
+            *axes.bytes_sent("all-gather", F32 * params[names] / parts, after_update),
+            *axes.bytes_sent("reduce-scatter", scattered[1] * grad / parts, after_update),
+        ]
+        found += [PlannedCollective(*one, overlaps, exposed.get(one.kind, 0.0)) for one in sent]
+        found += planned([CollectiveBytes("data", "all-reduce", grad / parts / axes.num_parts(after_update))])
+    return found
+
+
+def activations(program: Program) -> list[PlannedCollective]:
+    """Returns activations over tensor, keys and values over context, rows over expert, and what stages send.
+
+    Attention may gather another width than the MLP over tensor, so their mean is taken.
+    """
+    cfg, plan, model, width = program.cfg, program.plan, program.cfg.model, compute_bytes(program)
+    layers = plan.pipeline.layer_slots if plan.pipeline.size > 1 else model.num_layers
+    passes = 2 if (saved := saved_names(model)) is None or ATTENTION_ADDED in saved else 3
+    stream = device_tokens(program) * (3 * model.embed_dim + model.gathered_width) / 2 * width
+    runs = layers * cfg.train.num_microbatches
+    in_layers = [(passes * runs, one) for one in plan.tensor.bytes_sent(stream)]
+    exchanged = plan.context.bytes_sent(plan.context_exchange.name, attention_bytes(program))
+    in_layers += [(runs, one) for one in exchanged]
+    if (experts := model.experts) is not None and plan.expert.size > 1:
+        # Each row chunk has its own rounds: row_parts, times two halves under tensor parallelism.
+        parts = row_chunks(program)
+        parts *= 2 if plan.tensor.size > 1 and device_rows(program) // parts % 2 == 0 else 1
+        rows = parts * rows_per_round(program, experts, parts)
+        if plan.pipeline.size == 1:
+            runs -= experts.first_dense * cfg.train.num_microbatches
+        in_layers += [(runs, one) for one in plan.expert.bytes_sent(rows, model.embed_dim * width)]
     return [
-        *collectives,
-        PlannedCollective(PIPELINE, "all-to-all", local(blocks, width) + local(grad_blocks, float32), False),
-        PlannedCollective(PIPELINE, gather, local(tables, width), False),
-        PlannedCollective(PIPELINE, scatter, local(grad_tables, float32), False),
+        *planned([one._replace(nbytes=times * one.nbytes) for times, one in in_layers], in_stage=True),
+        *planned(plan.pipeline.bytes_sent(plan.schedule_size, hop_bytes(program), plan.tensor.size)),
     ]
 
 
-def stage_params(program: Program, tree: Any) -> tuple[ParamCounts, ParamCounts]:
-    """Returns (elements of the blocks, of everything else) that a stage holds during a step."""
-    blocks, tables = stage_elements(program, tree)
-    experts = stage_expert_elements(program, tree)
-    return ParamCounts(experts, blocks - experts), ParamCounts(0, tables)
+def planned(collectives: Iterable[CollectiveBytes], *, in_stage: bool = False) -> list[PlannedCollective]:
+    """Returns collectives of which matmuls can overlap the sends to a neighbour alone."""
+    return [PlannedCollective(*one, one.kind == "collective-permute", in_stage=in_stage) for one in collectives]
 
 
-def activation_collectives(program: Program, stages: Stages) -> list[PlannedCollective]:
-    """Returns per-layer collectives: activations over tensor, keys and values over context, rows over expert.
-
-    A gather and a scatter of the residual stream count as one all-reduce; attention may gather another width.
-    """
-    cfg, shape = program.cfg, program.mesh.shape
-    layers = stages.layer_slots if stages.is_pipelined else cfg.model.num_layers
-    passes = 2 if (saved := saved_names(cfg.model)) is None or ATTENTION_ADDED in saved else 3
-    num_shards = shape["data"] * shape["fsdp"] * shape[EXPERT] * shape[CONTEXT]
-    width = (3 * cfg.model.embed_dim + cfg.model.gathered_width) / 2  # mean over attention and MLP
-    rows = cfg.tokens_per_step / num_shards * width * compute_bytes(cfg)
-    layer_passes = layers * cfg.train.num_microbatches
-    context = [(kind, layer_passes * size) for kind, size in context_collectives(program)]
-    experts = cfg.model.experts
-    moe_layers = 0 if experts is None else layers if stages.is_pipelined else layers - experts.first_dense
-    row_bytes = moe_layers * cfg.train.num_microbatches * dispatch_bytes(program, compute_bytes(cfg))
-    return [
-        PlannedCollective(EXPERT, "all-to-all", row_bytes, False, in_stage=True),
-        PlannedCollective("tensor", "all-reduce", passes * layers * rows, False, in_stage=True),
-        *(
-            PlannedCollective(CONTEXT, kind, size, kind == "collective-permute", in_stage=True)
-            for kind, size in context
-        ),
-    ]
-
-
-def pipeline_collectives(program: Program, stages: Stages) -> list[PlannedCollective]:
-    """Returns the residual stream and its gradient between stages per tick, and what a sharded vocabulary needs.
-
-    A sharded embedding is summed over the stages, before tensor splits the positions, and its gradient broadcast; the
-    last stage's output is broadcast and its gradient summed. In SPMD a broadcast is an all-reduce of zeros but for one
-    term. Gradients are sent during a tick's forward pass, outputs during its backward pass.
-    """
-    if not stages.is_pipelined:
-        return []
-    hop, tensor = hop_bytes(program), program.mesh.shape["tensor"]
-    collectives = [PlannedCollective(PIPELINE, "collective-permute", 2 * stages.ticks * hop, True)]
-    if stages.shards_head:
-        nbytes = 2 * (1 + tensor) * stages.microbatches * hop
-        collectives.append(PlannedCollective(PIPELINE, "all-reduce", nbytes, False))
-    return collectives
-
-
-def gradient_bytes(program: Program) -> int:
-    """Returns bytes per element of a gradient in a reduction."""
-    return 2 if program.cfg.train.reduce_dtype == "bfloat16" else 4
+def routing_assumption(program: Program) -> str:
+    """Returns the routing assumption of the plan as text; '' for a dense model."""
+    if program.cfg.model.experts is None:
+        return ""
+    if program.plan.expert.size == 1:
+        return (
+            "balanced: every expert has the same number of rows. Rows stay on their device, so uneven routing changes "
+            "neither memory nor traffic"
+        )
+    return (
+        f"balanced: every expert has the same number of rows, and one round of {CAPACITY_FACTOR:g} x an equal share "
+        "suffices. Uneven routing needs the same memory, but each further round sends as much again, and all devices "
+        "wait for the busiest"
+    )

@@ -11,9 +11,12 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxscale.build import Program
+from jaxscale.core.axes.pipeline_schedules import COMMUNICATION_COSTS
 from jaxscale.core.mesh import dcn_shape
 from jaxscale.kernels.compiler_options import SPARSE_CORE
 from jaxscale.kernels.hardware import Chip
+from jaxscale.kernels.torus import ring_bytes
+from jaxscale.program.memory import hop_bytes
 from jaxscale.tools.planning.collectives import PlannedCollective, step_collectives
 from jaxscale.tools.planning.links import (
     DCN,
@@ -26,7 +29,6 @@ from jaxscale.tools.planning.links import (
     permute_links,
     ring_over,
 )
-from jaxscale.tools.planning.stages import COMMUNICATION_COSTS, PIPELINE, hop_bytes, pipeline_stages
 from jaxscale.tools.planning.topology import Topology, link_domains
 
 KINDS = frozenset({"all-gather", "reduce-scatter"})
@@ -63,13 +65,13 @@ def communication_time(program: Program, topology: Topology) -> CommunicationTim
     """Returns the communication time of a step, each phase on the links of its torus dimension.
 
     overlapped_kinds() lists the kinds assumed to overlap matmuls, except a fraction of the experts' weights and
-    gradients (experts.EXPOSED). The all-reduce over data at the end of a step, and activation sums over tensor, which
-    the next matmul needs, are exposed. If collectives inside the layers of one stage are exposed, other stages wait as
-    for its matmuls.
+    gradients (collectives.EXPOSED). The all-reduce over data at the end of a step, and activation sums over tensor,
+    which the next matmul needs, are exposed. If collectives inside the layers of one stage are exposed, other stages
+    wait as for its matmuls.
     """
     chip, links = topology.chip, mesh_links(program.mesh, topology.chip)
     overlapped = overlapped_kinds(program, topology)
-    slowdown = pipeline_stages(program.cfg, program.mesh.shape).slowdown(COMMUNICATION_COSTS)
+    slowdown = program.plan.schedule_size.slowdown(COMMUNICATION_COSTS)
     link_seconds: collections.defaultdict[str, float] = collections.defaultdict(float)
     nbytes: collections.defaultdict[str, float] = collections.defaultdict(float)
     blocking = idle = 0.0
@@ -97,13 +99,14 @@ def slice_crossing(program: Program, topology: Topology) -> tuple[str, int, dict
     shape, chip = program.mesh.shape, topology.chip
     crossings = {axis: number for axis, number in mesh_links(program.mesh, chip).slices.items() if number > 1}
     axis, number = next(iter(crossings.items()), ("", 1))
-    if not chip.dcn_bandwidth or len(crossings) != 1 or axis not in ("data", PIPELINE):
+    if not chip.dcn_bandwidth or len(crossings) != 1 or axis not in ("data", "pipeline"):
         return None
-    stages, factor = pipeline_stages(program.cfg, shape), number if axis == "data" else 1
+    schedule, factor = program.plan.schedule_size, number if axis == "data" else 1
     gradient_bytes = sum(one.nbytes for one in step_collectives(program) if one.axis == "data") * number // factor
     copies = shape["data"] // factor  # within a slice
-    activation_bytes = 2 * dataclasses.replace(stages, size=stages.size * factor).ticks * hop_bytes(program) * factor
-    sent_bytes = {"data": 2 * (number - 1) / number * gradient_bytes / copies, PIPELINE: activation_bytes}
+    schedule = dataclasses.replace(schedule, num_stages=schedule.num_stages * factor)
+    activation_bytes = 2 * schedule.num_ticks * hop_bytes(program) * factor
+    sent_bytes = {"data": ring_bytes("all-reduce", gradient_bytes, number) / copies, "pipeline": activation_bytes}
     return axis, number, {name: nbytes / chip.dcn_bandwidth for name, nbytes in sent_bytes.items()}
 
 
@@ -113,7 +116,8 @@ def mesh_links(mesh: Mesh, chip: Chip) -> Links:
     devices, shape = list(mesh.devices.flat), dict(mesh.shape)
     groups, torus = link_domains(devices), make_torus(devices, chip)
     slices = dcn_shape(shape, "group", groups) if len(set(groups)) > 1 else dict.fromkeys(shape, 1)
-    rows = {axis: axis_rows(mesh, axis) for axis in shape}
+    indices = np.arange(mesh.size).reshape(mesh.devices.shape)
+    rows = {axis: np.moveaxis(indices, i, -1).reshape(-1, shape[axis]).tolist() for i, axis in enumerate(shape)}
     same_slice = lambda row: [index for index in row if groups[index] == groups[row[0]]]
     pairs = lambda axis: [
         pair for row in rows[axis] for pair in itertools.pairwise(row) if groups[pair[0]] == groups[pair[1]]
@@ -126,12 +130,6 @@ def mesh_links(mesh: Mesh, chip: Chip) -> Links:
     )
 
 
-def axis_rows(mesh: Mesh, axis: str) -> list[list[int]]:
-    """Returns indices of the devices along a mesh axis, one row per position on the other axes."""
-    indices = np.arange(mesh.size).reshape(mesh.devices.shape)
-    return np.moveaxis(indices, mesh.axis_names.index(axis), -1).reshape(-1, mesh.shape[axis]).tolist()
-
-
 def axis_phases(collective: PlannedCollective, links: Links, fused: bool) -> list[Phase]:
     """Returns the phases of a collective along an axis: within a slice, and across slices where the axis crosses them.
 
@@ -139,14 +137,13 @@ def axis_phases(collective: PlannedCollective, links: Links, fused: bool) -> lis
     """
     number = links.slices[collective.axis]
     if collective.kind == "collective-permute":
-        phases = [dataclasses.replace(hop, nbytes=collective.nbytes) for hop in links.hops[collective.axis]]
-        return [Phase(DCN, number, 1.0, collective.nbytes)] if number > 1 else phases
+        crossed = [Phase(DCN, number, 1.0)] if number > 1 else links.hops[collective.axis]
+        return [dataclasses.replace(hop, nbytes=collective.nbytes) for hop in crossed]
     lines = links.lines[collective.axis]
     phases = list(torus_phases(collective, lines, links.torus, fused))
     if number > 1:
-        passes = 2 if collective.kind == "all-reduce" else 1
         slice_size = 1 if collective.kind == "all-to-all" else math.prod(line.size for line in lines)
-        phases.append(Phase(DCN, number, 1.0, passes * collective.nbytes * (number - 1) / number / slice_size))
+        phases.append(Phase(DCN, number, 1.0, ring_bytes(collective.kind, collective.nbytes, number) / slice_size))
     return phases
 
 

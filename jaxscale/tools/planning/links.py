@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxscale.kernels.hardware import Chip
-from jaxscale.kernels.torus import wraps
+from jaxscale.kernels.torus import ring_bytes, wraps
 
 DIMENSIONS = "xyz"
 CORE = "core"  # between the two devices of one chip: uses no torus link
@@ -116,7 +116,7 @@ def collective_phases(kind: str, nbytes: float, lines: Sequence[Phase]) -> tuple
         return (all_to_all_phase(nbytes, lines),) if lines else ()
     scattered, remaining = [], nbytes
     for line in lines:
-        scattered.append(dataclasses.replace(line, nbytes=remaining * (line.size - 1) / line.size))
+        scattered.append(dataclasses.replace(line, nbytes=ring_bytes("reduce-scatter", remaining, line.size)))
         remaining /= line.size
     gathered = scattered[::-1]
     phases = {"reduce-scatter": scattered, "all-gather": gathered, "all-reduce": scattered + gathered}[kind]
@@ -129,11 +129,11 @@ def all_to_all_phase(nbytes: float, lines: Sequence[Phase]) -> Phase:
     A line of n sends n/2 * n/2 messages of nbytes/n over its middle link, a ring half as much over each of two.
     """
     size = math.prod(line.size for line in lines)
-    sent = nbytes * (size - 1) / size
+    sent = ring_bytes("all-to-all", nbytes, size)
     slowest = 0.0  # equivalent bytes over all links of a chip
     for line in lines:
         hops = 1.0 if line.along in (SWITCH, CORE) else max(1.0, line.size / 4 * line.size / (line.size - 1))
-        slowest = max(slowest, nbytes * (line.size - 1) / line.size * hops / line.share)
+        slowest = max(slowest, ring_bytes("all-to-all", nbytes, line.size) * hops / line.share)
     return Phase(joined_dims(lines), size, sent / slowest, sent)
 
 

@@ -8,8 +8,8 @@ import jax
 
 from jaxscale import units
 from jaxscale.build import Program
+from jaxscale.program.memory import memory_need
 from jaxscale.system.exits import Exit, Stop
-from jaxscale.tools.planning.memory import memory_need
 
 EXHAUSTED = re.compile(r"RESOURCE_EXHAUSTED.*memory|RESOURCE_EXHAUSTED.*allocat", re.DOTALL | re.IGNORECASE)
 ASKED = re.compile(r"allocat\w*\s+(?:a buffer of\s+)?([\d.]+ ?(?:bytes|[KMGT]i?B))")

@@ -14,6 +14,7 @@ from jaxscale.core.mesh import mesh_layout
 from jaxscale.kernels.hardware import Price
 from jaxscale.program.auto_dtype import for_device
 from jaxscale.program.budget import BEGINNING, Budget, Position, resolve_budget, train_flops
+from jaxscale.program.memory import host_bytes, memory_lower_bound, memory_need
 from jaxscale.runtime.checkpoint.write import state_bytes
 from jaxscale.runtime.data.cache import raw_dtype
 from jaxscale.runtime.data.checks import corpus_files
@@ -26,23 +27,14 @@ from jaxscale.system.exits import BadInput
 from jaxscale.system.paths import is_remote
 from jaxscale.tools.planning import cautions, cost, scaling
 from jaxscale.tools.planning.cautions import Caution
+from jaxscale.tools.planning.collectives import routing_assumption
 from jaxscale.tools.planning.communication import slice_crossing
-from jaxscale.tools.planning.context import MIN_POSITIONS
 from jaxscale.tools.planning.cost import Range
-from jaxscale.tools.planning.expert_traffic import routing_assumption
 from jaxscale.tools.planning.fitting_mesh import fitting_program
 from jaxscale.tools.planning.measured import CompiledStep, Measured
-from jaxscale.tools.planning.memory import (
-    find_microbatches,
-    host_bytes,
-    memory_lower_bound,
-    memory_need,
-    memory_rows,
-    usable_memory,
-)
+from jaxscale.tools.planning.memory import find_microbatches, memory_rows, usable_memory
 from jaxscale.tools.planning.run_plan import Data, Device, Machine, Money, RunPlan, Saves, Time, Work
 from jaxscale.tools.planning.speed import Speed, plan_speed
-from jaxscale.tools.planning.stages import pipeline_stages
 from jaxscale.tools.planning.topology import Topology, link_domains
 
 TEXT_SUFFIXES = (".txt", ".py", ".md")
@@ -273,8 +265,8 @@ def machine_cautions(plan: RunPlan, cfg: RunConfig, program: Program, topology: 
     domains = link_domains(topology.devices) if topology.platform != "cpu" else [0] * devices
     found = [
         cautions.tensor_over_slow_links(program.mesh.shape["tensor"], domains.count(domains[0]), chip),
-        cautions.bubble_too_large(pipeline_stages(cfg, program.mesh.shape)),
-        cautions.too_few_positions(program.mesh.shape["context"], cfg.seq_len, MIN_POSITIONS),
+        cautions.bubble_too_large(program.plan.schedule_size, int(program.plan.pipeline.layers.max()) + 1),
+        cautions.too_few_positions(program.mesh.shape["context"], cfg.seq_len),
         cautions.dtype_mismatch(cfg.model.compute_dtype, chip),
     ]
     if crossing := slice_crossing(program, topology):

@@ -1,7 +1,7 @@
 """Step time and memory from shapes alone, in milliseconds.
 
 Speed is a fraction of the published peak, bounded by the compute and communication of the sharding. A StepEstimate
-ranks candidates for compilation and is never reported as a result: memory comes from tools/planning/memory.py, time
+ranks candidates for compilation and is never reported as a result: memory comes from program/memory.py, time
 from matmul FLOPs and a lower bound of the collectives' bytes.
 """
 
@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 from jaxscale.build import Program
 from jaxscale.config import RunConfig
+from jaxscale.core.axes.pipeline_axis import PipelineAxis
+from jaxscale.core.axes.pipeline_schedules import ScheduleSize
 from jaxscale.core.models.config import (
     ATTENTION_ADDED,
     KEY,
@@ -24,22 +26,21 @@ from jaxscale.core.models.config import (
 )
 from jaxscale.kernels.config import ATTENTION_OUT
 from jaxscale.kernels.hardware import Chip, find_chip
-from jaxscale.system.exits import BadInput
-from jaxscale.tools.planning.communication import communication_time
-from jaxscale.tools.planning.cost import Range
-from jaxscale.tools.planning.expert_traffic import expert_shards, require_experts
-from jaxscale.tools.planning.measured import Measured, interpolate_rate
-from jaxscale.tools.planning.memory import (
+from jaxscale.program.memory import (
     activation_bytes,
     activation_sizes,
     host_bytes,
     shard_bytes,
+    stage_elements,
     stage_weight_bytes,
 )
+from jaxscale.system.exits import BadInput
+from jaxscale.tools.planning.communication import communication_time
+from jaxscale.tools.planning.cost import Range
+from jaxscale.tools.planning.measured import Measured, interpolate_rate
 from jaxscale.tools.planning.placeholder_devices import THIS_MACHINE
 from jaxscale.tools.planning.published_mfu import published_mfu
 from jaxscale.tools.planning.scaling import is_mixture
-from jaxscale.tools.planning.stages import idle_ratio, pipeline_stages, stage_elements
 from jaxscale.tools.planning.topology import Topology
 
 HOST_LINK = 16e9  # bytes/s between a device and its host, assumed: PCIe 4.0 x8; only affects the order of candidates
@@ -97,7 +98,6 @@ def plan_speed(
             source += f"; at most {max_mfu:.1%} {reason}"
     seconds = mfu.divide(step_flops / peak)
     tokens_per_second, exposed = seconds.divide(cfg.tokens_per_step), communication.exposed_s(estimate.compute_s)
-    stages = pipeline_stages(cfg, program.mesh.shape)
     return Speed(
         seconds,
         mfu,
@@ -107,7 +107,7 @@ def plan_speed(
         communication.total_s,
         exposed,
         idle_seconds=estimate.idle_s,
-        bubble=stages.formula if stages.is_pipelined else "",
+        bubble=program.plan.schedule_size.formula if program.plan.pipeline.size > 1 else "",
         sent_bytes=dict(communication.nbytes),
     )
 
@@ -206,7 +206,7 @@ def estimate_step(program: Program, topology: Topology) -> StepEstimate:
     passes = 2 * cfg.train.num_microbatches  # weights to the device, forward and backward
     host_traffic = 2 * host_bytes(state) + passes * host_bytes(state[0])  # the update reads and writes it once
     compute = flops * cfg.tokens_per_step / program.mesh.size / topology.chip.peak_flops
-    idle = idle_ratio(pipeline_stages(cfg, program.mesh.shape), head_flops_fraction(cfg))
+    idle = idle_ratio(program.plan.pipeline, program.plan.schedule_size, head_flops_fraction(cfg))
     communication, host = communication_time(program, topology), host_traffic / HOST_LINK
     return StepEstimate(
         state_bytes=shard_bytes(state) + gradients,
@@ -217,6 +217,19 @@ def estimate_step(program: Program, topology: Topology) -> StepEstimate:
         idle_s=compute * idle + communication.idle_s,
         exchange=program.plan.expert_exchange.name,
     )
+
+
+def idle_ratio(pipeline: PipelineAxis, schedule: ScheduleSize, head: float) -> float:
+    """Returns a stage's idle time in a step over its equal share of all matmuls.
+
+    It waits while the pipeline fills and drains, for longer chunks, and for an output projection on the last stage
+    only. head: the projection's fraction of all matmuls. A sharded projection causes no wait.
+    """
+    if pipeline.size == 1:
+        return 0.0
+    work = int(pipeline.layers.max()) + 1 + pipeline.leading_layers
+    layers = pipeline.chunk_work * pipeline.num_chunks * pipeline.size / work * schedule.slowdown()
+    return (1 - head) * (layers - 1) + head * (0 if pipeline.shards_vocab else pipeline.size - 1)
 
 
 def recomputed_score_flops(program: Program) -> float:
@@ -236,10 +249,9 @@ def recomputed_row_flops(program: Program) -> float:
 
     Where rows are sent, a round saves nothing (core/models/expert_all_to_all.py).
     """
-    model = program.cfg.model
-    if expert_shards(program) == 1:
+    model, experts = program.cfg.model, program.cfg.model.experts
+    if experts is None or program.plan.expert.size == 1:
         return 0.0
-    experts = require_experts(model)
     saved, hidden = saved_names(model), {MLP_GATE, MLP_UP}
     recomputed = hidden if saved is None else hidden & (saved | set(model.remat_offload))
     moe_layers = model.num_layers - experts.first_dense

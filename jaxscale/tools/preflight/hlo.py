@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
+from jaxscale.kernels.torus import ring_bytes
 from jaxscale.tools.planning.links import DCN, Phase, Torus, collective_phases, concurrent_phases, ring_over
 from jaxscale.tools.preflight.hlo_costs import (
     HBM,
@@ -175,9 +176,7 @@ def link_stages(kind: str, sent: float, span: Span, instruction: Instruction) ->
     members = math.prod(line.size for line in lines)
     if not sent or members < 2:
         return ()
-    nbytes = (
-        sent if kind == "collective-permute" else sent * members / (members - 1) / (2 if kind == "all-reduce" else 1)
-    )
+    nbytes = sent / ring_bytes(kind, 1.0, members)
     if len(lines) > 1 and kind not in ("collective-permute", "all-to-all"):
         cores = re.search(r'"core_count":"(\d+)"', instruction.attributes)
         if '"emitter":"1DAllGather' in instruction.attributes or cores and int(cores[1]) == members:
@@ -203,8 +202,7 @@ def wire_bytes(kind: str, result: float, size: int, slices: int) -> tuple[float,
         result *= members  # scattered array
     if kind == "all-to-all":
         return result * (inside - 1) / members, result * (members - inside) / members
-    passes = 2 if kind == "all-reduce" else 1
-    return passes * result * (inside - 1) / inside, passes * result * (slices - 1) / (slices * inside)
+    return ring_bytes(kind, result, inside), ring_bytes(kind, result, slices) / inside
 
 
 def cross_slice_transfer(instruction: Instruction, layout: PartitionLayout, times: int) -> Collective | None:

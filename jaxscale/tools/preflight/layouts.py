@@ -7,11 +7,11 @@ from typing import Any
 
 from jaxscale import units
 from jaxscale.config import RunConfig
+from jaxscale.core.axes.pipeline_axis import make_pipeline_axis
 from jaxscale.core.config import MESH_AXES, ContextConfig, ExpertConfig, PipelineConfig
 from jaxscale.core.models.config import BLOCKS
-from jaxscale.tools.planning.context import MIN_POSITIONS
+from jaxscale.tools.planning.cautions import MIN_POSITIONS
 from jaxscale.tools.planning.fitting_mesh import MAX_TENSOR
-from jaxscale.tools.planning.stages import Stages
 
 MAX_PIPELINE = 32  # stages: more need more microbatches than batches have rows
 MAX_CHUNKS = 4  # per stage: each further one removes less than a fifth of the bubble, and sends as much again
@@ -54,8 +54,8 @@ def stage_sizes(cfg: RunConfig, num_devices: int) -> list[tuple[int, int]]:
         return sizes
     for size, chunks in itertools.product(units.divisors(num_devices)[1:], (1, 2, MAX_CHUNKS)):
         if size * chunks <= layers and size <= MAX_PIPELINE:
-            stages = Stages(size, layers, 1, chunks, leading_layers=leading)
-            if size * chunks * stages.chunk_work <= MAX_PADDING * (layers + leading):
+            pipeline = make_pipeline_axis(size, PipelineConfig(chunks=chunks), layers, 0.0, leading)
+            if size * chunks * pipeline.chunk_work <= MAX_PADDING * (layers + leading):
                 sizes.append((size, chunks))
     return sizes
 

@@ -9,14 +9,14 @@ from jaxscale.build import Program, make_program
 from jaxscale.config import RunConfig
 from jaxscale.core.mesh import mesh_layout
 from jaxscale.program.budget import BEGINNING, Position, batch_sizes, resolve_budget
+from jaxscale.program.memory import host_bytes, shard_bytes, stage_elements, stage_weight_bytes
 from jaxscale.system.exits import BadInput
 from jaxscale.system.paths import cache_dir
-from jaxscale.tools.planning.expert_traffic import routing_assumption
+from jaxscale.tools.planning.collectives import routing_assumption
 from jaxscale.tools.planning.fitting_mesh import UNCOUNTED, fitting_program
 from jaxscale.tools.planning.measured import CompiledStep
-from jaxscale.tools.planning.memory import MemoryRow, host_bytes, shard_bytes, stage_weight_bytes, usable_memory
+from jaxscale.tools.planning.memory import MemoryRow, usable_memory
 from jaxscale.tools.planning.speed import head_flops_fraction
-from jaxscale.tools.planning.stages import pipeline_stages, stage_elements
 from jaxscale.tools.planning.topology import Topology, open_topology
 from jaxscale.tools.preflight.compiled import Compiled, compile_ahead, lower, read_result
 from jaxscale.tools.preflight.overlap_table import collective_rows
@@ -74,8 +74,9 @@ def make_report(config_name: str, program: Program, topology: Topology, compiled
     cfg, facts, shortage = program.cfg, compiled.facts, compiled.shortage
     num_devices = len(topology.devices)
     model_flops = cfg.flops_per_token * cfg.tokens_per_step / num_devices
-    stages, head = pipeline_stages(cfg, program.mesh.shape), head_flops_fraction(cfg)
-    bounds = facts and roofline(facts, topology.chip, model_flops, stages, head)
+    head, shards_head = head_flops_fraction(cfg), program.plan.pipeline.shards_vocab
+    schedule = program.plan.schedule_size
+    bounds = facts and roofline(facts, topology.chip, model_flops, schedule, head, shards_head=shards_head)
     usable, usable_source = usable_memory(topology)
     if shortage is not None and shortage.space == "hbm" and shortage.available is not None:
         usable, usable_source = shortage.available, "available to the compiler"

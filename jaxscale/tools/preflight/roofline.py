@@ -4,14 +4,13 @@ import collections
 import dataclasses
 import math
 
-from jaxscale.core.axes.pipeline_schedules import EQUAL_COSTS
+from jaxscale.core.axes.pipeline_schedules import COMMUNICATION_COSTS, EQUAL_COSTS, ScheduleSize
 from jaxscale.kernels.hardware import Chip
-from jaxscale.tools.planning.stages import COMMUNICATION_COSTS, Stages
 from jaxscale.tools.preflight.hlo import HloFacts
 from jaxscale.tools.preflight.timeline import CollectiveTime, Timeline, link_seconds, simulate, work_seconds
 
 IN_STAGE = {"expert", "context", "tensor"}  # axes within a pipeline stage
-NO_STAGES = Stages(size=1, layers=1, microbatches=1)
+NO_STAGES = ScheduleSize()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,13 +33,19 @@ class Roofline:
 
 
 def roofline(
-    facts: HloFacts, chip: Chip, model_flops_per_device: float, stages: Stages = NO_STAGES, head: float = 0.0
+    facts: HloFacts,
+    chip: Chip,
+    model_flops_per_device: float,
+    schedule: ScheduleSize = NO_STAGES,
+    head: float = 0.0,
+    *,
+    shards_head: bool = True,
 ) -> Roofline:
     """Returns the bounds of a step. Real time exceeds at_least_s by as much as kernels and links miss their peaks.
 
-    stages: of its pipeline. A device's program has only its stage's matmuls, each as often as it runs, and where stages
-    differ as often as on the last one; in other ticks it is idle. head: the output projection's fraction of the model's
-    matmuls, for which no stage is idle.
+    schedule: of its pipeline. A device's program has only its stage's matmuls, each as often as it runs, and where
+    stages differ as often as on the last one; in other ticks it is idle. head: the output projection's fraction of the
+    model's matmuls, for which no stage is idle. shards_head: all stages share it, or the last one computes it alone.
 
     Assumes matmuls at the peak of their type, float32 at bfloat16's (XLA's default on TPU); memory and links at their
     datasheet figure in one direction without latency. Each phase of a collective uses the links of its torus
@@ -69,8 +74,10 @@ def roofline(
     overlapped = max(compute, hbm, *queues.values())
     timeline = simulate(facts.schedule, facts.collectives, chip) if facts.schedule else Timeline(overlapped, (), {}, {})
     exposed_in_stage = math.fsum(seconds for link, seconds in timeline.exposed.items() if is_in_stage(link))
-    idle = stages.idle_time(EQUAL_COSTS) * (1 - stages.head_fraction(head)) * compute
-    bubble = idle + stages.idle_time(COMMUNICATION_COSTS) * exposed_in_stage
+    stage_head = head * (1 if shards_head else schedule.num_stages)
+    layers = (1 - head) * (1 + schedule.recomputed(EQUAL_COSTS))
+    idle = schedule.idle_time(EQUAL_COSTS) * layers / (layers + stage_head) * compute
+    bubble = idle + schedule.idle_time(COMMUNICATION_COSTS) * exposed_in_stage
     at_least = max(timeline.seconds + bubble, overlapped)
     return Roofline(
         compute_s=compute,
@@ -85,7 +92,7 @@ def roofline(
         unpriced=tuple(dict.fromkeys(unpriced)),
         played=timeline.collectives,
         bubble_s=bubble,
-        bubble=stages.formula if stages.is_pipelined else "",
+        bubble=schedule.formula if schedule.num_stages > 1 else "",
     )
 
 
