@@ -18,12 +18,12 @@ from jaxscale.core.models.layers import split_model
 from jaxscale.core.models.sharded import shard_model
 from jaxscale.core.plan import ParallelSettings, resolve_plan
 from jaxscale.kernels.matmul.project import with_matmul_precision
+from jaxscale.program.machine_check import check_machine
 from jaxscale.runtime.sampling.config import GREEDY
 from jaxscale.runtime.sampling.generator import Engine, Generator, Timing
 from jaxscale.settings.command_line import Arguments, flag
 from jaxscale.settings.help_text import command
 from jaxscale.system.exits import BadInput, print_stderr
-from jaxscale.tools.planning.check import check_machine
 from jaxscale.tools.qualify.step import SpecFlags, read_config
 from jaxscale.tools.qualify.timing import seconds_of
 

@@ -11,8 +11,8 @@ from jaxscale.kernels.attention import resolve_attention
 from jaxscale.kernels.config import AttentionNeeds
 from jaxscale.kernels.hardware import DtypeChoice
 from jaxscale.program.auto_dtype import for_device, resolve_dtypes
+from jaxscale.program.fitting_mesh import fitting_program
 from jaxscale.runtime.run.opening import open_run, train_to_completion
-from jaxscale.tools.planning.fitting_mesh import fitting_program
 from jaxscale.tools.planning.placeholder_devices import open_machine
 
 AUTO = {"model.compute_dtype": "auto", "train_tokens": "2 steps", "checkpoint.save_every_steps": 1}

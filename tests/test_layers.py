@@ -29,8 +29,9 @@ config
 program.auto_dtype program.budget settings.config_file program.fault_injection
 program.device_checks
 build
-program.residuals
+program.fitting_mesh program.residuals
 program.memory
+program.machine_check program.out_of_memory
 runtime.run
 tools.reporting tools.corpus tools.interop
 tools.planning
@@ -62,7 +63,7 @@ LIGHT = {  # what they may import besides each other
 # Its settings are checked by the very rules that they set: what it puts for personal data must not look like some.
 BESIDE_MACHINERY = {"jaxscale/tools/corpus/curate/pii.py"}
 # Of our files, with those that they import in turn; "jaxscale.core": all files of core together.
-MOST_LOADED = {"jaxscale.config": 40, "jaxscale.build": 117, "jaxscale.core": 101}
+MOST_LOADED = {"jaxscale.config": 39, "jaxscale.build": 105, "jaxscale.core": 89, "jaxscale.api.training": 286}
 # May be imported inside a function: each is slow to load or not always installed.
 HEAVY = {
     "apache_beam", "array_record", "datasets", "etils", "fasttext", "fsspec", "ftfy", "gcsfs", "gigatoken", "google",
@@ -332,6 +333,10 @@ def test_settings_stand_in_files_that_load_no_machinery():
 def test_what_a_module_loads_stays_little(module, most):
     loaded = loaded_by(module)
     assert len(loaded) <= most, f"{module} loads {len(loaded)} of our files: {sorted(loaded)}"
+
+
+def test_training_loads_no_tools():
+    assert not [name for name in loaded_by("jaxscale.api.training") if name.startswith("jaxscale.tools")]
 
 
 @pytest.mark.parametrize("door", ["jaxscale.config", "jaxscale.cli.supervise"])

@@ -8,6 +8,8 @@ from jaxscale.api import Trained
 from jaxscale.build import Program
 from jaxscale.config import RunConfig
 from jaxscale.program.budget import Budget
+from jaxscale.program.machine_check import check_machine
+from jaxscale.program.out_of_memory import memory_help, out_of_memory_explained
 from jaxscale.runtime.checkpoint.branch import open_source
 from jaxscale.runtime.checkpoint.storage_errors import stop_if_unreachable
 from jaxscale.runtime.hosts import cluster
@@ -24,8 +26,6 @@ from jaxscale.settings.command_line import whole_number
 from jaxscale.settings.config_file import load_config
 from jaxscale.system.exits import BadInput
 from jaxscale.system.process import files_as
-from jaxscale.tools.planning.check import check_machine
-from jaxscale.tools.planning.out_of_memory import memory_help, out_of_memory_explained
 
 
 def train(

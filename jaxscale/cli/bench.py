@@ -22,13 +22,13 @@ import jax
 from jaxscale import schema, units
 from jaxscale.cli import bench_against, bench_data, bench_loop, run_verb
 from jaxscale.config import RunConfig
+from jaxscale.program.machine_check import device_bytes
 from jaxscale.runtime.hosts import cluster
 from jaxscale.settings.command_line import Arguments, flag
 from jaxscale.settings.config_file import config_values
 from jaxscale.settings.help_text import command
 from jaxscale.system.exits import BadInput, put
 from jaxscale.tools.corpus.prepare.config import PrepareConfig
-from jaxscale.tools.planning.check import device_bytes
 from jaxscale.tools.planning.measured import from_record, save_measured
 from jaxscale.tools.qualify.axis_bandwidth import collective_lines, measure_collectives, read_mesh, read_sizes
 from jaxscale.tools.qualify.step import SpecFlags, measure_step, read_config, step_lines

@@ -14,6 +14,7 @@ import jax
 from jaxscale.cli.shrink import without_extras
 from jaxscale.config import RunConfig
 from jaxscale.core.state import TrainState
+from jaxscale.program.machine_check import check_machine
 from jaxscale.runtime.checkpoint.manager import Checkpoints
 from jaxscale.runtime.monitor.writers import Writer
 from jaxscale.runtime.run.assembly import OpenedRun
@@ -22,7 +23,6 @@ from jaxscale.runtime.training import loop
 from jaxscale.runtime.training.autopilot import Rewound
 from jaxscale.runtime.training.feed import Feed, NumberedBatch
 from jaxscale.system.exits import BadInput
-from jaxscale.tools.planning.check import check_machine
 
 SAVE_EVERY = 100
 MIN_RATIO = 0.95  # of the loop's speed to the bare step's

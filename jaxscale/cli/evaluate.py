@@ -30,6 +30,7 @@ from jaxscale.api.measuring import (
 )
 from jaxscale.cli import run_verb
 from jaxscale.cli.sample import ModelFlags, read_mesh
+from jaxscale.program.out_of_memory import out_of_memory_explained
 from jaxscale.runtime.checkpoint.branch import open_source
 from jaxscale.runtime.checkpoint.config import CheckpointConfig
 from jaxscale.runtime.checkpoint.manager import Checkpoints
@@ -42,7 +43,6 @@ from jaxscale.settings.command_line import Arguments, flag, whole_number
 from jaxscale.settings.help_text import command
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, print_stderr, put
-from jaxscale.tools.planning.out_of_memory import out_of_memory_explained
 from jaxscale.units import plural, table
 
 COUNTS = ("documents", "items", "tokens", "bytes", "left_out")

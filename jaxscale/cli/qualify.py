@@ -19,6 +19,7 @@ import jax
 from jaxscale.cli import run_verb
 from jaxscale.config import RunConfig
 from jaxscale.kernels.hardware import Chip, find_chip
+from jaxscale.program.machine_check import check_machine
 from jaxscale.runtime.hosts import cluster
 from jaxscale.runtime.hosts.watchdog import Watchdog
 from jaxscale.settings import config_file
@@ -27,7 +28,6 @@ from jaxscale.settings.config_file import config_name
 from jaxscale.settings.help_text import command
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Exit
-from jaxscale.tools.planning.check import check_machine
 from jaxscale.tools.qualify.qualification_page import summary_lines
 from jaxscale.tools.qualify.result import Floors, Limits, Machine, Qualification, usual_mfu_floor
 from jaxscale.tools.qualify.run import PROBES, qualify

@@ -21,6 +21,7 @@ from jaxscale.api.writing import Piece, SampleOptions, TextWriter, write_all
 from jaxscale.cli import run_verb, sample_chat
 from jaxscale.core.config import MESH_AXES, MeshConfig
 from jaxscale.core.models.config import Dtype
+from jaxscale.program.out_of_memory import out_of_memory_explained
 from jaxscale.runtime.hosts import cluster
 from jaxscale.runtime.text.sources.jsonl import JSON_LINES
 from jaxscale.runtime.text.sources.records import json_records, kind_of, text_lines
@@ -29,7 +30,6 @@ from jaxscale.settings.help_text import command
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, print_stderr, put, put_raw
 from jaxscale.system.redact import printable
-from jaxscale.tools.planning.out_of_memory import out_of_memory_explained
 
 
 @dataclasses.dataclass(frozen=True)

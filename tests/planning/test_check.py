@@ -4,9 +4,9 @@ import jax
 import pytest
 import tiny
 
+from jaxscale.program.machine_check import check_machine
 from jaxscale.program.memory import memory_lower_bound, memory_need
 from jaxscale.system.exits import Exit, Stop
-from jaxscale.tools.planning.check import check_machine
 
 # 5e12 parameters: 80 TB of state, which no machine that runs tests has.
 HUGE = {"model.num_layers": 1000, "model.embed_dim": 16384, "model.num_heads": 128, "model.head_dim": 128,

@@ -8,8 +8,8 @@ import tiny
 
 from jaxscale.build import make_program
 from jaxscale.program.budget import resolve_budget
+from jaxscale.program.fitting_mesh import UNCOUNTED, fitting_program
 from jaxscale.system.exits import BadInput
-from jaxscale.tools.planning.fitting_mesh import UNCOUNTED, fitting_program
 
 
 @pytest.mark.parametrize(

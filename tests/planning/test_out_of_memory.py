@@ -10,8 +10,8 @@ import pytest
 import tiny
 from test_topology import needs_libtpu
 
+from jaxscale.program.out_of_memory import out_of_memory_explained
 from jaxscale.system.exits import Exit, Stop
-from jaxscale.tools.planning.out_of_memory import out_of_memory_explained
 from jaxscale.tools.planning.topology import open_topology
 
 FAR_TOO_MANY = 1 << 43  # float32 numbers: 32 TiB

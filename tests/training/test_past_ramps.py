@@ -14,14 +14,14 @@ from jaxscale.api import planning
 from jaxscale.api.tracing import trace
 from jaxscale.build import make_program
 from jaxscale.program.budget import Budget, Position, remaining_stages, resolve_budget
+from jaxscale.program.fitting_mesh import fitting_program
+from jaxscale.program.machine_check import check_machine
 from jaxscale.runtime.run.branching import branch_settings
 from jaxscale.runtime.run.opening import open_run, train_to_completion
 from jaxscale.runtime.run.options import RunOptions
 from jaxscale.runtime.run.resume_checks import recorded_position
 from jaxscale.runtime.training import loop
 from jaxscale.system.exits import BadInput, Exit, Stop
-from jaxscale.tools.planning.check import check_machine
-from jaxscale.tools.planning.fitting_mesh import fitting_program
 
 ROW = tiny.SEQ_LEN
 QUIET = {"monitor.progress": "off", "monitor.tensorboard": False, "monitor.log_every_steps": 1, "eval.num_rows": 0}

@@ -14,6 +14,7 @@ from jaxscale.core.mesh import mesh_layout
 from jaxscale.kernels.hardware import Price
 from jaxscale.program.auto_dtype import for_device
 from jaxscale.program.budget import BEGINNING, Budget, Position, resolve_budget, train_flops
+from jaxscale.program.fitting_mesh import fitting_program
 from jaxscale.program.memory import host_bytes, memory_lower_bound, memory_need
 from jaxscale.runtime.checkpoint.write import state_bytes
 from jaxscale.runtime.data.cache import raw_dtype
@@ -30,7 +31,6 @@ from jaxscale.tools.planning.cautions import Caution
 from jaxscale.tools.planning.collectives import routing_assumption
 from jaxscale.tools.planning.communication import slice_crossing
 from jaxscale.tools.planning.cost import Range
-from jaxscale.tools.planning.fitting_mesh import fitting_program
 from jaxscale.tools.planning.measured import CompiledStep, Measured
 from jaxscale.tools.planning.memory import find_microbatches, memory_rows, usable_memory
 from jaxscale.tools.planning.run_plan import Data, Device, Machine, Money, RunPlan, Saves, Time, Work

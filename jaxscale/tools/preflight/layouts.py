@@ -10,8 +10,8 @@ from jaxscale.config import RunConfig
 from jaxscale.core.axes.pipeline_axis import make_pipeline_axis
 from jaxscale.core.config import MESH_AXES, ContextConfig, ExpertConfig, PipelineConfig
 from jaxscale.core.models.config import BLOCKS
+from jaxscale.program.fitting_mesh import MAX_TENSOR
 from jaxscale.tools.planning.cautions import MIN_POSITIONS
-from jaxscale.tools.planning.fitting_mesh import MAX_TENSOR
 
 MAX_PIPELINE = 32  # stages: more need more microbatches than batches have rows
 MAX_CHUNKS = 4  # per stage: each further one removes less than a fifth of the bubble, and sends as much again

@@ -9,11 +9,11 @@ from jaxscale.build import Program, make_program
 from jaxscale.config import RunConfig
 from jaxscale.core.mesh import mesh_layout
 from jaxscale.program.budget import BEGINNING, Position, batch_sizes, resolve_budget
+from jaxscale.program.fitting_mesh import UNCOUNTED, fitting_program
 from jaxscale.program.memory import host_bytes, shard_bytes, stage_elements, stage_weight_bytes
 from jaxscale.system.exits import BadInput
 from jaxscale.system.paths import cache_dir
 from jaxscale.tools.planning.collectives import routing_assumption
-from jaxscale.tools.planning.fitting_mesh import UNCOUNTED, fitting_program
 from jaxscale.tools.planning.measured import CompiledStep
 from jaxscale.tools.planning.memory import MemoryRow, usable_memory
 from jaxscale.tools.planning.speed import head_flops_fraction

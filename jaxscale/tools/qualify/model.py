@@ -13,13 +13,13 @@ from jaxscale import schema, units
 from jaxscale.build import Program, make_program
 from jaxscale.config import RunConfig
 from jaxscale.program.budget import resolve_budget
+from jaxscale.program.fitting_mesh import UNCOUNTED
+from jaxscale.program.machine_check import device_bytes
 from jaxscale.program.memory import memory_need
 from jaxscale.runtime.hosts.agree import agreed, gathered, in_all, next_key
 from jaxscale.runtime.monitor.machine import memory_metrics
 from jaxscale.runtime.monitor.runinfo import versions
 from jaxscale.system.exits import BadInput
-from jaxscale.tools.planning.check import device_bytes
-from jaxscale.tools.planning.fitting_mesh import UNCOUNTED
 from jaxscale.tools.planning.measured import Measured
 from jaxscale.tools.planning.topology import Topology, link_domains
 from jaxscale.tools.preflight.compiled import Compiled, installed_versions, read_executable

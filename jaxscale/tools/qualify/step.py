@@ -20,6 +20,7 @@ from jaxscale.core.models.lora_mup_config import mup_scales
 from jaxscale.core.shardings import local_rows, put_rows
 from jaxscale.kernels.hardware import find_chip
 from jaxscale.program.budget import resolve_budget
+from jaxscale.program.machine_check import check_machine
 from jaxscale.runtime.data.rows import SyntheticRows
 from jaxscale.runtime.data.stacking import stack_rows
 from jaxscale.runtime.monitor.machine import memory_metrics
@@ -29,7 +30,6 @@ from jaxscale.settings.command_line import Arguments, flag
 from jaxscale.settings.config_file import config_name
 from jaxscale.system.exits import BadInput
 from jaxscale.system.process import has_huge_pages
-from jaxscale.tools.planning.check import check_machine
 from jaxscale.tools.qualify.compilations import CompileLog
 from jaxscale.tools.qualify.products import product_width, time_products
 

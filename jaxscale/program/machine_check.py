@@ -11,11 +11,11 @@ from jaxscale.core.models import AnyModelConfig
 from jaxscale.kernels.attention import resolve_attention
 from jaxscale.kernels.hardware import Device, find_chip, host_memory_bytes
 from jaxscale.program.auto_dtype import for_device
+from jaxscale.program.fitting_mesh import fitting_program
 from jaxscale.program.memory import MemoryNeed, memory_lower_bound, memory_need
 from jaxscale.runtime.data.checks import check_data
 from jaxscale.runtime.monitor.sinks import missing_packages
 from jaxscale.system.exits import BadInput, Exit, Stop
-from jaxscale.tools.planning.fitting_mesh import fitting_program
 
 LAUNCH_HINT = "train with --coordinator=HOST:PORT --num_processes=N --process_id=I on each"
 DATA = "data: "  # prefix of problems with the data
