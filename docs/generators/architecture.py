@@ -11,8 +11,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "jaxscale"
 GROUPS = ("runtime", "tools", "settings", "program")  # whose parts import each other one way
 LOW = (  # parts of core/ and kernels/ that are below the rest of both
-    "core/axes", "core/config.py", "core/shardings.py", "kernels/compiler_options.py",
-    "kernels/config.py", "kernels/hardware.py", "kernels/host_memory.py", "kernels/torus.py",
+    "core/axes", "core/config.py", "core/shardings.py", "kernels/compiler_options.py", "kernels/config.py",
+    "kernels/hardware.py", "kernels/host_memory.py", "kernels/sharded_weights.py", "kernels/torus.py",
 )  # fmt: skip
 HEAD = """# Architecture
 

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from jaxscale import units
 from jaxscale.core.axes import expert_axis, pipeline_axis
-from jaxscale.core.axes.batch_axes import BatchAxes, Communication, make_batch_axes
+from jaxscale.core.axes.batch_axes import BatchAxes, make_batch_axes
 from jaxscale.core.axes.context_axis import NO_CONTEXT_AXIS, ContextAxis, make_context_axis
 from jaxscale.core.axes.expert_axis import NO_EXPERT_AXIS, ExpertAxis, ExpertWork, resolve_expert_exchange
 from jaxscale.core.axes.pipeline_axis import NO_PIPELINE_AXIS, PipelineAxis, make_pipeline_axis
@@ -38,6 +38,7 @@ from jaxscale.kernels.matmul.grouped import ExpertKernels, resolve_expert_kernel
 from jaxscale.kernels.matmul.project import Project, cpu_project, einsum_project
 from jaxscale.kernels.matmul.quantized import quantized_project
 from jaxscale.kernels.rope import Rotation, rotate, rotate_on_tpu
+from jaxscale.kernels.sharded_weights import Communication
 from jaxscale.system.exits import BadInput
 
 MAX_UNROLLED_LAYERS = 24  # on a single CPU device, where they compile as fast as a loop (2026-11-25)

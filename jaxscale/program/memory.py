@@ -14,7 +14,6 @@ import jax.numpy as jnp
 
 from jaxscale.build import Program
 from jaxscale.config import RunConfig
-from jaxscale.core.axes.batch_axes import LANES, on_tpu
 from jaxscale.core.axes.context_axis import AttentionBytes
 from jaxscale.core.axes.expert_axis import EXPERTS
 from jaxscale.core.models.config import (
@@ -37,6 +36,7 @@ from jaxscale.core.shardings import leaf_at, mesh_axis_names
 from jaxscale.kernels.compiler_options import PIPELINE, PIPELINED_GATHER
 from jaxscale.kernels.config import ATTENTION_OUT
 from jaxscale.kernels.host_memory import HOST
+from jaxscale.kernels.sharded_weights import LANES, on_tpu
 from jaxscale.program.residuals import element_bytes, residuals_by_stack, tiled_bytes
 
 F32 = 4

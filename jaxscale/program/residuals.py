@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxscale.build import Program
-from jaxscale.core.axes.batch_axes import LANES, SUBLANES, on_tpu
 from jaxscale.core.models.config import ModelConfig, ResidualDtype
+from jaxscale.kernels.sharded_weights import LANES, SUBLANES, on_tpu
 
 F32 = 4
 

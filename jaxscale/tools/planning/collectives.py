@@ -6,11 +6,11 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from jaxscale.build import Program
-from jaxscale.core.axes.batch_axes import on_tpu
 from jaxscale.core.models.config import ATTENTION_ADDED, saved_names
 from jaxscale.core.models.expert_all_to_all import CAPACITY_FACTOR
 from jaxscale.core.models.llama_config import LlamaConfig
 from jaxscale.core.models.lora_mup_config import lora_params
+from jaxscale.kernels.sharded_weights import on_tpu
 from jaxscale.kernels.torus import CollectiveBytes
 from jaxscale.program.memory import (
     EXPERT_MATRIX,
