@@ -6,7 +6,6 @@ from typing import Any
 
 from jaxscale import schema
 from jaxscale.config import RunConfig
-from jaxscale.core.batch import tokens_hash
 from jaxscale.program.budget import recorded_rows
 from jaxscale.runtime.checkpoint.manager import Checkpoints
 from jaxscale.runtime.checkpoint.restore import newest_readable_step
@@ -14,6 +13,7 @@ from jaxscale.runtime.data.ledger import DocumentPiece, Ledger
 from jaxscale.runtime.data.mixture import Mixture, same_prefix
 from jaxscale.runtime.data.order import ORDER, Ranges, batch_index, merge_skips, step_of
 from jaxscale.runtime.data.pipeline import Corpus, open_data
+from jaxscale.runtime.data.stacking import tokens_hash
 from jaxscale.runtime.monitor.events import read_events
 from jaxscale.runtime.monitor.records import read_records
 from jaxscale.runtime.run.resume_checks import recorded_position

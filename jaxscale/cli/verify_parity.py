@@ -31,9 +31,9 @@ from jaxscale.config import RunConfig
 from jaxscale.core.batch import Batch
 from jaxscale.core.config import ContextConfig, ExpertConfig, MeshConfig
 from jaxscale.core.mesh import mesh_shape
-from jaxscale.core.shardings import put_rows
 from jaxscale.program.budget import resolve_budget
 from jaxscale.runtime.data.pipeline import open_data
+from jaxscale.runtime.hosts.row_placement import put_rows
 from jaxscale.system.exits import BadInput
 from jaxscale.tools.qualify.compilations import CompileLog
 

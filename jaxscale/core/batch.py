@@ -46,30 +46,10 @@ def reshape_rows(batch: Batch, row_tokens: int) -> Batch:
     return Batch(*(None if field is None else field.reshape(-1, row_tokens) for field in batch))
 
 
-def tokens_hash(batch: Batch) -> str:
-    """Returns a hash of the token ids of a batch as 16 hexadecimal digits, equal on every machine.
-
-    Encoder tokens are hashed as columns after the decoder tokens.
-    """
-    sums = [0, 0]
-    for words_BT, first_column in hashed_token_arrays(batch):
-        words_BT = np.asarray(words_BT).astype(np.uint32)
-        rows, columns = (np.arange(size, dtype=np.uint32) for size in words_BT.shape)
-        columns = columns + np.uint32(first_column)
-        mixed = [mix_tokens(words_BT, rows[:, None], columns[None, :], salt) for salt in HASH_SALTS]
-        sums = [so_far + int(words.sum(dtype=np.uint32)) for so_far, words in zip(sums, mixed)]
-    return format_hash([number % 2**32 for number in sums])
-
-
 def hashed_token_arrays(batch: Batch) -> list[tuple[Any, int]]:
     """Returns (token ids, index of its first column) for each hashed array of a batch."""
     parts = [(batch.tokens, 0)]
     return parts if batch.encoder is None else [*parts, (batch.encoder.tokens, batch.tokens.shape[1])]
-
-
-def format_hash(sums: Sequence[int]) -> str:
-    """Formats the two 32-bit sums of a hash."""
-    return "".join(f"{int(number):08x}" for number in sums)
 
 
 def mix_tokens(words_BT: Any, row_BT: Any, column_BT: Any, salt: np.uint32) -> Any:

@@ -137,7 +137,7 @@ def leaf_name(path: Any) -> str:
 
 
 def hash_tokens(batch: Batch) -> jax.Array:
-    """Returns core.batch.tokens_hash of the global batch, uint32[2], the same on any mesh.
+    """Returns tokens_hash (runtime/data/stacking.py) of the global batch, uint32[2], the same on any mesh.
 
     Words are added modulo 2**32, so the sum does not depend on sharding or order. A process could only hash the rows
     that it has read.

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from jaxscale.core.batch import Batch, tokens_hash
+from jaxscale.core.batch import Batch
 from jaxscale.runtime.data.objective_config import (
     MaskedLmConfig,
     NextTokenConfig,
@@ -25,7 +25,7 @@ from jaxscale.runtime.data.objectives import apply_objective, apply_with_origin
 from jaxscale.runtime.data.objectives.corrupt import join_shortest
 from jaxscale.runtime.data.objectives.ids import find_ids
 from jaxscale.runtime.data.objectives.packed_row import random_floats, random_integers, random_words
-from jaxscale.runtime.data.stacking import padding_row, stack_rows
+from jaxscale.runtime.data.stacking import padding_row, stack_rows, tokens_hash
 from jaxscale.runtime.text.tokenizer.load import ByteTokenizer
 
 BYTES, VOCAB, EOS, MASK, FIRST = ByteTokenizer(), 1000, 256, 257, 270

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxscale.core.batch import tokens_hash
 from jaxscale.runtime.data.order import Batches, RowOrder, batch_index, merge_skips, normalise_ranges
 from jaxscale.runtime.data.packing import document_order
 from jaxscale.runtime.data.rows import SyntheticRows
+from jaxscale.runtime.data.stacking import tokens_hash
 
 ROWS, T = 10, 8
 

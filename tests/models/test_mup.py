@@ -11,12 +11,12 @@ import tiny
 
 from jaxscale.build import make_program
 from jaxscale.core.models.layers import merge_model, split_model
-from jaxscale.core.models.lora_mup_config import folding_factor, without_mup
 from jaxscale.core.models.model import logits, make_model
 from jaxscale.core.optim.groups import dotted
 from jaxscale.core.optim.optimizer import optim_schedule
 from jaxscale.core.setup import make_updates
 from jaxscale.program.budget import resolve_budget
+from jaxscale.runtime.checkpoint.mup_folding import folding_factor, without_mup
 from jaxscale.system.exits import BadInput
 
 AT_BASE = dict(base_dim=16, base_head_dim=8, base_layers=2)  # the sizes of tiny.LLAMA

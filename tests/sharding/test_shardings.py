@@ -18,11 +18,10 @@ from jaxscale.core.shardings import (
     axis_size,
     batch_sharding,
     check_divides,
-    local_rows,
     partition_spec,
-    put_rows,
     tree_shardings,
 )
+from jaxscale.runtime.hosts.row_placement import local_rows, put_rows
 
 
 def test_logical_axes_become_a_spec():

@@ -13,11 +13,11 @@ from jaxscale import schema
 from jaxscale.api.tracing import trace
 from jaxscale.build import make_program
 from jaxscale.config import RunConfig
-from jaxscale.core.batch import tokens_hash
 from jaxscale.program.budget import batch_sizes, resolve_budget
 from jaxscale.runtime.data.order import Batches, RowOrder, batch_index, rows_trained
 from jaxscale.runtime.data.pipeline import open_data
 from jaxscale.runtime.data.rows import SyntheticRows
+from jaxscale.runtime.data.stacking import tokens_hash
 from jaxscale.runtime.run.opening import open_run
 from jaxscale.runtime.run.options import RunOptions
 from jaxscale.runtime.training import loop

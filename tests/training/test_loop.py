@@ -12,8 +12,8 @@ import pytest
 import tiny
 
 from jaxscale.build import make_program
-from jaxscale.core.batch import tokens_hash
 from jaxscale.runtime.data.pipeline import open_data
+from jaxscale.runtime.data.stacking import tokens_hash
 from jaxscale.runtime.run.opening import open_run
 from jaxscale.runtime.training import loop
 from jaxscale.runtime.training.stopping import StopRequest

@@ -12,9 +12,9 @@ import tiny
 from jaxscale.api.tracing import trace
 from jaxscale.build import make_program
 from jaxscale.cli.trace import piece_line
-from jaxscale.core.batch import tokens_hash
 from jaxscale.program.budget import resolve_budget, train_flops
 from jaxscale.runtime.data.pipeline import open_data
+from jaxscale.runtime.data.stacking import tokens_hash
 from jaxscale.runtime.run.opening import open_run
 from jaxscale.runtime.training import loop
 from jaxscale.system.exits import BadInput, Exit, Stop

@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxscale.core.batch import format_hash, tokens_hash
 from jaxscale.core.config import MeshConfig
 from jaxscale.core.mesh import make_mesh
 from jaxscale.core.shardings import RULES, batch_sharding
 from jaxscale.core.step import hash_tokens
+from jaxscale.runtime.data.stacking import format_hash, tokens_hash
 
 
 @pytest.mark.parametrize("mesh", [{"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 1, "data": 8}], ids=str)

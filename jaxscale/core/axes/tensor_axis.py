@@ -133,26 +133,6 @@ class TensorAxis:
         return x if self.size == 1 else lax.pmax(x, AXIS)
 
 
-class ReplicatedTensorAxis(TensorAxis):
-    """A tensor axis without sequence parallelism, for single positions: the residual stream is replicated."""
-
-    def all_gather(self, x_BTD: jax.Array) -> jax.Array:
-        """Returns x_BTD unchanged."""
-        return x_BTD
-
-    def reduce_scatter(self, x_BTD: jax.Array) -> jax.Array:
-        """Sums over the devices. Not differentiable."""
-        return self.sum(x_BTD)
-
-    def local(self, x_BT: jax.Array) -> jax.Array:
-        """Returns x_BT unchanged."""
-        return x_BT
-
-    def run_in_halves(self, f: Callable[..., Any], *inputs: Any) -> Any:
-        """Returns f(*inputs)."""
-        return f(*inputs)
-
-
 NO_TENSOR_AXIS = TensorAxis()
 
 

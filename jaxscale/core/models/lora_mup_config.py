@@ -119,32 +119,6 @@ def check_mup(model: ModelConfig, optimizer: str, adapters: bool) -> None:
         )
 
 
-def folding_factors(model: ModelConfig) -> dict[str, float]:
-    """Returns {parameter, relative to its layer: factor of its weights} that give the same model without muP.
-    Factors of 1 are omitted."""
-    if getattr(model, "mup", None) is None:
-        return {}
-    scales = mup_scales(model)
-    factors = {"final_norm": scales.output}
-    query = ("q_norm",) if model.qk_norm else ("wq", "bias_q")
-    factors |= {f"attention.{name}": scales.scores for name in query}
-    outputs = ("attention_out_norm", "mlp_out_norm")
-    if getattr(model, "norm_placement", "before") == "before":
-        outputs = ("attention.wo", "attention.bias_o", "mlp.down", "mlp.shared.down")
-    factors |= {name: scales.residual for name in outputs}
-    return {name: factor for name, factor in factors.items() if factor != 1.0}
-
-
-def without_mup(model: ModelConfig) -> ModelConfig:
-    """Returns the config of the model whose weights are multiplied by folding_factor()."""
-    return model if getattr(model, "mup", None) is None else dataclasses.replace(model, mup=None)
-
-
-def folding_factor(model: ModelConfig, name: str) -> float:
-    """Returns the factor of a parameter ('blocks/attention/wq') that gives the same model without muP."""
-    return folding_factors(model).get(STACKED.sub("", name.replace("/", "."), count=1), 1.0)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoraConfig:
     """LoRA: trains a correction A B of each target matrix and nothing else. B starts as 0, so the first loss is the

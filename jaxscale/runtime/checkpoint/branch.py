@@ -15,9 +15,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxscale import units
 from jaxscale.core.models import AnyModelConfig
 from jaxscale.core.models.lora import is_adapter
-from jaxscale.core.models.lora_mup_config import LoraConfig, folding_factors
+from jaxscale.core.models.lora_mup_config import LoraConfig
 from jaxscale.runtime.checkpoint.config import ARROW, CheckpointConfig, InitConfig
 from jaxscale.runtime.checkpoint.manager import Checkpoints
+from jaxscale.runtime.checkpoint.mup_folding import folding_factors
 from jaxscale.runtime.checkpoint.record import describe_leaf, leaf_text, named_leaves, weight_leaves
 from jaxscale.runtime.checkpoint.restore import newest_readable_step
 from jaxscale.runtime.checkpoint.upcycle import Origin, Upcycling, is_dense_mlp, plan_upcycling

@@ -1,11 +1,11 @@
-"""Batches of numpy rows: stacked, padded and split."""
+"""Batches of numpy rows: stacked, padded, split and hashed."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from jaxscale.core.batch import Batch, EncoderInput, reshape_rows
+from jaxscale.core.batch import HASH_SALTS, Batch, EncoderInput, hashed_token_arrays, mix_tokens, reshape_rows
 from jaxscale.system.exits import BadInput
 
 
@@ -45,3 +45,23 @@ def split_rows(batch: Batch, row_tokens: int) -> Batch:
         positions=np.minimum(cut.positions, np.arange(row_tokens, dtype=np.int32)),
         segment_ids=np.where(cut.segment_ids > 0, number, 0),
     )
+
+
+def tokens_hash(batch: Batch) -> str:
+    """Returns a hash of the token ids of a batch as 16 hexadecimal digits, equal on every machine.
+
+    Encoder tokens are hashed as columns after the decoder tokens.
+    """
+    sums = [0, 0]
+    for words_BT, first_column in hashed_token_arrays(batch):
+        words_BT = np.asarray(words_BT).astype(np.uint32)
+        rows, columns = (np.arange(size, dtype=np.uint32) for size in words_BT.shape)
+        columns = columns + np.uint32(first_column)
+        mixed = [mix_tokens(words_BT, rows[:, None], columns[None, :], salt) for salt in HASH_SALTS]
+        sums = [so_far + int(words.sum(dtype=np.uint32)) for so_far, words in zip(sums, mixed)]
+    return format_hash([number % 2**32 for number in sums])
+
+
+def format_hash(sums: Sequence[int]) -> str:
+    """Formats the two 32-bit sums of a hash."""
+    return "".join(f"{int(number):08x}" for number in sums)

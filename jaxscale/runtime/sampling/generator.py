@@ -20,13 +20,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jaxscale.core.axes.tensor_axis import ReplicatedTensorAxis, make_tensor_axis
+from jaxscale.core.axes.tensor_axis import make_tensor_axis
 from jaxscale.core.models.model import unembed
 from jaxscale.core.models.sharded import ShardedModel
 from jaxscale.core.shardings import partition_spec, replicated
 from jaxscale.kernels.matmul.project import with_matmul_precision
 from jaxscale.runtime.sampling.config import Sampling
-from jaxscale.runtime.sampling.kv_cache import Cache, CacheReader, CacheRecorder, cache_axes, fill_cache, num_slots
+from jaxscale.runtime.sampling.kv_cache import (
+    Cache,
+    CacheReader,
+    CacheRecorder,
+    ReplicatedTensorAxis,
+    cache_axes,
+    fill_cache,
+    num_slots,
+)
 from jaxscale.system.exits import BadInput
 
 ENDED = -1  # in place of a token, for a row that has ended

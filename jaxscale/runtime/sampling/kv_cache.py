@@ -11,12 +11,13 @@ B batch  T position of a prompt  R slot  N query heads  K kv heads  G query head
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxscale.core.axes.tensor_axis import TensorAxis
 from jaxscale.core.models.config import ModelConfig
 from jaxscale.core.models.latent_attention import Latents
 from jaxscale.core.models.lora import merged_weight
@@ -208,3 +209,23 @@ def attend_one(q_B1NH, k_B1KH, v_B1KH, keys_BRKH, values_BRKH, seen_BR, softcap:
     cached_BKGH = jnp.einsum("BKGR,BRKH->BKGH", probs[..., :-1], values_BRKH, preferred_element_type=jnp.float32)
     new_BKGH = probs[..., -1:].astype(jnp.float32) * v_B1KH.reshape(B, K, 1, H).astype(jnp.float32)
     return (cached_BKGH + new_BKGH).astype(q_B1NH.dtype).reshape(B, 1, N, H)
+
+
+class ReplicatedTensorAxis(TensorAxis):
+    """A tensor axis without sequence parallelism, for single positions: the residual stream is replicated."""
+
+    def all_gather(self, x_BTD: jax.Array) -> jax.Array:
+        """Returns x_BTD unchanged."""
+        return x_BTD
+
+    def reduce_scatter(self, x_BTD: jax.Array) -> jax.Array:
+        """Sums over the devices. Not differentiable."""
+        return self.sum(x_BTD)
+
+    def local(self, x_BT: jax.Array) -> jax.Array:
+        """Returns x_BT unchanged."""
+        return x_BT
+
+    def run_in_halves(self, f: Callable[..., Any], *inputs: Any) -> Any:
+        """Returns f(*inputs)."""
+        return f(*inputs)

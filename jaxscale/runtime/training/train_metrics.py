@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxscale.core.batch import Batch, format_hash
+from jaxscale.core.batch import Batch
+from jaxscale.runtime.data.stacking import format_hash
 from jaxscale.runtime.monitor.machine import HostLoad, memory_metrics
 from jaxscale.runtime.monitor.throughput import Throughput
 from jaxscale.runtime.monitor.writers import Writer

@@ -17,12 +17,12 @@ from jaxscale.core.batch import Batch
 from jaxscale.core.models import AnyModelConfig
 from jaxscale.core.models.llama import HEAD_STD
 from jaxscale.core.models.lora_mup_config import mup_scales
-from jaxscale.core.shardings import local_rows, put_rows
 from jaxscale.kernels.hardware import find_chip
 from jaxscale.program.budget import resolve_budget
 from jaxscale.program.machine_check import check_machine
 from jaxscale.runtime.data.rows import SyntheticRows
 from jaxscale.runtime.data.stacking import stack_rows
+from jaxscale.runtime.hosts.row_placement import local_rows, put_rows
 from jaxscale.runtime.monitor.machine import memory_metrics
 from jaxscale.runtime.monitor.runinfo import run_info
 from jaxscale.settings import config_file
