@@ -6,7 +6,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxscale.runtime.data.config import check_mixture
-from jaxscale.runtime.data.mixture import from_record, pattern_of, plan_mixture, same_prefix, whole_counts, with_detours
+from jaxscale.runtime.data.mixture import (
+    RunBatches,
+    from_record,
+    pattern_of,
+    plan_mixture,
+    same_prefix,
+    whole_counts,
+    with_detours,
+)
 from jaxscale.units import BatchSizes
 
 NAMES = ("web", "code", "math")
@@ -17,11 +25,8 @@ def plan(mixture, max_epochs=None, sizes=(1000, 200, 60), total_steps=100, num_b
     return plan_mixture(
         mixture,
         max_epochs or {},
+        RunBatches(BatchSizes.of(rows_per_batch), 16, total_steps, num_batches or total_steps),
         sizes=dict(zip(NAMES, sizes)),
-        seq_len=16,
-        rows_per_batch=rows_per_batch,
-        total_steps=total_steps,
-        num_batches=num_batches or total_steps,
     )
 
 

@@ -6,9 +6,10 @@ import re
 import numpy as np
 import pytest
 
-from jaxscale.runtime.data.mixture import plan_mixture
+from jaxscale.runtime.data.mixture import RunBatches, plan_mixture
 from jaxscale.runtime.monitor.history import History
 from jaxscale.tools.reporting.sources import rows_by_source, source_table, trained_ranges
+from jaxscale.units import BatchSizes
 
 NAMES, ROWS, SEQ_LEN = ("web", "code", "math"), 8, 16
 SETTING = {"0": {"web": 0.8, "code": 0.2}, "40%": {"web": 0.5, "code": 0.3, "math": 0.2}}
@@ -16,9 +17,11 @@ SETTING = {"0": {"web": 0.8, "code": 0.2}, "40%": {"web": 0.5, "code": 0.3, "mat
 
 def history(last_batch, skips=(), mixture=SETTING, caps=None, with_stages=True, rewinds=()):
     planned = plan_mixture(
-        mixture, caps or {}, sizes=dict(zip(NAMES, [4000, 200, 60])), seq_len=SEQ_LEN, rows_per_batch=ROWS,
-        total_steps=100, num_batches=110,
-    )  # fmt: skip
+        mixture,
+        caps or {},
+        RunBatches(BatchSizes.of(ROWS), SEQ_LEN, total_steps=100, num_batches=110),
+        sizes=dict(zip(NAMES, [4000, 200, 60])),
+    )
     config = {
         "config": {"seq_len": SEQ_LEN, "data": {"mixture": mixture, "max_epochs": caps or {}, "skip_batches": skips}},
         "budget": {"batch_tokens": ROWS * SEQ_LEN},

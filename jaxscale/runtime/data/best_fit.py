@@ -6,7 +6,7 @@ are packed in windows (best fit decreasing, as in arXiv:2404.10830), so that mem
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from jaxscale.runtime.data.array_folder import Arrays, ArrayWriter, DiskBuckets
 from jaxscale.runtime.data.documents import DocumentIndex, bisect_right
 from jaxscale.runtime.data.packing import DocumentRows, concat_ranges
 from jaxscale.runtime.data.permutation import permuted, unpermuted
-from jaxscale.runtime.data.rows import Pieces
+from jaxscale.runtime.data.rows import RowPieces
 
 WINDOW = 8192  # documents; 256 fill 0.984 of the rows, 1,024 0.991, 8,192 0.994 (mean document 812, T 2,048)
 VERSION = 1  # of the plan, part of the fingerprint; raise it when the same documents would get other rows
@@ -23,20 +23,15 @@ GOOD_FILL = 0.995  # fill at which the second heuristic is not tried
 CANDIDATES = 64  # sizes tried as one of the last two of a bin
 
 
-class PackedWindow(NamedTuple):
-    """The rows of one window: first those that a single piece fills, then the mixed rows."""
+def pack_window(lengths: np.ndarray, T: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Packs documents into rows of T: full rows of one document first, then mixed rows of the remainders.
 
-    whole: np.ndarray  # int64[n]: full rows of each document
-    pieces: np.ndarray  # int64[p]: documents, as positions in the window, whose remainders fill the mixed rows
-    counts: np.ndarray  # int64[rows]: pieces in each mixed row
-
-
-def pack_window(lengths: np.ndarray, T: int) -> PackedWindow:
-    """Packs documents of these lengths into rows of T."""
+    Returns (full rows of each document, documents whose remainders fill the mixed rows, pieces in each mixed row).
+    """
     whole, remainders = np.divmod(lengths, T)
     short = np.flatnonzero(remainders)
     bins = pack_bins(remainders[short], T)
-    return PackedWindow(whole, short[np.argsort(bins, kind="stable")], np.bincount(bins))
+    return whole, short[np.argsort(bins, kind="stable")], np.bincount(bins)
 
 
 def shuffled_lengths(folder: Path, documents: DocumentIndex, part: str, group: int, key: str) -> Iterator[np.ndarray]:
@@ -75,20 +70,19 @@ def write_best_fit(out: ArrayWriter, documents: DocumentIndex, part: str, *, seq
     for group in range(len(documents.metadata["members"][part])):
         for lengths in shuffled_lengths(out.folder, documents, part, group, order_key(seed, group)):
             for begin in range(0, len(lengths), WINDOW):
-                window = pack_window(lengths[begin : begin + WINDOW], seq_len)
-                firsts = np.cumsum(window.counts) - window.counts
-                before = np.cumsum(window.whole) - window.whole
-                sampled = np.full(-(-WINDOW // SAMPLE_EVERY), window.whole.sum())
+                whole, fillers, counts = pack_window(lengths[begin : begin + WINDOW], seq_len)
+                before = np.cumsum(whole) - whole
+                sampled = np.full(-(-WINDOW // SAMPLE_EVERY), whole.sum())
                 sampled[: -(-len(before) // SAMPLE_EVERY)] = before[::SAMPLE_EVERY]
-                rows += int(window.whole.sum()) + len(firsts)
-                mixed, pieces, windows = mixed + len(firsts), pieces + len(window.pieces), windows + 1
-                found = (window.pieces, firsts, sampled, *(np.array([end]) for end in (rows, mixed, pieces)))
+                rows += int(whole.sum()) + len(counts)
+                mixed, pieces, windows = mixed + len(counts), pieces + len(fillers), windows + 1
+                found = (fillers, np.cumsum(counts) - counts, sampled, [rows], [mixed], [pieces])
                 for name, array in zip(names, found):
-                    out.append(name, array)
+                    out.append(name, np.asarray(array))
         group_rows.append(rows)
         group_windows.append(windows)
-    about = {"packing": "best_fit", "seq_len": seq_len, "seed": seed, "window": WINDOW}
-    return about | {"group_rows": group_rows, "group_windows": group_windows}
+    plan = {"packing": "best_fit", "seq_len": seq_len, "seed": seed, "window": WINDOW}
+    return plan | {"group_rows": group_rows, "group_windows": group_windows}
 
 
 class BestFitRows(DocumentRows):
@@ -106,8 +100,7 @@ class BestFitRows(DocumentRows):
     def _array(self, name: str) -> np.ndarray:
         return self.arrays[f"{self.part}.{name}"]
 
-    def pieces(self, rows: np.ndarray) -> Pieces:
-        """Returns the pieces of the rows int64[m]."""
+    def pieces(self, rows: np.ndarray) -> RowPieces:
         self.arrays.check()
         T, windows = self.seq_len, self._array("window_rows").searchsorted(rows, side="right") - 1
         mixed_before, pieces_before = self._array("window_rest"), self._array("window_pieces")
@@ -134,7 +127,7 @@ class BestFitRows(DocumentRows):
         remaining = lengths - skipped
         last = bounds[1:] - 1
         continues = remaining[last] > T
-        return Pieces(
+        return RowPieces(
             first=bounds,
             documents=documents,
             skipped=skipped,
@@ -184,15 +177,12 @@ class BestFitRows(DocumentRows):
         return found
 
     def rows_of(self, document: int) -> np.ndarray:
-        """Returns int64: the rows with a piece of the document, in order; empty if the part does not have it."""
         self.arrays.check()
         for group in range(self._groups):
             rank = self.documents.rank(self.part, group, document)
             if rank is not None:
-                position = int(
-                    unpermuted(np.array([rank]), self.documents.size(self.part, group), order_key(self.seed, group))[0]
-                )
-                window, local = divmod(position, self._window)
+                size, key = self.documents.size(self.part, group), order_key(self.seed, group)
+                window, local = divmod(int(unpermuted(rank, size, key)), self._window)
                 return self._rows_in(int(self._windows[group]) + window, local, document)
         return np.zeros(0, np.int64)
 

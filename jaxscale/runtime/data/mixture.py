@@ -9,7 +9,7 @@ G sources  S stages  L rows of a pattern
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -183,93 +183,106 @@ def spread_evenly(counts_G: np.ndarray) -> np.ndarray:
     return np.array(order)
 
 
+class RunBatches(NamedTuple):
+    """The batches of a run, for which a mixture is planned."""
+
+    rows: units.BatchSizes
+    seq_len: int
+    total_steps: int  # reference of starts in '%'
+    num_batches: int  # up to the end of the run
+
+
 def plan_mixture(
     mixture: MixtureSetting,
     max_epochs: Mapping[str, float],
+    run: RunBatches,
     *,
     sizes: Mapping[str, int],
-    seq_len: int,
-    rows_per_batch: units.BatchSizes | int,
-    total_steps: int,
-    num_batches: int,
     detours: Sequence[Detour] = (),
     tokens_of: Mapping[str, int] | None = None,
     begun: Mapping[str, int] | None = None,
 ) -> Mixture:
     """Plans the stages of a run. A new stage starts when a source reaches its max_epochs; the others share its weight.
 
-    Args: sizes: {source: rows}. total_steps: reference of starts in '%'. num_batches: batches up to the end of the run.
-    detours: temporary stages of one source. tokens_of: {source: tokens}, only for the log line. begun: `starts` of
-    stages that have begun, which are fixed even if total_steps changes.
+    Args: sizes: {source: rows}. detours: temporary stages of one source. tokens_of: {source: tokens}, only for the log
+    line. begun: `starts` of stages that have begun, which are fixed even if total_steps changes.
     Raises: BadInput for an unknown source, and if all sources reach max_epochs before the end.
     """
-    rows = units.BatchSizes.of(rows_per_batch)
-    tokens = rows.times(seq_len)
     for _, weights in mixture_stages(mixture):
         check_sources("mixture", weights, sizes)
     check_sources("max_epochs", max_epochs, sizes)
-    names = tuple(sizes)
-    known = dict(
-        batch_tokens=None if rows.vary else tokens.largest,
-        train_tokens=tokens.begin(total_steps),
-        epoch_tokens=sum(sizes.values()) * seq_len,
-    )
-    written = start_batches(mixture, tokens, begun or {}, seq_len=seq_len, **known)
+    names, batches = tuple(sizes), max(run.num_batches, 1)
+    written = start_batches(mixture, run, sizes, begun or {})
     starts = with_detours([(start, weights) for start, weights, _ in written], detours)
     caps = {names.index(name): int(number * sizes[name]) for name, number in max_epochs.items()}
-    ends = [start for start, _ in starts[1:]] + [max(num_batches, starts[-1][0] + 1)]
-    stages: list[MixtureStage] = []
-    lines, rows_so_far = [], np.zeros(len(names), np.int64)
-    for (start, weights), end in zip(starts, ends):
-        if start and start >= num_batches:
+    stages, lines, used_G = [], [], np.zeros(len(names), np.int64)
+    for (start, weights), (end, _) in zip(starts, [*starts[1:], (batches, {})]):
+        if start and start >= run.num_batches:
             break
-        row, end_row = rows.begin(start), rows.begin(min(end, max(num_batches, 1)))
         weights_G = np.array([weights.get(name, 0.0) for name in names], np.float64)
-        while row < end_row:
-            for source in [source for source, cap in caps.items() if weights_G[source] and rows_so_far[source] >= cap]:
-                weights_G[source] = 0
-                lines.append(
-                    f"{names[source]} reached max_epochs={max_epochs[names[source]]:g} after {row * seq_len:,} tokens "
-                    "of the run; the other sources share its weight"
-                )
-            if not weights_G.any():
+        first, end = run.rows.begin(start), run.rows.begin(min(end, batches))
+        for row, pattern, ended in cut_at_caps(weights_G, caps, used_G, first, end):
+            lines += [
+                f"{names[source]} reached max_epochs={max_epochs[names[source]]:g} after {row * run.seq_len:,} tokens "
+                "of the run; the other sources share its weight"
+                for source in ended
+            ]
+            if pattern is None:
                 raise BadInput(
                     f"with data.max_epochs={dict(max_epochs)} every source of data.mixture ends after "
-                    f"{row * seq_len:,} tokens, but the run has {tokens.begin(num_batches):,}; raise a limit, add a "
-                    "source, or lower train_tokens"
+                    f"{row * run.seq_len:,} tokens, but the run has "
+                    f"{run.rows.begin(run.num_batches) * run.seq_len:,}; raise a limit, add a source, or lower "
+                    "train_tokens"
                 )
-            pattern = pattern_of(whole_counts(weights_G / weights_G.sum()))
-            shares = realised_shares(pattern, names, weights_G) + shares_in_tokens(pattern, sizes, tokens_of or {})
-            lines.append(f"mixture from token {row * seq_len:,}: {shares}")
-            stop = end_row
-            for source, cap in caps.items():
-                if weights_G[source]:
-                    stop = min(stop, row + int(pattern.find(source, np.array([cap - rows_so_far[source]]))[0]))
+            text = describe_shares(pattern, weights_G, sizes, tokens_of or {})
+            lines.append(f"mixture from token {row * run.seq_len:,}: {text}")
             stages.append(MixtureStage(row, pattern))
-            rows_so_far = rows_so_far + pattern.rows_by_source(stop - row)
-            row = stop
-    epochs = ", ".join(f"{name} {used / size:.3g}" for (name, size), used in zip(sizes.items(), rows_so_far) if used)
-    lines.append(f"epochs of each source in this run: {epochs}")
-    first_batches = {as_written: start for start, _, as_written in written}
-    return Mixture(names, tuple(stages), tuple(lines), mixture_names(mixture), first_batches)
+    text = ", ".join(f"{name} {used / size:.3g}" for (name, size), used in zip(sizes.items(), used_G) if used)
+    lines.append(f"epochs of each source in this run: {text}")
+    starts_as_written = {as_written: start for start, _, as_written in written}
+    return Mixture(names, tuple(stages), tuple(lines), mixture_names(mixture), starts_as_written)
+
+
+def cut_at_caps(
+    weights_G: np.ndarray, caps: Mapping[int, int], used_G: np.ndarray, row: int, end_row: int
+) -> Iterator[tuple[int, Pattern | None, list[int]]]:
+    """Yields (first row, pattern, sources that have just ended) of the parts of rows [row, end_row) between caps.
+
+    The pattern is None if all sources have ended. Args: weights_G: set to 0 for sources that end. caps: {source: rows}.
+    used_G: rows of each source so far, updated.
+    """
+    while row < end_row:
+        ended = [source for source, cap in caps.items() if weights_G[source] and used_G[source] >= cap]
+        weights_G[ended] = 0
+        if not weights_G.any():
+            yield row, None, ended
+            return
+        pattern = pattern_of(whole_counts(weights_G / weights_G.sum()))
+        yield row, pattern, ended
+        left = {source: np.array([cap - used_G[source]]) for source, cap in caps.items() if weights_G[source]}
+        stop = min([end_row, *(row + int(pattern.find(source, rows)[0]) for source, rows in left.items())])
+        used_G += pattern.rows_by_source(stop - row)
+        row = stop
 
 
 def start_batches(
-    mixture: MixtureSetting, batches: units.BatchSizes, begun: Mapping[str, int], *, seq_len: int, **known: int | None
+    mixture: MixtureSetting, run: RunBatches, sizes: Mapping[str, int], begun: Mapping[str, int]
 ) -> list[tuple[int, Weights, str]]:
-    """Returns (first batch, weights, start in the setting) of each stage, in order.
+    """Returns (first batch, weights, start in the setting) of each stage, in order. begun: fixed first batches.
 
-    Args: batches: sizes in tokens. begun: fixed first batches. seq_len, known: arguments of units.resolve.
     Raises: BadInput unless the first one is batch 0, and if two are equal.
     """
-
-    def first_batch(start: str) -> int:
-        tokens = units.resolve("data.mixture's start", start, seq_len=seq_len, **known)
-        return begun.get(start, batches.holding(tokens))
-
-    starts = sorted(
-        ((first_batch(start), weights, start) for start, weights in mixture_stages(mixture)), key=lambda stage: stage[0]
+    tokens = run.rows.times(run.seq_len)
+    known = dict(
+        seq_len=run.seq_len,
+        batch_tokens=None if run.rows.vary else tokens.largest,
+        train_tokens=tokens.begin(run.total_steps),
+        epoch_tokens=sum(sizes.values()) * run.seq_len,
     )
+    found = {start: units.resolve("data.mixture's start", start, **known) for start, _ in mixture_stages(mixture)}
+    first = {start: begun.get(start, tokens.holding(amount)) for start, amount in found.items()}
+    starts = [(first[start], weights, start) for start, weights in mixture_stages(mixture)]
+    starts.sort(key=lambda stage: stage[0])
     if starts[0][0] != 0:
         raise BadInput(f"data.mixture begins at batch {starts[0][0]}; its first stage must start at '0'")
     if len({start for start, *_ in starts}) < len(starts):
@@ -287,24 +300,23 @@ def with_detours(starts: list[tuple[int, Weights]], detours: Sequence[Detour]) -
     return starts
 
 
-def realised_shares(pattern: Pattern, names: Sequence[str], weights_G: np.ndarray) -> str:
-    """Formats the realised shares: 'rows web 0.7, code 0.3', with the requested share if it differs."""
-    shares, L = [], len(pattern.sources_L)
-    for name, count, requested in zip(names, pattern.counts_G, weights_G / weights_G.sum()):
+def describe_shares(
+    pattern: Pattern, weights_G: np.ndarray, sizes: Mapping[str, int], tokens_of: Mapping[str, int]
+) -> str:
+    """Formats 'rows web 0.7, code 0.3, exact in every 10; in tokens web 0.71, code 0.29'.
+
+    A requested share that differs is added. Shares of tokens, if known, differ from those of rows by padding.
+    """
+    L, rows, tokens = len(pattern.sources_L), [], {}
+    for (name, size), count, weight in zip(sizes.items(), pattern.counts_G.tolist(), weights_G / weights_G.sum()):
         if count:
-            given = f"{name} {count / L:.5g}"
-            shares.append(given if f"{requested:.5g}" == f"{count / L:.5g}" else f"{given} (requested {requested:.5g})")
-    return f"rows {', '.join(shares)}, exact in every {L}"
-
-
-def shares_in_tokens(pattern: Pattern, sizes: Mapping[str, int], tokens_of: Mapping[str, int]) -> str:
-    """Formats token shares: '; in tokens web 0.71, code 0.29'. They differ from row shares by padding."""
-    names = [name for name, count in zip(sizes, pattern.counts_G) if count]
-    if len(names) < 2 or not all(tokens_of.get(name) for name in names):
-        return ""
-    rows = dict(zip(sizes, pattern.counts_G.tolist()))
-    given = {name: rows[name] * tokens_of[name] / sizes[name] for name in names}
-    return "; in tokens " + ", ".join(f"{name} {one / sum(given.values()):.4f}" for name, one in given.items())
+            given, requested = f"{count / L:.5g}", f"{weight:.5g}"
+            rows.append(f"{name} {given}" + (f" (requested {requested})" if requested != given else ""))
+            tokens[name] = count * tokens_of.get(name, 0) / size
+    text, total = f"rows {', '.join(rows)}, exact in every {L}", sum(tokens.values())
+    if len(tokens) < 2 or not all(tokens.values()):
+        return text
+    return f"{text}; in tokens {', '.join(f'{name} {number / total:.4f}' for name, number in tokens.items())}"
 
 
 def check_sources(setting: str, named: Mapping[str, float], sizes: Mapping[str, int]) -> None:

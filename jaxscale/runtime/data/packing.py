@@ -16,11 +16,11 @@ from jaxscale.core.batch import Batch
 from jaxscale.runtime.data.array_folder import Arrays, ArrayWriter, DiskBuckets
 from jaxscale.runtime.data.documents import DocumentIndex, TokenSet, bisect_right
 from jaxscale.runtime.data.remote import map_ids
-from jaxscale.runtime.data.rows import LocatedPieces, Pieces, TokenFiles, locate, missing_tokens, read_rows
+from jaxscale.runtime.data.rows import LocatedPieces, RowPieces, TokenFiles, locate, missing_tokens, read_rows
 from jaxscale.runtime.data.verified import FileWatch
 from jaxscale.system.exits import Exit, Stop
 
-NOT_PICKLED = ("_files", "_loss_masks", "_ramp_T", "_unchanged")  # cached attributes
+NOT_PICKLED = ("_files", "_loss_masks", "_unchanged")  # cached attributes
 SAMPLE_EVERY = 16  # documents per stored stream position
 
 
@@ -31,7 +31,6 @@ class DocumentRows(abc.ABC):
     """
 
     def __init__(self, documents: DocumentIndex, arrays: Arrays, part: str):
-        """part: of the documents. arrays: with the plan of its rows."""
         plan = arrays.header["parts"][part]
         self.documents, self.arrays, self.part = documents, arrays, part
         self.seq_len, self.seed = plan["seq_len"], plan["seed"]
@@ -39,7 +38,7 @@ class DocumentRows(abc.ABC):
         self._groups = len(self.group_rows) - 1
 
     @abc.abstractmethod
-    def pieces(self, rows: np.ndarray) -> Pieces:
+    def pieces(self, rows: np.ndarray) -> RowPieces:
         """Returns the pieces of the rows int64[m]."""
 
     @abc.abstractmethod
@@ -88,10 +87,6 @@ class DocumentRows(abc.ABC):
             return None
         return TokenFiles(files.loss_masks, ["|u1"] * len(files.paths), lambda *file: file[0] and self._map(*file))
 
-    @functools.cached_property
-    def _ramp_T(self) -> np.ndarray:
-        return np.arange(self.seq_len, dtype=np.int32)
-
     def locate(self, rows: np.ndarray) -> LocatedPieces:
         """Returns the locations of the rows int64[m] in the files, for `read`."""
         return locate(self.pieces(rows), functools.partial(self.documents.locate, part=self.part))
@@ -101,23 +96,19 @@ class DocumentRows(abc.ABC):
 
         Raises Stop(DATA_MISMATCH) if one of their files has changed since the run began.
         """
-        paths = self._paths(located, chosen)
-        self._unchanged.check(paths)
+        first, tokens = located.first, self._token_set
+        files = {file for row in chosen for file in located.files[first[row] : first[row + 1]]}
+        files |= {located.after_files[row] for row in chosen} - {-1}
+        for file in files:
+            self._unchanged.check((tokens.paths[file], *tokens.loss_masks[file : file + 1]))
         try:
-            return read_rows(located, chosen, self.seq_len, self._files, self._ramp_T, self._loss_masks)
+            return read_rows(located, chosen, self.seq_len, self._files, self._loss_masks)
         except Stop:
             raise
         except Exception as error:  # any error may be caused by a truncated file
             if problem := missing_tokens(located, chosen, self._files):
                 raise Stop(Exit.DATA_MISMATCH, problem) from error
             raise
-
-    def _paths(self, located: LocatedPieces, chosen: Sequence[int]) -> list[str]:
-        """Returns the files of the rows."""
-        first, files, tokens = located.first, located.files, self._token_set
-        numbers = {file for row in chosen for file in files[first[row] : first[row + 1]]}
-        numbers |= {located.after_files[row] for row in chosen} - {-1}
-        return [path for number in numbers for path in (tokens.paths[number], *tokens.loss_masks[number : number + 1])]
 
     def __getitem__(self, row: int) -> Batch:
         """Returns a row as a Batch of [T]."""
@@ -132,10 +123,6 @@ class DocumentRows(abc.ABC):
         sources_T = np.zeros(self.seq_len, np.int32)
         sources_T[: pieces.lengths.sum()] = np.repeat(self.documents.sources(pieces.documents), pieces.lengths)
         return sources_T
-
-    def _group_of(self, rows: np.ndarray) -> np.ndarray:
-        """Returns the group of each row."""
-        return self.group_rows.searchsorted(rows, side="right") - 1
 
 
 def order_generator(seed: int | str) -> np.random.Philox:
@@ -224,10 +211,10 @@ class PackedRows(DocumentRows):
             found += self.arrays[f"{self.part}.order_high"][positions].astype(np.int64) << 32
         return found
 
-    def pieces(self, rows: np.ndarray) -> Pieces:
-        """Returns the pieces of the rows int64[m]."""
+    def pieces(self, rows: np.ndarray) -> RowPieces:
         self.arrays.check()
-        T, starts, group = self.seq_len, rows * self.seq_len, self._group_of(rows)
+        T, starts = self.seq_len, rows * self.seq_len
+        group = self.group_rows.searchsorted(rows, side="right") - 1
         positions, documents, begins, lengths, row = self._around(starts, group)
         inside = (begins < starts[row] + T) & (begins + lengths > starts[row])
         positions, documents, row = positions[inside], documents[inside], row[inside]
@@ -240,7 +227,7 @@ class PackedRows(DocumentRows):
         continues = end[last] > T
         next_positions = np.where(continues, positions[last], positions[last] + 1)
         has_next = next_positions < self._firsts[group + 1]
-        return Pieces(
+        return RowPieces(
             first=bounds,
             documents=documents,
             skipped=skipped,
@@ -267,7 +254,6 @@ class PackedRows(DocumentRows):
         return positions, documents, before - (before[bounds[:-1]] - sampled[first])[row], lengths, row
 
     def rows_of(self, document: int) -> np.ndarray:
-        """Returns int64: the rows with a piece of the document, in order; empty if the part does not have it."""
         self.arrays.check()
         for group in range(self._groups):
             rank = self.documents.rank(self.part, group, document)

@@ -14,11 +14,10 @@ import numpy as np
 
 from jaxscale.core.batch import Batch
 from jaxscale.runtime.data.best_fit import plan_settings
-from jaxscale.runtime.data.cache import cache_folder
 from jaxscale.runtime.data.checks import check_data, check_lengths, corpus_files, vocabulary_problem
 from jaxscale.runtime.data.config import DataConfig, mixture_stages
 from jaxscale.runtime.data.dataset import Transform, check_transforms, map_dataset, open_transform, read_batch
-from jaxscale.runtime.data.mixture import Detour, Mixture, check_sources, plan_mixture
+from jaxscale.runtime.data.mixture import Detour, Mixture, RunBatches, check_sources, plan_mixture
 from jaxscale.runtime.data.objectives import apply_objective, apply_with_origin, reads_text_in_order
 from jaxscale.runtime.data.objectives.ids import SpecialIds, TokenizerIds, find_ids, synthetic_ids
 from jaxscale.runtime.data.order import ORDER, Batches, RowOrder
@@ -30,8 +29,9 @@ from jaxscale.runtime.data.split import CorpusSplit, split_corpus
 from jaxscale.runtime.data.stacking import padding_row, stack_rows
 from jaxscale.runtime.data.token_files import common_token_bytes, open_tokens, prepared_set_folder
 from jaxscale.runtime.data.tokenize import open_documents
-from jaxscale.runtime.data.verified import size_only
+from jaxscale.runtime.data.verified import Say, size_only
 from jaxscale.runtime.text.chat.template import load_template
+from jaxscale.runtime.text.sources.files import SourceFile
 from jaxscale.runtime.text.tokenizer.base import Tokenizer
 from jaxscale.system.exits import BadInput
 from jaxscale.units import BatchSizes
@@ -102,15 +102,13 @@ class Corpus:
         """
         if not self.cfg.mixture:
             return None
+        num_batches = total_steps if num_batches is None else num_batches
         return plan_mixture(
             self.cfg.mixture,
             self.cfg.max_epochs if capped else {},
+            RunBatches(BatchSizes.of(rows_per_batch), self.seq_len, total_steps, num_batches),
             sizes=self.rows_of_sources,
             tokens_of=self.tokens_of_sources,
-            seq_len=self.seq_len,
-            rows_per_batch=rows_per_batch,
-            total_steps=total_steps,
-            num_batches=total_steps if num_batches is None else num_batches,
             detours=detours,
             begun=begun,
         )
@@ -185,67 +183,16 @@ def open_data(
     if cfg.name == "synthetic":
         return synthetic_corpus(cfg, seq_len=seq_len, vocab_size=vocab_size, seed=seed)
     files, val_files = corpus_files(cfg, say)[0]
-    if cfg.name == "tokens":
-        shards, val_shards, tokenizer = open_tokens(cfg, files, val_files, vocab_size, say)
-    else:
-        shards, val_shards, tokenizer = open_documents(cfg, files, val_files, vocab_size, say)
-    if cfg.verify == "size":
-        shards, val_shards = (
-            [shard._replace(expected=size_only(shard.expected)) for shard in some] for some in (shards, val_shards)
-        )
-    for shard in [*shards, *val_shards]:
-        if shard.header["max_id"] >= vocab_size:
-            place = shard.header.get("largest_place") or shard.place
-            raise BadInput(vocabulary_problem(place, shard.header["max_id"], vocab_size))
-        if shard.loss_mask_path and cfg.objective.name != "next_token":
-            raise BadInput(
-                f"{shard.header['files'][0]['name']} has a loss mask; data.objective.name="
-                f"{cfg.objective.name!r} must be next_token"
-            )
-    make = dict(seq_len=seq_len, vocab_size=vocab_size, seed=seed)
-    return assemble(cfg, shards, val_shards, tokenizer, say, published=prepared_set_folder(cfg, files), **make)
-
-
-def assemble(
-    cfg: DataConfig,
-    train_shards: Sequence[Shard],
-    valid_shards: Sequence[Shard],
-    tokenizer: Tokenizer | None,
-    say: Callable[[str], None],
-    *,
-    seq_len: int,
-    vocab_size: int,
-    seed: int,
-    published: str = "",
-) -> Corpus:
-    """Builds the corpus from training and validation shards; without the latter, validation is a part of the former.
-
-    published: folder or address of a prepared set that may have a row plan.
-    """
-    shards = [*train_shards, *valid_shards]
+    train_shards, valid_shards, tokenizer = open_shards(cfg, files, val_files, vocab_size, say)
+    shards, published = [*train_shards, *valid_shards], prepared_set_folder(cfg, files)
     names = source_names(shards)
-    parts = split_corpus(cfg, train_shards, valid_shards, names, seq_len)
-    settings_of_plan = make_plan_settings(cfg, parts, seq_len=seq_len, seed=seed)
-    plan = open_plan(
-        parts,
-        settings_of_plan,
-        functools.partial(check_facts, cfg, names, seq_len),
-        cache_folder(cfg),
-        verify=cfg.verify,
-        say=say,
-        published=published,
-        cache_bytes=cfg.cache_bytes if published else 0,
-    )
-    check_facts(cfg, names, seq_len, plan.facts)
-    settings = {
-        "data.packing": cfg.packing,
-        "the rules of packing": joined_digest(packing_rules(cfg)),
-        "the order of rows": str(ORDER),
-        "data.val_fraction": "val_files" if valid_shards else str(cfg.val_fraction),
-    }
+    split = split_corpus(cfg, train_shards, valid_shards, names, seq_len)
+    plan_settings = make_plan_settings(cfg, split, seq_len=seq_len, seed=seed)
+    check = functools.partial(check_facts, cfg, names, seq_len)
+    plan = open_plan(cfg, split, plan_settings, check, published, say)
+    check(plan.facts)
     token_bytes = tokenizer.token_bytes if tokenizer else common_token_bytes(shards)
     known = tokenizer or TokenizerIds("unknown", cfg.eos_id)
-    made_with = tokenizer.fingerprint if tokenizer else train_shards[0].header["tokenizer"]["fingerprint"]
     return Corpus(
         train_rows=plan.train,
         valid_rows=plan.valid,
@@ -255,15 +202,36 @@ def assemble(
         source_names=names,
         tokenizer=tokenizer,
         token_bytes=token_bytes,
-        fingerprint=settings_of_plan.fingerprint,
-        summary=f"data.{cfg.name}: " + "; ".join(summary_facts(cfg, parts, plan, shards, tokenizer)),
+        fingerprint=plan_settings.fingerprint,
+        summary=f"data.{cfg.name}: " + "; ".join(summary_facts(cfg, split, plan, shards, tokenizer)),
         shards=tuple(train_shards),
         ids=find_ids(cfg.objective, known, token_bytes, vocab_size, seq_len),
-        parts=data_parts(train_shards, valid_shards, made_with, settings),
+        parts=data_parts(cfg, train_shards, valid_shards, tokenizer),
         published=published,
         chat=load_template(tokenizer, cfg.chat).note if cfg.name == "chat" and tokenizer else None,
         tokens_of_sources=dict(zip(names, plan.facts["tokens"]["train"])),
     )
+
+
+def open_shards(
+    cfg: DataConfig, files: Sequence[SourceFile], val_files: Sequence[SourceFile], vocab_size: int, say: Say
+) -> tuple[list[Shard], list[Shard], Tokenizer | None]:
+    """Returns (training shards, validation shards, tokenizer or None), checked against the model and the objective."""
+    open_files = open_tokens if cfg.name == "tokens" else open_documents
+    shards, val_shards, tokenizer = open_files(cfg, files, val_files, vocab_size, say)
+    for shard in [*shards, *val_shards]:
+        if shard.header["max_id"] >= vocab_size:
+            place = shard.header.get("largest_place") or shard.place
+            raise BadInput(vocabulary_problem(place, shard.header["max_id"], vocab_size))
+        if shard.loss_mask_path and cfg.objective.name != "next_token":
+            raise BadInput(
+                f"{shard.header['files'][0]['name']} has a loss mask; data.objective.name="
+                f"{cfg.objective.name!r} must be next_token"
+            )
+    if cfg.verify == "size":
+        unhashed = lambda some: [shard._replace(expected=size_only(shard.expected)) for shard in some]
+        return unhashed(shards), unhashed(val_shards), tokenizer
+    return shards, val_shards, tokenizer
 
 
 def source_names(shards: Sequence[Shard]) -> tuple[str, ...]:
@@ -310,12 +278,10 @@ def publish_plan(folder: Path, cfg: DataConfig, shards: Sequence[Shard], *, seq_
 
 
 def data_parts(
-    train_shards: Sequence[Shard], valid_shards: Sequence[Shard], tokenizer: str, settings: dict[str, str]
+    cfg: DataConfig, train_shards: Sequence[Shard], valid_shards: Sequence[Shard], tokenizer: Tokenizer | None
 ) -> dict[str, str]:
-    """Returns {readable name: hash or value} of the inputs of a corpus's fingerprint.
-
-    Args: tokenizer: its fingerprint, '' if unknown. settings: those that determine the rows.
-    """
+    """Returns {readable name: hash or value} of the inputs of a corpus's fingerprint."""
+    made_with = tokenizer.fingerprint if tokenizer else train_shards[0].header["tokenizer"]["fingerprint"]
     hashes = [*file_hashes(train_shards, ""), *file_hashes(valid_shards, "validation ")]
     if len(hashes) > MOST_PARTS:
         hashes = [(f"source {source}", source, sha256) for _, source, sha256 in hashes]
@@ -323,7 +289,14 @@ def data_parts(
     for name, _, sha256 in hashes:
         sums.setdefault(name, []).append(sha256)
     found = {name: some[0][:DIGITS] if len(some) == 1 else joined_digest(some) for name, some in sums.items()}
-    return {"the tokenizer": tokenizer[:DIGITS], **found, **settings}
+    return {
+        "the tokenizer": made_with[:DIGITS],
+        **found,
+        "data.packing": cfg.packing,
+        "the rules of packing": joined_digest(packing_rules(cfg)),
+        "the order of rows": str(ORDER),
+        "data.val_fraction": "val_files" if valid_shards else str(cfg.val_fraction),
+    }
 
 
 def file_hashes(shards: Sequence[Shard], prefix: str) -> Iterator[tuple[str, str, str]]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxscale.runtime.data.array_folder import Arrays, ArrayWriter, find_arrays, open_arrays
 from jaxscale.runtime.data.best_fit import BestFitRows, plan_settings, write_best_fit
-from jaxscale.runtime.data.cache import describe_skipped, ensure_folder, folder_name, open_or_rebuild
+from jaxscale.runtime.data.cache import cache_folder, describe_skipped, ensure_folder, folder_name, open_or_rebuild
 from jaxscale.runtime.data.config import DataConfig
 from jaxscale.runtime.data.documents import (
     TRAIN,
@@ -69,8 +69,9 @@ class OpenPlan(NamedTuple):
 def write_plan(folder: Path, split: CorpusSplit, settings: PlanSettings, check: Callable[[Facts], None]) -> None:
     """Writes the plan of a corpus into `folder`. check(facts): raises for an unusable corpus, before packing."""
     rule, words = split.rule()
-    groups = {TRAIN: settings.num_groups, **({VALID: 1} if split.has_validation else {})}
-    keep_empty = split.keeps_empty and settings.packing == "best_fit" and settings.num_groups == 1
+    groups = {TRAIN: settings.num_groups, **({VALID: 1} if split.valid_shards or split.fraction else {})}
+    is_plain = not split.fraction and split.conversations is None  # nothing of the training files is held out
+    keep_empty = is_plain and settings.packing == "best_fit" and settings.num_groups == 1
     chunks = functools.partial(split.chunks, rule, keep_empty=keep_empty)
     for use_int64 in (False, True):
         with ArrayWriter(folder) as out:
@@ -96,13 +97,6 @@ def write_rows(out: ArrayWriter, facts: Facts, settings: PlanSettings) -> dict[s
     return parts
 
 
-def shard_token_set(shards: Sequence[Shard]) -> TokenSet:
-    """Returns the token files of the shards, in order."""
-    little = lambda shard: np.dtype(shard.header["dtype"]).newbyteorder("<").str
-    sizes = lambda shard: (shard.header["num_documents"], shard.header["num_tokens"])
-    return make_token_set([(s.bin_path, little(s), s.loss_mask_path, *sizes(s), s.expected) for s in shards])
-
-
 def open_rows(arrays: Arrays, files: TokenSet) -> OpenPlan:
     """Opens the rows that are planned in these arrays."""
     header = arrays.header
@@ -112,53 +106,42 @@ def open_rows(arrays: Arrays, files: TokenSet) -> OpenPlan:
 
 
 def open_plan(
+    cfg: DataConfig,
     split: CorpusSplit,
     settings: PlanSettings,
     check: Callable[[Facts], None],
-    cache: Path,
-    *,
-    verify: str,
-    say: Say,
     published: str,
-    cache_bytes: int,
+    say: Say,
 ) -> OpenPlan:
     """Opens the plan of a corpus, created in the cache if it is neither published nor cached.
 
-    Args: published: folder or gs:// address of a prepared set, or ''. cache_bytes: limit of the cache of buckets.
+    published: folder or gs:// address of a prepared set, or ''.
     """
-    files = shard_token_set([*split.train_shards, *split.valid_shards])
-    name = folder_name("rows", settings.cache_key)
-    location = f"{published}/{name}"
-    if published and (found := find_arrays(location, cache, cache_bytes, verify, say)) is not None:
-        return open_rows(found, files)
-    make = functools.partial(write_plan_logged, split, settings, check, say)
-    return open_or_rebuild(
-        cache,
-        "rows",
-        settings.cache_key,
-        make,
-        lambda folder: open_rows(open_arrays(folder, cache, verify, say), files),
-        say,
-    )
+    shards, cache = [*split.train_shards, *split.valid_shards], cache_folder(cfg)
+    little = lambda shard: np.dtype(shard.header["dtype"]).newbyteorder("<").str
+    sizes = lambda shard: (shard.header["num_documents"], shard.header["num_tokens"])
+    files = make_token_set([(s.bin_path, little(s), s.loss_mask_path, *sizes(s), s.expected) for s in shards])
+    if published:
+        location = f"{published}/{folder_name('rows', settings.cache_key)}"
+        if (found := find_arrays(location, cache, cfg.cache_bytes, cfg.verify, say)) is not None:
+            return open_rows(found, files)
+
+    def make(folder: Path) -> None:
+        if (number := int(files.first_documents[-1])) >= REPORTED_DOCUMENTS:
+            say(
+                f"planning the rows of {number:,} documents (once; then cached). `jaxscale prepare` publishes "
+                "the plan with the set: see rows.seq_len"
+            )
+        write_plan(folder, split, settings, check)
+
+    open_whole = lambda folder: open_rows(open_arrays(folder, cache, cfg.verify, say), files)
+    return open_or_rebuild(cache, "rows", settings.cache_key, make, open_whole, say)
 
 
 def make_plan(folder: Path, split: CorpusSplit, settings: PlanSettings, check: Callable[[Facts], None]) -> Path:
     """Returns the plan's folder in a set's folder, created if missing."""
     make = functools.partial(write_plan, split=split, settings=settings, check=check)
     return ensure_folder(folder, "rows", settings.cache_key, make, is_cache=False)
-
-
-def write_plan_logged(
-    split: CorpusSplit, settings: PlanSettings, check: Callable[[Facts], None], say: Say, folder: Path
-) -> None:
-    """Calls write_plan; logs a line first if it takes long."""
-    number = sum(shard.header["num_documents"] for shard in [*split.train_shards, *split.valid_shards])
-    if number >= REPORTED_DOCUMENTS:
-        say(
-            f"planning the rows of {number:,} documents (once; then cached). `jaxscale prepare` publishes "
-            "the plan with the set: see rows.seq_len"
-        )
-    write_plan(folder, split, settings, check)
 
 
 def summary_facts(

@@ -13,7 +13,7 @@ SYNTHETIC_ROWS = 1 << 24  # in an epoch; large enough that no run repeats a row
 OpenIds = Callable[[str, str], Any]  # (path, dtype) -> sliceable ids
 
 
-class Pieces(NamedTuple):
+class RowPieces(NamedTuple):
     """The p pieces of m rows: row r consists of pieces `first[r]` to `first[r + 1]`, followed by padding.
 
     A piece is `lengths` tokens of a document from its token `skipped` on. `after_documents` and `after_skipped` are the
@@ -55,7 +55,7 @@ class TokenFiles(dict):
         return self[number]
 
 
-def locate(pieces: Pieces, where: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]) -> LocatedPieces:
+def locate(pieces: RowPieces, where: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]) -> LocatedPieces:
     """Locates pieces in files. where(documents): (file, offset of the first token) of each."""
     first, documents = pieces.first, pieces.documents
     ends = np.cumsum(pieces.lengths)
@@ -79,51 +79,52 @@ def locate(pieces: Pieces, where: Callable[[np.ndarray], tuple[np.ndarray, np.nd
 
 
 def read_rows(
-    located: LocatedPieces,
-    chosen: Sequence[int],
-    T: int,
-    files: TokenFiles,
-    ramp_T: np.ndarray,
-    loss_masks: TokenFiles | None = None,
+    located: LocatedPieces, chosen: Sequence[int], T: int, files: TokenFiles, loss_masks: TokenFiles | None = None
 ) -> Batch:
     """Reads rows as a Batch of [len(chosen), T]; each token is copied once.
 
-    ramp_T: 0, 1, 2, ..., allocated once by the caller. loss_masks: mask of each file, 1 for tokens with a loss; a
-    weight is that of its target. None, or '' for a file: all 1.
+    loss_masks: mask of each file, 1 for tokens with a loss; a weight is that of its target. None, or '' for a file:
+    all 1.
     """
-    first, piece_files, offsets, begins, lengths, ended, after_files, after_offsets, _ = located
     fields_FBT = np.empty((5, len(chosen), T), np.int32)  # one allocation, which malloc reuses for the next batch
     tokens_BT, targets_BT, positions_BT, segments_BT = fields_FBT[:4]
     weights_BT = fields_FBT[4].view(np.float32)
     weights_BT[:] = 1
-    tokens, positions, segments, weights = (  # flat: slicing one dimension costs half as much as two
-        array.reshape(-1) for array in (tokens_BT, positions_BT, segments_BT, weights_BT)
-    )
-    last = []
-    for place, row in enumerate(chosen):
-        base = stop = place * T
-        number = 0
-        for piece in range(first[row], first[row + 1]):
-            number += 1
-            length, offset = lengths[piece], offsets[piece]
-            start = base + begins[piece]
-            stop = start + length
-            tokens[start:stop] = files[piece_files[piece]][offset : offset + length]
-            positions[start:stop] = ramp_T[:length]
-            segments[start:stop] = number
-            if loss_masks is not None and len(mask := loss_masks[piece_files[piece]]):
-                mask = mask[offset + 1 : offset + 1 + length]
-                weights[start : start + len(mask)] = mask
-            if ended[piece]:
-                weights[stop - 1] = 0  # the next token belongs to another document
-        if stop < base + T:
-            for array in (tokens, positions, segments, weights):
-                array[stop : base + T] = 0
-        file = after_files[row]
-        last.append(0 if file < 0 else files[file][after_offsets[row]])
+    ramp_T = np.arange(T, dtype=np.int32)
+    for row, *fields in zip(chosen, tokens_BT, positions_BT, segments_BT, weights_BT):
+        fill_row(located, row, fields, files, ramp_T, loss_masks)
+    after = [(located.after_files[row], located.after_offsets[row]) for row in chosen]
     targets_BT[:, :-1] = tokens_BT[:, 1:]
-    targets_BT[:, -1] = last
+    targets_BT[:, -1] = [0 if file < 0 else files[file][offset] for file, offset in after]
     return Batch(tokens_BT, targets_BT, positions_BT, segments_BT, weights_BT)
+
+
+def fill_row(
+    located: LocatedPieces,
+    row: int,
+    fields: Sequence[np.ndarray],
+    files: TokenFiles,
+    ramp_T: np.ndarray,
+    loss_masks: TokenFiles | None,
+) -> None:
+    """Reads one row into its fields: tokens, positions, segment ids and weights of [T]. ramp_T: 0, 1, 2, ..."""
+    tokens_T, positions_T, segments_T, weights_T = fields
+    first, piece_files, offsets, begins, lengths, ended, *_ = located
+    stop = 0
+    for number, piece in enumerate(range(first[row], first[row + 1]), 1):
+        length, offset, start = lengths[piece], offsets[piece], begins[piece]
+        stop = start + length
+        tokens_T[start:stop] = files[piece_files[piece]][offset : offset + length]
+        positions_T[start:stop] = ramp_T[:length]
+        segments_T[start:stop] = number
+        if loss_masks is not None and len(mask := loss_masks[piece_files[piece]]):
+            mask = mask[offset + 1 : offset + 1 + length]
+            weights_T[start : start + len(mask)] = mask
+        if ended[piece]:
+            weights_T[stop - 1] = 0  # the next token belongs to another document
+    if stop < len(tokens_T):
+        for field_T in fields:
+            field_T[stop:] = 0
 
 
 def missing_tokens(located: LocatedPieces, chosen: Sequence[int], files: TokenFiles) -> str:
@@ -145,10 +146,7 @@ def missing_tokens(located: LocatedPieces, chosen: Sequence[int], files: TokenFi
 
 
 class SyntheticRows:
-    """Rows of uniform random tokens below vocab_size, each a function of (seed, row). Picklable.
-
-    For throughput measurements without files or a tokenizer.
-    """
+    """Rows of uniform random tokens below vocab_size, each a function of (seed, row), for throughput. Picklable."""
 
     def __init__(self, *, seq_len: int, vocab_size: int, seed: int, num_rows: int = SYNTHETIC_ROWS):
         self.seq_len, self.vocab_size, self.seed, self.num_rows = seq_len, vocab_size, seed, num_rows

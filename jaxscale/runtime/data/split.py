@@ -26,16 +26,6 @@ class CorpusSplit(NamedTuple):
     content: list[str]  # inputs of the data fingerprint
     conversations: "ConversationSplit | None" = None  # split and clipped one by one at each start
 
-    @property
-    def has_validation(self) -> bool:
-        """Returns True if there is a validation part."""
-        return bool(self.valid_shards or self.fraction)
-
-    @property
-    def keeps_empty(self) -> bool:
-        """Returns True if empty documents count, which holds if nothing of the training files is held out."""
-        return not self.fraction and self.conversations is None
-
     def rule(self) -> tuple[SplitRule, str]:
         """Returns (rule, description of the validation part). Reads the source of each document."""
         if self.conversations is not None:
@@ -52,14 +42,14 @@ class CorpusSplit(NamedTuple):
         if self.conversations is not None:
             yield from self.conversations.chunks
             return
-        by_hash = (shard_holdout(shard, self.fraction) for shard in self.train_shards) if self.fraction else None
-        for lengths, sources in read_indexes(self.train_shards, self.names):
+        for shard, (lengths, sources) in zip(self.train_shards, read_indexes(self.train_shards, self.names)):
             has_tokens = lengths > 0
-            if by_hash is None:
+            if not self.fraction:
                 train = np.ones_like(has_tokens) if keep_empty else has_tokens
                 yield DocumentChunk(lengths, sources, train, np.zeros_like(has_tokens))
                 continue
-            in_valid, is_cut = next(by_hash), np.isin(sources, rule.tails)
+            by_file = [file_holdout(name, number, self.fraction) for name, number in source_files(shard)]
+            in_valid, is_cut = np.concatenate([np.zeros(0, bool), *by_file]), np.isin(sources, rule.tails)
             tails = rule.lengths(lengths, sources, "valid")[1]
             train = has_tokens & (is_cut | ~in_valid) & (rule.lengths(lengths, sources, "train")[1] > 0)
             yield DocumentChunk(lengths, sources, train, has_tokens & np.where(is_cut, tails > 0, in_valid))
@@ -96,12 +86,6 @@ def read_indexes(shards: Sequence[Shard], names: Sequence[str]) -> Iterator[tupl
         yield np.diff(offsets), renumber[source_ids]
 
 
-def shard_holdout(shard: Shard, fraction: float) -> np.ndarray:
-    """Returns bool[documents]: held-out documents of a shard."""
-    parts = [file_holdout(name, number, fraction) for name, number in source_files(shard)]
-    return np.concatenate(parts) if parts else np.zeros(0, bool)
-
-
 def file_holdout(file_name: str, num_documents: int, fraction: float) -> np.ndarray:
     """Returns bool[num_documents]: held-out documents of a file, each with probability `fraction`."""
     limit = np.uint64(min(int(fraction * 2**64), 2**64 - 1))
@@ -109,7 +93,7 @@ def file_holdout(file_name: str, num_documents: int, fraction: float) -> np.ndar
         document_hashes(file_name, first, min(CHUNK_DOCUMENTS, num_documents - first)) < limit
         for first in range(0, num_documents, CHUNK_DOCUMENTS)
     ]
-    return np.concatenate(parts) if parts else np.zeros(0, bool)
+    return np.concatenate([np.zeros(0, bool), *parts])
 
 
 def document_hashes(file_name: str, first: int, number: int) -> np.ndarray:
@@ -130,7 +114,8 @@ def split_corpus(
         content += [str(cfg.val_fraction), *(f"{name}:{documents}" for name, documents in files)]
     if cfg.name != "chat":
         return CorpusSplit(train_shards, valid_shards, names, fraction, content)
-    conversations, more = split_conversations(train_shards, valid_shards, names, fraction, cfg.chat.too_long, seq_len)
+    shards, num_train = [*train_shards, *valid_shards], len(train_shards)
+    conversations, more = split_conversations(shards, num_train, names, fraction, cfg.chat.too_long, seq_len)
     return CorpusSplit(train_shards, valid_shards, names, fraction, content + more, conversations)
 
 
@@ -146,41 +131,32 @@ def source_files(shard: Shard) -> list[tuple[str, int]]:
 
 
 def split_conversations(
-    train_shards: Sequence[Shard], valid_shards: Sequence[Shard], names: Sequence[str], fraction: float, too_long: str,
-    seq_len: int,
-) -> tuple[ConversationSplit, list[str]]:  # fmt: skip
-    """Returns (conversations, inputs of the data fingerprint).
+    shards: Sequence[Shard], num_train: int, names: Sequence[str], fraction: float, too_long: str, seq_len: int
+) -> tuple[ConversationSplit, list[str]]:
+    """Returns (conversations, inputs of the data fingerprint). The shards from num_train on are validation.
 
     For a source with few conversations, the number closest to `fraction`, at least one and never all, with the smallest
     hashes are held out. Conversations longer than a row are cut or dropped.
     """
-    found = [list(zip(shards, read_indexes(shards, names))) for shards in (train_shards, valid_shards)]
-    sources = [sources for shard, (_, sources) in found[0]]
-    in_valid = conversation_holdout(train_shards, np.concatenate(sources), names, fraction) if fraction else None
-    bounds = np.cumsum([0, *map(len, sources)])
-    chunks, cut, dropped = [], np.zeros(2, np.int64), np.zeros(2, np.int64)  # of training, of validation
-    for is_valid, shards in enumerate(found):
-        for number, (shard, (lengths, document_sources)) in enumerate(shards):
-            valid = np.full(len(lengths), bool(is_valid))
-            if in_valid is not None:
-                valid = in_valid[bounds[number] : bounds[number + 1]]
-            keep, is_long = fits_row(shard, lengths, too_long, seq_len)
-            for part, members in enumerate((~valid, valid)):
-                cut[part] += (members & is_long & keep).sum()
-                dropped[part] += (members & ~keep).sum()
-            keep &= lengths > 0
-            chunks.append(DocumentChunk(lengths, document_sources, keep & ~valid, keep & valid))
-    fitted = []
-    if cut.sum():
-        fitted = [f"{plural(int(cut.sum()), 'document')} longer than a row cut (data.chat.too_long)"]
-    if dropped.sum():
+    indexes = list(read_indexes(shards, names))
+    in_valid = [np.full(len(lengths), number >= num_train) for number, (lengths, _) in enumerate(indexes)]
+    if fraction:  # then all shards are training
+        held_out = conversation_holdout(shards, np.concatenate([sources for _, sources in indexes]), names, fraction)
+        in_valid = np.split(held_out, np.cumsum([len(lengths) for lengths, _ in indexes])[:-1])
+    chunks, cut, dropped = [], 0, 0
+    for shard, (lengths, sources), valid in zip(shards, indexes, in_valid):
+        keep, is_long = fits_row(shard, lengths, too_long, seq_len)
+        cut, dropped = cut + int((is_long & keep).sum()), dropped + int((~keep).sum())
+        keep &= lengths > 0
+        chunks.append(DocumentChunk(lengths, sources, keep & ~valid, keep & valid))
+    fitted = [f"{plural(cut, 'document')} longer than a row cut (data.chat.too_long)"] if cut else []
+    if dropped:
         reason = ", their loss mask starts after a row's end" if too_long == "cut" else ""
-        fitted += [f"{plural(int(dropped.sum()), 'document')} longer than a row dropped (data.chat.too_long{reason})"]
+        fitted += [f"{plural(dropped, 'document')} longer than a row dropped (data.chat.too_long{reason})"]
     by_hash = f"{fraction:.3g} of the documents, by a hash of their names" * bool(fraction)
-    description = "data.val_files" if valid_shards else by_hash
-    return ConversationSplit(SplitRule(clip=seq_len), description, chunks, fitted), fitted_content(
-        too_long, seq_len, int(dropped.sum())
-    )
+    description = "data.val_files" if num_train < len(shards) else by_hash
+    split = ConversationSplit(SplitRule(clip=seq_len), description, chunks, fitted)
+    return split, fitted_content(too_long, seq_len, dropped)
 
 
 def fitted_content(too_long: str, seq_len: int, dropped: int) -> list[str]:
