@@ -239,8 +239,7 @@ def plan_mixture(
             stages.append(MixtureStage(row, pattern))
     text = ", ".join(f"{name} {used / size:.3g}" for (name, size), used in zip(sizes.items(), used_G) if used)
     lines.append(f"epochs of each source in this run: {text}")
-    starts_as_written = {as_written: start for start, _, as_written in written}
-    return Mixture(names, tuple(stages), tuple(lines), mixture_names(mixture), starts_as_written)
+    return Mixture(names, tuple(stages), tuple(lines), mixture_names(mixture), {name: n for n, _, name in written})
 
 
 def cut_at_caps(

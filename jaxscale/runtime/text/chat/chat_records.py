@@ -114,21 +114,17 @@ def openai_message(message: Any, where: str) -> dict[str, Any]:
         raise BadInput(f"has {role!r} as {where}.role, which must be a word such as user")
     role = ASSISTANT if role == "model" else role
     if isinstance(content, list):
-        content = "".join(text_part(part, f"{where}.content") for part in content)
+        parts = [part if isinstance(part, Mapping) else {"type": json_type(part)} for part in content]
+        for part in parts:
+            if part.get("type") != "text" or not isinstance(part.get("text"), str):
+                raise BadInput(f"has a part of {part.get('type')!r} in {where}.content; only text is read")
+        content = "".join(part["text"] for part in parts)
     if content is None and calls:
         content = ""
     if not isinstance(content, str):
         raise BadInput(f"has {json_type(content)} as {where}.content, not text")
     parsed = {**message, "role": role, "content": content}
     return parsed | {"tool_calls": [parse_arguments(call, where) for call in calls]} if calls else parsed
-
-
-def text_part(part: Any, where: str) -> str:
-    """Returns the text of a content part."""
-    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return part["text"]
-    what = part.get("type") if isinstance(part, Mapping) else json_type(part)
-    raise BadInput(f"has a part of {what!r} in {where}; only text is read")
 
 
 def parse_arguments(call: Any, where: str) -> Any:

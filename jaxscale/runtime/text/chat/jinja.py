@@ -49,13 +49,9 @@ class Generation(jinja2.ext.Extension):
         return f"{begin}{caller()}{end}"
 
 
-class TemplateRefusal(Exception):
-    """A template called raise_exception."""
-
-
 def raise_exception(message: str) -> None:
     """Implements raise_exception of templates."""
-    raise TemplateRefusal(message)
+    raise jinja2.TemplateError(message)
 
 
 def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **more: Any) -> str:

@@ -16,7 +16,7 @@ NO_TURN = "no assistant turn"
 LINE_END = "\n"  # tokenizers do not merge across it, but some add a space at the start of a text
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """A part of a document that is encoded separately."""
 
     text: str  # or the name of a special token
@@ -24,7 +24,7 @@ class Piece(NamedTuple):
     in_loss: bool
 
 
-class Span(NamedTuple):
+class TurnSpan(NamedTuple):
     """An assistant turn in a rendered text."""
 
     begin: int
@@ -35,7 +35,7 @@ class Span(NamedTuple):
 class RenderedDocument(NamedTuple):
     """A document in pieces. end_in_loss: its end token has a loss."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TextPiece, ...]
     end_in_loss: bool
 
     @property
@@ -49,8 +49,10 @@ def render_pair(pair: PromptCompletion, begin: Sequence[str] = ()) -> RenderedDo
 
     begin: special tokens before the prompt.
     """
-    first = [Piece(name, True, False) for name in begin]
-    texts = [Piece(text, False, in_loss) for text, in_loss in ((pair.prompt, False), (pair.completion, True)) if text]
+    first = [TextPiece(name, True, False) for name in begin]
+    texts = [
+        TextPiece(text, False, in_loss) for text, in_loss in ((pair.prompt, False), (pair.completion, True)) if text
+    ]
     return RenderedDocument((*first, *texts), bool(pair.completion))
 
 
@@ -91,7 +93,7 @@ def turn_spans(
     whole: str,
     template: ChatTemplate,
     guard: Guard,
-) -> list[Span]:
+) -> list[TurnSpan]:
     """Returns turn_span of each assistant turn; turns without loss are skipped if it fails."""
     spans = []
     for index, message in enumerate(messages):
@@ -107,7 +109,7 @@ def turn_spans(
 
 def turn_span(
     messages: Sequence[Mapping[str, Any]], index: int, tools: Any, whole: str, template: ChatTemplate, guard: Guard
-) -> Span:
+) -> TurnSpan:
     """Locates a turn in `whole` by rendering the conversation up to it.
 
     Raises: BadInput if the template renders the text before the turn differently than its prompt.
@@ -131,10 +133,10 @@ def turn_span(
                 "mark text with a loss in the template by {% generation %}"
             )
         end = found_at + len(last[0][0])
-    return Span(begin, end, True)
+    return TurnSpan(begin, end, True)
 
 
-def marked_spans(whole: str, turns: Sequence[bool]) -> tuple[str, list[Span]]:
+def marked_spans(whole: str, turns: Sequence[bool]) -> tuple[str, list[TurnSpan]]:
     """Returns (text without marks, spans between marks).
 
     turns: True for each assistant turn with a loss; () if there is none. Raises BadInput if the template does not
@@ -145,7 +147,7 @@ def marked_spans(whole: str, turns: Sequence[bool]) -> tuple[str, list[Span]]:
         if part == OPEN:
             begin = len(text)
         elif part == CLOSE:
-            spans.append(Span(begin, len(text), bool(turns)))
+            spans.append(TurnSpan(begin, len(text), bool(turns)))
         else:
             text += part
     if all(turns):
@@ -155,7 +157,7 @@ def marked_spans(whole: str, turns: Sequence[bool]) -> tuple[str, list[Span]]:
     return text, [span._replace(in_loss=in_loss) for span, in_loss in zip(spans, turns)]
 
 
-def split_pieces(whole: str, spans: Sequence[Span], mark: str, guard: Guard) -> RenderedDocument:
+def split_pieces(whole: str, spans: Sequence[TurnSpan], mark: str, guard: Guard) -> RenderedDocument:
     """Splits the text at special tokens and span boundaries. mark: the guard character to remove."""
     edges = {edge for span in spans for edge in (span.begin, span.end)}
     specials = {found.start(): found.end() for found in guard.pattern.finditer(whole)}
@@ -168,7 +170,7 @@ def split_pieces(whole: str, spans: Sequence[Span], mark: str, guard: Guard) -> 
         in_loss = any(s.in_loss and s.begin <= begin and end <= s.end for s in spans)
         text = whole[begin:end].replace(mark, "")
         if text:
-            pieces.append(Piece(text, specials.get(begin) == end, in_loss))
+            pieces.append(TextPiece(text, specials.get(begin) == end, in_loss))
     ends_open = bool(pieces) and pieces[-1].in_loss and not pieces[-1].special
     return RenderedDocument(tuple(pieces), ends_open)
 
@@ -181,7 +183,8 @@ def encode_rendered(tokenizer: Tokenizer, documents: Sequence[RenderedDocument])
     found = []
     for document, ids in zip(documents, encode_pieces(tokenizer, documents), strict=True):
         in_loss = [np.full(len(part), piece.in_loss) for part, piece in zip(ids, document.pieces, strict=True)]
-        whole, loss_mask = concat_ids(ids), np.concatenate([*in_loss, [document.end_in_loss]]).astype(bool)
+        whole = np.concatenate([np.zeros(0, np.int32), *ids])
+        loss_mask = np.concatenate([*in_loss, [document.end_in_loss]]).astype(bool)
         if len(whole) and whole[-1] == tokenizer.eos_id and document.pieces[-1].special:
             whole, loss_mask = whole[:-1], loss_mask[:-1]  # the writer appends the end token
         found.append((whole, loss_mask))
@@ -190,12 +193,7 @@ def encode_rendered(tokenizer: Tokenizer, documents: Sequence[RenderedDocument])
 
 def encode_prompt(tokenizer: Tokenizer, document: RenderedDocument) -> np.ndarray:
     """Returns int32[n]: the ids of the document, as in encode_rendered."""
-    return concat_ids(encode_pieces(tokenizer, [document])[0])
-
-
-def concat_ids(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Concatenates parts to int32[n]."""
-    return np.concatenate([np.zeros(0, np.int32), *parts])
+    return np.concatenate([np.zeros(0, np.int32), *encode_pieces(tokenizer, [document])[0]])
 
 
 def encode_pieces(tokenizer: Tokenizer, documents: Sequence[RenderedDocument]) -> list[list[np.ndarray]]:
@@ -207,7 +205,7 @@ def encode_pieces(tokenizer: Tokenizer, documents: Sequence[RenderedDocument]) -
                 (begins if is_start else continuations).append(piece.text)
     first, other = iter(tokenizer.encode_many(begins)), iter(encode_continuations(tokenizer, continuations))
 
-    def ids(is_start: bool, piece: Piece) -> np.ndarray:
+    def ids(is_start: bool, piece: TextPiece) -> np.ndarray:
         found = [tokenizer.special_ids[piece.text]] if piece.special else next(first if is_start else other)
         return np.asarray(found, np.int32)
 

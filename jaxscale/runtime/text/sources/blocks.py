@@ -9,7 +9,7 @@ import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
 from jaxscale.runtime.text.config import ReadConfig
 from jaxscale.runtime.text.sources.files import PACKED
@@ -47,11 +47,7 @@ def is_packed(path: str) -> bool:
 
 
 def read_blocks(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) -> Iterator[bytes]:
-    """Yields the bytes of a file, or of a part of one that is not packed, at most BLOCK_BYTES at a time.
-
-    skipped: counts bytes after the packed data. Raises: Damaged naming file, location and fix if the file is truncated,
-    broken, or larger than cfg allows.
-    """
+    """Yields the bytes of a file, or of a part of one that is not packed. Args and errors: see unpack."""
     if is_packed(path):
         yield from unpack(path, cfg, part.on_progress, skipped)
         return
@@ -93,11 +89,9 @@ class BlockStream(io.RawIOBase):
         self._blocks, self._buffered, self._place = blocks, b"", 0
 
     def readable(self) -> bool:
-        """Returns True: the stream is read-only."""
         return True
 
     def tell(self) -> int:
-        """Returns the number of bytes read."""
         return self._place
 
     def readinto(self, buffer: memoryview) -> int:
@@ -171,52 +165,25 @@ class UnpackError(Exception):
         self.reason, self.fix = reason, fix
 
 
-class Decompressor(Protocol):
-    """The interface of zstd.ZstdDecompressor (PEP 784) for one member of a packed file."""
-
-    @property
-    def eof(self) -> bool:
-        """True at the end of the member."""
-        ...
-
-    @property
-    def needs_input(self) -> bool:
-        """True if decompress() gives nothing more without more data."""
-        ...
-
-    @property
-    def unused_data(self) -> bytes:
-        """The bytes after the end of the member."""
-        ...
-
-    def decompress(self, data: bytes, max_length: int) -> bytes:
-        """Returns at most max_length unpacked bytes."""
-        ...
-
-
 class GzipDecompressor:
-    """zlib with the interface of Decompressor."""
+    """zlib with the interface of zstd.ZstdDecompressor (PEP 784), for one member of a packed file."""
 
     def __init__(self) -> None:
         self._zlib = zlib.decompressobj(16 + zlib.MAX_WBITS)
 
     @property
     def eof(self) -> bool:
-        """True at the end of the member."""
         return self._zlib.eof
 
     @property
     def needs_input(self) -> bool:
-        """True if decompress() gives nothing more without more data."""
         return not self._zlib.unconsumed_tail
 
     @property
     def unused_data(self) -> bytes:
-        """The bytes after the end of the member."""
         return self._zlib.unused_data
 
     def decompress(self, data: bytes, max_length: int) -> bytes:
-        """Returns at most max_length unpacked bytes."""
         return self._zlib.decompress(self._zlib.unconsumed_tail + data, max_length)
 
 
@@ -279,7 +246,9 @@ def members(
                 yield block
             elif member.needs_input and not member.eof and not data:
                 raise UnpackError("is cut short")
-        data = after_padding(file, member.unused_data)
+        data = member.unused_data
+        while len(data := data.lstrip(b"\0")) < MAGIC_BYTES and (more := file.read(READ_BYTES)):
+            data += more
         member = open_member(data, cfg)
     if data and any(magic.startswith(data) for magic in MAGIC):
         raise UnpackError("is cut short")
@@ -287,7 +256,7 @@ def members(
         skipped[TRAILING] += 1
 
 
-def open_member(data: bytes, cfg: ReadConfig) -> Decompressor | None:
+def open_member(data: bytes, cfg: ReadConfig) -> "GzipDecompressor | zstd.ZstdDecompressor | None":
     """Returns the decompressor of the member that begins with `data`; None if none begins there."""
     ending = packed_suffix(data)
     if ending == ".zst":
@@ -295,13 +264,6 @@ def open_member(data: bytes, cfg: ReadConfig) -> Decompressor | None:
         log = min(max(cfg.max_window_bytes.bit_length() - 1, smallest), largest)
         return zstd.ZstdDecompressor(options={zstd.DecompressionParameter.window_log_max: log})
     return GzipDecompressor() if ending else None
-
-
-def after_padding(file: BinaryIO, data: bytes) -> bytes:
-    """Returns the bytes after zero padding, at least MAGIC_BYTES if there are as many."""
-    while len(data := data.lstrip(b"\0")) < MAGIC_BYTES and (more := file.read(READ_BYTES)):
-        data += more
-    return data
 
 
 def up_to_break(path: str, cfg: ReadConfig, begin: int) -> Iterator[bytes]:
@@ -332,16 +294,13 @@ def check_size(path: str, unpacked: int, packed: int, cfg: ReadConfig) -> None:
 
 def not_packed(path: str, head: bytes) -> UnpackError:
     """Returns the error for a file that is packed only by its name."""
-    reason = "is neither gzip nor zstd by its first bytes, although its name says so"
+    fix = f"if it is text, rename it: mv {shlex.quote(path)} {shlex.quote(os.path.splitext(path)[0])}"
     try:
-        codecs.getincrementaldecoder("utf-8")().decode(head)
+        is_text = "\0" not in codecs.getincrementaldecoder("utf-8")().decode(head)
     except UnicodeDecodeError:
-        return UnpackError(reason, "fetch it again")
-    if b"\0" in head:
-        return UnpackError(reason, "fetch it again")
-    return UnpackError(
-        reason, f"if it is text, rename it: mv {shlex.quote(path)} {shlex.quote(os.path.splitext(path)[0])}"
-    )
+        is_text = False
+    reason = "is neither gzip nor zstd by its first bytes, although its name says so"
+    return UnpackError(reason, fix if is_text else "fetch it again")
 
 
 def explain_error(error: Exception, path: str, cfg: ReadConfig) -> UnpackError:

@@ -20,17 +20,6 @@ NUMBER_BYTES = 5  # maximum of a dictionary index per row
 DATASET_ROWS = 256  # rows of a Hugging Face dataset per batch
 
 
-def read_parquet(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) -> Records:
-    """Yields the text of each row as bytes, for the row groups of the part.
-
-    Raises: BadInput naming a file that is not Parquet, is truncated, or has no text column.
-    """
-    with open_parquet(path, cfg) as table:
-        names = select_columns(table.schema_arrow, path, cfg)
-        for row, batch in parquet_batches(table, [name for name in names if name], path, cfg, part):
-            yield from batch_rows(batch, names, row, path)
-
-
 def parquet_batches(
     table: Any, columns: list[str], path: str, cfg: ReadConfig, part: Part = WHOLE
 ) -> Iterator[tuple[int, Any]]:
@@ -43,12 +32,8 @@ def parquet_batches(
     for group in range(part.begin, min(part.end, meta.num_row_groups)):
         size = text_bytes(table, group, path, cfg, columns)
         rows = max(1, meta.row_group(group).num_rows)
-        batches = table.iter_batches(
-            batch_size=min(BATCH_ROWS, max(1, BATCH_BYTES * rows // max(size, 1))),
-            row_groups=[group],
-            columns=columns,
-            use_threads=False,
-        )
+        at_once = min(BATCH_ROWS, max(1, BATCH_BYTES * rows // max(size, 1)))
+        batches = table.iter_batches(at_once, row_groups=[group], columns=columns, use_threads=False)
         for batch in validated(batches, path, cfg):
             yield row, batch
             row += batch.num_rows
@@ -60,13 +45,22 @@ def open_parquet(path: str, cfg: ReadConfig) -> Any:
     import pyarrow.parquet
 
     with opening(path, cfg, "Parquet"):
-        table = pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20)
-        if (columns := column_indices(table, [cfg.text_field])) and is_dictionary_encoded(table.metadata, columns[0]):
+        options = dict(pre_buffer=False, buffer_size=1 << 20)
+        table = pyarrow.parquet.ParquetFile(path, **options)
+        groups = map(table.metadata.row_group, range(table.metadata.num_row_groups))
+        columns = column_indices(table, [cfg.text_field])[:1]
+        if any(is_dictionary_encoded(group.column(column)) for column in columns for group in groups):
             table.close()
-            table = pyarrow.parquet.ParquetFile(
-                path, pre_buffer=False, buffer_size=1 << 20, read_dictionary=[cfg.text_field]
-            )
+            table = pyarrow.parquet.ParquetFile(path, **options, read_dictionary=[cfg.text_field])
         return table
+
+
+def is_dictionary_encoded(chunk: Any) -> bool:
+    """Returns True if a column chunk stores its values as dictionary indices."""
+    if not chunk.has_dictionary_page or chunk.dictionary_page_offset is None:
+        return False
+    numbers = chunk.total_compressed_size - (chunk.data_page_offset - chunk.dictionary_page_offset)
+    return numbers <= NUMBER_BYTES * chunk.num_values + 1024
 
 
 @contextlib.contextmanager
@@ -82,17 +76,6 @@ def opening(path: str, cfg: ReadConfig, kind: str) -> Iterator[None]:
         raise Damaged(f"{path} cannot be read as {kind}: {first_line(error)}; {damage_fix(cfg)}") from None
 
 
-def is_dictionary_encoded(meta: Any, column: int) -> bool:
-    """Returns True if a row group stores the column as dictionary indices."""
-    for group in range(meta.num_row_groups):
-        chunk = meta.row_group(group).column(column)
-        if chunk.has_dictionary_page and chunk.dictionary_page_offset is not None:
-            numbers = chunk.total_compressed_size - (chunk.data_page_offset - chunk.dictionary_page_offset)
-            if numbers <= NUMBER_BYTES * chunk.num_values + 1024:
-                return True
-    return False
-
-
 def column_indices(table: Any, fields: Iterable[str]) -> list[int]:
     """Returns the column indices of these fields in row groups, including nested ones."""
     schema = table.metadata.schema
@@ -106,29 +89,16 @@ def text_bytes(table: Any, group: int, path: str, cfg: ReadConfig, fields: Itera
     chunks = [table.metadata.row_group(group).column(i) for i in column_indices(table, fields)]
     if not chunks:
         return table.metadata.row_group(group).total_byte_size
-    size, packed = sum(map(unpacked_bytes, chunks)), max(sum(chunk.total_compressed_size for chunk in chunks), 1)
+    # run-length encoding makes files of numbers much smaller than they are in memory
+    number_bytes = lambda chunk: chunk.num_values * NUMBER_TYPES.get(chunk.physical_type, 0)
+    size = sum(max(chunk.total_uncompressed_size, number_bytes(chunk)) for chunk in chunks)
+    packed = max(sum(chunk.total_compressed_size for chunk in chunks), 1)
     if size > max(RATIO_FLOOR, cfg.max_unpacked_ratio * packed) or size > cfg.max_unpacked_bytes:
         raise Damaged(
             f"{path} is refused: {packed:,} bytes of its row group {group} unpack to {size:,}, more than "
             f"{cfg.where}max_unpacked_ratio or {cfg.where}max_unpacked_bytes allow; take it out, or raise them"
         )
     return size
-
-
-def unpacked_bytes(chunk: Any) -> int:
-    """Returns the bytes of a column chunk in memory. Run-length encoding makes files of numbers much smaller."""
-    return max(chunk.total_uncompressed_size, chunk.num_values * NUMBER_TYPES.get(chunk.physical_type, 0))
-
-
-def read_arrow(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) -> Records:
-    """Yields the text of each row of an Arrow file or stream, as read_parquet."""
-    import pyarrow
-
-    with opening(path, cfg, "Arrow"), pyarrow.memory_map(path) as mapped:
-        schema, batches = arrow_batches(mapped)
-        names = select_columns(schema, path, cfg)
-        for row, batch in small_batches(validated(batches, path, cfg)):
-            yield from batch_rows(batch, names, row, path)
 
 
 def small_batches(batches: Iterator[Any]) -> Iterator[tuple[int, Any]]:
@@ -277,10 +247,9 @@ def open_table(path: str, cfg: ReadConfig, part: Part = WHOLE) -> Iterator[Table
     """
     import pyarrow
 
-    name = unpacked_name(path)
     if path.startswith("hf://") or is_saved_dataset(path):
         yield open_dataset(path)
-    elif name.endswith(".parquet"):
+    elif unpacked_name(path).endswith(".parquet"):
         with open_parquet(path, cfg) as table:
             yield Table(table.schema_arrow, lambda columns: parquet_batches(table, columns, path, cfg, part))
     else:
@@ -291,14 +260,16 @@ def open_table(path: str, cfg: ReadConfig, part: Part = WHOLE) -> Iterator[Table
 
 def open_dataset(path: str) -> Table:
     """Opens hf://NAME?... or a folder written by save_to_disk, and reads the first rows."""
+    import pyarrow
+
     datasets = load_datasets(path)
     with dataset_errors(datasets, path):
         found = stream_dataset(datasets, path) if path.startswith("hf://") else load_saved(datasets, path)
         tables = iter(found.with_format("arrow").iter(batch_size=DATASET_ROWS))
-        first = next(tables, None)
+        first = next(tables, pyarrow.table({}))
 
     def batches(columns: list[str]) -> Iterator[tuple[int, Any]]:
-        row, remaining = 0, tables if first is None else itertools.chain([first], tables)
+        row, remaining = 0, itertools.chain([first], tables)
         while True:
             with dataset_errors(datasets, path, f" after row {row:,}"):
                 table = next(remaining, None)
@@ -308,11 +279,18 @@ def open_dataset(path: str) -> Table:
                 yield row, batch
                 row += batch.num_rows
 
-    if first is None:
-        import pyarrow
-
-        return Table(pyarrow.schema([]), batches)
     return Table(first.schema, batches)
+
+
+def read_table(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) -> Records:
+    """Yields the text of each row of a Parquet or Arrow file as bytes.
+
+    Raises: BadInput naming a file that has another format, is truncated, or has no text column.
+    """
+    with open_table(path, cfg, part) as table:
+        names = select_columns(table.schema, path, cfg)
+        for row, batch in table.batches([name for name in names if name]):
+            yield from batch_rows(batch, names, row, path)
 
 
 def batch_records(batch: Any) -> Iterator[dict[str, Any]]:
@@ -321,21 +299,17 @@ def batch_records(batch: Any) -> Iterator[dict[str, Any]]:
     Arrow gives all structs of a column the same fields; those that a record lacks are null. In a row with invalid
     UTF-8, all strings are bytes.
     """
-    try:
-        rows = batch.to_pylist()
-    except UnicodeDecodeError:
-        rows = [row for i in range(batch.num_rows) for row in row_records(batch.slice(i, 1))]
-    return map(without_nulls, rows)
-
-
-def row_records(row: Any) -> list[dict[str, Any]]:
-    """Returns the record of a batch of one row, with strings as bytes if one of them is not UTF-8."""
     import pyarrow
 
     try:
-        return row.to_pylist()
+        rows = batch.to_pylist()
     except UnicodeDecodeError:
-        return row.cast(pyarrow.schema([field.with_type(as_binary(field.type)) for field in row.schema])).to_pylist()
+        if batch.num_rows > 1:
+            rows = [row for i in range(batch.num_rows) for row in batch_records(batch.slice(i, 1))]
+        else:
+            fields = [field.with_type(as_binary(field.type)) for field in batch.schema]
+            rows = batch.cast(pyarrow.schema(fields)).to_pylist()
+    return map(without_nulls, rows)
 
 
 def as_binary(kind: Any) -> Any:

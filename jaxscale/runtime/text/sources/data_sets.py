@@ -113,10 +113,17 @@ def read_seqio(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE)
         raise BadInput(f"{path}: the task has no split {split!r} but {', '.join(sorted(task.splits))}")
     # one epoch without shuffling, so that example numbers are stable
     dataset = task.get_dataset(sequence_length=None, split=split, shuffle=False, num_epochs=1)
+    candidates = [query["field"]] if query.get("field") else [cfg.text_field, "targets_pretokenized", "targets"]
+    decode = lambda value: value.decode("utf-8", "replace") if isinstance(value, bytes) else value  # ids and URLs
     for number, example in enumerate(dataset.as_numpy_iterator()):
-        field = choose_feature(example, query.get("field", ""), cfg, path)
-        text = as_text(example[field], field, task)
-        record = {**{key: decode_bytes(value) for key, value in example.items()}, cfg.text_field: text}
+        field = next((name for name in candidates if name in example), None)
+        if field is None:
+            has = ", ".join(sorted(example))
+            raise BadInput(f"{path} has no feature {' or '.join(candidates)} but {has}; add ?field=NAME")
+        text = example[field]
+        if field in task.output_features and getattr(text, "ndim", 0) == 1:
+            text = task.output_features[field].vocabulary.decode([int(i) for i in text])
+        record = {**{key: decode(value) for key, value in example.items()}, cfg.text_field: text}
         yield from record_text(record, number, number, b"", cfg, skipped, f"{path} example {number}")
 
 
@@ -129,26 +136,3 @@ def import_seqio() -> Any:
     tensorflow.config.set_visible_devices([], "GPU")
     tensorflow.config.set_visible_devices([], "TPU")
     return seqio
-
-
-def choose_feature(example: dict[str, Any], field: str, cfg: ReadConfig, path: str) -> str:
-    """Returns the name of the feature to read."""
-    candidates = (field,) if field else (cfg.text_field, "targets_pretokenized", "targets")
-    for name in candidates:
-        if name in example:
-            return name
-    raise BadInput(f"{path} has no feature {' or '.join(candidates)} but {', '.join(sorted(example))}; add ?field=NAME")
-
-
-def as_text(value: Any, field: str, task: Any) -> Any:
-    """Returns a feature as text; ids are decoded with the task's vocabulary."""
-    if isinstance(value, bytes):
-        return value
-    if field in task.output_features and getattr(value, "ndim", 0) == 1:
-        return task.output_features[field].vocabulary.decode([int(i) for i in value])
-    return value
-
-
-def decode_bytes(value: Any) -> Any:
-    """Decodes bytes, for ids and URLs."""
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value

@@ -54,7 +54,8 @@ def list_files(
         if not patterns:
             problems.append(f"{setting}.{source} is empty; name its files, or take the source out")
         for pattern in (patterns,) if isinstance(patterns, str) else patterns:
-            if pattern.startswith(STREAMS) or is_remote_manifest(pattern):
+            is_remote_set = pattern.startswith("gs://") and pattern.endswith(".json") and not glob.has_magic(pattern)
+            if pattern.startswith(STREAMS) or is_remote_set:
                 files.setdefault((source, pattern), SourceFile(pattern, pattern, source))
                 continue
             found, problem = match(pattern, f"{setting}.{source}" if isinstance(globs, dict) else setting, links)
@@ -144,11 +145,6 @@ def match(pattern: str, setting: str, links: dict[str, str]) -> tuple[list[str],
         what = "matches no file" if glob.has_magic(pattern) else "does not exist"
         return [], f"{setting}={pattern} {what}; seen from {os.getcwd()}"
     return found, None
-
-
-def is_remote_manifest(pattern: str) -> bool:
-    """Returns True for the address of a prepared set's manifest in a bucket."""
-    return pattern.startswith("gs://") and pattern.endswith(".json") and not glob.has_magic(pattern)
 
 
 def fixed_folder(pattern: str) -> str:

@@ -70,7 +70,11 @@ def record_text(
         return
     text = get_field(record, cfg.text_field, MISSING)
     if text is not None and not isinstance(text, (str, bytes)):
-        skip_or_raise(f"{place}{missing_text_reason(record, text, cfg)}", cfg, skipped, "without text field", len(line))
+        has = ", ".join(record) if isinstance(record, dict) else f"a {type(record).__name__}"
+        problem = f" has no field {cfg.text_field!r} but {has[:300]}; set {cfg.set_field}"
+        if text is not MISSING:
+            problem = f": field {cfg.text_field!r} is {type(text).__name__}, not text"
+        skip_or_raise(f"{place}{problem}", cfg, skipped, "without text field", len(line))
         return
     if isinstance(text, str) and not is_utf8(text):
         if cfg.invalid_utf8 == "repair":
@@ -93,23 +97,18 @@ def loads(line: bytes) -> Any:
 def strict_loads(text: str) -> Any:
     """Parses with the json module. Raises BadInput with a message that follows 'is not'."""
     try:
-        return json.loads(text, parse_int=parse_int)
+        # int() accepts at most 4,300 digits; more become inf
+        return json.loads(text, parse_int=lambda digits: int(digits) if len(digits) < 4000 else float(digits))
     except json.JSONDecodeError as error:
         raise BadInput(f"JSON: {error.msg} at column {error.colno}") from None
     except RecursionError:
         raise BadInput("JSON that can be read: it is nested too deeply") from None
 
 
-def parse_int(digits: str) -> int | float:
-    """Parses an integer; one with more digits than int() accepts becomes inf."""
-    return int(digits) if len(digits) < 4000 else float(digits)
-
-
 def reparse(line: bytes, cfg: ReadConfig, skipped: Counter, place: str) -> Any:
     """Parses a line again that the fast parser rejected.
 
     Returns the line if it is not UTF-8 and not to be repaired; MISSING if it is blank, or not JSON and counted.
-
     Raises: BadInput beginning with `place` if it is not JSON and cfg says to stop.
     """
     if not line.strip():
@@ -161,14 +160,6 @@ def get_string(record: dict[str, Any], field: str, line: bytes = b"") -> str:
         return ""
     word = str(value)
     return word if word.isascii() else SURROGATES.sub("\ufffd", word)
-
-
-def missing_text_reason(record: Any, text: Any, cfg: ReadConfig) -> str:
-    """Returns why a record has no text."""
-    if text is not MISSING:
-        return f": field {cfg.text_field!r} is {type(text).__name__}, not text"
-    has = ", ".join(record) if isinstance(record, dict) else f"a {type(record).__name__}"
-    return f" has no field {cfg.text_field!r} but {has[:300]}; set {cfg.set_field}"
 
 
 def skip_or_raise(message: str, cfg: ReadConfig, skipped: Counter, reason: str, size: int) -> None:

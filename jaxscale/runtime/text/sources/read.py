@@ -9,7 +9,7 @@ from jaxscale.runtime.text.config import ReadConfig
 from jaxscale.runtime.text.document import Document
 from jaxscale.runtime.text.sources.array_record_text import array_record_parts, is_array_record, read_array_record
 from jaxscale.runtime.text.sources.blocks import check_unpacked, cut_parts, is_packed, next_line, packed_problem
-from jaxscale.runtime.text.sources.columns import parquet_parts, read_arrow, read_parquet
+from jaxscale.runtime.text.sources.columns import parquet_parts, read_table
 from jaxscale.runtime.text.sources.data_sets import read_dataset, read_seqio
 from jaxscale.runtime.text.sources.decode import decode_text
 from jaxscale.runtime.text.sources.files import SourceFile, is_saved_dataset, unpacked_name
@@ -32,8 +32,8 @@ READERS: dict[tuple[str, ...], FormatReader] = {  # by file suffix
     JSON_LINES: FormatReader(
         "line", read_json_lines, lambda path, cfg, part_bytes: cut_parts(path, part_bytes, next_line)
     ),
-    (".parquet",): FormatReader("row", read_parquet, parquet_parts),
-    (".arrow", ".feather"): FormatReader("row", read_arrow),
+    (".parquet",): FormatReader("row", read_table, parquet_parts),
+    (".arrow", ".feather"): FormatReader("row", read_table),
     (".warc", ".wet"): FormatReader("record at byte", read_warc),
     (".html", ".htm", ".xhtml"): FormatReader("page", read_page),
 }

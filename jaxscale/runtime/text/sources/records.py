@@ -54,8 +54,7 @@ def read_records(
     if kind in JSON_LINES:
         found = ((f"{path.name}:{line}", value) for line, value in json_records(str(path), damaged, skipped, MOST_TEXT))
     else:
-        table = parquet_records(path) if kind == ".parquet" else arrow_records(path)
-        found = yield_readable(table, path, list_config(damaged), skipped)
+        found = yield_readable(table_records(path), path, list_config(damaged), skipped)
     total = 0
     for number, (name, value) in enumerate(found, 1):
         total += text_size(value)
@@ -141,12 +140,14 @@ def json_records(
     check_bounds(path, cfg, skipped, total, max_bytes)
 
 
-def parquet_records(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yields the rows of a Parquet file."""
+def table_records(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yields the rows of a Parquet file, or of an Arrow file or stream (Hugging Face datasets write streams)."""
     import pyarrow
     from pyarrow import parquet
 
-    def batches(file: Any) -> Iterator[Any]:
+    is_parquet = kind_of(path) == ".parquet"
+
+    def parquet_batches(file: Any) -> Iterator[Any]:
         for group in range(file.metadata.num_row_groups):
             size = file.metadata.row_group(group).total_byte_size
             if size > MOST_TEXT:
@@ -155,21 +156,14 @@ def parquet_records(path: Path) -> Iterator[tuple[str, Any]]:
             yield from file.iter_batches(at_once, row_groups=[group], use_threads=False)
 
     try:
-        with parquet.ParquetFile(path, pre_buffer=False) as file:  # without threads: see lineage.py
-            yield from rows(path, batches(file))
+        if is_parquet:
+            with parquet.ParquetFile(path, pre_buffer=False) as file:  # no thread that Python's exit could interrupt
+                yield from rows(path, parquet_batches(file))
+        else:
+            with pyarrow.OSFile(str(path)) as source:
+                yield from rows(path, arrow_batches(source)[1])
     except pyarrow.ArrowInvalid as error:
-        raise Damaged(f"{path} is not whole Parquet: {error}") from None
-
-
-def arrow_records(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yields the rows of an Arrow file or stream (Hugging Face datasets write streams)."""
-    import pyarrow
-
-    try:
-        with pyarrow.OSFile(str(path)) as source:
-            yield from rows(path, arrow_batches(source)[1])
-    except pyarrow.ArrowInvalid as error:
-        raise Damaged(f"{path} is not whole Arrow: {error}") from None
+        raise Damaged(f"{path} is not whole {'Parquet' if is_parquet else 'Arrow'}: {error}") from None
 
 
 def rows(path: Path, batches: Any) -> Iterator[tuple[str, Any]]:

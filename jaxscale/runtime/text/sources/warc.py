@@ -94,8 +94,13 @@ def warc_records(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOL
         if not (length.isascii() and length.isdecimal() and len(length) < 19):
             raise Damaged(f"{path}: the WARC record at byte {offset:,}, unpacked, has an invalid Content-Length; {fix}")
         size = int(length)
-        block = stream.read(size) if size <= cfg.max_line_bytes else None
-        if (skip_bytes(stream, size) if block is None else len(block)) < size:
+        block, num_read = None, 0
+        if size <= cfg.max_line_bytes:
+            block = stream.read(size)
+            num_read = len(block)
+        while block is None and num_read < size and (skipped_part := stream.read(min(size - num_read, 1 << 20))):
+            num_read += len(skipped_part)
+        if num_read < size:
             raise Damaged(f"{path} is cut short in the WARC record at byte {offset:,}, unpacked; {fix}")
         yield Record(offset, header, block)
 
@@ -118,14 +123,6 @@ def read_head(stream: io.BufferedReader) -> bytes | None:
         if head.endswith(b"\r\n\r\n"):
             return head
     return None
-
-
-def skip_bytes(stream: io.BufferedReader, size: int) -> int:
-    """Skips up to `size` bytes and returns the number skipped."""
-    skipped_bytes = 0
-    while skipped_bytes < size and (num_read := len(stream.read(min(size - skipped_bytes, 1 << 20)))):
-        skipped_bytes += num_read
-    return skipped_bytes
 
 
 def parse_header(head: bytes) -> dict[str, str]:
@@ -251,17 +248,12 @@ def page_string(page: bytes, charset: str) -> str:
         if encoding:
             break
     else:
-        encoding = "utf-8" if is_utf8(page) else encodings.detect_encoding(page)
+        try:
+            page.decode("utf-8")
+            encoding = "utf-8"
+        except UnicodeDecodeError:
+            encoding = encodings.detect_encoding(page)
     return encodings.bytes_to_str(page, encoding or "utf-8", errors="replace")
-
-
-def is_utf8(page: bytes) -> bool:
-    """Returns True if the bytes are UTF-8."""
-    try:
-        page.decode("utf-8")
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def extract(html: str, cfg: ReadConfig) -> str:

@@ -138,13 +138,19 @@ def add_all(tokenizer: "tokenizers.Tokenizer", tokens: Sequence[AddedToken], whe
     """
     import tokenizers
 
-    before = tokenizer.get_added_tokens_decoder()
-    present = {token.content: token for token in before.values()}
+    snapshot = lambda: {
+        i: (token.content, *(getattr(token, flag) for flag in FLAGS))
+        for i, token in tokenizer.get_added_tokens_decoder().items()
+    }
+    before = snapshot()
+    present = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
     new = []
     for token in tokens:
         existing = present.get(token.content)
-        if token.id is None and existing is None and is_spelled(tokenizer, token.content):
-            continue
+        if token.id is None and existing is None:
+            encoded = tokenizer.encode(token.content, add_special_tokens=False).ids
+            if encoded == [tokenizer.token_to_id(token.content)]:
+                continue
         if token.id is None and existing is not None:
             token = AddedToken(token.content, None, True, *(getattr(existing, flag) for flag in FLAGS[1:]))
         if existing is None or any(getattr(existing, flag) != getattr(token, flag) for flag in FLAGS):
@@ -157,15 +163,4 @@ def add_all(tokenizer: "tokenizers.Tokenizer", tokens: Sequence[AddedToken], whe
                 f"{where}: the files next to the tokenizer give {token.content!r:.80} the id {token.id}, and the "
                 f"tokenizer's own file gives it {found}; use files of the same tokenizer"
             )
-    after = tokenizer.get_added_tokens_decoder()
-    return {i: repr_of(token) for i, token in before.items()} != {i: repr_of(token) for i, token in after.items()}
-
-
-def is_spelled(tokenizer: "tokenizers.Tokenizer", text: str) -> bool:
-    """Returns True if a text is encoded as the single token of this name."""
-    return [tokenizer.token_to_id(text)] == tokenizer.encode(text, add_special_tokens=False).ids
-
-
-def repr_of(token: "tokenizers.AddedToken") -> tuple[Any, ...]:
-    """Returns all fields of an added token, for comparison."""
-    return (token.content, *(getattr(token, flag) for flag in FLAGS))
+    return snapshot() != before

@@ -115,10 +115,9 @@ def choose_eos(path: str, eos_token: str, ids: dict[str, int]) -> int:
                 f"token of {path}; name another one in data.eos_token"
             )
         return ids[eos_token]
-    for name in EOS_NAMES:
-        if name in ids:
-            return ids[name]
-    raise BadInput(f"{path} has none of the usual end-of-document tokens {EOS_NAMES}; name it in data.eos_token")
+    if (name := next(filter(ids.__contains__, EOS_NAMES), None)) is None:
+        raise BadInput(f"{path} has none of the usual end-of-document tokens {EOS_NAMES}; name it in data.eos_token")
+    return ids[name]
 
 
 def choose_begin(names: Sequence[str] | None, added: Sequence[int], special_ids: Mapping[str, int]) -> tuple[int, ...]:

@@ -219,7 +219,8 @@ def with_newer(texts: Sequence[str]) -> list[int]:
     places = [i for i, text in enumerate(texts) if not text.isascii()]
     groups = [places[begin : begin + TEXTS_AT_ONCE] for begin in range(0, len(places), TEXTS_AT_ONCE)]
     suspects = [i for group in groups if may_be_newer("".join([texts[i] for i in group])) for i in group]
-    return [i for i in suspects if may_be_newer(texts[i]) and is_newer(texts[i])]
+    code_points = lambda text: np.frombuffer(text.encode("utf-32-le"), np.uint32)
+    return [i for i in suspects if may_be_newer(texts[i]) and newer_characters().take(code_points(texts[i])).any()]
 
 
 def may_be_newer(text: str) -> bool:
@@ -227,11 +228,6 @@ def may_be_newer(text: str) -> bool:
     units = np.frombuffer(text.encode("utf-16-le"), np.uint16)
     late = units[np.flatnonzero(units >= FIRST_NEWER)]  # few: the table lookup is slower than this comparison
     return bool(newer_units().take(late).any())
-
-
-def is_newer(text: str) -> bool:
-    """Returns True if the text has a newer character."""
-    return bool(newer_characters().take(np.frombuffer(text.encode("utf-32-le"), np.uint32)).any())
 
 
 @functools.cache
@@ -294,7 +290,8 @@ def with_spot_checks(path: str, name: str, encode: Encode, exact: Encode, every:
 
     def encode_and_compare(texts: Sequence[str]) -> EncodedBlock:
         block = encode(texts)
-        selected = [i for i, text in enumerate(texts) if text_hash(text) % every == 0]
+        hashed = [zlib.crc32(text[:HASHED_CHARACTERS].encode(errors="surrogatepass")) for text in texts]
+        selected = [i for i, number in enumerate(hashed) if number % every == 0]
         if selected:
             ends = np.cumsum(block.lengths)
             picked = concat_block([block.ids[ends[i] - block.lengths[i] : ends[i]] for i in selected])
@@ -302,8 +299,3 @@ def with_spot_checks(path: str, name: str, encode: Encode, exact: Encode, every:
         return block
 
     return encode_and_compare
-
-
-def text_hash(text: str) -> int:
-    """Returns a hash of the beginning of the text, equal on every machine."""
-    return zlib.crc32(text[:HASHED_CHARACTERS].encode(errors="surrogatepass"))

@@ -74,7 +74,8 @@ def load_tokenizer(
             raise BadInput(f"data.bos_token={bos_token}: data.tokenizer=bytes has no such token; leave it out")
         return ByteTokenizer()
     path = Path(name).expanduser()
-    if is_saved(path):
+    folder = path.absolute().parent
+    if folder.name == "tokenizer" and (folder.parent / "checkpoints").is_dir():  # in a work folder
         foreign.check_folder(path.parent, path.parent.parent)
         foreign.resolve_file(path)  # raises for a link out of a folder, which may be untrusted
     about = read_settings(foreign.companion_folder(path))
@@ -84,11 +85,6 @@ def load_tokenizer(
     if bos_token and begin_names(tokenizer) != begins:
         raise BadInput(f"data.bos_token={bos_token} is not a special token of {name}; name another, or none")
     return tokenizer
-
-
-def is_saved(path: Path) -> bool:
-    """Returns True for a file in WORKDIR/tokenizer."""
-    return path.absolute().parent.name == "tokenizer" and (path.absolute().parent.parent / "checkpoints").is_dir()
 
 
 @functools.lru_cache(maxsize=2)

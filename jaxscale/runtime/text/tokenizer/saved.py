@@ -52,11 +52,7 @@ def save_tokenizer(tokenizer: Tokenizer, workdir: Any, chat: Mapping[str, Any] |
     chat: ChatTemplate.note, if the run is trained on conversations.
     """
     folder = paths.as_path(workdir) / FOLDER
-    note: dict[str, Any] = {
-        "name": tokenizer.name,
-        "eos_token": tokenizer.eos_token,
-        "fingerprint": tokenizer.fingerprint,
-    }
+    note: dict[str, Any] = {name: getattr(tokenizer, name) for name in ("name", "eos_token", "fingerprint")}
     note |= {"begin_tokens": list(begin_names(tokenizer))}
     if chat:
         note |= {"chat": {key: chat[key] for key in ("variables", "today", "fingerprint")}}
@@ -77,15 +73,6 @@ def save_tokenizer(tokenizer: Tokenizer, workdir: Any, chat: Mapping[str, Any] |
     for name, content in copied.items():
         paths.write_bytes_atomic(folder / name, content)
     paths.write_json(folder / NOTE, note)  # last, so that the files that it lists exist
-
-
-def check_saved_files(about: TokenizerFolder, folder: Path) -> None:
-    """Raises BadInput for a file that differs from the copy that the run saved; older runs recorded no files."""
-    recorded = about.note.get("files", {})
-    for name, sha256 in recorded.items() if isinstance(recorded, dict) else ():
-        path = folder / name
-        if name in (*FILES, *COMPANIONS) and not (foreign.is_file(path) and digest.file_sha256(str(path)) == sha256):
-            raise BadInput(f"{path} is not the file that the run saved; restore that one")
 
 
 def open_saved(
@@ -134,7 +121,11 @@ def open_named(name: str, eos_token: str, bos_token: str) -> SavedTokenizer:
 def read_folder(folder: Path) -> SavedTokenizer:
     """Opens the tokenizer in a local folder. Raises BadInput as open_saved."""
     about = read_settings(folder)
-    check_saved_files(about, folder)
+    recorded = about.note.get("files", {})  # older runs recorded none
+    for name, sha256 in recorded.items() if isinstance(recorded, dict) else ():
+        path = folder / name
+        if name in (*FILES, *COMPANIONS) and not (foreign.is_file(path) and digest.file_sha256(str(path)) == sha256):
+            raise BadInput(f"{path} is not the file that the run saved; restore that one")
     if about.note.get("name") == "bytes":
         tokenizer = load_tokenizer("bytes")
     else:

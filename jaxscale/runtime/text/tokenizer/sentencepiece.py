@@ -101,19 +101,17 @@ def train_sentencepiece(texts: Iterable[str], cfg: TrainTokenizerConfig) -> tupl
 
 
 def sentences(texts: Iterable[str]) -> Iterator[str]:
-    """Yields lines of the texts, split into SENTENCE_BYTES at spaces; NUL, which the trainer rejects, is removed."""
+    """Yields the lines of the texts in parts of at most SENTENCE_BYTES, cut before a space in the second half if any.
+
+    NUL, which the trainer rejects, is removed.
+    """
+    limit = SENTENCE_BYTES // 4  # characters of at most four bytes
     for text in texts:
         for line in text.replace("\x00", "").split("\n"):
-            yield from cut_line(line)
-
-
-def cut_line(line: str) -> Iterator[str]:
-    """Splits a line into parts of at most SENTENCE_BYTES, before a space in the second half if there is one."""
-    limit = SENTENCE_BYTES // 4  # characters of at most four bytes
-    while len(line.encode()) > SENTENCE_BYTES:
-        cut = line.rfind(" ", limit // 2, limit)
-        cut = cut if cut > 0 else limit
-        yield line[:cut]
-        line = line[cut:]
-    if line:
-        yield line
+            while len(line.encode()) > SENTENCE_BYTES:
+                cut = line.rfind(" ", limit // 2, limit)
+                cut = cut if cut > 0 else limit
+                yield line[:cut]
+                line = line[cut:]
+            if line:
+                yield line

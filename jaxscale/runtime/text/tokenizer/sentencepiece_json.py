@@ -29,7 +29,7 @@ RENUMBERED = (
 )  # fmt: skip
 
 
-class Piece(NamedTuple):
+class ModelPiece(NamedTuple):
     """A piece of a SentencePiece model. kind: its Type in sentencepiece_model.proto."""
 
     text: str
@@ -123,7 +123,7 @@ def merges_of(vocab: Sequence[tuple[str, float]], ids: Mapping[str, int]) -> lis
     return [(left, right) for left, right, _ in found]
 
 
-def read_model(content: bytes) -> tuple[list[Piece], int]:
+def read_model(content: bytes) -> tuple[list[ModelPiece], int]:
     """Returns the pieces of a SentencePiece model and its model type.
 
     The content must be one that SentencePieceProcessor has read; the package offers no other way to its user-defined
@@ -134,7 +134,7 @@ def read_model(content: bytes) -> tuple[list[Piece], int]:
         if number == 1:
             piece = dict(fields(value))
             score = struct.unpack("<f", piece.get(2, bytes(4)))[0]
-            pieces.append(Piece(piece.get(1, b"").decode(), score, piece.get(3, 1)))
+            pieces.append(ModelPiece(piece.get(1, b"").decode(), score, piece.get(3, 1)))
         elif number == 2:
             model_type = dict(fields(value)).get(3, UNIGRAM)
     return pieces, model_type

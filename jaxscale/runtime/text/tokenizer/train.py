@@ -3,7 +3,7 @@
 import hashlib
 import heapq
 import importlib.metadata
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -76,8 +76,8 @@ def sample(texts: Iterable[str], sample_bytes: int, seed: int) -> list[str]:
     key = seed.to_bytes(16, "little", signed=True)
     heap: list[tuple[int, bytes]] = []  # max-heap by hash
     size, limit = 0, 1 << 128  # hashes from here on are excluded
-    for text in split_texts(texts):
-        raw = text.encode()
+    pieces = (text[at : at + PIECE_CHARACTERS] for text in texts for at in range(0, len(text), PIECE_CHARACTERS))
+    for raw in map(str.encode, pieces):
         order = int.from_bytes(hashlib.blake2b(raw, digest_size=16, key=key).digest(), "big")
         if order >= limit:
             continue
@@ -87,10 +87,3 @@ def sample(texts: Iterable[str], sample_bytes: int, seed: int) -> list[str]:
             negative_hash, raw = heapq.heappop(heap)
             size, limit = size - len(raw), -negative_hash
     return [raw.decode() for _, raw in sorted(heap, reverse=True)]
-
-
-def split_texts(texts: Iterable[str]) -> Iterator[str]:
-    """Yields the texts, long ones in pieces, without empty ones."""
-    for text in texts:
-        for start in range(0, len(text), PIECE_CHARACTERS):
-            yield text[start : start + PIECE_CHARACTERS]
