@@ -6,12 +6,18 @@ import sys
 
 SCRIPT = """
 import os
+import tempfile
 import pyarrow.parquet
 from jaxscale.runtime.text.document import Document
-from jaxscale.runtime.data.document_lineage import lineage_bytes, lineage_table, parse_lineage
+from jaxscale.runtime.data.document_lineage import lineage_bytes, lineage_table, open_lineage
 content = lineage_bytes(lineage_table([Document("a", file="f", offset=n) for n in range(9)]), 9)
 before = set(os.listdir("/proc/self/task"))
-assert parse_lineage(content, ["file", "offset"])["offset"].to_pylist() == list(range(9))
+with tempfile.NamedTemporaryFile() as file:
+    file.write(content)
+    file.flush()
+    with open_lineage(file.name) as lineage:
+        table = lineage.read_row_group(0, columns=["file", "offset"], use_threads=False)
+assert table["offset"].to_pylist() == list(range(9))
 names = [open(f"/proc/self/task/{task}/comm").read().strip() for task in set(os.listdir("/proc/self/task")) - before]
 print([name for name in names if "jemalloc" not in name])
 """

@@ -6,11 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gcs_emulator import BIG, Fault
+from lineages import read_lineage
 
 from jaxscale.runtime.data.manifest import read_manifest, write_manifest
 from jaxscale.runtime.data.remote import ShardCache, locator, map_ids, shard_cache
 from jaxscale.runtime.data.shard_writer import ShardWriter
-from jaxscale.runtime.data.shards import fetch_indexes, read_lineage
+from jaxscale.runtime.data.shards import fetch_indexes
 from jaxscale.runtime.data.token_files import open_remote_set
 from jaxscale.system.storage import open_bucket
 from jaxscale.tools.corpus.publish import publish

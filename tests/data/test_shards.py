@@ -10,11 +10,12 @@ import pytest
 from damage import verify_shard
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lineages import read_lineage
 
 from jaxscale.runtime.data.document_lineage import lineage_bytes, lineage_table
 from jaxscale.runtime.data.header import SUFFIXES
 from jaxscale.runtime.data.shard_writer import ShardWriter
-from jaxscale.runtime.data.shards import open_shard, read_lineage
+from jaxscale.runtime.data.shards import open_shard
 
 TOKENIZER = {"name": "bytes", "eos_token": "", "vocab_size": 257, "fingerprint": "f"}
 
@@ -147,12 +148,8 @@ def test_the_lineage_of_every_document_is_kept(tmp_path):
          "score.quality": None, "score.toxicity": 0.5},
         {"file": "b.parquet", "offset": 2**40, **empty, "score.quality": 1.0, "score.toxicity": None},
     ]  # fmt: skip
-    some = read_lineage(open_shard(path), ["file", "offset"])
-    assert some.column_names == ["file", "offset"] and some.schema.field("file").type.value_type == pyarrow.string()
-
-
-def test_a_shard_without_lineage_says_so(tmp_path):
-    assert read_lineage(open_shard(write_shard(tmp_path, [[1]]))) is None
+    file_column = read_lineage(open_shard(path)).schema.field("file")
+    assert file_column.type.value_type == pyarrow.string()
 
 
 def test_equal_lineage_gives_equal_bytes_however_the_table_was_put_together():
@@ -205,13 +202,9 @@ def test_every_damage_to_every_file_is_found_and_named(shard_path, ending, damag
         verify_shard(shard_path)
 
 
-def test_a_lineage_changed_afterwards_is_not_read(shard_path):
-    file = shard_path.with_suffix(".docs.parquet")
-    file.write_bytes(lineage_bytes(lineage_table([Doc(), Doc(offset=1)]), 2))
-    with pytest.raises(ValueError, match="shard.docs.parquet was changed after it was written"):
-        read_lineage(open_shard(shard_path))
-    file.unlink()
-    with pytest.raises(ValueError, match="shard.docs.parquet cannot be read: No such file"):
+def test_a_lineage_that_is_gone_is_named(shard_path):
+    shard_path.with_suffix(".docs.parquet").unlink()
+    with pytest.raises(ValueError, match="shard.docs.parquet cannot be read: .*No such file"):
         read_lineage(open_shard(shard_path))
 
 

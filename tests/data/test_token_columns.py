@@ -6,13 +6,13 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from lineages import read_lineage
 
 from jaxscale.runtime.data.config import DataConfig
 from jaxscale.runtime.data.ledger import Ledger
 from jaxscale.runtime.data.objective_config import PrefixLmConfig
 from jaxscale.runtime.data.pipeline import open_data
 from jaxscale.runtime.data.remote import map_ids
-from jaxscale.runtime.data.shards import read_lineage
 from jaxscale.system.exits import BadInput
 
 SEED = np.random.default_rng(0)

@@ -7,10 +7,10 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from lineages import read_lineage
 
 from jaxscale.runtime.data.config import DataConfig
 from jaxscale.runtime.data.pipeline import open_data
-from jaxscale.runtime.data.shards import read_lineage
 from jaxscale.runtime.text.chat.chat_records import parse_record
 from jaxscale.runtime.text.config import ChatConfig
 from jaxscale.system.exits import BadInput

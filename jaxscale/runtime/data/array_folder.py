@@ -6,7 +6,6 @@ plan.json  {"arrays": {NAME: {"file", "offset", "dtype", "count"}}, "files": {FI
            sha256 of the other entries}; written last
 """
 
-import functools
 import hashlib
 import json
 import os
@@ -117,15 +116,6 @@ def parse_header(folder: str, content: bytes) -> dict[str, Any]:
     return header
 
 
-def read_folder(folder: Path) -> dict[str, Any]:
-    """Returns the header of a local folder. Raises as parse_header."""
-    try:
-        content = read_bytes(folder / HEADER)
-    except (OSError, BadInput) as error:
-        raise unreadable_folder(folder, error) from None
-    return parse_header(str(folder), content)
-
-
 def unreadable_folder(folder: Path | str, reason: str | Exception) -> BadInput:
     """Returns the error for a folder that is damaged, or that the storage cannot read."""
     kind = Unreadable if isinstance(reason, Exception) and is_of_storage(reason) else BadInput
@@ -138,6 +128,9 @@ class Arrays(Mapping[str, np.ndarray]):
     def __init__(self, folder: str, header: Mapping[str, Any], files: Mapping[str, str], known: Mapping[str, Expected]):
         """files: path of each file. known: expected state of these files by path, checked while they are read."""
         self.folder, self.header, self.files, self.known = folder, header, dict(files), dict(known)
+        self._maps: dict[str, np.ndarray] = {}
+        self._arrays: dict[str, np.ndarray] = {}
+        self._unchanged = FileWatch(self.known)
 
     def __getitem__(self, name: str) -> np.ndarray:
         if name not in self._arrays:
@@ -151,31 +144,21 @@ class Arrays(Mapping[str, np.ndarray]):
         return len(self.header["arrays"])
 
     def __getstate__(self) -> dict:
-        return {key: value for key, value in self.__dict__.items() if key not in ("_maps", "_arrays", "unchanged")}
+        return {"folder": self.folder, "header": self.header, "files": self.files, "known": self.known}
 
-    @functools.cached_property
-    def _maps(self) -> dict[str, np.ndarray]:
-        return {}
-
-    @functools.cached_property
-    def _arrays(self) -> dict[str, np.ndarray]:
-        return {}
-
-    @functools.cached_property
-    def unchanged(self) -> FileWatch:
-        """Returns the watcher of the files."""
-        return FileWatch(self.known)
+    def __setstate__(self, state: dict) -> None:
+        self.__init__(**state)
 
     def check(self) -> None:
         """Raises Stop if a file has changed. Call it before reading mapped arrays."""
-        self.unchanged.check(self.known)
+        self._unchanged.check(self.known)
 
     def _map(self, file: str, offset: int, dtype: str, count: int) -> np.ndarray:
         if not count:
             return np.zeros(0, dtype)
         if file not in self._maps:
             path = self.files[file]
-            self.unchanged.check_unopened([path])
+            self._unchanged.check_unopened([path])
             try:  # indexing an np.memmap is much slower
                 self._maps[file] = np.asarray(np.memmap(path, np.uint8, mode="r"))
             except (OSError, ValueError) as error:
@@ -188,7 +171,11 @@ def open_arrays(folder: Path, cache: Path, verify: str = "hash", say: Say | None
 
     Args: cache: stores which files were verified, see `find_damaged`. verify: data.verify.
     """
-    header = read_folder(folder)
+    try:
+        content = read_bytes(folder / HEADER)
+    except (OSError, BadInput) as error:
+        raise unreadable_folder(folder, error) from None
+    header = parse_header(str(folder), content)
     paths = {name: str(folder / name) for name in header["files"]}
     sums = {paths[name]: about["sha256"] for name, about in header["files"].items()}
     try:
@@ -229,19 +216,14 @@ def find_arrays(location: str, cache: Path, cache_bytes: int, verify: str, say: 
 class DiskBuckets:
     """Partitions records into buckets in temporary files, so that memory holds one bucket at a time.
 
-    A bucket preserves insertion order. A single bucket is not written to disk.
+    A bucket preserves insertion order and has about BUCKET_RECORDS records. A single bucket is not written to disk.
     """
 
-    def __init__(self, folder: Path, dtype: Any, number: int):
-        """number: number of buckets."""
-        self._folder, self._dtype, self.number = folder / "buckets", np.dtype(dtype), number
+    def __init__(self, folder: Path, dtype: Any, records: int):
+        self._folder, self._dtype = folder / "buckets", np.dtype(dtype)
+        self.number = max(1, -(-records // BUCKET_RECORDS))
         self._buffered: list[tuple[np.ndarray | None, np.ndarray]] = []
         self._count = 0
-
-    @classmethod
-    def for_records(cls, folder: Path, dtype: Any, records: int) -> "DiskBuckets":
-        """Returns buckets of about BUCKET_RECORDS records each."""
-        return cls(folder, dtype, max(1, -(-records // BUCKET_RECORDS)))
 
     def add(self, buckets: np.ndarray | None, **fields: np.ndarray) -> None:
         """Adds records with these fields. buckets: bucket of each record; None if there is only one bucket."""

@@ -37,7 +37,7 @@ def pack_window(lengths: np.ndarray, T: int) -> tuple[np.ndarray, np.ndarray, np
 def shuffled_lengths(folder: Path, documents: DocumentIndex, part: str, group: int, key: str) -> Iterator[np.ndarray]:
     """Yields the lengths of a group's documents in shuffled order, many windows at a time."""
     size, rank = documents.size(part, group), 0
-    buckets = DiskBuckets.for_records(folder, [("place", "<i8"), ("length", "<i8")], size)
+    buckets = DiskBuckets(folder, [("place", "<i8"), ("length", "<i8")], size)
     per_bucket = -(-size // buckets.number)
     width = -(-per_bucket // WINDOW) * WINDOW
     for numbers, lengths in documents.members(part, group):

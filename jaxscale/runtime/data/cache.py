@@ -56,7 +56,9 @@ def scan_raw(file: SourceFile, dtype: str, eos_id: int | None, cfg: DataConfig, 
         raise BadInput(
             f"{path} has {size:,} bytes, which is not a multiple of the size of {dtype} ids; see data.token_dtype"
         )
-    if dtype == "uint16" and looks_like_uint32(open_ids(path, dtype)):
+    ids = np.asarray(open_ids(path, dtype)[:PROBED_IDS])
+    upper_halves_are_0 = not ids[1::2].any() and ids[::2].any()
+    if dtype == "uint16" and size // 2 >= MIN_PROBED and size % 4 == 0 and upper_halves_are_0:
         raise BadInput(f"{path} does not look like uint16 ids: every second one is 0; set data.token_dtype=uint32")
     cache_key = {"bin": [*file, *size_and_mtime(path)], "dtype": dtype, "eos_id": eos_id}
     return cached_shard(cfg, cache_key, lambda folder: index_raw(folder, file, dtype, eos_id, say), say)
@@ -110,12 +112,6 @@ def open_ids(path: str, dtype: str) -> np.ndarray:
             return np.memmap(file, np.dtype(dtype).newbyteorder("<"), mode="r")
     except OSError as error:
         raise read_error(path, error) from None
-
-
-def looks_like_uint32(ids: np.ndarray) -> bool:
-    """Returns True if uint16 ids are halves of uint32 ids: every second one, the upper half, is 0."""
-    first = np.asarray(ids[:PROBED_IDS])
-    return len(ids) % 2 == 0 and len(ids) >= MIN_PROBED and not first[1::2].any() and bool(first[::2].any())
 
 
 def cached_shard(cfg: DataConfig, cache_key: dict[str, Any], make: Callable[[Path], None], say: Say) -> Shard:

@@ -93,24 +93,12 @@ def lineage_bytes(table: "pyarrow.Table", documents: int) -> bytes:
     return buffer.getvalue()
 
 
-def parse_lineage(content: bytes, columns: Sequence[str] | None = None) -> "pyarrow.Table":
-    """Returns the table of `lineage_bytes`, or some of its columns. Raises BadInput if it cannot be read."""
-    import pyarrow.parquet
-
-    try:
-        # Read in this thread: an Arrow thread that holds Python's bytes at exit aborts the process
-        # (github.com/apache/arrow/issues/34314), and read_table always starts threads.
-        with pyarrow.parquet.ParquetFile(pyarrow.BufferReader(content), pre_buffer=False) as file:
-            return file.read(columns=columns, use_threads=False)
-    except (pyarrow.ArrowInvalid, OSError) as error:
-        raise BadInput(f"it is not a Parquet file: {error}") from None
-
-
 @contextlib.contextmanager
 def open_lineage(path: str) -> Iterator["pyarrow.parquet.ParquetFile"]:
-    """Opens a lineage, to be read by row group; its hash is not checked.
+    """Opens a lineage, to be read by row group; its hash is not checked. Raises BadInput if it cannot be read.
 
-    Raises: BadInput naming the file if it cannot be read.
+    Read it with use_threads=False: an Arrow thread that holds Python's bytes at exit aborts the process
+    (github.com/apache/arrow/issues/34314).
     """
     import pyarrow
     import pyarrow.parquet

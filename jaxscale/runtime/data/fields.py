@@ -69,11 +69,12 @@ def read_fields(path: str, cfg: DocumentsConfig) -> FileFields | None:
     first = next((record for record in records if isinstance(record, dict)), None)
     if first is None:
         return None
-    return FileFields(
-        tuple(first),
-        lambda name: get_field(first, name, MISSING) is not MISSING,
-        lambda name: is_ids_value(get_field(first, name)),
-    )
+
+    def has_ids(name: str) -> bool:
+        value = get_field(first, name)
+        return isinstance(value, list) and all(type(number) is int for number in value)
+
+    return FileFields(tuple(first), lambda name: get_field(first, name, MISSING) is not MISSING, has_ids)
 
 
 def iter_records(
@@ -98,19 +99,9 @@ def is_ids_type(kind: Any) -> bool:
 
     if isinstance(kind, pyarrow.BaseExtensionType):
         kind = kind.storage_type
-    is_list = (
-        types.is_list,
-        types.is_large_list,
-        types.is_fixed_size_list,
-        types.is_list_view,
-        types.is_large_list_view,
-    )
-    return kind is not None and any(check(kind) for check in is_list) and types.is_integer(kind.value_type)
-
-
-def is_ids_value(value: Any) -> bool:
-    """Returns True for a JSON list of integers, or an empty list."""
-    return isinstance(value, list) and all(type(number) is int for number in value)
+    kinds = ("list", "large_list", "fixed_size_list", "list_view", "large_list_view")
+    is_list = kind is not None and any(getattr(types, f"is_{name}")(kind) for name in kinds)
+    return is_list and types.is_integer(kind.value_type)
 
 
 def choose_field(
@@ -213,20 +204,14 @@ def describe_choices(found: Mapping[SourceFile, FieldChoice], cfg: DocumentsConf
     for file, choice in found.items():
         if choice.kind == "ids" or choice.others:
             groups.setdefault(choice, []).append(file.path)
-    return [f"{some_files(paths)}: {describe_choice(choice, cfg)}" for choice, paths in groups.items()]
-
-
-def some_files(paths: Sequence[str]) -> str:
-    """Returns the first path and the number of others."""
-    return paths[0] + (f" and {units.plural(len(paths) - 1, 'other file')}" if len(paths) > 1 else "")
-
-
-def describe_choice(choice: FieldChoice, cfg: DocumentsConfig) -> str:
-    """Describes the fields that are read and the other candidates."""
-    what = {"ids": "token ids", "chat": "conversations", "text": "text"}[choice.kind]
-    facts = [f"{what} from {choice.field!r}"]
-    facts[0] += f", since {cfg.text_field!r} has no text" if choice.automatic else ""
-    facts += [f"{choice.labels!r} is the loss mask"] if choice.labels else []
-    facts += [f"padding in {choice.mask!r} is removed"] if choice.mask else []
-    facts += [f"not read: {', '.join(choice.others)}"] if choice.others else []
-    return "; ".join(facts)
+    lines = []
+    for choice, paths in groups.items():
+        files = paths[0] + (f" and {units.plural(len(paths) - 1, 'other file')}" if len(paths) > 1 else "")
+        what = {"ids": "token ids", "chat": "conversations", "text": "text"}[choice.kind]
+        facts = [f"{what} from {choice.field!r}"]
+        facts[0] += f", since {cfg.text_field!r} has no text" if choice.automatic else ""
+        facts += [f"{choice.labels!r} is the loss mask"] if choice.labels else []
+        facts += [f"padding in {choice.mask!r} is removed"] if choice.mask else []
+        facts += [f"not read: {', '.join(choice.others)}"] if choice.others else []
+        lines.append(f"{files}: {'; '.join(facts)}")
+    return lines

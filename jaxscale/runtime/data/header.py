@@ -105,7 +105,10 @@ def check_header(path: Path, header: dict[str, Any]) -> None:
         "bin": "\0" not in header["bin"],
         "dtype": header["dtype"] in DTYPES,
         "sources": all(isinstance(name, str) for name in header["sources"]),
-        "files": all(map(is_file_entry, header["files"])),
+        "files": all(
+            isinstance(file, dict) and all(has_type(file.get(key), kind) for key, kind in FILE_TYPES.items())
+            for file in header["files"]
+        ),
         "skipped": all(type(number) is int for number in header["skipped"].values()),
         "tokenizer": all(isinstance(header["tokenizer"][name], str) for name in REQUIRED_KEYS["tokenizer"]),
         "sha256": all(isinstance(sum_, str) and SHA256.fullmatch(sum_) for sum_ in header["sha256"].values()),
@@ -113,11 +116,6 @@ def check_header(path: Path, header: dict[str, Any]) -> None:
     }
     if bad := [key for key, value in checks.items() if not value]:
         raise BadInput(f"{path} has an invalid {bad[0]!r}; {FIX}")
-
-
-def is_file_entry(file: Any) -> bool:
-    """Returns True for a valid entry of "files"."""
-    return isinstance(file, dict) and all(has_type(file.get(key), kind) for key, kind in FILE_TYPES.items())
 
 
 def has_type(value: Any, kind: type) -> bool:

@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxscale.runtime.data.cache import cache_folder
+from jaxscale.runtime.data.array_folder import find_arrays
+from jaxscale.runtime.data.cache import cache_folder, folder_name
 from jaxscale.runtime.data.document_lineage import escape_non_utf8, open_lineage
-from jaxscale.runtime.data.names import candidate_documents, open_names
+from jaxscale.runtime.data.names import candidate_documents, names_cache_key
 from jaxscale.runtime.data.order import Batches, batch_index, step_of
 from jaxscale.runtime.data.pipeline import Corpus
 from jaxscale.runtime.data.shards import Shard
@@ -175,8 +176,9 @@ class Ledger:
     @functools.cached_property
     def _names(self) -> Any:
         """Returns the published index of names, or None."""
-        cfg, corpus = self.corpus.cfg, self.corpus
-        return open_names(corpus.shards, corpus.published, cache_folder(cfg), cfg.cache_bytes, cfg.verify)
+        cfg, published = self.corpus.cfg, self.corpus.published
+        location = f"{published}/{folder_name('names', names_cache_key(self.corpus.shards))}"
+        return find_arrays(location, cache_folder(cfg), cfg.cache_bytes, cfg.verify, None) if published else None
 
     def find(self, document: str) -> list[tuple[int, int]]:
         """Returns (shard, number in it) of each document of this name; several if a file or id occurs twice.

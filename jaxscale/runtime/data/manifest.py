@@ -91,22 +91,31 @@ def write_manifest(
         made_with = {**shard.header["tokenizer"], "eos_id": shard.header.get("eos_id")}
         tokenizers[json.dumps(made_with, sort_keys=True)] = made_with
         entries.append(shard_entry(folder, name, shard))
-        for source, counts in counts_by_source(shard).items():
+        lengths = np.diff(shard.offsets)
+        for i, source in enumerate(shard.header["sources"]):
             total = sources.setdefault(source, {"documents": 0, "tokens": 0, "text_bytes": None})
-            for what, number in counts.items():
-                total[what] += number
+            members = shard.source_ids == i
+            total["documents"] += int(members.sum())
+            total["tokens"] += int(lengths[members].sum())
     if len(tokenizers) > 1:
         raise BadInput(f"{folder} holds shards of {len(tokenizers)} tokenizers; a set has one")
     for source, size in (source_bytes or {}).items():
         sources.setdefault(source, {"documents": 0, "tokens": 0})["text_bytes"] = int(size)
     (made_with,) = tokenizers.values()
+    tokenizer: dict[str, Any] = {"file": None}
+    if tokenizer_file is not None:
+        name, file = tokenizer_file
+        if name not in TOKENIZERS:
+            raise BadInput(f"{name} is neither a tokenizer.json nor a .model")
+        write_synced(folder / name, file)
+        tokenizer = {"file": name, "bytes": len(file), "sha256": hashlib.sha256(file).hexdigest()}
     content = {
         "format": FORMAT,
         "version": VERSION,
         "fingerprint": set_fingerprint(entries),
         **totals(entries),
         "sources": sources,
-        "tokenizer": {**made_with, **write_tokenizer(folder, tokenizer_file)},
+        "tokenizer": {**made_with, **tokenizer},
         "recipe": dict(recipe),
         "versions": dict(versions or {}),
         "shards": entries,
@@ -118,15 +127,6 @@ def write_manifest(
     write_json(folder / NAME, content)
     shutil.copymode(folder / f"{names[0]}.json", folder / NAME)  # same permissions as the shards
     return read_manifest(folder / NAME)
-
-
-def counts_by_source(shard: Shard) -> dict[str, dict[str, int]]:
-    """Returns {source: {documents, tokens}}, exact."""
-    documents = np.bincount(shard.source_ids, minlength=len(shard.header["sources"]))
-    tokens = np.zeros(len(documents), np.int64)
-    np.add.at(tokens, shard.source_ids, np.diff(shard.offsets))
-    pairs = zip(shard.header["sources"], documents.tolist(), tokens.tolist())
-    return {source: {"documents": number, "tokens": size} for source, number, size in pairs}
 
 
 def set_fingerprint(entries: Sequence[Mapping[str, Any]]) -> str:
@@ -158,17 +158,6 @@ def shard_entry(folder: Path, name: str, shard: Shard) -> dict[str, Any]:
         "fingerprint": shard.fingerprint,
         "files": {file: {"bytes": size, "sha256": sha256} for file, (size, sha256) in sorted(files.items())},
     }
-
-
-def write_tokenizer(folder: Path, file: tuple[str, bytes] | None) -> dict[str, Any]:
-    """Writes the tokenizer file (name, content) next to the shards and returns its manifest entry."""
-    if file is None:
-        return {"file": None}
-    name, content = file
-    if name not in TOKENIZERS:
-        raise BadInput(f"{name} is neither a tokenizer.json nor a .model")
-    write_synced(folder / name, content)
-    return {"file": name, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
 def is_manifest(path: str) -> bool:
@@ -240,27 +229,20 @@ def is_hash_entry(entry: Any) -> bool:
 
 def manifest_problems(manifest: Manifest, *, deep: bool) -> list[str]:
     """Returns a line for each file that is missing, has the wrong size or, if `deep`, the wrong hash."""
-    folder = Path(manifest.path).parent
-    found = {name: file_problem(folder / name, size) for name, (size, _) in manifest.files.items()}
-    if deep:
-        whole = [name for name, problem in found.items() if problem is None]
-        other = hash_mismatches({str(folder / name): manifest.files[name][1] for name in whole})
-        found |= {path: changed_line(path, problem) for path, problem in other.items()}
-    return [problem for problem in found.values() if problem]
+    folder, problems, whole = Path(manifest.path).parent, [], {}
+    for name, (size, sha256) in manifest.files.items():
+        try:
+            expect_size(str(folder / name), size, "the manifest", FIX)
+            whole[str(folder / name)] = sha256
+        except BadInput as error:
+            problems.append(str(error))
+    changed = hash_mismatches(whole) if deep else {}
+    return problems + [changed_line(path, problem) for path, problem in changed.items()]
 
 
 def changed_line(path: str, problem: str) -> str:
     """Returns `problem`, why a file cannot be read, or the message for a changed file."""
     return problem or f"{path} was changed after the manifest was written; {FIX}"
-
-
-def file_problem(path: Path, size: int) -> str | None:
-    """Returns the problem with the file's size, or None."""
-    try:
-        expect_size(str(path), size, "the manifest", FIX)
-    except BadInput as error:
-        return str(error)
-    return None
 
 
 def check_manifest(path: Path | str, deep: bool) -> Manifest:

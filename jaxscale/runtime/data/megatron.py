@@ -87,20 +87,12 @@ def read_index(path: Path) -> MegatronIndex:
         place = stop
     lengths, pointers, documents = parts
     modes = np.asarray(raw[place:]).view(np.int8) if sequences and place < len(raw) else None
-    index = MegatronIndex(code, lengths, pointers, documents, modes)
-    check_index(path, index)
-    return index
-
-
-def check_index(path: Path, index: MegatronIndex) -> None:
-    """Raises BadInput unless the sequences are contiguous and the documents cover them."""
-    starts = np.cumsum(index.lengths, dtype=np.int64) - index.lengths
-    itemsize = np.dtype(TYPES[index.code]).itemsize
-    if (index.lengths < 0).any() or (index.pointers != starts * itemsize).any():
+    starts = np.cumsum(lengths, dtype=np.int64) - lengths
+    if (lengths < 0).any() or (pointers != starts * np.dtype(TYPES[code]).itemsize).any():
         raise BadInput(f"{path}: its sequences are not contiguous in the .bin; write both files again")
-    documents = index.documents
-    if documents[0] != 0 or documents[-1] != len(index.lengths) or (np.diff(documents) < 0).any():
-        raise BadInput(f"{path}: its documents do not account for its {len(index.lengths):,} sequences; write it again")
+    if documents[0] != 0 or documents[-1] != len(lengths) or (np.diff(documents) < 0).any():
+        raise BadInput(f"{path}: its documents do not account for its {len(lengths):,} sequences; write it again")
+    return MegatronIndex(code, lengths, pointers, documents, modes)
 
 
 def index_bytes(code: int, lengths: np.ndarray, documents: np.ndarray, modes: np.ndarray | None = None) -> bytes:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxscale.runtime.data.array_folder import Arrays, ArrayWriter, DiskBuckets, find_arrays
-from jaxscale.runtime.data.cache import ensure_folder, folder_name
+from jaxscale.runtime.data.array_folder import Arrays, ArrayWriter, DiskBuckets
+from jaxscale.runtime.data.cache import ensure_folder
 from jaxscale.runtime.data.document_lineage import open_lineage
 from jaxscale.runtime.data.permutation import mix64
 from jaxscale.runtime.data.shards import Shard
@@ -40,7 +40,7 @@ def publish_names(folder: Path, shards: Sequence[Shard]) -> Path:
 def write_names(folder: Path, shards: Sequence[Shard]) -> None:
     """Writes the index of the shards that have a lineage."""
     total = sum(shard.header["num_documents"] for shard in shards)
-    buckets = DiskBuckets.for_records(folder, [("key", "<u4"), ("number", "<i8")], 2 * total)
+    buckets = DiskBuckets(folder, [("key", "<u4"), ("number", "<i8")], 2 * total)
     width, first = -(-(1 << KEY_BITS) // buckets.number), 0
     for shard in shards:
         if "docs" in shard.header["sha256"]:
@@ -105,13 +105,6 @@ def location_hashes(files: np.ndarray, offsets: np.ndarray) -> np.ndarray:
 def high_bits(hashes: np.ndarray) -> np.ndarray:
     """Returns uint32[n]: the upper KEY_BITS bits of each hash."""
     return (hashes >> np.uint64(64 - KEY_BITS)).astype(np.uint32)
-
-
-def open_names(shards: Sequence[Shard], folder: str, cache: Path, cache_bytes: int, verify: str) -> Arrays | None:
-    """Returns the index in the set's folder or gs:// address, or None if there is none."""
-    if not folder:
-        return None
-    return find_arrays(f"{folder}/{folder_name('names', names_cache_key(shards))}", cache, cache_bytes, verify, None)
 
 
 def candidate_documents(names: Arrays, document: str, file: str, offset: int | None) -> list[int]:

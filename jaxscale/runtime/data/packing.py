@@ -156,7 +156,7 @@ def shuffled_members(
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yields (numbers, lengths) of a group's documents in document_order, one bucket at a time."""
     dtype = [("key", "<u8"), ("number", "<i8"), ("length", "<i8")]
-    buckets = DiskBuckets.for_records(folder, dtype, documents.size(part, group))
+    buckets = DiskBuckets(folder, dtype, documents.size(part, group))
     generator, width = order_generator(name), -(-(1 << 64) // buckets.number)
     for numbers, lengths in documents.members(part, group):
         keys = generator.random_raw(len(numbers))

@@ -7,7 +7,6 @@ with arbitrary finite domains", Black and Rogaway, CT-RSA 2002, methods 2 and 3)
 import functools
 import hashlib
 import math
-from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -33,16 +32,16 @@ def mix64(values: np.ndarray) -> np.ndarray:
 
 def permuted(indices: ArrayLike, size: int, key: str) -> np.ndarray:
     """Maps indices with the permutation of range(size) given by `key`: int64 of the same shape."""
-    return cycle_walk(indices, size, functools.partial(feistel, key=key))
+    return cycle_walk(indices, size, key, inverse=False)
 
 
 def unpermuted(positions: ArrayLike, size: int, key: str) -> np.ndarray:
     """Inverts `permuted`: unpermuted(permuted(i, size, key), size, key) == i."""
-    return cycle_walk(positions, size, functools.partial(feistel, key=key, inverse=True))
+    return cycle_walk(positions, size, key, inverse=True)
 
 
-def cycle_walk(indices: ArrayLike, size: int, step: Callable[[Halves, int, int], Halves]) -> np.ndarray:
-    """Repeats `step`, a bijection of Z_a x Z_b, on each index until the result is below `size` (cycle walking)."""
+def cycle_walk(indices: ArrayLike, size: int, key: str, *, inverse: bool) -> np.ndarray:
+    """Repeats a bijection of Z_a x Z_b on each index until the result is below `size` (cycle walking)."""
     indices = np.asarray(indices, np.int64)
     if not 0 < size <= LARGEST:
         raise BadInput(f"a permutation of {size} numbers; the size must be 1 to {LARGEST}")
@@ -54,13 +53,13 @@ def cycle_walk(indices: ArrayLike, size: int, step: Callable[[Halves, int, int],
     outside = np.arange(len(found))
     while len(outside):  # a b - size < a, so few are outside after the first step
         moving = found[outside]
-        low, high = step((moving % np.uint64(a), moving // np.uint64(a)), a, b)
+        low, high = feistel((moving % np.uint64(a), moving // np.uint64(a)), a, b, key=key, inverse=inverse)
         found[outside] = high * np.uint64(a) + low
         outside = outside[found[outside] >= np.uint64(size)]
     return found.astype(np.int64).reshape(indices.shape)
 
 
-def feistel(halves: Halves, a: int, b: int, *, key: str, inverse: bool = False) -> Halves:
+def feistel(halves: Halves, a: int, b: int, *, key: str, inverse: bool) -> Halves:
     """Applies all Feistel rounds: each adds a hash of one half to the other. inverse: undoes them in reverse order."""
     found, sizes, keys = list(halves), (np.uint64(a), np.uint64(b)), list(enumerate(round_keys(key)))
     for number, salt in reversed(keys) if inverse else keys:

@@ -59,38 +59,35 @@ class DocumentReader(NamedTuple):
 def make_reader(tokenizer: Tokenizer, cfg: DataConfig, say: Callable[[str], None]) -> DocumentReader:
     """Returns the reader of data.name. Raises BadInput for an invalid chat template."""
     vocabulary = Vocabulary(tokenizer.vocab_size, f"data.tokenizer={tokenizer.name}") if cfg.tokenizer else Vocabulary()
+    about: dict[str, Any] = {}
+    if cfg.name == "chat":
+        template, guard = load_template(tokenizer, cfg.chat), Guard(tokenizer.special_ids)
+        say(f"chat template: {template.name}")
+        settings = {key: value for key, value in dataclasses.asdict(cfg.chat).items() if key not in PACKING_SETTINGS}
+        names = sorted(tokenizer.special_ids.items())
+        made_from = json.dumps([VERSION, template.fingerprint, template.begin, names, settings], sort_keys=True)
+        about = {"has_loss_masks": True, "fingerprint": hashlib.sha256(made_from.encode()).hexdigest()}
 
-    def read_any(
-        read: Callable[[SourceFile, Counter], Iterator[tuple[Document, Item]]],
-        file: SourceFile,
-        choice: FieldChoice,
-        skipped: Counter,
-    ) -> Iterator[tuple[Document, Item]]:
+    def read(file: SourceFile, choice: FieldChoice, skipped: Counter) -> Iterator[tuple[Document, Item]]:
         if choice.kind == "ids":
             return read_token_ids(file, choice, cfg, vocabulary, skipped)
-        return read(file, skipped)
+        if cfg.name == "chat":
+            return read_samples(cfg, template, guard, file, skipped)
+        return ((document, document.text) for document in read_file(file, cfg, skipped))
 
-    if cfg.name != "chat":
-        return DocumentReader(
-            functools.partial(read_any, functools.partial(read_texts, cfg)),
-            functools.partial(encode_items, functools.partial(encode_texts, tokenizer)),
-        )
-    template, guard = load_template(tokenizer, cfg.chat), Guard(tokenizer.special_ids)
-    say(f"chat template: {template.name}")
-    settings = {key: value for key, value in dataclasses.asdict(cfg.chat).items() if key not in PACKING_SETTINGS}
-    names = sorted(tokenizer.special_ids.items())
-    made_from = json.dumps([VERSION, template.fingerprint, template.begin, names, settings], sort_keys=True)
-    return DocumentReader(
-        functools.partial(read_any, functools.partial(read_samples, cfg, template, guard)),
-        functools.partial(encode_items, functools.partial(encode_rendered, tokenizer)),
-        has_loss_masks=True,
-        fingerprint=hashlib.sha256(made_from.encode()).hexdigest(),
-    )
+    def encode(items: Sequence[Any]) -> list[Encoded]:
+        written = [item for item in items if not isinstance(item, TokenIds)]
+        if cfg.name == "chat":
+            encoded = iter(encode_rendered(tokenizer, written))
+        else:
+            begin = np.array(tokenizer.begin_ids, np.int32)
+            encoded = ((np.concatenate([begin, ids]), None) for ids in tokenizer.encode_many(written))
+        return [
+            Encoded(item.ids, item.loss_mask, True) if isinstance(item, TokenIds) else Encoded(*next(encoded))
+            for item in items
+        ]
 
-
-def read_texts(cfg: DataConfig, file: SourceFile, skipped: Counter) -> Iterator[tuple[Document, Item]]:
-    """Yields the documents of a file with their text."""
-    return ((document, document.text) for document in read_file(file, cfg, skipped))
+    return DocumentReader(read, encode, **about)
 
 
 def read_token_ids(
@@ -100,23 +97,6 @@ def read_token_ids(
     with handle_damage(file.path, cfg, skipped):
         for offset, ids, (id, url, licence, _) in read_ids(file.path, choice, cfg, vocabulary, skipped):
             yield Document("", file.source, file.name, offset, id, url, licence or cfg.licence), ids
-
-
-def encode_items(
-    encode: Callable[[Sequence[Any]], Sequence[tuple[np.ndarray, np.ndarray | None]]], items: Sequence[Item]
-) -> list[Encoded]:
-    """Encodes text or conversations; token ids are unchanged."""
-    encoded = iter(encode([item for item in items if not isinstance(item, TokenIds)]))
-    return [
-        Encoded(item.ids, item.loss_mask, True) if isinstance(item, TokenIds) else Encoded(*next(encoded))
-        for item in items
-    ]
-
-
-def encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[tuple[np.ndarray, None]]:
-    """Returns the ids of each text after the tokens that begin a document."""
-    begin = np.array(tokenizer.begin_ids, np.int32)
-    return [(np.concatenate([begin, ids]), None) for ids in tokenizer.encode_many(texts)]
 
 
 def is_conversation(item: Item) -> bool:
@@ -160,8 +140,11 @@ def sample_records(path: str, cfg: DataConfig, skipped: Counter) -> Iterator[tup
         for offset, place, line, record in iter_records(path, cfg, skipped, raw=raw):
             yield offset, place, line, decoded_record(record, cfg, skipped)
         return
+    used = {*CHAT_FIELDS, "system", "tools", cfg.chat.prompt_field, cfg.chat.completion_field, cfg.text_field}
+    used |= {field.partition(".")[0] for field in (cfg.text_field, *cfg.metadata_fields)}
     with open_table(path, cfg) as table:
-        for row, batch in table.batches(sample_columns(table.schema.names, cfg)):
+        names = table.schema.names
+        for row, batch in table.batches([name for name in names if name in used] or names[:1]):
             for number, record in enumerate(batch_records(batch), row):
                 yield number, f"row {number}", b"", decoded_record(record, cfg, skipped)
 
@@ -186,13 +169,6 @@ def decode_strings(value: Any, decode: Callable[[bytes], str]) -> Any:
     if isinstance(value, dict):
         return {key: decode_strings(inner, decode) for key, inner in value.items()}
     return [decode_strings(inner, decode) for inner in value] if isinstance(value, list) else value
-
-
-def sample_columns(names: Sequence[str], cfg: DataConfig) -> list[str]:
-    """Returns the columns of a table that a sample may use, at least one."""
-    fields = {*CHAT_FIELDS, "system", "tools", cfg.chat.prompt_field, cfg.chat.completion_field}
-    fields |= {field.partition(".")[0] for field in (cfg.text_field, *cfg.metadata_fields)} | {cfg.text_field}
-    return [name for name in names if name in fields] or list(names[:1])
 
 
 def render_checked_record(

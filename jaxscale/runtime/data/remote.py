@@ -20,9 +20,8 @@ import socket
 import threading
 import urllib.parse
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -115,20 +114,20 @@ class ShardCache:
 
     def _make_room(self, size: int, part: Path) -> None:
         """Evicts least recently used files that are not in use, until `size` bytes fit in place of `part`."""
-        entries = list(self._entries(part))
-        excess = sum(entry.size for entry in entries) + size - self.max_bytes
+        folders = list(filter(os.path.isdir, (self.folder / "objects").glob("*")))
+        sizes = {folder.name: sum(map(reserved_bytes, set(folder.iterdir()) - {part})) for folder in folders}
+        excess = sum(sizes.values()) + size - self.max_bytes
         if excess <= 0:
             return
         busy = self._busy()
-        for entry in sorted(entries, key=lambda entry: entry.used):
-            if excess > 0 and entry.sha256 not in busy:
-                shutil.rmtree(self.folder / "objects" / entry.sha256)
-                excess -= entry.size
-        sizes = {entry.sha256: entry.size for entry in entries}
+        for folder in sorted(folders, key=lambda folder: folder.stat().st_mtime_ns):
+            if excess > 0 and folder.name not in busy:
+                shutil.rmtree(folder)
+                excess -= sizes[folder.name]
         for ids in sorted(self._mapped.values(), key=lambda ids: ids.used):  # this process can map them again
-            if excess > 0 and ids.is_mapped and busy[ids.sha256] == {self._user_name}:
+            if excess > 0 and ids.mapped is not None and busy[ids.sha256] == {self._user_name}:
                 self._write_use(f"-{ids.sha256}")
-                ids.drop()
+                ids.mapped = None
                 shutil.rmtree(self.folder / "objects" / ids.sha256)
                 excess -= sizes[ids.sha256]
         if excess > 0:
@@ -136,15 +135,6 @@ class ShardCache:
                 f"the cache {self.folder} of at most {self.max_bytes:,} bytes has no room for {size:,} more: all "
                 f"of its files are in use; raise data.cache_bytes by {excess:,} or more"
             )
-
-    def _entries(self, but: Path) -> Iterator["CacheEntry"]:
-        """Yields the objects in the cache except the file `but`, with their sizes or reservations."""
-        for folder in filter(os.path.isdir, (self.folder / "objects").glob("*")):
-            size = 0
-            for file in set(folder.iterdir()) - {but}:
-                reserved = file.name.removeprefix(PART_PREFIX)
-                size += int(reserved) if file.name != reserved and reserved.isdecimal() else file.lstat().st_size
-            yield CacheEntry(folder.name, size, folder.stat().st_mtime_ns)
 
     def _busy(self) -> dict[str, set[str]]:
         """Returns {sha256: names of the running processes that use it}, and removes ended processes."""
@@ -200,7 +190,7 @@ class ShardCache:
         """Releases all files."""
         with self._thread_lock:
             for ids in self._mapped.values():
-                ids.drop()
+                ids.mapped = None
             if self._user is not None and self._pid == os.getpid():
                 self._user.close()
             self._reset()
@@ -211,12 +201,10 @@ class ShardCache:
             return self._mapped.setdefault(sha256, RemoteIds(self, url, size, sha256, dtype))
 
 
-class CacheEntry(NamedTuple):
-    """An object in the cache."""
-
-    sha256: str
-    size: int
-    used: int  # last use [ns]
+def reserved_bytes(file: Path) -> int:
+    """Returns the size of a file in the cache, or what it reserves as a download in progress."""
+    reserved = file.name.removeprefix(PART_PREFIX)
+    return int(reserved) if file.name != reserved and reserved.isdecimal() else file.lstat().st_size
 
 
 class RemoteIds:
@@ -230,27 +218,18 @@ class RemoteIds:
     def __init__(self, cache: ShardCache, url: str, size: int, sha256: str, dtype: str):
         self.sha256, self.used = sha256, 0
         self._cache, self._url, self._size, self._dtype = cache, url, size, np.dtype(dtype)
-        self._ids: np.ndarray | None = None
+        self.mapped: np.ndarray | None = None
 
     def __len__(self) -> int:
         return self._size // self._dtype.itemsize
 
     def __getitem__(self, window: slice | int) -> Any:
-        ids = self._ids  # a local reference: a mapped file stays readable after eviction
+        ids = self.mapped  # a local reference: a mapped file stays readable after eviction
         if ids is None:
             path = self._cache.fetch(self._url, self._size, self.sha256)
-            ids = self._ids = np.asarray(np.memmap(path, self._dtype, mode="r"))
+            ids = self.mapped = np.asarray(np.memmap(path, self._dtype, mode="r"))
         self.used = next(self._ticks)
         return ids[window]
-
-    @property
-    def is_mapped(self) -> bool:
-        """Returns True while the file is mapped."""
-        return self._ids is not None
-
-    def drop(self) -> None:
-        """Drops the mapping."""
-        self._ids = None
 
 
 def map_ids(path: str, dtype: str) -> Any:

@@ -104,10 +104,8 @@ def suspicious_rows(cfg: RowFilterConfig, tokens_BT: np.ndarray, damage: Replace
 
 @functools.lru_cache
 def sample_places(T: int) -> np.ndarray:
-    """Returns sorted int64[at most SAMPLE_POSITIONS]: fixed for each T, and not periodic."""
-    if T <= SAMPLE_POSITIONS:
-        return np.arange(T)
-    return np.sort(permuted(np.arange(SAMPLE_POSITIONS), T, "gate"))
+    """Returns int64[at most SAMPLE_POSITIONS]: positions of a row, fixed for each T, and not periodic."""
+    return np.arange(T) if T <= SAMPLE_POSITIONS else permuted(np.arange(SAMPLE_POSITIONS), T, "gate")
 
 
 def is_degenerate(cfg: RowFilterConfig, tokens: np.ndarray, damage: ReplacementTokens | None) -> bool:

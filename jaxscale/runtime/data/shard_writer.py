@@ -176,16 +176,8 @@ def write_index(
     for name, content in contents.items():
         sums = {**sums, name: hashlib.sha256(content).hexdigest()}
         write_synced(Path(f"{base}{SUFFIXES[name]}"), content)
-    whole = {
-        "format": FORMAT,
-        "version": VERSION,
-        "bin": f"{base.name}.bin",
-        "num_documents": len(source_ids),
-        "sources": list(sources),
-        "sha256": sums,
-        **header,
-    }
-    write_synced(Path(f"{base}.json"), encode_header(whole))
+    about = {"bin": f"{base.name}.bin", "num_documents": len(source_ids), "sources": list(sources), "sha256": sums}
+    write_synced(Path(f"{base}.json"), encode_header({"format": FORMAT, "version": VERSION, **about, **header}))
 
 
 def write_synced(path: Path, content: bytes) -> None:

@@ -23,14 +23,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from jaxscale.runtime.data.config import DataConfig
-from jaxscale.runtime.data.document_lineage import parse_lineage
 from jaxscale.runtime.data.header import FIX, SUFFIXES, read_header
 from jaxscale.runtime.data.verified import HASHED, Expected, find_damaged, read_verified, snapshot_files
 from jaxscale.system.exits import BadInput
 from jaxscale.system.foreign import cannot_read, check_regular, open_regular
 
 if TYPE_CHECKING:
-    import pyarrow
+    pass
 
 
 FETCHED_AT_ONCE = 8  # indexes of a bucket, one round trip each
@@ -180,23 +179,6 @@ def verify_shards(paths: Iterable[Path], cfg: DataConfig, cache: Path, say: Call
         found = find_damaged(files, cache, str(folder), say, remember=cfg.verify == "hash", known=known)
         for file, problem in found.items():
             raise BadInput(f"{problem}; {FIX}" if problem else changed_line(file))
-
-
-def read_lineage(shard: Shard, columns: Sequence[str] | None = None) -> "pyarrow.Table | None":
-    """Reads the lineage, see lineage.py, or returns None if the shard has none.
-
-    Raises: BadInput naming the file if it is missing or was changed.
-    """
-    if "docs" not in shard.header["sha256"]:
-        return None
-    path = shard.lineage_path
-    content = read_whole(path)
-    if hashlib.sha256(content).hexdigest() != shard.header["sha256"]["docs"]:
-        raise BadInput(changed_line(path))
-    try:
-        return parse_lineage(content, columns)
-    except BadInput as error:
-        raise BadInput(f"{path} cannot be read: {error}; {FIX}") from None
 
 
 def read_token_bytes(path: str) -> np.ndarray | None:

@@ -53,8 +53,13 @@ def open_documents(
         say(f"{tokenizer.name} {line}")
         tokenizer = limit_vocabulary(tokenizer, vocab_size)
     shards = [open_tokenised(files, tokenizer, cfg, say)]
-    for line in unpinned_lines(files, shards[0]):
-        say(line)
+    made = datetime.date.fromtimestamp(Path(shards[0].bin_path).stat().st_mtime)
+    for file in files:
+        if file.path.startswith("hf://") and "revision=" not in file.path:
+            say(
+                f"{file.path}: the version of {made}, when it was tokenised; newer ones are not checked. "
+                "revision=COMMIT pins one"
+            )
     val_shards = [open_tokenised(val_files, tokenizer, cfg, say)] if val_files else []
     if cfg.name == "chat" and not shards[0].header["conversations"]:
         raise BadInput(
@@ -72,17 +77,6 @@ def open_documents(
             "data.tokenizer"
         )
     return shards, val_shards, None
-
-
-def unpinned_lines(files: Sequence[SourceFile], shard: Shard) -> list[str]:
-    """Returns a line for each hub dataset that may have changed since it was cached."""
-    made = datetime.date.fromtimestamp(Path(shard.bin_path).stat().st_mtime)
-    return [
-        f"{file.path}: the version of {made}, when it was tokenised; newer ones are not checked. "
-        "revision=COMMIT pins one"
-        for file in files
-        if file.path.startswith("hf://") and "revision=" not in file.path
-    ]
 
 
 def open_tokenised(files: Sequence[SourceFile], tokenizer: Tokenizer, cfg: DataConfig, say: Say) -> Shard:

@@ -189,7 +189,8 @@ class FileWatch:
                 return
             same = now[0] == known.stamp[0]
             if same and known.sha256:
-                if only_ctime_changed(known.stamp, now) and is_open:
+                # after chmod or a hard link only ctime differs, almost never after a change of content
+                if is_open and (now[:2], now[3]) == (known.stamp[:2], known.stamp[3]):
                     if (result := self._hasher.result(path, now)) is None:
                         return
                     now, sha256 = result
@@ -201,23 +202,13 @@ class FileWatch:
                 return  # opening it raises
             raise Stop(Exit.STORAGE, f"{path} can no longer be read: {error}; start again when it can") from None
         if not same:
+            size, was = now[0], known.stamp[0]
+            what = f"{'cut short' if size < was else 'too long'}, {size:,} bytes of {was:,}"
+            what = "another file of the same size" if size == was else what
             raise Stop(
-                Exit.DATA_MISMATCH,
-                f"{path} was changed after the run began: it is {self._describe_size(now[0], known.stamp[0])}; "
-                "restore it and start again",
+                Exit.DATA_MISMATCH, f"{path} was changed after the run began: it is {what}; restore it and start again"
             )
         self._files[path] = known._replace(stamp=now)  # touched or restored
-
-    @staticmethod
-    def _describe_size(size: int, was: int) -> str:
-        if size == was:
-            return "another file of the same size"
-        return f"{'cut short' if size < was else 'too long'}, {size:,} bytes of {was:,}"
-
-
-def only_ctime_changed(was: Stamp, now: Stamp) -> bool:
-    """Returns True if only ctime differs: after chmod or a hard link, almost never after a change of content."""
-    return now[:2] == was[:2] and now[3] == was[3]
 
 
 def remove(path: Path) -> None:

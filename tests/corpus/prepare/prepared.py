@@ -5,9 +5,10 @@ import io
 import json
 
 import numpy as np
+from lineages import read_lineage
 
 from jaxscale import schema
-from jaxscale.runtime.data.shards import open_shard, read_lineage
+from jaxscale.runtime.data.shards import open_shard
 from jaxscale.tools.corpus.prepare.config import PrepareConfig
 from jaxscale.tools.corpus.prepare.engine import make_plan, prepare
 from jaxscale.tools.corpus.prepare.local import LocalExecutor
