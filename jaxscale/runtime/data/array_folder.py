@@ -167,10 +167,7 @@ class Arrays(Mapping[str, np.ndarray]):
 
 
 def open_arrays(folder: Path, cache: Path, verify: str = "hash", say: Say | None = None) -> Arrays:
-    """Returns the verified arrays of a local folder. Raises BadInput if one was changed.
-
-    Args: cache: stores which files were verified, see `find_damaged`. verify: data.verify.
-    """
+    """Returns the verified arrays of a local folder, see `find_damaged`. Raises BadInput if one was changed."""
     try:
         content = read_bytes(folder / HEADER)
     except (OSError, BadInput) as error:
@@ -195,10 +192,7 @@ def open_arrays(folder: Path, cache: Path, verify: str = "hash", say: Say | None
 
 
 def find_arrays(location: str, cache: Path, cache_bytes: int, verify: str, say: Say | None) -> Arrays | None:
-    """Returns the verified arrays of a folder or gs:// address; None if there are none.
-
-    Files of a bucket are copied into the cache and hashed there. Raises as open_arrays.
-    """
+    """Returns the verified arrays of a folder, or of a gs:// address, copied into the cache; None if there are none."""
     if not is_remote(location):
         return open_arrays(Path(location), cache, verify, say) if os.path.exists(f"{location}/{HEADER}") else None
     copies = shard_cache(str(cache / "bucket"), cache_bytes)
@@ -236,8 +230,7 @@ class DiskBuckets:
             self._flush()
 
     def _flush(self) -> None:
-        """Writes the buffered records. Large batches open files less often; one open file at a time avoids the limit on
-        open files."""
+        """Writes the buffered records, large batches at once and one open file at a time."""
         if not self._buffered:
             return
         buckets, records = (np.concatenate(column) for column in zip(*self._buffered))

@@ -25,10 +25,7 @@ READ_RECORDS = 4096  # records read or written together
 
 
 def export_array_record(shards: Sequence[Shard], path: Path) -> int:
-    """Writes each document as one record of little-endian ids, and returns the number of records.
-
-    Raises: BadInput if the shards have different dtypes.
-    """
+    """Writes one record of little-endian ids per document, and returns their number. Raises BadInput for two dtypes."""
     types = sorted({shard.header["dtype"] for shard in shards})
     if len(types) > 1:
         raise BadInput(f"{path}: shards of {' and '.join(types)} cannot share a file, which does not store the dtype")
@@ -67,10 +64,7 @@ def read_records(path: Path) -> Iterator[bytes]:
 def array_record_shard(
     file: SourceFile, dtype: str, eos_id: int | None, vocab_size: int, cfg: DataConfig, say: Say = print
 ) -> Shard:
-    """Returns a file of token ids as a shard, which is written to the cache once.
-
-    Raises: BadInput if the file is damaged, has ids outside the vocabulary, or the end token is unknown.
-    """
+    """Returns a file of ids as a shard, written to the cache once. Raises BadInput for damaged files and wrong ids."""
     if eos_id is None:
         raise BadInput(f"{file.path} does not store document ends; set data.eos_id or data.tokenizer")
     key = {"array record": [*file, *size_and_mtime(file.path)], "dtype": dtype, "eos_id": eos_id, "vocab": vocab_size}

@@ -176,18 +176,10 @@ class BestFitRows(DocumentRows):
             found[in_group] = self.documents.select(self.part, group, ranks)
         return found
 
-    def rows_of(self, document: int) -> np.ndarray:
-        self.arrays.check()
-        for group in range(self._groups):
-            rank = self.documents.rank(self.part, group, document)
-            if rank is not None:
-                size, key = self.documents.size(self.part, group), order_key(self.seed, group)
-                window, local = divmod(int(unpermuted(rank, size, key)), self._window)
-                return self._rows_in(int(self._windows[group]) + window, local, document)
-        return np.zeros(0, np.int64)
-
-    def _rows_in(self, window: int, local: int, document: int) -> np.ndarray:
-        """Returns the rows of the document at position `local` of a window."""
+    def _rows_of_member(self, group: int, rank: int, document: int) -> np.ndarray:
+        size, key = self.documents.size(self.part, group), order_key(self.seed, group)
+        window, local = divmod(int(unpermuted(rank, size, key)), self._window)
+        window += int(self._windows[group])
         first_row, end_row = self._array("window_rows")[window : window + 2].tolist()
         first_mixed, end_mixed = self._array("window_rest")[window : window + 2].tolist()
         begin, end = self._array("window_pieces")[window : window + 2].tolist()

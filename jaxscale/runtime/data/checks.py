@@ -68,10 +68,7 @@ def holds_ids(cfg: DataConfig, files: Sequence[SourceFile]) -> bool:
 
 
 def check_lengths(cfg: DataConfig, facts: Mapping[str, Any], seq_len: int) -> None:
-    """Raises BadInput for a corpus shorter than a row or a validation set without targets.
-
-    facts: returned by write_documents.
-    """
+    """Raises BadInput for a corpus shorter than a row or a validation set without targets."""
     tokens = {part: sum(counts) for part, counts in facts["tokens"].items()}
     if cfg.name == "chat" and not sum(facts["members"]["train"]):
         more = ", or set data.chat.too_long='cut'" if cfg.chat.too_long == "drop" else ""

@@ -105,14 +105,10 @@ def structure_change(before: Batch, after: Any) -> str:
     old, new = named_arrays(before), named_arrays(after)
     if old.keys() != new.keys():
         return f"changes the fields {', '.join(sorted(old))} to {', '.join(sorted(new))}"
-    kinds = {name: (dtype_and_shape(old[name]), dtype_and_shape(new[name])) for name in old}
+    kind = lambda array: f"{getattr(array, 'dtype', type(array).__name__)}{list(np.shape(array))}"  # 'int32[2, 512]'
+    kinds = {name: (kind(old[name]), kind(new[name])) for name in old}
     changed = [f"{name} from {was} to {now}" for name, (was, now) in kinds.items() if was != now]
     return f"changes {', '.join(changed)}" if changed else ""
-
-
-def dtype_and_shape(array: Any) -> str:
-    """Formats dtype and shape: 'int32[2, 512]'."""
-    return f"{getattr(array, 'dtype', type(array).__name__)}{list(np.shape(array))}"
 
 
 def named_arrays(batch: Any, prefix: str = "") -> dict[str, Any]:

@@ -78,10 +78,7 @@ def canonical(table: "pyarrow.Table") -> "pyarrow.Table":
 
 
 def lineage_bytes(table: "pyarrow.Table", documents: int) -> bytes:
-    """Returns the table as Parquet; equal bytes for equal rows and the same pyarrow version.
-
-    Raises: BadInput unless it has one row per document and the columns of this module's docstring.
-    """
+    """Returns the table as Parquet; equal bytes for equal rows and the same pyarrow. Raises BadInput as canonical."""
     import pyarrow.parquet
 
     if table.num_rows != documents:

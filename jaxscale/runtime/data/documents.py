@@ -136,15 +136,12 @@ def pad_to_block(values: np.ndarray) -> np.ndarray:
 
 
 def write_positions(out: ArrayWriter, number: int, positions: np.ndarray, base: int, *, use_int64: bool) -> int:
-    """Writes positions of documents from `number` on relative to their bases, and returns the last base.
-
-    Args: number: a multiple of BASE, except for a single position. base: the previous one. Raises: NeedsInt64.
-    """
+    """Writes document starts from `number` on relative to bases, and returns the last base, or raises NeedsInt64."""
     if use_int64:
         out.append("positions", positions)
         return base
     bases = np.array([base])
-    if number % BASE == 0:
+    if number % BASE == 0:  # always, except for a single position, the end
         bases = positions[::BASE]
         out.append("bases", bases)
     offsets = positions - np.repeat(bases, BASE)[: len(positions)]

@@ -51,10 +51,7 @@ def has_records(path: str, cfg: DocumentsConfig) -> bool:
 
 
 def read_fields(path: str, cfg: DocumentsConfig) -> FileFields | None:
-    """Returns the fields of a file; None if its format has none or the file is empty.
-
-    Raises: BadInput as reading the file does.
-    """
+    """Returns the fields of a file; None if its format has none or the file is empty. Raises as reading it does."""
     if is_table(path):
         with open_table(path, cfg) as table:
             schema = table.schema
@@ -80,10 +77,7 @@ def read_fields(path: str, cfg: DocumentsConfig) -> FileFields | None:
 def iter_records(
     path: str, cfg: DocumentsConfig, skipped: Counter, part: Part = WHOLE, raw: Sequence[str] = ()
 ) -> Iterator[tuple[int, str, bytes, Any]]:
-    """Yields (offset, 'line 3' or 'record 3', bytes, value) of a file for which has_records is True.
-
-    raw: see array_records.
-    """
+    """Yields (offset, 'line 3' or 'record 3', bytes, value) of a file for which has_records is True."""
     if is_json_lines(path):
         for offset, number, line, record, _ in json_records(path, cfg, skipped, part):
             yield offset, format_line(number, part), line, record
@@ -172,10 +166,7 @@ def candidate_fields(fields: FileFields, cfg: DocumentsConfig, chat: ChatConfig 
 def choose_fields(
     files: Sequence[SourceFile], cfg: DocumentsConfig, chat: ChatConfig | None = None
 ) -> dict[SourceFile, FieldChoice]:
-    """Returns the field of each file. A damaged file that is to be skipped is read as text, which counts it.
-
-    Raises: BadInput as choose_field does.
-    """
+    """Returns choose_field of each file. A damaged file that is to be skipped is read as text, which counts it."""
     found = {}
     for file in files:
         try:

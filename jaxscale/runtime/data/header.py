@@ -89,8 +89,13 @@ def read_header(path: Path) -> dict[str, Any] | None:
     if header.get("version") not in (OLD_VERSION, VERSION):
         raise BadInput(f"{path} has format version {header.get('version')}; this program reads version {VERSION}")
     check_header(path, header)
-    check_header_sum(path, header)
-    return header
+    sums = {name: sum_ for name, sum_ in header["sha256"].items() if name != HEADER_SUM}
+    if unknown := sorted(sums.keys() - SUFFIXES.keys()):
+        raise BadInput(f"{path} has a sha256 of {unknown[0]!r}, which is not a file of a shard; {FIX}")
+    expected = json_sha256({**header, "sha256": sums}) if header["version"] == VERSION else None  # OLD_VERSION has none
+    if header["sha256"].get(HEADER_SUM) != expected:
+        raise BadInput(f"{path} was changed after it was written: its own sha256 does not match; {FIX}")
+    return {**header, "sha256": sums}
 
 
 def check_header(path: Path, header: dict[str, Any]) -> None:
@@ -121,14 +126,3 @@ def check_header(path: Path, header: dict[str, Any]) -> None:
 def has_type(value: Any, kind: type) -> bool:
     """Returns True for a value of this type; an int must be at least 0."""
     return type(value) is kind and (kind is not int or value >= 0)
-
-
-def check_header_sum(path: Path, header: dict[str, Any]) -> None:
-    """Raises BadInput if the header was changed after it was written; OLD_VERSION has no hash to check."""
-    sums = {name: sum_ for name, sum_ in header["sha256"].items() if name != HEADER_SUM}
-    if unknown := sorted(sums.keys() - SUFFIXES.keys()):
-        raise BadInput(f"{path} has a sha256 of {unknown[0]!r}, which is not a file of a shard; {FIX}")
-    expected = json_sha256({**header, "sha256": sums}) if header["version"] == VERSION else None
-    if header["sha256"].get(HEADER_SUM) != expected:
-        raise BadInput(f"{path} was changed after it was written: its own sha256 does not match; {FIX}")
-    header["sha256"] = sums

@@ -181,10 +181,7 @@ class Ledger:
         return find_arrays(location, cache_folder(cfg), cfg.cache_bytes, cfg.verify, None) if published else None
 
     def find(self, document: str) -> list[tuple[int, int]]:
-        """Returns (shard, number in it) of each document of this name; several if a file or id occurs twice.
-
-        Uses the set's index of names; without one, it scans all lineages. Raises BadInput if there is none.
-        """
+        """Returns (shard, number in it) of each document of this name, from the set's index or all lineages."""
         document = escape_non_utf8(document)
         file, _, offset = document.rpartition(":")
         place = int(offset) if offset.isdecimal() and len(offset) <= OFFSET_DIGITS else None
@@ -242,8 +239,7 @@ def scan_lineage(shard: Shard, document: str, file: str, offset: int | None) -> 
 
 
 def source_file(shard: Shard, number: int) -> tuple[str, int]:
-    """Returns (file of a document, number of the file's first document in the shard) from the header; ('', 0) if
-    unknown."""
+    """Returns (file of a document, its first document in the shard) from the header; ('', 0) if unknown."""
     documents = [file["documents"] for file in shard.header["files"]]
     ends = np.cumsum(documents)
     at = int(np.searchsorted(ends, number, side="right"))

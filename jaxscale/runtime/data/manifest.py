@@ -102,13 +102,7 @@ def write_manifest(
     for source, size in (source_bytes or {}).items():
         sources.setdefault(source, {"documents": 0, "tokens": 0})["text_bytes"] = int(size)
     (made_with,) = tokenizers.values()
-    tokenizer: dict[str, Any] = {"file": None}
-    if tokenizer_file is not None:
-        name, file = tokenizer_file
-        if name not in TOKENIZERS:
-            raise BadInput(f"{name} is neither a tokenizer.json nor a .model")
-        write_synced(folder / name, file)
-        tokenizer = {"file": name, "bytes": len(file), "sha256": hashlib.sha256(file).hexdigest()}
+    tokenizer = {"file": None} if tokenizer_file is None else write_tokenizer(folder, *tokenizer_file)
     content = {
         "format": FORMAT,
         "version": VERSION,
@@ -127,6 +121,14 @@ def write_manifest(
     write_json(folder / NAME, content)
     shutil.copymode(folder / f"{names[0]}.json", folder / NAME)  # same permissions as the shards
     return read_manifest(folder / NAME)
+
+
+def write_tokenizer(folder: Path, name: str, content: bytes) -> dict[str, Any]:
+    """Writes a tokenizer file next to the shards and returns its manifest entry."""
+    if name not in TOKENIZERS:
+        raise BadInput(f"{name} is neither a tokenizer.json nor a .model")
+    write_synced(folder / name, content)
+    return {"file": name, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
 def set_fingerprint(entries: Sequence[Mapping[str, Any]]) -> str:
@@ -246,10 +248,7 @@ def changed_line(path: str, problem: str) -> str:
 
 
 def check_manifest(path: Path | str, deep: bool) -> Manifest:
-    """Returns the manifest of a complete set. deep: hash every file, not only check its size.
-
-    Raises: BadInput naming the files that are missing or were changed after the manifest.
-    """
+    """Returns the manifest of a complete set, or BadInput naming files. deep: hash every file, not only its size."""
     manifest = read_manifest(path)
     raise_problems(manifest_problems(manifest, deep=deep))
     return manifest
@@ -263,10 +262,7 @@ def raise_problems(problems: Sequence[str]) -> None:
 
 
 def verify_once(manifest: Manifest, cache: Path, say: Callable[[str], None] = print, *, remember: bool = True) -> None:
-    """Hashes the files of a set unless this machine has since they last changed, see `find_damaged`.
-
-    Raises: BadInput as check_manifest does.
-    """
+    """Hashes the files of a set unless this machine has since they last changed. Raises as check_manifest."""
     raise_problems(manifest_problems(manifest, deep=False))
     folder = Path(manifest.path).absolute().parent
     files = {str(folder / name): sha256 for name, (_, sha256) in manifest.files.items()}

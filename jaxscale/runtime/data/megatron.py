@@ -112,26 +112,23 @@ def megatron_shard(file: SourceFile, cfg: DataConfig, say: Say) -> Shard:
     idx, path = Path(file.path).with_suffix(".idx"), str(Path(file.path).with_suffix(".bin"))
     stamps = *size_and_mtime(str(idx)), *size_and_mtime(path)
     key = {"megatron": [path, file.name, file.source, *stamps], "eos_id": cfg.eos_id}
-    return cached_shard(cfg, key, lambda folder: scan_megatron(folder, file._replace(path=path), idx, cfg, say), say)
 
+    def make(folder: Path) -> None:
+        index = read_index(idx)
+        if index.code not in SAME_BITS:
+            raise BadInput(f"{idx}: type {index.code} ({np.dtype(TYPES[index.code])}) is not a type of token ids")
+        if index.modes is not None and index.modes.any():
+            raise BadInput(f"{idx} is a multimodal dataset; only text is supported")
+        dtype, offsets = SAME_BITS[index.code], index.offsets
+        expect_size(path, int(offsets[-1]) * np.dtype(dtype).itemsize)
+        negative_from = SIGNED_END.get(index.code, 1 << 64)
+        index_raw(folder, file._replace(path=path), dtype, cfg.eos_id, say, offsets, negative_from)
 
-def scan_megatron(folder: Path, file: SourceFile, idx: Path, cfg: DataConfig, say: Say) -> None:
-    """Writes the shard index of a Megatron dataset into `folder`."""
-    index = read_index(idx)
-    if index.code not in SAME_BITS:
-        raise BadInput(f"{idx}: type {index.code} ({np.dtype(TYPES[index.code])}) is not a type of token ids")
-    if index.modes is not None and index.modes.any():
-        raise BadInput(f"{idx} is a multimodal dataset; only text is supported")
-    dtype, offsets = SAME_BITS[index.code], index.offsets
-    expect_size(file.path, int(offsets[-1]) * np.dtype(dtype).itemsize)
-    index_raw(folder, file, dtype, cfg.eos_id, say, offsets, SIGNED_END.get(index.code, 1 << 64))
+    return cached_shard(cfg, key, make, say)
 
 
 def export_megatron(shards: Sequence[Shard], base: Path) -> None:
-    """Writes BASE.bin and BASE.idx, one sequence per document; the .idx last.
-
-    Raises: BadInput for ids that do not fit Megatron's types.
-    """
+    """Writes BASE.bin and BASE.idx, one sequence per document; the .idx last. Raises BadInput for too large ids."""
     widest = max((shard.header["dtype"] for shard in shards), key=lambda name: np.dtype(name).itemsize)
     if (largest := max(shard.header["max_id"] for shard in shards)) >= 2**31 and CODES[widest] == 4:
         raise BadInput(f"{shards[0].bin_path}: id {largest} is beyond int32, Megatron's largest type for ids")

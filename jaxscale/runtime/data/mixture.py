@@ -73,11 +73,6 @@ class Mixture:
             before.append(before[-1] + stage.pattern.rows_by_source(following.first_row - stage.first_row))
         return np.stack(before)
 
-    @functools.cached_property
-    def _numbers(self) -> np.ndarray:
-        """Returns int64[G]: index of each source in reported_names; -1 for a source without rows."""
-        return np.array([self.reported_names.index(name) if name in self.reported_names else -1 for name in self.names])
-
     def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns (source, earlier rows of that source) of each position int64[m] of the stream."""
         sources, turns = np.empty_like(positions), np.empty_like(positions)
@@ -91,8 +86,9 @@ class Mixture:
         return sources, turns
 
     def source_numbers(self, positions: np.ndarray) -> np.ndarray:
-        """Returns the index in reported_names of the source of each position."""
-        return self._numbers[self.locate(positions)[0]]
+        """Returns the index in reported_names of the source of each position; -1 for one that is not reported."""
+        numbers = [self.reported_names.index(name) if name in self.reported_names else -1 for name in self.names]
+        return np.array(numbers)[self.locate(positions)[0]]
 
     def find(self, source: int, turns: np.ndarray) -> np.ndarray:
         """Returns the positions of a source's rows, the inverse of locate. Raises BadInput if one never occurs."""
@@ -139,10 +135,7 @@ def pattern_of(counts_G: np.ndarray) -> Pattern:
 
 
 def whole_counts(weights_G: np.ndarray) -> np.ndarray:
-    """Returns int64[G]: integer counts in nearly these proportions (largest remainders), over the best pattern length.
-
-    weights_G: they sum to 1. Raises BadInput if a weight is too small for the longest pattern.
-    """
+    """Returns int64[G]: integer counts closest to these weights, over all pattern lengths (largest remainders)."""
     for shortest, longest in (PATTERN_ROWS, (PATTERN_ROWS[1], LONGEST_PATTERN)):
         lengths = np.arange(shortest, longest + 1)
         shares = lengths[:, None] * weights_G

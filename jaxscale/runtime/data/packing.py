@@ -42,8 +42,16 @@ class DocumentRows(abc.ABC):
         """Returns the pieces of the rows int64[m]."""
 
     @abc.abstractmethod
+    def _rows_of_member(self, group: int, rank: int, document: int) -> np.ndarray:
+        """Returns int64: the rows with a piece of the document, which has this rank in its group, in order."""
+
     def rows_of(self, document: int) -> np.ndarray:
         """Returns int64: the rows with a piece of the document, in order; empty if the part does not have it."""
+        self.arrays.check()
+        for group in range(self._groups):
+            if (rank := self.documents.rank(self.part, group, document)) is not None:
+                return self._rows_of_member(group, rank, document)
+        return np.zeros(0, np.int64)
 
     def __len__(self) -> int:
         return int(self.group_rows[-1])
@@ -92,10 +100,7 @@ class DocumentRows(abc.ABC):
         return locate(self.pieces(rows), functools.partial(self.documents.locate, part=self.part))
 
     def read(self, located: LocatedPieces, chosen: Sequence[int]) -> Batch:
-        """Reads located rows by their indices: a Batch of [len(chosen), T].
-
-        Raises Stop(DATA_MISMATCH) if one of their files has changed since the run began.
-        """
+        """Reads located rows as a Batch of [len(chosen), T]. Raises Stop(DATA_MISMATCH) if a file has changed."""
         first, tokens = located.first, self._token_set
         files = {file for row in chosen for file in located.files[first[row] : first[row + 1]]}
         files |= {located.after_files[row] for row in chosen} - {-1}
@@ -126,10 +131,7 @@ class DocumentRows(abc.ABC):
 
 
 def order_generator(seed: int | str) -> np.random.Philox:
-    """Returns the generator whose raw output is the sort keys of documents.
-
-    numpy guarantees the raw output of Philox, but not that of Generator.permutation.
-    """
+    """Returns the generator of the sort keys of documents: raw output of Philox, which numpy guarantees to stay."""
     key = int.from_bytes(hashlib.blake2b(f"document order {seed}".encode(), digest_size=16).digest(), "little")
     return np.random.Philox(key=key)
 
@@ -238,8 +240,7 @@ class PackedRows(DocumentRows):
         )
 
     def _around(self, starts: np.ndarray, group: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Returns (position in the order, document, start in the stream, length, row index) of documents from the
-        last sampled one before each row to the first one after it."""
+        """Returns (position, document, start in the stream, length, row) of the documents in and around each row."""
         sampled = self.arrays[f"{self.part}.begins"]
         low, high = self._samples[group], self._samples[group + 1]
         first = bisect_right(sampled, low, high, starts) - 1
@@ -253,18 +254,13 @@ class PackedRows(DocumentRows):
         before = np.cumsum(lengths) - lengths
         return positions, documents, before - (before[bounds[:-1]] - sampled[first])[row], lengths, row
 
-    def rows_of(self, document: int) -> np.ndarray:
-        self.arrays.check()
-        for group in range(self._groups):
-            rank = self.documents.rank(self.part, group, document)
-            if rank is not None:
-                position = self._position(group, rank)
-                numbers = np.arange(position - position % SAMPLE_EVERY, position + 1)
-                lengths = self.documents.lengths(self._numbers(self._firsts[group] + numbers), self.part)
-                sample = int(self._samples[group]) + position // SAMPLE_EVERY
-                begin = int(self.arrays[f"{self.part}.begins"][sample]) + int(lengths[:-1].sum())
-                return np.arange(begin // self.seq_len, -(-(begin + int(lengths[-1])) // self.seq_len))
-        return np.zeros(0, np.int64)
+    def _rows_of_member(self, group: int, rank: int, document: int) -> np.ndarray:
+        position = self._position(group, rank)
+        numbers = np.arange(position - position % SAMPLE_EVERY, position + 1)
+        lengths = self.documents.lengths(self._numbers(self._firsts[group] + numbers), self.part)
+        sample = int(self._samples[group]) + position // SAMPLE_EVERY
+        begin = int(self.arrays[f"{self.part}.begins"][sample]) + int(lengths[:-1].sum())
+        return np.arange(begin // self.seq_len, -(-(begin + int(lengths[-1])) // self.seq_len))
 
     def _position(self, group: int, rank: int) -> int:
         """Returns the position of a document of rank `rank` in its group's order: a binary search for its key."""

@@ -268,10 +268,7 @@ def make_plan_settings(cfg: DataConfig, parts: CorpusSplit, *, seq_len: int, see
 
 
 def publish_plan(folder: Path, cfg: DataConfig, shards: Sequence[Shard], *, seq_len: int, seed: int) -> Path:
-    """Creates the row plan of a prepared set in its folder unless it exists, and returns its path.
-
-    Raises: BadInput as open_data for a set that cannot be trained on.
-    """
+    """Creates the row plan of a prepared set in its folder if missing, and returns its path. Raises as open_data."""
     parts = split_corpus(cfg, shards, (), source_names(shards), seq_len)
     check = functools.partial(check_lengths, cfg, seq_len=seq_len)
     return make_plan(folder, parts, make_plan_settings(cfg, parts, seq_len=seq_len, seed=seed), check)

@@ -208,10 +208,7 @@ def reserved_bytes(file: Path) -> int:
 
 
 class RemoteIds:
-    """The ids of a .bin in a bucket, indexed as an array. Downloaded and mapped at first read.
-
-    The cache may drop the least recently used mapping to make room; the next read downloads the file again.
-    """
+    """The ids of a .bin in a bucket, indexed as an array. Mapped at first read, and again after an eviction."""
 
     _ticks = itertools.count()
 
@@ -258,10 +255,7 @@ def shard_cache(folder: str, max_bytes: int) -> ShardCache:
 
 
 def download(bucket: Bucket, url: str, size: int, sha256: str, part: Path) -> None:
-    """Completes the local file `part`, which may have the beginning of the object, and checks its hash.
-
-    Raises: BadInput if the object is missing, unreadable, or does not match.
-    """
+    """Completes the local file `part`, which may have the beginning of the object, and checks its hash."""
     for _ in range(WRONG_HASHES):
         if complete_download(bucket, url, size, part) == sha256:
             return

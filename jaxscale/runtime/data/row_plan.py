@@ -113,10 +113,7 @@ def open_plan(
     published: str,
     say: Say,
 ) -> OpenPlan:
-    """Opens the plan of a corpus, created in the cache if it is neither published nor cached.
-
-    published: folder or gs:// address of a prepared set, or ''.
-    """
+    """Opens the plan of a corpus: published (in a folder or gs:// address), or from the cache, created if missing."""
     shards, cache = [*split.train_shards, *split.valid_shards], cache_folder(cfg)
     little = lambda shard: np.dtype(shard.header["dtype"]).newbyteorder("<").str
     sizes = lambda shard: (shard.header["num_documents"], shard.header["num_tokens"])

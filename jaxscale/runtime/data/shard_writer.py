@@ -134,10 +134,7 @@ class ShardWriter:
     def finish(
         self, token_bytes: np.ndarray | None, header: dict[str, Any], lineage: "pyarrow.Table | None" = None
     ) -> None:
-        """Writes index and header, with fsync.
-
-        Args: header: additional entries. lineage: a row per document, see lineage.py.
-        """
+        """Writes index and header, with fsync. header: additional entries. lineage: a row per document."""
         sums = {"bin": self._sha256.hexdigest()}
         if self._loss_mask:
             sums["trained"] = self._loss_mask_sha256.hexdigest()

@@ -54,10 +54,7 @@ class ShardIndex:
         return idx, src
 
     def read(self) -> tuple[np.ndarray, np.ndarray]:
-        """Reads (offsets int64[documents + 1], sources uint16[documents] into header["sources"]), without caching.
-
-        Raises: BadInput naming the file that does not match the header.
-        """
+        """Reads (offsets int64[documents + 1], sources uint16[documents] into header["sources"]), not cached."""
         header, (idx, src) = self._header, self.fetch()
         documents = header["num_documents"]
         offsets, source_ids = read_array(idx, "<i8", documents + 1), read_array(src, "<u2", documents)
@@ -167,9 +164,7 @@ def shard_files(path: Path) -> Iterator[tuple[str, str, str]]:
 
 
 def verify_shards(paths: Iterable[Path], cfg: DataConfig, cache: Path, say: Callable[[str], None]) -> None:
-    """Hashes the files of shards as data.verify requires, and raises BadInput for the first mismatch. A lineage may be
-    missing.
-    """
+    """Hashes shards as data.verify requires; BadInput for the first mismatch. A lineage may be missing."""
     folders: dict[Path, dict[str, str]] = {}
     for path in paths if cfg.verify != "size" else ():
         files = {file: sha256 for name, file, sha256 in shard_files(path) if name != "docs" or os.path.lexists(file)}

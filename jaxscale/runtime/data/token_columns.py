@@ -40,10 +40,7 @@ Row = tuple[int, TokenIds, Metadata]  # offset in the file, ids, words
 def read_ids(
     path: str, choice: FieldChoice, cfg: DocumentsConfig, vocabulary: Vocabulary, skipped: Counter, part: Part = WHOLE
 ) -> Iterator[Row]:
-    """Yields the rows of a file with token ids; skipped rows are counted.
-
-    Raises: BadInput naming file and row for an id outside the vocabulary, or a malformed row (damaged='stop').
-    """
+    """Yields the rows with token ids; skipped ones are counted. Raises BadInput naming a row that is malformed."""
     for offset, place, fields, words in raw_rows(path, choice, cfg, skipped, part):
         try:
             found = check_row(*fields, place, choice.field)
@@ -87,10 +84,7 @@ def raw_rows(
 
 
 def list_column(batch: Any, name: str, path: str) -> list[np.ndarray | None]:
-    """Returns an array for each list of a column; None for null. A list that contains null has dtype object.
-
-    Raises: BadInput if the column is missing or does not have lists of integers.
-    """
+    """Returns an array for each list of a column, of dtype object if it contains null; None for null."""
     import pyarrow
     import pyarrow.compute
 

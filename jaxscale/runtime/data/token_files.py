@@ -199,10 +199,7 @@ def read_remote_manifest(url: str, bucket: Bucket) -> Manifest:
 
 
 def open_remote_set(url: str, cache: ShardCache) -> list[Shard]:
-    """Opens the shards of the manifest at a gs:// address. Downloads headers now, indexes and ids on demand.
-
-    Raises: BadInput naming a file that is missing, unreadable or does not match the manifest.
-    """
+    """Opens the shards of a manifest at a gs:// address. Downloads headers now, indexes and ids on demand."""
     manifest = read_remote_manifest(url, cache.bucket)
     base = url.rpartition("/")[0]
     if (largest := max(size for size, _ in manifest.files.values())) > cache.max_bytes:

@@ -44,10 +44,7 @@ END = b"\xff" * 4  # between documents: no id is that large
 def open_documents(
     cfg: DataConfig, files: Sequence[SourceFile], val_files: Sequence[SourceFile], vocab_size: int, say: Say
 ) -> tuple[list[Shard], list[Shard], Tokenizer | None]:
-    """Returns (training shards, validation shards, tokenizer or None) of text, conversations or token ids.
-
-    Raises: BadInput for data.name='chat' without any conversation; as open_tokenised.
-    """
+    """Returns (training shards, validation shards, tokenizer or None) of text, conversations or token ids."""
     tokenizer = load_tokenizer(cfg.tokenizer or "bytes", cfg.eos_token, cfg.bos_token)
     if fits(tokenizer, vocab_size) and (line := describe_unused(tokenizer, vocab_size)):
         say(f"{tokenizer.name} {line}")
@@ -80,10 +77,7 @@ def open_documents(
 
 
 def open_tokenised(files: Sequence[SourceFile], tokenizer: Tokenizer, cfg: DataConfig, say: Say) -> Shard:
-    """Returns the documents of all files as one shard, from the cache if these files were tokenised before.
-
-    Raises: BadInput without any document, and as read_file and read_ids.
-    """
+    """Returns the documents of all files as one shard, from the cache if they were tokenised before."""
     cache_key: dict[str, Any] = {
         "files": [[*file, *size_and_mtime(file.path)] for file in files],
         "tokenizer": tokenizer.fingerprint,

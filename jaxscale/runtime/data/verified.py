@@ -128,10 +128,7 @@ class BackgroundHasher:
         self._done: dict[str, tuple[Stamp, str | Exception]] = {}
 
     def result(self, path: str, stamp: Stamp) -> tuple[Stamp, str] | None:
-        """Returns (stamp, sha256) once after the first request for a file is done; None until then.
-
-        Raises: as file_sha256.
-        """
+        """Returns (stamp, sha256) once after the first request for a file is done; None until then."""
         with self._lock:
             if path not in self._done:
                 if path not in self._waiting:

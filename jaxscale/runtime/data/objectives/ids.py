@@ -38,10 +38,7 @@ class SpecialIds:
 def find_ids(
     cfg: ObjectiveConfig, tokenizer: Any | None, token_bytes: np.ndarray | None, vocab_size: int, seq_len: int
 ) -> SpecialIds:
-    """Returns the special ids of the objective. token_bytes: int32[tokenizer ids], 0 for special ones, or None.
-
-    Raises: BadInput naming the setting if an id is unknown, outside the vocabulary, or used by text.
-    """
+    """Returns the special ids of the objective. Raises BadInput if one is unknown, too large, or used by text."""
     known = (tokenizer, token_bytes, vocab_size)
     marks = ObjectiveTokens() if tokenizer is None else tokenizer.marks
     if isinstance(cfg, MaskedLmConfig):
@@ -126,10 +123,7 @@ def synthetic_ids(vocab_size: int) -> TokenizerIds:
 
 
 def known_id(name: str, chosen: int | None, found: int | None, tokenizer: Any | None, vocab_size: int) -> int:
-    """Returns the id of the setting data.objective.`name`, or else the tokenizer's id `found`.
-
-    Raises: BadInput if there is neither, or the id is outside the vocabulary.
-    """
+    """Returns the id of the setting data.objective.`name`, or else the tokenizer's id `found`, or BadInput."""
     found = found if chosen is None else chosen
     if found is None:
         raise BadInput(

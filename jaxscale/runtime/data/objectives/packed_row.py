@@ -21,10 +21,7 @@ def aranges(lengths: np.ndarray) -> np.ndarray:
 
 
 def random_words(seed: int, n: int, row: int, number: int) -> np.ndarray:
-    """Returns uint64[number]: uniform words for row `row` of batch `n`.
-
-    Raw output of Philox, which numpy guarantees; the methods of Generator may change.
-    """
+    """Returns uint64[number] for row `row` of batch `n`: raw output of Philox, which numpy guarantees to stay."""
     key = hashlib.blake2b(f"objective {seed} {n} {row}".encode(), digest_size=16).digest()
     return np.random.Philox(key=int.from_bytes(key, "little")).random_raw(number)
 

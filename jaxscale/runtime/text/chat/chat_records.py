@@ -34,10 +34,7 @@ class PromptCompletion(NamedTuple):
 
 
 def parse_record(record: Any, cfg: ChatConfig, text_field: str) -> Conversation | PromptCompletion:
-    """Parses a conversation, a prompt-completion pair or plain text.
-
-    Raises: BadInput for other records; the message is appended to the record's location.
-    """
+    """Parses a conversation, a pair or plain text. A BadInput's message is appended to the record's location."""
     if not isinstance(record, Mapping):
         raise BadInput(f"is {json_type(record)}, not an object")
     try:

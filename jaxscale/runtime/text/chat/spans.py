@@ -45,10 +45,7 @@ class RenderedDocument(NamedTuple):
 
 
 def render_pair(pair: PromptCompletion, begin: Sequence[str] = ()) -> RenderedDocument:
-    """Renders a prompt, encoded as in generation, and its completion.
-
-    begin: special tokens before the prompt.
-    """
+    """Renders a prompt, encoded as in generation, and its completion. begin: special tokens before the prompt."""
     first = [TextPiece(name, True, False) for name in begin]
     texts = [
         TextPiece(text, False, in_loss) for text, in_loss in ((pair.prompt, False), (pair.completion, True)) if text
@@ -110,10 +107,7 @@ def turn_spans(
 def turn_span(
     messages: Sequence[Mapping[str, Any]], index: int, tools: Any, whole: str, template: ChatTemplate, guard: Guard
 ) -> TurnSpan:
-    """Locates a turn in `whole` by rendering the conversation up to it.
-
-    Raises: BadInput if the template renders the text before the turn differently than its prompt.
-    """
+    """Locates a turn in `whole` by rendering the conversation up to it, or BadInput if its prompt differs."""
     before = template.render(messages[:index], tools, True)
     after = template.render(messages[: index + 1], tools, False)
     if not whole.startswith(before) or not after.startswith(before):

@@ -68,10 +68,7 @@ class ChatTemplate(NamedTuple):
 
 
 def load_template(tokenizer: Tokenizer, cfg: ChatConfig) -> ChatTemplate:
-    """Returns the template of the settings, the tokenizer's folder, or the built-in one.
-
-    Raises: BadInput for a missing or invalid file, or if jinja2 is not installed.
-    """
+    """Returns the template of the settings, the tokenizer's folder, or the built-in one, or BadInput."""
     about = read_settings(tokenizer_folder(tokenizer))
     if cfg.template:
         name = f"data.chat.template={cfg.template}"
@@ -94,24 +91,18 @@ def make_template(
     names.setdefault("eos_token", end_name(tokenizer))
     variables = dict(cfg.variables)
     digest = hashlib.sha256(json.dumps([source, names, variables, cfg.today], sort_keys=True).encode())
-    render = compile_template(source, where, names, variables, cfg.today)
-    if not cfg.template and TOOL_USE in named_templates(about)[0]:
-        render = without_tools(render, where)
-    return ChatTemplate(where, render, source, digest.hexdigest(), begin_names(tokenizer), variables, cfg.today)
+    compiled = compile_template(source, where, names, variables, cfg.today)
+    has_other_for_tools = not cfg.template and TOOL_USE in named_templates(about)[0]
 
-
-def without_tools(render: Render, where: str) -> Render:
-    """Returns a render function that rejects conversations with tools, which need another template."""
-
-    def render_or_refuse(messages: Sequence[Mapping[str, Any]], tools: Any, add_generation_prompt: bool) -> str:
-        if tools:
+    def render(messages: Sequence[Mapping[str, Any]], tools: Any, add_generation_prompt: bool) -> str:
+        if tools and has_other_for_tools:
             raise BadInput(
                 f"has tools, for which {where} has the template {TOOL_USE} next to default; write it into a file and "
                 "name that in data.chat.template"
             )
-        return render(messages, tools, add_generation_prompt)
+        return compiled(messages, tools, add_generation_prompt)
 
-    return render_or_refuse
+    return ChatTemplate(where, render, source, digest.hexdigest(), begin_names(tokenizer), variables, cfg.today)
 
 
 def end_name(tokenizer: Tokenizer) -> str:

@@ -24,10 +24,7 @@ OPTIONS = "readahead_buffer_size:4M,max_parallelism:0"
 
 
 def read_array_record(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) -> Records:
-    """Yields the text of the records [part.begin, part.end), as cfg.record_format has them.
-
-    Raises: BadInput naming file and record for one that is invalid.
-    """
+    """Yields the text of the records of the part by cfg.record_format. Raises as array_records."""
     for number, record, value in array_records(path, cfg, skipped, part):
         if cfg.record_format == "text":
             yield number, number, record, NO_METADATA
@@ -124,10 +121,7 @@ def example(record: bytes, cfg: ReadConfig, skipped: Counter, place: str, raw: S
 
 
 def length_delimited(message: bytes, wanted: int = 0) -> Iterator[tuple[int, bytes]]:
-    """Yields (number, content) of length-delimited fields of a message; wanted: only this number, 0: all.
-
-    Reads them as unknown fields of an empty message, without a message definition.
-    """
+    """Yields (number, content) of the length-delimited fields of a message. wanted: this number; 0: all."""
     from google.protobuf.empty_pb2 import Empty
     from google.protobuf.unknown_fields import UnknownFieldSet
 

@@ -225,10 +225,7 @@ def unpack(
 def members(
     file: BinaryIO, path: str, cfg: ReadConfig, skipped: Counter | None = None, exact_from: int = 1 << 62
 ) -> Iterator[bytes]:
-    """Yields the content of each member, at most BLOCK_BYTES at a time; from byte `exact_from` on one byte at a time.
-
-    Zero bytes between and after the members are padding. Raises Unpackable.
-    """
+    """Yields the content of all members in blocks; from byte `exact_from` on one byte at a time. Raises UnpackError."""
     unpacked, data = 0, file.read(READ_BYTES)
     if not data:
         return  # an empty file has no content

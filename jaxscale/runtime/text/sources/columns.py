@@ -23,10 +23,7 @@ DATASET_ROWS = 256  # rows of a Hugging Face dataset per batch
 def parquet_batches(
     table: Any, columns: list[str], path: str, cfg: ReadConfig, part: Part = WHOLE
 ) -> Iterator[tuple[int, Any]]:
-    """Yields (first row, record batch) of these columns, for the row groups of the part.
-
-    Raises: Damaged as text_bytes and validated.
-    """
+    """Yields (first row, record batch) of these columns and the row groups of the part. Raises Damaged."""
     meta = table.metadata
     row = sum(meta.row_group(group).num_rows for group in range(part.begin))
     for group in range(part.begin, min(part.end, meta.num_row_groups)):
@@ -241,10 +238,7 @@ def is_table(path: str) -> bool:
 
 @contextlib.contextmanager
 def open_table(path: str, cfg: ReadConfig, part: Part = WHOLE) -> Iterator[Table]:
-    """Opens a file or dataset for which is_table is True. Only Parquet supports parts.
-
-    Raises: Damaged for a broken file, BadInput for a dataset that cannot be read.
-    """
+    """Opens a file or dataset for which is_table is True; only Parquet supports parts. Raises BadInput."""
     import pyarrow
 
     if path.startswith("hf://") or is_saved_dataset(path):
@@ -283,10 +277,7 @@ def open_dataset(path: str) -> Table:
 
 
 def read_table(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) -> Records:
-    """Yields the text of each row of a Parquet or Arrow file as bytes.
-
-    Raises: BadInput naming a file that has another format, is truncated, or has no text column.
-    """
+    """Yields the text of each row of a Parquet or Arrow file as bytes. Raises BadInput without a text column."""
     with open_table(path, cfg, part) as table:
         names = select_columns(table.schema, path, cfg)
         for row, batch in table.batches([name for name in names if name]):

@@ -30,10 +30,7 @@ def parse_query(path: str, scheme: str, known: tuple[str, ...]) -> tuple[str, di
 
 
 def read_dataset(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) -> Records:
-    """Yields the text of each row of hf://NAME?config=C&split=S&revision=R, or of a folder written by save_to_disk.
-
-    Raises: BadInput naming a dataset that cannot be read, or a row without the text field.
-    """
+    """Yields the text of each row of hf://NAME?config=C&split=S&revision=R, or of a save_to_disk folder."""
     datasets = load_datasets(path)
     number = 0
     with dataset_errors(datasets, path):
@@ -95,7 +92,12 @@ def read_seqio(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE)
     Raises: BadInput naming a task that does not exist or lacks the feature.
     """
     name, query = parse_query(path, "seqio://", SEQIO_SETTINGS)
-    seqio = import_seqio()
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    with importing("reading seqio tasks", "seqio", SEQIO):
+        import seqio
+        import tensorflow
+    for device in ("GPU", "TPU"):  # training uses them
+        tensorflow.config.set_visible_devices([], device)
     if module := query.get("module"):
         try:
             importlib.import_module(module)
@@ -125,14 +127,3 @@ def read_seqio(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE)
             text = task.output_features[field].vocabulary.decode([int(i) for i in text])
         record = {**{key: decode(value) for key, value in example.items()}, cfg.text_field: text}
         yield from record_text(record, number, number, b"", cfg, skipped, f"{path} example {number}")
-
-
-def import_seqio() -> Any:
-    """Imports seqio, and hides accelerators from TensorFlow, since training uses them."""
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    with importing("reading seqio tasks", "seqio", SEQIO):
-        import seqio
-        import tensorflow
-    tensorflow.config.set_visible_devices([], "GPU")
-    tensorflow.config.set_visible_devices([], "TPU")
-    return seqio

@@ -91,10 +91,7 @@ def link_rank(path: str) -> tuple[bool, int, str]:
 
 
 def glob_unique(pattern: str, links: dict[str, str]) -> set[str]:
-    """Returns the matches of a glob, as glob.glob, but visits each folder once, since links may form cycles.
-
-    links: collects {link to a folder: folder} of links that are not followed.
-    """
+    """Returns glob.glob, visiting each folder once, since links may form cycles. links: {unused link: folder}."""
     parts = pattern.split(os.sep)
     if "**" not in parts:
         return set(glob.glob(pattern))
@@ -220,10 +217,7 @@ def folder_files(path: str) -> list[str]:
 
 
 def stdlib_files() -> list[SourceFile]:
-    """Returns the source files of the standard library without tests, about 800 files and 12 MB.
-
-    Sources: 'modules' at the top level and 'packages' in folders.
-    """
+    """Returns the sources of the standard library (12 MB): 'modules' at its top level, 'packages' in folders."""
     root = sysconfig.get_paths()["stdlib"]
     files = []
     for folder, folders, names in os.walk(root):

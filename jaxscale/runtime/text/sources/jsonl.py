@@ -45,10 +45,7 @@ def json_records(
 
 
 def read_json_lines(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) -> Records:
-    """Yields the text of each nonblank line; bytes for a line that is not UTF-8.
-
-    Raises: BadInput naming file and line for one that is not an object, or has no text in the text field.
-    """
+    """Yields the text of each nonblank line; bytes for one that is not UTF-8. Raises as record_text."""
     text_field, metadata_fields = cfg.text_field, cfg.metadata_fields
     for offset, number, line, record, is_valid in json_records(path, cfg, skipped, part):
         text = record.get(text_field) if is_valid and type(record) is dict else None
@@ -61,10 +58,7 @@ def read_json_lines(path: str, cfg: ReadConfig, skipped: Counter, part: Part = W
 def record_text(
     record: Any, offset: int, number: int, line: bytes, cfg: ReadConfig, skipped: Counter, place: str
 ) -> Records:
-    """Yields the text of a record, which is an object, or bytes that are not UTF-8.
-
-    Raises: BadInput beginning with `place` if it is invalid and cfg says to stop.
-    """
+    """Yields the text of a record, or bytes that are not UTF-8. Raises BadInput beginning with `place`."""
     if isinstance(record, bytes):
         yield offset, number, record, NO_METADATA
         return

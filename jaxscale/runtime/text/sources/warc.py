@@ -53,10 +53,7 @@ class Record(NamedTuple):
 
 
 def read_warc(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) -> Records:
-    """Yields the text of each page or text record in a WARC file; id is the record's, url the page's.
-
-    Records without a page (requests, images, responses such as 404) are counted in `skipped`.
-    """
+    """Yields the text of each page or text record in a WARC file, with its id and URL; others are counted."""
     for record in warc_records(path, cfg, skipped, part):
         kind = record.header.get("warc-type", "")
         url = record.header.get("warc-target-uri", "").strip("<>")

@@ -111,10 +111,7 @@ def byte_alphabet() -> dict[str, int]:
 
 
 def split_of(spec: Mapping[str, Any]) -> Split | None:
-    """Returns the split pattern of a plain byte-level BPE tokenizer.json; None for other tokenizers.
-
-    spec: the parsed JSON. Plain: no normalizer, prefix space, dropout or affixes.
-    """
+    """Returns the split pattern of a tokenizer.json of byte-level BPE and no other steps; None for other tokenizers."""
     model = spec.get("model") or {}
     if model.get("type") != "BPE" or spec.get("normalizer"):
         return None

@@ -96,10 +96,7 @@ class HuggingFaceTokenizer(Tokenizer):
             return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
     def encode_block(self, texts: Sequence[str]) -> EncodedBlock:
-        """Encodes each text into one array.
-
-        Raises: BadInput if a fast encoder gives other ids, or if a text is not valid Unicode.
-        """
+        """Encodes each text into one array. Raises BadInput for other ids or invalid Unicode."""
         try:
             return self._fast[1](texts)
         except (TypeError, UnicodeEncodeError):  # raised by the packages for invalid Unicode
@@ -150,9 +147,11 @@ class HuggingFaceTokenizer(Tokenizer):
             elif byte_level:
                 counts[i] = len(token)  # one character per byte
                 fallback[i] = byte_of.get(token, 0) >= 0x80
-            else:
-                counts[i] = piece_bytes(token)
-                fallback[i] = token == unknown or is_byte_piece(token)
+            elif re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", token):  # SentencePiece's name of a byte
+                counts[i], fallback[i] = 1, True
+            else:  # '▁' is a space, '##' nothing
+                counts[i] = len(token.replace("▁", " ").removeprefix("##").encode()) or len(token)
+                fallback[i] = token == unknown
         return counts, fallback
 
 
@@ -207,15 +206,3 @@ def check_text(text: str) -> None:
     except UnicodeEncodeError as error:
         shown = text[max(0, error.start - 20) : error.start + 20]
         raise BadInput(f"half a surrogate pair at character {error.start} of a text, near {shown!r}") from None
-
-
-def is_byte_piece(piece: str) -> bool:
-    """Returns True for SentencePiece's name of a byte, '<0x0A>'."""
-    return re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", piece) is not None
-
-
-def piece_bytes(piece: str) -> int:
-    """Returns the bytes of text of a piece: '▁' is a space, '<0x0A>' one byte, '##' nothing."""
-    if is_byte_piece(piece):
-        return 1
-    return len(piece.replace("▁", " ").removeprefix("##").encode()) or len(piece)

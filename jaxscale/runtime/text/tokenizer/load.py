@@ -25,6 +25,7 @@ TEMPLATE_JSON = "chat_template.json"  # of processors, which older releases of t
 TOOL_USE = "tool_use"  # the name of the template for conversations with tools
 LARGEST_TEMPLATE = 4 << 20  # bytes; those of published models have up to 30 kB
 NO_BOS = "none"  # bos_token for no begin token
+COMPANIONS = (NOTE, SETTINGS, GENERATION, TEMPLATE, TEMPLATE_JSON, SPECIAL, ADDED)  # files next to a tokenizer
 EXACT_OR_FAST = EncodeConfig()
 EOS_ID = 256  # of the byte tokenizer
 
@@ -215,10 +216,7 @@ def end_ids(tokenizer: Tokenizer, about: TokenizerFolder) -> tuple[int, ...]:
 
 
 def find_template(about: TokenizerFolder) -> tuple[str, str] | None:
-    """Returns (the folder's chat template in Jinja, its file), or None.
-
-    Raises: BadInput if it has several and none is `default`.
-    """
+    """Returns (the folder's chat template in Jinja, its file), or None; BadInput for several without a default."""
     named, where = named_templates(about)
     if named and "default" not in named:
         raise BadInput(

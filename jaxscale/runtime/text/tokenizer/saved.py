@@ -12,16 +12,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxscale.runtime.text.tokenizer.added import ADDED
 from jaxscale.runtime.text.tokenizer.base import LARGEST, Tokenizer, begin_names
 from jaxscale.runtime.text.tokenizer.load import (
-    GENERATION,
+    COMPANIONS,
     NO_BOS,
     NOTE,
-    SETTINGS,
-    SPECIAL,
     TEMPLATE,
-    TEMPLATE_JSON,
     TokenizerFolder,
     end_ids,
     load_tokenizer,
@@ -34,7 +30,6 @@ from jaxscale.system.exits import BadInput
 
 FOLDER = "tokenizer"
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.txt")  # by priority
-COMPANIONS = (NOTE, SETTINGS, GENERATION, TEMPLATE, TEMPLATE_JSON, SPECIAL, ADDED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,10 +42,7 @@ class SavedTokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, workdir: Any, chat: Mapping[str, Any] | None = None) -> None:
-    """Writes WORKDIR/tokenizer/, the input of open_saved, unless it is there.
-
-    chat: ChatTemplate.note, if the run is trained on conversations.
-    """
+    """Writes WORKDIR/tokenizer/ for open_saved, if missing. chat: ChatTemplate.note of a chat run."""
     folder = paths.as_path(workdir) / FOLDER
     note: dict[str, Any] = {name: getattr(tokenizer, name) for name in ("name", "eos_token", "fingerprint")}
     note |= {"begin_tokens": list(begin_names(tokenizer))}

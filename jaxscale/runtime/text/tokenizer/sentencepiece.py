@@ -63,10 +63,7 @@ class SentencePieceTokenizer(Tokenizer):
         return "tokenizer.model", foreign.read_named(self.name, LARGEST)
 
     def _count_bytes(self, i: int, piece: str) -> int:
-        """Exact, except that the space that most models prepend counts as one more byte per document.
-
-        An unknown character counts as one byte, since its length is not known.
-        """
+        """Exact, but for the space most models prepend, and unknown characters, which count as 1."""
         if self._processor.is_control(i):
             return 0
         if self._processor.is_byte(i) or self._processor.is_unknown(i):
@@ -101,10 +98,7 @@ def train_sentencepiece(texts: Iterable[str], cfg: TrainTokenizerConfig) -> tupl
 
 
 def sentences(texts: Iterable[str]) -> Iterator[str]:
-    """Yields the lines of the texts in parts of at most SENTENCE_BYTES, cut before a space in the second half if any.
-
-    NUL, which the trainer rejects, is removed.
-    """
+    """Yields the lines of the texts, without NUL, cut into SENTENCE_BYTES before a space in the second half if any."""
     limit = SENTENCE_BYTES // 4  # characters of at most four bytes
     for text in texts:
         for line in text.replace("\x00", "").split("\n"):

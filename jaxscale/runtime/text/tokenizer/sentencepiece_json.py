@@ -38,10 +38,7 @@ class ModelPiece(NamedTuple):
 
 
 def is_converted(path: str, neighbors: Neighbors) -> bool:
-    """Returns True if transformers' conversion, not only SentencePiece, determines the ids of a model.
-
-    Raises: BadInput for a class with other ids than the model, and for added tokens of an unknown class.
-    """
+    """Returns True if transformers' conversion determines the ids of a model. BadInput for an unknown conversion."""
     settings = dict(neighbors.settings)
     kind = class_of(settings)
     fix = "save it with transformers' AutoTokenizer as a tokenizer.json"
@@ -65,10 +62,7 @@ def is_converted(path: str, neighbors: Neighbors) -> bool:
 
 
 def convert(content: bytes, path: str, neighbors: Neighbors) -> tokenizers.Tokenizer:
-    """Returns the tokenizer of a model, without the tokens that are only in the files next to it.
-
-    Raises: BadInput for an invalid model.
-    """
+    """Returns the tokenizer of a model, without the tokens that are only in the files next to it."""
     check_model(content, path)
     pieces, model_type = read_model(content)
     settings = dict(neighbors.settings)
