@@ -18,10 +18,9 @@ import pyarrow as pa
 
 from jaxscale import schema
 from jaxscale.runtime.data.config import DataConfig
-from jaxscale.runtime.data.ledger import Ledger
+from jaxscale.runtime.data.ledger import Ledger, publish_names
 from jaxscale.runtime.data.manifest import NAME as MANIFEST
 from jaxscale.runtime.data.manifest import open_set, read_manifest, write_manifest
-from jaxscale.runtime.data.names import publish_names
 from jaxscale.runtime.data.pipeline import Corpus, open_data
 from jaxscale.runtime.data.shard_writer import ShardWriter
 from jaxscale.system.exits import BadInput

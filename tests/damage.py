@@ -12,10 +12,9 @@ from pathlib import Path
 import numpy as np
 
 from jaxscale.runtime.data.config import DataConfig
-from jaxscale.runtime.data.document_lineage import lineage_table
 from jaxscale.runtime.data.manifest import write_manifest
-from jaxscale.runtime.data.megatron import index_bytes
-from jaxscale.runtime.data.shard_writer import ShardWriter
+from jaxscale.runtime.data.other_formats import index_bytes
+from jaxscale.runtime.data.shard_writer import ShardWriter, lineage_table
 from jaxscale.runtime.data.shards import changed_line, open_shard, shard_files
 from jaxscale.runtime.text.document import Document
 from jaxscale.runtime.text.tokenizer.load import ByteTokenizer

@@ -1,6 +1,6 @@
 """The lineage of a shard as a table."""
 
-from jaxscale.runtime.data.document_lineage import open_lineage
+from jaxscale.runtime.data.shards import open_lineage
 
 
 def read_lineage(shard):

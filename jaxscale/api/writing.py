@@ -13,7 +13,7 @@ from jaxscale.api.inference import LoadedModel, make_generator, open_model, stop
 from jaxscale.runtime.sampling.config import Sampling
 from jaxscale.runtime.sampling.generator import Timing, prompt_numbers
 from jaxscale.runtime.sampling.text_stream import GeneratedText, WriteSettings, write_ids, write_texts
-from jaxscale.runtime.text.chat.prompts import Message, open_prompts
+from jaxscale.runtime.text.chat.spans import Message, open_prompts
 from jaxscale.runtime.text.tokenizer.base import Tokenizer
 from jaxscale.settings.command_line import flag
 from jaxscale.system.exits import BadInput

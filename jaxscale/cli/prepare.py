@@ -13,10 +13,9 @@ from collections.abc import Mapping, Sequence
 from jaxscale import schema
 from jaxscale.api.corpora import prepare, storage_errors
 from jaxscale.cli import run_verb
-from jaxscale.runtime.data.array_record import export_array_record
 from jaxscale.runtime.data.manifest import NAME as MANIFEST
 from jaxscale.runtime.data.manifest import open_set, read_manifest
-from jaxscale.runtime.data.megatron import export_megatron
+from jaxscale.runtime.data.other_formats import export_array_record, export_megatron
 from jaxscale.runtime.text.sources.files import size_of
 from jaxscale.settings.command_line import Arguments, flag
 from jaxscale.settings.config_file import config_values

@@ -10,7 +10,7 @@ from jaxscale.api.writing import TextWriter, open_chat_prompts
 from jaxscale.runtime.sampling.chat_server import open_chat
 from jaxscale.runtime.sampling.generator import Generator
 from jaxscale.runtime.sampling.text_stream import GeneratedText, write_texts
-from jaxscale.runtime.text.chat.prompts import Message
+from jaxscale.runtime.text.chat.spans import Message
 from jaxscale.system.exits import BadInput, put, put_raw, silence_closed_streams
 from jaxscale.system.redact import printable
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 pytest.importorskip("array_record", reason="array_record is not installed")
 
 from jaxscale import schema
-from jaxscale.runtime.data.array_record import export_array_record, import_array_record, read_records  # noqa: E402
 from jaxscale.runtime.data.config import DataConfig
+from jaxscale.runtime.data.other_formats import export_array_record, import_array_record, read_records  # noqa: E402
 from jaxscale.runtime.data.pipeline import open_data
 from jaxscale.runtime.data.shard_writer import ShardWriter  # noqa: E402
 from jaxscale.runtime.data.shards import open_shard  # noqa: E402

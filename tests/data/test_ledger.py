@@ -8,12 +8,10 @@ import pytest
 
 from jaxscale.runtime.data import array_folder
 from jaxscale.runtime.data.config import DataConfig
-from jaxscale.runtime.data.document_lineage import lineage_table
-from jaxscale.runtime.data.ledger import Ledger
-from jaxscale.runtime.data.names import publish_names
+from jaxscale.runtime.data.ledger import Ledger, publish_names
 from jaxscale.runtime.data.objective_config import MaskedLmConfig, NextTokenConfig, SpanCorruptionConfig
 from jaxscale.runtime.data.pipeline import open_data
-from jaxscale.runtime.data.shard_writer import ShardWriter
+from jaxscale.runtime.data.shard_writer import ShardWriter, lineage_table
 from jaxscale.runtime.text.document import Document
 from jaxscale.runtime.text.tokenizer.load import ByteTokenizer
 

@@ -9,7 +9,8 @@ import os
 import tempfile
 import pyarrow.parquet
 from jaxscale.runtime.text.document import Document
-from jaxscale.runtime.data.document_lineage import lineage_bytes, lineage_table, open_lineage
+from jaxscale.runtime.data.shard_writer import lineage_bytes, lineage_table
+from jaxscale.runtime.data.shards import open_lineage
 content = lineage_bytes(lineage_table([Document("a", file="f", offset=n) for n in range(9)]), 9)
 before = set(os.listdir("/proc/self/task"))
 with tempfile.NamedTemporaryFile() as file:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxscale.runtime.data.config import DataConfig
-from jaxscale.runtime.data.megatron import (
+from jaxscale.runtime.data.other_formats import (
     HEAD,
     TYPES,
     export_megatron,

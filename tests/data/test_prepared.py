@@ -10,10 +10,9 @@ from gcs_emulator import Emulator
 from jaxscale.runtime.data import verified
 from jaxscale.runtime.data.checks import check_data
 from jaxscale.runtime.data.config import DataConfig
-from jaxscale.runtime.data.document_lineage import lineage_table
 from jaxscale.runtime.data.manifest import write_manifest
 from jaxscale.runtime.data.pipeline import open_data
-from jaxscale.runtime.data.shard_writer import ShardWriter
+from jaxscale.runtime.data.shard_writer import ShardWriter, lineage_table
 from jaxscale.runtime.data.shards import open_shard
 from jaxscale.runtime.text.tokenizer.load import ByteTokenizer
 from jaxscale.tools.corpus.publish import publish
@@ -155,7 +154,7 @@ def test_what_is_wrong_with_a_set_is_told_before_anything_is_read(folder, tmp_pa
 
 
 def test_a_pair_of_megatron_is_trained_on_by_its_own_documents(folder, tmp_path):
-    from jaxscale.runtime.data.megatron import export_megatron
+    from jaxscale.runtime.data.other_formats import export_megatron
 
     ours = [open_shard(folder / f"part-{i}.json") for i in (0, 1)]
     export_megatron(ours, tmp_path / "pair")

@@ -8,8 +8,8 @@ import pyarrow.parquet
 import pytest
 
 from jaxscale.runtime.data.config import DataConfig
-from jaxscale.runtime.data.document_lineage import join_lineages, lineage_table
 from jaxscale.runtime.data.pipeline import open_data
+from jaxscale.runtime.data.shard_writer import join_lineages, lineage_table
 from jaxscale.runtime.text.document import Document
 
 PAGE = (

@@ -23,7 +23,7 @@ from jaxscale.runtime.eval.lm_eval_adapter import (
 )
 from jaxscale.runtime.eval.scorer import Scorer, TokenSpan
 from jaxscale.runtime.sampling.config import GREEDY, Sampling
-from jaxscale.runtime.text.chat.prompts import open_prompts
+from jaxscale.runtime.text.chat.spans import open_prompts
 from jaxscale.runtime.text.chat.template import load_template
 from jaxscale.runtime.text.config import ChatConfig
 from jaxscale.runtime.text.tokenizer.load import load_tokenizer

@@ -14,7 +14,7 @@ import re
 import pytest
 import tokenizers
 
-from jaxscale.runtime.text.chat.prompts import open_prompts
+from jaxscale.runtime.text.chat.spans import open_prompts
 from jaxscale.runtime.text.chat.special_tokens import Guard
 from jaxscale.runtime.text.chat.template import load_template
 from jaxscale.runtime.text.config import ChatConfig

@@ -9,7 +9,7 @@ from jaxscale.runtime.data.pipeline import open_data
 from jaxscale.runtime.eval.bits_per_byte import EvalReading
 from jaxscale.runtime.eval.named import open_evaluators
 from jaxscale.runtime.run.assembly import open_evals
-from jaxscale.runtime.text.chat.prompts import open_prompts
+from jaxscale.runtime.text.chat.spans import open_prompts
 from jaxscale.runtime.text.chat.template import load_template
 from jaxscale.runtime.text.config import ChatConfig
 from jaxscale.runtime.text.tokenizer.load import TokenizerFolder, load_tokenizer, read_settings

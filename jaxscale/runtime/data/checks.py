@@ -13,8 +13,8 @@ from jaxscale.runtime.data.fields import choose_field, read_fields
 from jaxscale.runtime.data.header import read_header
 from jaxscale.runtime.data.manifest import NAME as MANIFEST
 from jaxscale.runtime.data.manifest import SHOWN, is_manifest
-from jaxscale.runtime.data.megatron import is_megatron, read_index
 from jaxscale.runtime.data.objectives.ids import find_ids
+from jaxscale.runtime.data.other_formats import is_megatron, read_index
 from jaxscale.runtime.data.token_files import bin_of, prepared_problems
 from jaxscale.runtime.text.config import Globs, expand_source_names
 from jaxscale.runtime.text.sources.array_record_text import is_array_record

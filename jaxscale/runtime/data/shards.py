@@ -5,11 +5,12 @@ NAME.idx              int64[documents + 1]: document starts, and the end
 NAME.src              uint16[documents]: source of each document
 NAME.token_bytes.npy  int32[vocabulary]: bytes of text per id; absent without a tokenizer
 NAME.trained          uint8[tokens]: loss mask; absent if all 1
-NAME.docs.parquet     lineage, see lineage.py; absent if unknown
+NAME.docs.parquet     lineage, see shard_writer.py; absent if unknown
 NAME.json             the header, written last, see header.py: "bin" is the path of the .bin, "sha256" has the hash of
                       each file, including the header
 """
 
+import contextlib
 import functools
 import hashlib
 import io
@@ -29,8 +30,7 @@ from jaxscale.system.exits import BadInput
 from jaxscale.system.foreign import cannot_read, check_regular, open_regular
 
 if TYPE_CHECKING:
-    pass
-
+    import pyarrow.parquet
 
 FETCHED_AT_ONCE = 8  # indexes of a bucket, one round trip each
 
@@ -174,6 +174,23 @@ def verify_shards(paths: Iterable[Path], cfg: DataConfig, cache: Path, say: Call
         found = find_damaged(files, cache, str(folder), say, remember=cfg.verify == "hash", known=known)
         for file, problem in found.items():
             raise BadInput(f"{problem}; {FIX}" if problem else changed_line(file))
+
+
+@contextlib.contextmanager
+def open_lineage(path: str) -> Iterator["pyarrow.parquet.ParquetFile"]:
+    """Opens a lineage, to be read by row group; its hash is not checked. Raises BadInput if it cannot be read.
+
+    Read it with use_threads=False: an Arrow thread that holds Python's bytes at exit aborts the process
+    (github.com/apache/arrow/issues/34314).
+    """
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path, pre_buffer=False) as file:
+            yield file
+    except (pyarrow.ArrowInvalid, OSError) as error:
+        raise BadInput(f"{path} cannot be read: {error}; {FIX}") from None
 
 
 def read_token_bytes(path: str) -> np.ndarray | None:

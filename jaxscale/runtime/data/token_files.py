@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxscale.runtime.data.array_record import array_record_shard
 from jaxscale.runtime.data.cache import cache_folder, raw_dtype, scan_raw
 from jaxscale.runtime.data.config import DataConfig
 from jaxscale.runtime.data.header import SUFFIXES, read_header
@@ -22,7 +21,7 @@ from jaxscale.runtime.data.manifest import (  # fmt: skip
     read_manifest,
     verify_once,
 )
-from jaxscale.runtime.data.megatron import is_megatron, megatron_shard
+from jaxscale.runtime.data.other_formats import array_record_shard, is_megatron, megatron_shard
 from jaxscale.runtime.data.remote import ShardCache, locator, map_ids, shard_cache
 from jaxscale.runtime.data.shards import Shard, open_shard, verify_shards
 from jaxscale.runtime.data.verified import Say

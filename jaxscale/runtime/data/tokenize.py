@@ -12,11 +12,10 @@ import numpy as np
 
 from jaxscale.runtime.data.cache import NAME, cached_shard, describe_skipped, size_and_mtime
 from jaxscale.runtime.data.config import DataConfig
-from jaxscale.runtime.data.document_lineage import join_lineages, lineage_table
 from jaxscale.runtime.data.fields import FieldChoice, check_tokenizer, choose_fields, describe_choices
 from jaxscale.runtime.data.header import file_entry, tokenizer_header, unknown_tokenizer_header
 from jaxscale.runtime.data.reading import DocumentReader, Encoded, Item, is_conversation, make_reader
-from jaxscale.runtime.data.shard_writer import ShardWriter
+from jaxscale.runtime.data.shard_writer import ShardWriter, join_lineages, lineage_table
 from jaxscale.runtime.data.shards import Shard
 from jaxscale.runtime.data.token_columns import MOST_IDS, TokenIds
 from jaxscale.runtime.data.token_files import match_begin_tokens

@@ -22,7 +22,7 @@ from jaxscale.runtime.eval.scorer import Scorer, Scores
 from jaxscale.runtime.sampling.config import Sampling
 from jaxscale.runtime.sampling.generator import Generator
 from jaxscale.runtime.sampling.text_stream import WriteSettings, write_texts
-from jaxscale.runtime.text.chat.prompts import ChatPrompts, open_prompts
+from jaxscale.runtime.text.chat.spans import ChatPrompts, open_prompts
 from jaxscale.runtime.text.tokenizer.load import find_template
 from jaxscale.runtime.text.tokenizer.saved import SavedTokenizer
 from jaxscale.system import packages

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from jaxscale.runtime.data.array_folder import HEADER
 from jaxscale.runtime.data.config import DataConfig, MixtureSetting
+from jaxscale.runtime.data.ledger import publish_names
 from jaxscale.runtime.data.manifest import NAME as MANIFEST
 from jaxscale.runtime.data.manifest import check_manifest, open_set
-from jaxscale.runtime.data.names import publish_names
 from jaxscale.runtime.data.pipeline import publish_plan
 from jaxscale.system.exits import BadInput
 from jaxscale.tools.corpus.prepare.config import RowsConfig

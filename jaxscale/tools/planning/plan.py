@@ -22,7 +22,7 @@ from jaxscale.runtime.data.checks import corpus_files
 from jaxscale.runtime.data.config import DataConfig
 from jaxscale.runtime.data.header import read_header
 from jaxscale.runtime.data.manifest import is_manifest, read_manifest
-from jaxscale.runtime.data.megatron import is_megatron, read_index
+from jaxscale.runtime.data.other_formats import is_megatron, read_index
 from jaxscale.runtime.text.sources.files import SourceFile
 from jaxscale.system.exits import BadInput
 from jaxscale.system.paths import is_remote

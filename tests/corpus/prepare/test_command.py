@@ -14,9 +14,9 @@ from gcs_emulator import Emulator, Fault
 from jaxscale import schema
 from jaxscale.api.corpora import storage_errors
 from jaxscale.cli import prepare
-from jaxscale.runtime.data.array_record import read_records
 from jaxscale.runtime.data.config import DataConfig
 from jaxscale.runtime.data.ledger import Ledger
+from jaxscale.runtime.data.other_formats import read_records
 from jaxscale.runtime.data.pipeline import open_data
 from jaxscale.system.exits import BadInput, Stop, verdict
 
