@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 
 from jaxscale.runtime.data.cache import cache_folder, raw_dtype
-from jaxscale.runtime.data.config import DataConfig, mixture_names
+from jaxscale.runtime.data.config import DataConfig, mixture_names, mixture_stages
 from jaxscale.runtime.data.fields import choose_field, read_fields
 from jaxscale.runtime.data.header import read_header
 from jaxscale.runtime.data.manifest import NAME as MANIFEST
 from jaxscale.runtime.data.manifest import SHOWN, is_manifest
+from jaxscale.runtime.data.mixture import check_sources
 from jaxscale.runtime.data.objectives.ids import find_ids
 from jaxscale.runtime.data.other_formats import is_megatron, read_index
 from jaxscale.runtime.data.token_files import bin_of, prepared_problems
@@ -67,8 +68,11 @@ def holds_ids(cfg: DataConfig, files: Sequence[SourceFile]) -> bool:
     return False
 
 
-def check_lengths(cfg: DataConfig, facts: Mapping[str, Any], seq_len: int) -> None:
-    """Raises BadInput for a corpus shorter than a row or a validation set without targets."""
+def check_facts(cfg: DataConfig, names: Sequence[str], seq_len: int, facts: Mapping[str, Any]) -> None:
+    """Raises BadInput for a corpus shorter than a row, validation without targets, or an unknown source in a mixture.
+
+    Args: names: of the sources. facts: returned by write_documents.
+    """
     tokens = {part: sum(counts) for part, counts in facts["tokens"].items()}
     if cfg.name == "chat" and not sum(facts["members"]["train"]):
         more = ", or set data.chat.too_long='cut'" if cfg.chat.too_long == "drop" else ""
@@ -84,6 +88,8 @@ def check_lengths(cfg: DataConfig, facts: Mapping[str, Any], seq_len: int) -> No
     if "valid" in tokens and not facts["targets"]["valid"]:
         way_out = "name other data.val_files" if cfg.val_files else "raise data.val_fraction, or set it to 0"
         raise BadInput(f"the validation set is empty ({tokens['valid']} tokens of {tokens['train']:,}); {way_out}")
+    for _, weights in mixture_stages(cfg.mixture) if cfg.mixture else ():
+        check_sources("mixture", weights, dict(zip(names, facts["tokens"]["train"])))
 
 
 def corpus_files(
@@ -123,7 +129,7 @@ def list_setting(
 ) -> tuple[list[SourceFile], list[str]]:
     """Returns list_files of one setting with {name} replaced."""
     globs, problem = expand_source_names(globs, mixture_names(cfg.mixture), setting)
-    globs = add_hub_scheme(globs, cfg.name)
+    globs = add_hub_scheme(globs) if cfg.name == "hf" else globs
     return ([], [problem]) if problem else list_files(globs, setting, default_source, same, say)
 
 
@@ -200,18 +206,10 @@ def vocabulary_problem(path: str, max_id: int, vocab_size: int) -> str:
     )
 
 
-def add_hub_scheme(globs: Globs, name: str) -> Globs:
-    """Returns the globs; for data.name='hf', names of the hub get its scheme and saved datasets stay paths."""
-    if name != "hf":
-        return globs
+def add_hub_scheme(globs: Globs) -> Globs:
+    """Returns the globs with the hub's scheme, except those with a scheme and the paths of saved datasets."""
     if isinstance(globs, dict):
-        split = lambda some: hub_name(some) if isinstance(some, str) else tuple(map(hub_name, some))
-        return {source: split(some) for source, some in globs.items()}
+        return {source: add_hub_scheme(some) for source, some in globs.items()}
     if isinstance(globs, tuple):
-        return tuple(map(hub_name, globs))
-    return hub_name(globs)
-
-
-def hub_name(glob: str) -> str:
-    """Returns the name with the hub's scheme, unless it has a scheme or is the path of a saved dataset."""
-    return glob if glob.startswith(STREAMS) or is_saved_dataset(glob) else f"hf://{glob}"
+        return tuple(map(add_hub_scheme, globs))
+    return globs if globs.startswith(STREAMS) or is_saved_dataset(globs) else f"hf://{globs}"

@@ -63,11 +63,7 @@ def encode_header(header: dict[str, Any]) -> bytes:
 
 
 def read_header(path: Path) -> dict[str, Any] | None:
-    """Returns the header next to a .bin (or at `path` itself), or None if it is not a jaxscale header.
-
-    Raises: BadInput if the header has another version, is incomplete or was changed, or if it is missing although its
-    .src exists.
-    """
+    """Returns the header next to a .bin, or at `path`; None if there is none of ours. Raises BadInput if invalid."""
     path = path.with_suffix(".json")
     try:
         header = parse_json(read_bytes(path))

@@ -271,11 +271,7 @@ def verify_once(manifest: Manifest, cache: Path, say: Callable[[str], None] = pr
 
 
 def open_set(manifest: Manifest, locate: Callable[[str], str] | None = None) -> list[Shard]:
-    """Opens the shards of the manifest, in order.
-
-    Args: locate: returns the path of a file of the set; None: next to the manifest. An address of a .bin is not opened.
-    Raises: BadInput naming a shard that does not match its entry.
-    """
+    """Opens the shards of the manifest, in order. locate: returns the path of a file; None: next to the manifest."""
     folder = Path(manifest.path).parent
     locate = locate or (lambda name: str(folder / name))
     tokenizer = manifest.content["tokenizer"]["file"]

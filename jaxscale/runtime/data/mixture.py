@@ -52,8 +52,7 @@ class MixtureStage(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Mixture:
-    """The stages of a run's stream of rows; the last one has no end. A source's rows keep one order across stages: each
-    stage continues where the previous one stopped."""
+    """The stages of a run's stream of rows, the last without end; a source's rows keep one order across stages."""
 
     names: tuple[str, ...]  # of the G sources
     stages: tuple[MixtureStage, ...]
@@ -260,10 +259,7 @@ def cut_at_caps(
 def start_batches(
     mixture: MixtureSetting, run: RunBatches, sizes: Mapping[str, int], begun: Mapping[str, int]
 ) -> list[tuple[int, Weights, str]]:
-    """Returns (first batch, weights, start in the setting) of each stage, in order. begun: fixed first batches.
-
-    Raises: BadInput unless the first one is batch 0, and if two are equal.
-    """
+    """Returns (first batch, weights, start as written) of each stage, in order. begun: fixed first batches."""
     tokens = run.rows.times(run.seq_len)
     known = dict(
         seq_len=run.seq_len,

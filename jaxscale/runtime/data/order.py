@@ -92,10 +92,7 @@ class Batches:
         row_filter: RowFilter | None = None,
         transform: Transform | None = None,
     ):
-        """rows_per_batch: of the global batch. row_filter: selects rows that get weight 0.
-
-        transform(rows, n, row_indices): applied to rows of batch n.
-        """
+        """row_filter: selects rows that get weight 0. transform(rows, n, row_indices): applied to rows of batch n."""
         self.order, self.sizes = order, BatchSizes.of(rows_per_batch)
         self.row_filter, self.transform = row_filter, transform
         self._recent: tuple[Any, Any] = (None, None)  # replaced atomically by any thread

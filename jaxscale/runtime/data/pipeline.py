@@ -14,15 +14,15 @@ import numpy as np
 
 from jaxscale.core.batch import Batch
 from jaxscale.runtime.data.best_fit import plan_settings
-from jaxscale.runtime.data.checks import check_data, check_lengths, corpus_files, vocabulary_problem
-from jaxscale.runtime.data.config import DataConfig, mixture_stages
+from jaxscale.runtime.data.checks import check_data, check_facts, corpus_files, vocabulary_problem
+from jaxscale.runtime.data.config import DataConfig
 from jaxscale.runtime.data.dataset import Transform, check_transforms, map_dataset, open_transform, read_batch
-from jaxscale.runtime.data.mixture import Detour, Mixture, RunBatches, check_sources, plan_mixture
+from jaxscale.runtime.data.mixture import Detour, Mixture, RunBatches, plan_mixture
 from jaxscale.runtime.data.objectives import apply_objective, apply_with_origin, reads_text_in_order
 from jaxscale.runtime.data.objectives.ids import SpecialIds, TokenizerIds, find_ids, synthetic_ids
 from jaxscale.runtime.data.order import ORDER, Batches, RowOrder
 from jaxscale.runtime.data.row_filter import make_row_filter
-from jaxscale.runtime.data.row_plan import VALIDATION_SEED, Facts, PlanSettings, make_plan, open_plan, summary_facts
+from jaxscale.runtime.data.row_plan import VALIDATION_SEED, PlanSettings, make_plan, open_plan, summary_facts
 from jaxscale.runtime.data.rows import SyntheticRows
 from jaxscale.runtime.data.shards import Shard
 from jaxscale.runtime.data.split import CorpusSplit, split_corpus
@@ -121,10 +121,7 @@ class Corpus:
         mixture: Mixture | None = None,
         rows: Sequence[int] | None = None,
     ) -> grain.MapDataset:
-        """Returns a grain.MapDataset whose element n is batch n of a run, after data.transforms: a numpy Batch.
-
-        mixture: see batches(). rows: indices of the rows to read of each batch; None: all.
-        """
+        """Returns a dataset whose element n is batch n after data.transforms. rows: those to read of each; None: all."""
         batches = self.batches(rows_per_batch, mixture)
         rows = range(rows_per_batch) if rows is None else rows
         return map_dataset(
@@ -239,14 +236,6 @@ def source_names(shards: Sequence[Shard]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for shard in shards for name in shard.header["sources"]))
 
 
-def check_facts(cfg: DataConfig, names: Sequence[str], seq_len: int, facts: Facts) -> None:
-    """Raises BadInput for documents that cannot be trained on."""
-    check_lengths(cfg, facts, seq_len)
-    if cfg.mixture:
-        for _, weights in mixture_stages(cfg.mixture):
-            check_sources("mixture", weights, dict(zip(names, facts["tokens"]["train"])))
-
-
 def packing_rules(cfg: DataConfig) -> list[str]:
     """Returns the identity of the packing rules, the last part of a corpus's fingerprint."""
     return [json.dumps(plan_settings(), sort_keys=True) if cfg.packing == "best_fit" else cfg.packing]
@@ -269,8 +258,9 @@ def make_plan_settings(cfg: DataConfig, parts: CorpusSplit, *, seq_len: int, see
 
 def publish_plan(folder: Path, cfg: DataConfig, shards: Sequence[Shard], *, seq_len: int, seed: int) -> Path:
     """Creates the row plan of a prepared set in its folder if missing, and returns its path. Raises as open_data."""
-    parts = split_corpus(cfg, shards, (), source_names(shards), seq_len)
-    check = functools.partial(check_lengths, cfg, seq_len=seq_len)
+    names = source_names(shards)
+    parts = split_corpus(cfg, shards, (), names, seq_len)
+    check = functools.partial(check_facts, cfg, names, seq_len)
     return make_plan(folder, parts, make_plan_settings(cfg, parts, seq_len=seq_len, seed=seed), check)
 
 

@@ -59,10 +59,7 @@ def find_replacement_tokens(tokenizer: Tokenizer) -> ReplacementTokens:
 def degenerate_rows(
     cfg: RowFilterConfig, batch: Batch, depths_B: np.ndarray, damage: ReplacementTokens | None = None
 ) -> np.ndarray:
-    """Returns bool[B]: rows beyond a limit, a function of each row alone.
-
-    Args: batch: numpy arrays. depths_B: tokens of the row's first document before the row.
-    """
+    """Returns bool[B]: rows beyond a limit. depths_B: tokens of the row's first document before the row."""
     T = batch.tokens.shape[1]
     last_B = batch.segment_ids[:, -1]
     bad_B = suspicious_rows(cfg, batch.tokens, damage) | (last_B == 0)  # rows with padding would bias the sample

@@ -146,10 +146,15 @@ def summary_facts(
 ) -> list[str]:
     """Returns the phrases of the summary."""
     train, valid, num_rows, seq_len = plan.train, plan.valid, len(plan.train), plan.train.seq_len
+    fill = train.num_tokens / (num_rows * seq_len)
+    packing = f"packing {cfg.packing}, {fill:.2%} of positions filled"
+    if cfg.packing == "best_fit" and cfg.name != "chat" and fill < LOW_FILL and num_rows >= ROWS_TO_JUDGE:
+        cut = min(1.0, train.num_tokens / seq_len / train.num_documents)  # each row end splits one document
+        packing += f" (data.packing=concat would fill all, but split up to {cut:.0%} of the documents)"
     facts = [
         f"{plural(train.num_documents, 'document')}, {train.num_tokens:,} tokens, "
         f"{plural(num_rows, 'row')} of {seq_len}",
-        describe_fill(cfg, train.num_documents, train.num_tokens, num_rows, seq_len),
+        packing,
         "no validation"
         if valid is None
         else f"validation {plural(valid.num_documents, 'document')}, {valid.num_tokens:,} tokens ({plan.words})",
@@ -164,13 +169,3 @@ def summary_facts(
     facts += [f"documents end with {tokenizer.eos_token}"] if tokenizer and tokenizer.eos_token and not has_ids else []
     skipped = sum((Counter(shard.header["skipped"]) for shard in shards), Counter())
     return facts + ([f"skipped {describe_skipped(skipped)}"] if skipped else [])
-
-
-def describe_fill(cfg: DataConfig, documents: int, tokens: int, rows: int, seq_len: int) -> str:
-    """Describes the fill of rows; for a low fill of best_fit, also the gain and cost of concat."""
-    fill = tokens / (rows * seq_len)
-    text = f"packing {cfg.packing}, {fill:.2%} of positions filled"
-    if cfg.packing != "best_fit" or cfg.name == "chat" or fill >= LOW_FILL or rows < ROWS_TO_JUDGE:
-        return text
-    cut = min(1.0, tokens / seq_len / documents)  # each row end splits one document
-    return f"{text} (data.packing=concat would fill all, but split up to {cut:.0%} of the documents)"

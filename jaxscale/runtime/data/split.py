@@ -27,15 +27,24 @@ class CorpusSplit(NamedTuple):
     conversations: "ConversationSplit | None" = None  # split and clipped one by one at each start
 
     def rule(self) -> tuple[SplitRule, str]:
-        """Returns (rule, description of the validation part). Reads the source of each document."""
+        """Returns (rule, description of the validation part). Reads the source of each document.
+
+        Documents are held out by a hash of file name and position. For a source with fewer than MIN_DOCUMENTS of these,
+        the last `fraction` of every document is held out, so that it has a loss.
+        """
         if self.conversations is not None:
             return self.conversations.rule, self.conversations.description
         if self.valid_shards or not self.fraction:
             return SplitRule(), "data.val_files" if self.valid_shards else ""
-        expected = np.zeros(len(self.names))
+        counts = np.zeros(len(self.names))
         for _, sources in read_indexes(self.train_shards, self.names):
-            expected += np.bincount(sources, minlength=len(self.names))
-        return small_source_rule(expected * self.fraction, self.names, self.fraction)
+            counts += np.bincount(sources, minlength=len(self.names))
+        expected = counts * self.fraction
+        is_short = expected < MIN_DOCUMENTS
+        rules = [] if is_short.all() else [f"{self.fraction:.3g} of the documents, by a hash of their names"]
+        if short := [name for name, few, number in zip(self.names, is_short, expected) if few and number]:
+            rules.append(f"the last {self.fraction:.3g} of each document in {', '.join(short)}, which has few")
+        return SplitRule(self.fraction, tuple(np.flatnonzero(is_short).tolist())), "; ".join(rules)
 
     def chunks(self, rule: SplitRule, *, keep_empty: bool) -> Iterator[DocumentChunk]:
         """Yields all documents, training files first. keep_empty: include empty documents."""
@@ -64,17 +73,6 @@ class ConversationSplit(NamedTuple):
     description: str
     chunks: list[DocumentChunk]
     fitted: list[str]  # log lines about those longer than a row
-
-
-def small_source_rule(expected: np.ndarray, names: Sequence[str], fraction: float) -> tuple[SplitRule, str]:
-    """Returns (rule, description). Documents are held out by a hash of file name and position. For a source with
-    fewer than MIN_DOCUMENTS of these, the last `fraction` of every document is held out, so that it has a loss.
-    """
-    is_short = expected < MIN_DOCUMENTS
-    rules = [] if is_short.all() else [f"{fraction:.3g} of the documents, by a hash of their names"]
-    if short := [name for name, few, number in zip(names, is_short, expected) if few and number]:
-        rules.append(f"the last {fraction:.3g} of each document in {', '.join(short)}, which has few")
-    return SplitRule(fraction, tuple(np.flatnonzero(is_short).tolist())), "; ".join(rules)
 
 
 def read_indexes(shards: Sequence[Shard], names: Sequence[str]) -> Iterator[tuple[np.ndarray, np.ndarray]]:

@@ -146,11 +146,7 @@ def common_token_bytes(shards: Sequence[Shard]) -> np.ndarray | None:
 
 
 def open_prepared(path: str, cfg: DataConfig, say: Say) -> list[Shard]:
-    """Opens the shards of the manifest at a local path or gs:// address, in order.
-
-    Local files are hashed once per machine if data.verify='hash'; those of a bucket in each process.
-    Raises: BadInput naming a file that is missing, changed or unreadable.
-    """
+    """Opens the shards of the manifest at a local path or gs:// address, verified as data.verify says."""
     if is_remote(path):
         return open_remote_set(path, shard_cache(str(cache_folder(cfg) / "bucket"), cfg.cache_bytes))
     manifest = read_manifest(path)

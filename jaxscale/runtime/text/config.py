@@ -18,10 +18,7 @@ def names_sources(globs: Globs) -> bool:
 
 
 def expand_source_names(globs: Globs, names: Sequence[str], setting: str) -> tuple[Globs, str | None]:
-    """Returns (globs with {name} replaced, None), or (no globs, the problem).
-
-    In {source: globs}, {name} is that source; otherwise the globs are expanded for each of the `names`.
-    """
+    """Returns (globs with {name} replaced by a source or each of `names`, None), or (no globs, the problem)."""
     listed = lambda some: (some,) if isinstance(some, str) else some
     expand = lambda name, some: tuple(glob.replace(NAME, name) for glob in listed(some))
     if not names_sources(globs):

@@ -142,11 +142,7 @@ def turn_span(
 
 
 def marked_spans(whole: str, turns: Sequence[bool]) -> tuple[str, list[TurnSpan]]:
-    """Returns (text without marks, spans between marks).
-
-    turns: True for each assistant turn with a loss; () if there is none. Raises BadInput if the template does not
-    mark each turn once and some have no loss.
-    """
+    """Returns (text without marks, spans between them). turns: if each assistant turn has a loss; () for none."""
     text, spans, begin = "", [], 0
     for part in re.split(f"([{OPEN}{CLOSE}])", whole):
         if part == OPEN:
@@ -181,10 +177,7 @@ def split_pieces(whole: str, spans: Sequence[TurnSpan], mark: str, guard: Guard)
 
 
 def encode_rendered(tokenizer: Tokenizer, documents: Sequence[RenderedDocument]) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Returns (int32[n] ids without the end token, bool[n + 1] loss mask with the end token) of each document.
-
-    A special piece becomes the id of its token; the same name in other pieces is plain text.
-    """
+    """Returns (int32[n] ids without the end token, bool[n + 1] loss mask with it) of each document."""
     found = []
     for document, ids in zip(documents, encode_pieces(tokenizer, documents), strict=True):
         in_loss = [np.full(len(part), piece.in_loss) for part, piece in zip(ids, document.pieces, strict=True)]
@@ -245,11 +238,7 @@ class ChatPrompts(NamedTuple):
 
 
 def open_prompts(saved: SavedTokenizer, today: str) -> ChatPrompts:
-    """Chat prompts for the model of this tokenizer, formatted as in its run or by its folder's template.
-
-    today: YYYY-MM-DD, for templates that use the date, unless the run recorded one.
-    Raises: BadInput if the template is missing or cannot be read.
-    """
+    """Returns the prompts of the model of this tokenizer. today: for templates, unless the run recorded a date."""
     tokenizer, about = saved.tokenizer, saved.about
     found = find_template(about)
     if found is None:

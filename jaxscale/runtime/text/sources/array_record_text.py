@@ -99,10 +99,7 @@ def array_record_parts(path: str, cfg: ReadConfig, part_bytes: int) -> list[Part
 
 
 def example(record: bytes, cfg: ReadConfig, skipped: Counter, place: str, raw: Sequence[str] = ()) -> Any:
-    """Returns {name: first value} of the byte features of a tf.train.Example; MISSING if invalid and counted.
-
-    raw: features that stay bytes, as the text field. Format: tensorflow/core/example/example.proto.
-    """
+    """Returns {name: first value} of the byte features of a tf.train.Example; MISSING if invalid. raw: stay bytes."""
     with importing("reading tf.train.Example", "protobuf"):
         from google.protobuf.message import DecodeError
     found = {}

@@ -111,10 +111,7 @@ def as_file(blocks: Iterator[bytes]) -> io.BufferedReader:
 def read_lines(
     blocks: Iterator[bytes], limit: int, skipped: Counter, offset: int = 0
 ) -> Iterator[tuple[int, int, bytes]]:
-    """Yields (offset in the unpacked file, number from 1, line without its end). The last line needs no end.
-
-    A line longer than `limit` bytes is counted in `skipped` and never buffered.
-    """
+    """Yields (offset when unpacked, number from 1, line without its end). Longer lines are counted, not buffered."""
     stream, number = as_file(blocks), 0
     while piece := stream.readline(BLOCK_BYTES):
         number += 1

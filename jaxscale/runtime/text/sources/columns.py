@@ -285,11 +285,7 @@ def read_table(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE)
 
 
 def batch_records(batch: Any) -> Iterator[dict[str, Any]]:
-    """Yields each row as in JSON Lines, without null fields.
-
-    Arrow gives all structs of a column the same fields; those that a record lacks are null. In a row with invalid
-    UTF-8, all strings are bytes.
-    """
+    """Yields each row as in JSON Lines, without null fields; in a row with invalid UTF-8, all strings are bytes."""
     import pyarrow
 
     try:

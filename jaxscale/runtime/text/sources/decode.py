@@ -1,6 +1,7 @@
 """Decodes bytes to text: invalid documents are skipped, repaired or raise, as data.invalid_utf8 says."""
 
 import codecs
+import contextlib
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -21,11 +22,7 @@ BYTE_ORDER_MARKS = ((codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF16_LE, "utf-
 def decode_text(
     content: bytes | str, cfg: ReadConfig, skipped: Counter, path: str, place: Callable[[int], str]
 ) -> str | None:
-    """Decodes the content; returns None if it was skipped and counted. Repairs are counted too.
-
-    place: formats the location of a byte of the content.
-    Raises: BadInput naming file and location if cfg.invalid_utf8 is 'stop'.
-    """
+    """Returns the text; None if skipped and counted. Repairs are counted. place: formats the location of a byte."""
     try:
         text = content if isinstance(content, str) else content.decode("utf-8")
         if "\0" not in text:
@@ -54,7 +51,15 @@ def repair(content: bytes | str, cfg: ReadConfig) -> tuple[str, str]:
     Tries UTF-8, the encoding of a byte order mark or the settings, then UTF-8 with invalid bytes read as Windows-1252
     (a superset of Latin-1's letters), with U+FFFD for bytes undefined in both.
     """
-    text, how = (content, "") if isinstance(content, str) else repair_bytes(content, cfg)
+    if isinstance(content, str):
+        text, how = content, ""
+    else:
+        marked = [name for mark, name in BYTE_ORDER_MARKS if content.startswith(mark)]
+        text, how = content.decode("utf-8", "windows-1252-fallback"), "windows-1252"
+        for encoding in ("utf-8", *marked[:1], *([cfg.encoding] if cfg.encoding else [])):
+            with contextlib.suppress(UnicodeError):
+                text, how = SURROGATES.sub("\ufffd", content.decode(encoding)), "" if encoding == "utf-8" else encoding
+                break
     if "\0" in text:
         text, how = text.replace("\0", ""), how or "NUL removed"
     return text, how
@@ -76,18 +81,6 @@ def repair_strings(value: Any) -> Any:
     if isinstance(value, dict):
         return {repair_strings(key): repair_strings(inner) for key, inner in value.items()}
     return [repair_strings(inner) for inner in value] if isinstance(value, list) else value
-
-
-def repair_bytes(content: bytes, cfg: ReadConfig) -> tuple[str, str]:
-    """Returns (text, its encoding, or '' for UTF-8)."""
-    bom_encodings = [name for mark, name in BYTE_ORDER_MARKS if content.startswith(mark)]
-    for encoding in ("utf-8", *bom_encodings[:1], *([cfg.encoding] if cfg.encoding else [])):
-        try:
-            text = content.decode(encoding)
-        except UnicodeError:
-            continue
-        return (text, "") if encoding == "utf-8" else (SURROGATES.sub("\ufffd", text), encoding)
-    return content.decode("utf-8", "windows-1252-fallback"), "windows-1252"
 
 
 def windows_1252(error: UnicodeError) -> tuple[str, int]:

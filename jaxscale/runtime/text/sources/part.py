@@ -92,7 +92,6 @@ class ReadLosses(NamedTuple):
     """Skipped documents of a reading."""
 
     documents: int
-    bytes: int
     is_much: bool  # more than MUCH of documents or bytes, or any damaged file
     line: str  # log line with amounts, reasons, examples and fixes
 
@@ -110,11 +109,7 @@ def summarize_losses(
     where: str,
     places: Mapping[str, Sequence[str]] | None = None,
 ) -> ReadLosses | None:
-    """Summarizes skipped documents; None if there are none.
-
-    Args: documents, size: number and text bytes of documents read. where: prefix of setting names. places: {reason:
-    file names}, as examples.
-    """
+    """Summarizes what was skipped of `documents` and `size` bytes; None if nothing. places: {reason: file names}."""
     found = {reason: skipped[reason] for reason in FIXES if skipped.get(reason)}
     if not found:
         return None
@@ -129,4 +124,4 @@ def summarize_losses(
         for reason, number in sorted(found.items(), key=lambda pair: -pair[1])
     ]
     is_much = files > 0 or lost > MUCH * (documents + lost) or lost_bytes > MUCH * (size + lost_bytes)
-    return ReadLosses(lost, lost_bytes, is_much, f"reading left out {', '.join(amounts)}: {'; '.join(reasons)}")
+    return ReadLosses(lost, is_much, f"reading left out {', '.join(amounts)}: {'; '.join(reasons)}")

@@ -104,11 +104,7 @@ def format_position(unit: str, part: Part, offset: int, number: int, start: int)
 
 
 def split_file(file: SourceFile, cfg: ReadConfig, part_bytes: int) -> list[Part]:
-    """Splits a file into parts of about part_bytes; read_file of all parts gives all of its documents.
-
-    Plain text and JSON lines are split at document starts, Parquet between row groups, ArrayRecord between records;
-    other formats and packed files are one part.
-    """
+    """Splits a file into parts of about part_bytes, by documents; [WHOLE] for packed files and other formats."""
     if part_bytes < 1:
         raise BadInput(f"part_bytes={part_bytes} must be 1 or more")
     cut = format_reader(file.path).cut

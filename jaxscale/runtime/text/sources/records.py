@@ -102,11 +102,7 @@ def check_bounds(path: Path | str, cfg: ReadConfig, skipped: Counter, total: int
 
 
 def text_lines(path: str, max_bytes: int | None = None) -> Iterator[tuple[int, str]]:
-    """Yields (number from 1, line without its end) of a text file, which may be packed.
-
-    most: limit of its bytes. Raises BadInput naming the file, the line that is not UTF-8, or the limit that is
-    exceeded.
-    """
+    """Yields (number from 1, line without its end) of a text file of at most max_bytes, which may be packed."""
     cfg, skipped, total = list_config(), Counter(), 0
     lines = numbered_lines(read_blocks(path, cfg, skipped), cfg, skipped, 0)
     for _, number, line in yield_readable(lines, path, cfg, skipped):

@@ -160,10 +160,7 @@ def concat_block(encoded: Iterable[np.ndarray | Sequence[int]]) -> EncodedBlock:
 
 
 def frame_documents(block: EncodedBlock, tokenizer: Tokenizer, dtype: np.dtype) -> EncodedBlock:
-    """Adds begin and end tokens to every document; ids have `dtype` (see shard_writer.dtype_for).
-
-    Raises: BadInput if an id is outside the vocabulary, so that tokenizer and file do not match.
-    """
+    """Adds begin and end tokens to every document. Raises BadInput for an id outside the vocabulary or dtype."""
     begin, eos_id, vocab_size = list(tokenizer.begin_ids), tokenizer.eos_id, tokenizer.vocab_size
     largest = max(int(block.ids.max(initial=0)), eos_id, *begin)
     if largest >= vocab_size or largest > np.iinfo(dtype).max:

@@ -156,10 +156,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def read_file(path: str, neighbors: Neighbors) -> tuple[tokenizers.Tokenizer, bool]:
-    """Returns the tokenizer of a file with the tokens of the files next to it, and whether that changed it.
-
-    Raises: BadInput for an unreadable file, and for one that is nondeterministic or contradicts the other files.
-    """
+    """Returns the tokenizer of a file with tokens of the files next to it, and whether these changed it, or BadInput."""
     content, settings = foreign.read_named(path, LARGEST), dict(neighbors.settings)
     if path.endswith(".model"):
         from jaxscale.runtime.text.tokenizer.sentencepiece_json import convert
@@ -172,31 +169,21 @@ def read_file(path: str, neighbors: Neighbors) -> tuple[tokenizers.Tokenizer, bo
         with library_errors(f"data.tokenizer={path} cannot be read as a {kind}"):
             made = read_vocab_txt(content, lowercase) if is_list else tokenizers.Tokenizer.from_str(content.decode())
         is_changed = is_list and lowercase is not None
-    check_deterministic(path, made.model)
-    check_prefix_space(path, made, settings.get("add_prefix_space"))
-    with library_errors(f"data.tokenizer={path} does not work"):
-        return made, add_all(made, neighbors.added, f"data.tokenizer={path}") or is_changed
-
-
-def check_deterministic(path: str, model: tokenizers.models.Model) -> None:
-    """Raises BadInput for a model with random ids, with which training would not be reproducible."""
-    found = {name: getattr(model, name, None) for name in ("dropout", "alpha", "nbest_size")}
-    for name, value in found.items():
-        if value:
+    for name in ("dropout", "alpha", "nbest_size"):  # training would not be reproducible
+        if value := getattr(made.model, name, None):
             raise BadInput(
                 f"data.tokenizer={path}: {name}={value} in its model makes the ids random; set "
                 f'"{name}" to null in that file'
             )
-
-
-def check_prefix_space(path: str, made: tokenizers.Tokenizer, declared: bool | None) -> None:
-    """Raises BadInput if the files differ in add_prefix_space: transformers 4 follows one, 5 the other."""
-    actual = getattr(made.pre_tokenizer, "add_prefix_space", None)
-    if isinstance(declared, bool) and isinstance(actual, bool) and actual != declared and path.endswith(JSON):
+    declared, actual = settings.get("add_prefix_space"), getattr(made.pre_tokenizer, "add_prefix_space", None)
+    is_known = isinstance(declared, bool) and isinstance(actual, bool) and path.endswith(JSON)
+    if is_known and actual != declared:  # transformers 4 follows one, 5 the other
         raise BadInput(
             f"data.tokenizer={path}: its pre_tokenizer has add_prefix_space={actual}, and tokenizer_config.json next "
             f"to it has {declared}; make them agree"
         )
+    with library_errors(f"data.tokenizer={path} does not work"):
+        return made, add_all(made, neighbors.added, f"data.tokenizer={path}") or is_changed
 
 
 def check_text(text: str) -> None:

@@ -80,7 +80,9 @@ def load_tokenizer(
         foreign.check_folder(path.parent, path.parent.parent)
         foreign.resolve_file(path)  # raises for a link out of a folder, which may be untrusted
     about = read_settings(foreign.companion_folder(path))
-    ends, begins = eos_token or end_token(about), begin_tokens(about, bos_token)
+    recorded = about.note.get("eos_token")  # by a run; else the tokenizer's, as in TRL's SFTTrainer and levanter
+    recorded = recorded if isinstance(recorded, str) and recorded else about.token("eos_token")
+    ends, begins = eos_token or recorded, begin_tokens(about, bos_token)
     neighbors = read_neighbors(about.settings, about.ids, str(about.folder), is_model=path.suffix == ".model")
     tokenizer = read_tokenizer(str(path), ends, begins, path.stat().st_mtime_ns, encoding, neighbors)
     if bos_token and begin_names(tokenizer) != begins:
@@ -192,16 +194,6 @@ def begin_tokens(about: TokenizerFolder, bos_token: str) -> tuple[str, ...] | No
 def bos_setting(begin_tokens: Sequence[str]) -> str:
     """Returns the setting bos_token for these tokens; empty for several, which only the tokenizer file can define."""
     return NO_BOS if not begin_tokens else begin_tokens[0] if len(begin_tokens) == 1 else ""
-
-
-def end_token(about: TokenizerFolder) -> str:
-    """Returns the name of the token that ends a document, '' if the folder has none.
-
-    It is recorded by a run, else the tokenizer's eos_token, as in TRL's SFTTrainer (documents without a template) and
-    levanter.
-    """
-    recorded = about.note.get("eos_token")
-    return recorded if isinstance(recorded, str) and recorded else about.token("eos_token")
 
 
 def end_ids(tokenizer: Tokenizer, about: TokenizerFolder) -> tuple[int, ...]:

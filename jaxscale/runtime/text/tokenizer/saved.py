@@ -95,10 +95,7 @@ def open_saved(
 
 
 def default_tokenizer(data: Mapping[str, Any]) -> str:
-    """Returns the tokenizer of a run whose settings and work folder have none; '' if unknown.
-
-    Versions with data.ids_field save the byte tokenizer in the work folder, so other runs of them have token ids.
-    """
+    """Returns the tokenizer of a run whose settings and work folder have none; '' if unknown, or token ids."""
     is_known = data.get("name") not in ("tokens", "synthetic", None)
     return "bytes" if is_known and (data["name"] == "stdlib" or "ids_field" not in data) else ""
 

@@ -72,11 +72,7 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 def train_sentencepiece(texts: Iterable[str], cfg: TrainTokenizerConfig) -> tuple[bytes, int]:
-    """Returns (.model of cfg.kind, number of ids, at most cfg.vocab_size). It does not normalize text.
-
-    Line ends are bytes, as in Llama; in BPE each digit is one piece, as in Llama 2. Raises BadInput if the texts are
-    too small for the vocabulary.
-    """
+    """Returns (.model of cfg.kind without normalization, number of ids). Line ends are bytes, as in Llama."""
     file, special = io.BytesIO(), special_names(cfg)
     kind = "bpe" if cfg.kind == "sentencepiece_bpe" else "unigram"
     try:

@@ -118,11 +118,7 @@ def merges_of(vocab: Sequence[tuple[str, float]], ids: Mapping[str, int]) -> lis
 
 
 def read_model(content: bytes) -> tuple[list[ModelPiece], int]:
-    """Returns the pieces of a SentencePiece model and its model type.
-
-    The content must be one that SentencePieceProcessor has read; the package offers no other way to its user-defined
-    pieces without protobuf.
-    """
+    """Returns the pieces and model type of a valid model. The package offers user-defined pieces only by protobuf."""
     pieces, model_type = [], UNIGRAM
     for number, value in fields(content):
         if number == 1:

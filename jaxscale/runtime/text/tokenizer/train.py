@@ -27,11 +27,7 @@ class TrainedTokenizer(NamedTuple):
 
 
 def train_tokenizer(texts: Iterable[str], cfg: TrainTokenizerConfig, path: str | Path) -> TrainedTokenizer:
-    """Trains on a sample of `texts` and writes `path`; equal texts in any order give equal bytes.
-
-    path: ends in cfg.ending. Raises: BadInput if it does not, if a package is missing, or if the
-    texts are too small for the vocabulary.
-    """
+    """Trains on a sample of `texts` and writes `path`, which ends in cfg.ending; their order does not matter."""
     path = Path(path)
     if path.suffix != cfg.ending:
         raise BadInput(f"{path}: a tokenizer of kind={cfg.kind} is written as {cfg.ending}; rename it")

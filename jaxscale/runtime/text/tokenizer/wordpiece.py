@@ -13,12 +13,7 @@ PREFIX = "##"  # prefix of pieces inside a word
 
 
 def read_vocab_txt(content: bytes, lowercase: bool | None = None) -> tokenizers.Tokenizer:
-    """Returns the tokenizer of a vocab.txt, one piece a line.
-
-    lowercase: do_lower_case of tokenizer_config.json. None: inferred; the vocabulary is lower-case
-    if no piece except special ones has a capital A-Z.
-    Raises: BadInput if [UNK] is missing or a piece is repeated.
-    """
+    """Returns the tokenizer of a vocab.txt. lowercase: None: if no piece except special ones has a capital A-Z."""
     pieces = content.decode().removesuffix("\n").split("\n")
     ids = {piece.removesuffix("\r"): i for i, piece in enumerate(pieces)}
     if "[UNK]" not in ids:
