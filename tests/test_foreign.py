@@ -6,7 +6,7 @@ import pytest
 from test_threats import files_that_use
 
 from jaxscale.runtime.checkpoint.lock_stores import read_owner
-from jaxscale.runtime.data.array_folder import read_folder
+from jaxscale.runtime.data.array_folder import open_arrays
 from jaxscale.runtime.data.shards import read_header
 from jaxscale.runtime.monitor import records
 from jaxscale.runtime.monitor.events import read_events
@@ -45,7 +45,7 @@ def test_nested_json_is_told_where_a_file_must_be_good(tmp_path):
     with pytest.raises(BadInput, match="config.json is not valid JSON .it is nested deeper than 64 levels"):
         paths.read_json(tmp_path / "config.json")
     with pytest.raises(BadInput, match="the index .* cannot be read: it is nested deeper"):
-        read_folder(tmp_path)
+        open_arrays(tmp_path, tmp_path)
     with pytest.raises(BadInput, match="events.jsonl:1 is not an event"):
         read_events(tmp_path)
     assert read_header(tmp_path / "shard.json") is None and read_owner(DEEP.encode()) is None

@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxscale.core.batch import Batch
 from jaxscale.runtime.data.best_fit import plan_settings
+from jaxscale.runtime.data.cache import ensure_folder
 from jaxscale.runtime.data.checks import check_data, check_facts, corpus_files, vocabulary_problem
 from jaxscale.runtime.data.config import DataConfig
 from jaxscale.runtime.data.dataset import Transform, check_transforms, map_dataset, open_transform, read_batch
@@ -22,7 +23,7 @@ from jaxscale.runtime.data.objectives import apply_objective, apply_with_origin,
 from jaxscale.runtime.data.objectives.ids import SpecialIds, TokenizerIds, find_ids, synthetic_ids
 from jaxscale.runtime.data.order import ORDER, Batches, RowOrder
 from jaxscale.runtime.data.row_filter import make_row_filter
-from jaxscale.runtime.data.row_plan import VALIDATION_SEED, PlanSettings, make_plan, open_plan, summary_facts
+from jaxscale.runtime.data.row_plan import VALIDATION_SEED, PlanSettings, open_plan, summary_facts, write_plan
 from jaxscale.runtime.data.rows import SyntheticRows
 from jaxscale.runtime.data.shards import Shard
 from jaxscale.runtime.data.split import CorpusSplit, split_corpus
@@ -121,7 +122,7 @@ class Corpus:
         mixture: Mixture | None = None,
         rows: Sequence[int] | None = None,
     ) -> grain.MapDataset:
-        """Returns a dataset whose element n is batch n after data.transforms. rows: those to read of each; None: all."""
+        """Returns a dataset whose element n is batch n after data.transforms. rows: those to read of it; None: all."""
         batches = self.batches(rows_per_batch, mixture)
         rows = range(rows_per_batch) if rows is None else rows
         return map_dataset(
@@ -261,7 +262,9 @@ def publish_plan(folder: Path, cfg: DataConfig, shards: Sequence[Shard], *, seq_
     names = source_names(shards)
     parts = split_corpus(cfg, shards, (), names, seq_len)
     check = functools.partial(check_facts, cfg, names, seq_len)
-    return make_plan(folder, parts, make_plan_settings(cfg, parts, seq_len=seq_len, seed=seed), check)
+    settings = make_plan_settings(cfg, parts, seq_len=seq_len, seed=seed)
+    make = functools.partial(write_plan, split=parts, settings=settings, check=check)
+    return ensure_folder(folder, "rows", settings.cache_key, make, is_cache=False)
 
 
 def data_parts(

@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxscale.runtime.data.array_folder import Arrays, ArrayWriter, find_arrays, open_arrays
 from jaxscale.runtime.data.best_fit import BestFitRows, plan_settings, write_best_fit
-from jaxscale.runtime.data.cache import cache_folder, describe_skipped, ensure_folder, folder_name, open_or_rebuild
+from jaxscale.runtime.data.cache import cache_folder, describe_skipped, folder_name, open_or_rebuild
 from jaxscale.runtime.data.config import DataConfig
 from jaxscale.runtime.data.documents import (
     TRAIN,
@@ -133,12 +133,6 @@ def open_plan(
 
     open_whole = lambda folder: open_rows(open_arrays(folder, cache, cfg.verify, say), files)
     return open_or_rebuild(cache, "rows", settings.cache_key, make, open_whole, say)
-
-
-def make_plan(folder: Path, split: CorpusSplit, settings: PlanSettings, check: Callable[[Facts], None]) -> Path:
-    """Returns the plan's folder in a set's folder, created if missing."""
-    make = functools.partial(write_plan, split=split, settings=settings, check=check)
-    return ensure_folder(folder, "rows", settings.cache_key, make, is_cache=False)
 
 
 def summary_facts(

@@ -81,7 +81,7 @@ def locate(pieces: RowPieces, where: Callable[[np.ndarray], tuple[np.ndarray, np
 def read_rows(
     located: LocatedPieces, chosen: Sequence[int], T: int, files: TokenFiles, loss_masks: TokenFiles | None = None
 ) -> Batch:
-    """Reads rows as a Batch of [len(chosen), T]. loss_masks: 1 for tokens with a loss; None, or '' for a file: all 1."""
+    """Reads rows as a Batch of [len(chosen), T]. loss_masks: 1 for tokens with a loss; None, '' for a file: all 1."""
     fields_FBT = np.empty((5, len(chosen), T), np.int32)  # one allocation, which malloc reuses for the next batch
     tokens_BT, targets_BT, positions_BT, segments_BT = fields_FBT[:4]
     weights_BT = fields_FBT[4].view(np.float32)

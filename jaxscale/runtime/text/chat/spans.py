@@ -255,18 +255,17 @@ def open_prompts(saved: SavedTokenizer, today: str) -> ChatPrompts:
             raise BadInput("holds half a surrogate pair, which no text should")
         return encode_prompt(tokenizer, rendered).tolist()
 
+    @prefix_errors("this conversation")
     def ids(messages: Sequence[Message]) -> list[int]:
-        with prefix_errors("this conversation"):
-            return encode(render_prompt(messages, None, template, guard))
+        return encode(render_prompt(messages, None, template, guard))
 
+    @prefix_errors("this conversation")
     def text(messages: Sequence[Message], answer: bool) -> str:
-        with prefix_errors("this conversation"):
-            return render_text(messages, answer, template, guard)
+        return render_text(messages, answer, template, guard)
 
+    @prefix_errors("this conversation")
     def text_ids(rendered: str, suffix: str = "") -> list[int]:
-        whole = rendered + guard.escape_text(suffix, MARK)
-        with prefix_errors("this conversation"):
-            return encode(split_pieces(whole, (), MARK, guard))
+        return encode(split_pieces(rendered + guard.escape_text(suffix, MARK), (), MARK, guard))
 
     with prefix_errors("the two-turn conversation that detects the end-of-turn token"):
         turn_ends = tuple(tokenizer.special_ids[name] for name in turn_end(template, guard))

@@ -64,15 +64,10 @@ class TextLoss:
         return "; ".join(filter(None, parts))
 
 
-def sample(texts: Sequence[str]) -> list[str]:
-    """Returns the beginnings of a few of the texts, evenly spaced."""
-    return [text[:SAMPLED_CHARACTERS] for text in texts[:: max(1, -(-len(texts) // SAMPLED_TEXTS))]]
-
-
 def measure_loss(tokenizer: Tokenizer, texts: Sequence[str]) -> TextLoss:
-    """Measures the loss on a sample of the texts."""
+    """Measures the loss on the beginnings of a few of the texts, evenly spaced."""
     loss = TextLoss()
-    chosen = sample(texts)
+    chosen = [text[:SAMPLED_CHARACTERS] for text in texts[:: max(1, -(-len(texts) // SAMPLED_TEXTS))]]
     for text, ids in zip(chosen, tokenizer.encode_block(chosen).split(), strict=True):
         loss.add(compare(text, tokenizer.decode(ids.tolist())))
     return loss
