@@ -135,7 +135,7 @@ def open_or_rebuild(
     open_whole: Callable[[Path], Opened],
     say: Say,
 ) -> Opened:
-    """Opens the folder of ensure_folder, and rebuilds it once if that finds damage. Unreadable storage is no damage."""
+    """Opens the folder of ensure_folder, and rebuilds it once if that finds damage. A storage failure is not damage."""
     folder = ensure_folder(root, kind, cache_key, make)
     try:
         return open_whole(folder)

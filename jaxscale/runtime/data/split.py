@@ -139,8 +139,10 @@ def split_conversations(
     indexes = list(read_indexes(shards, names))
     in_valid = [np.full(len(lengths), number >= num_train) for number, (lengths, _) in enumerate(indexes)]
     if fraction:  # then all shards are training
-        held_out = conversation_holdout(shards, np.concatenate([sources for _, sources in indexes]), names, fraction)
-        in_valid = np.split(held_out, np.cumsum([len(lengths) for lengths, _ in indexes])[:-1])
+        in_validation = conversation_holdout(
+            shards, np.concatenate([sources for _, sources in indexes]), names, fraction
+        )
+        in_valid = np.split(in_validation, np.cumsum([len(lengths) for lengths, _ in indexes])[:-1])
     chunks, cut, dropped = [], 0, 0
     for shard, (lengths, sources), valid in zip(shards, indexes, in_valid):
         keep, is_long = fits_row(shard, lengths, too_long, seq_len)
