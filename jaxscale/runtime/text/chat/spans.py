@@ -282,10 +282,7 @@ def prefix_errors(subject: str) -> Iterator[None]:
 
 
 def render_text(messages: Sequence[Message], answer: bool, template: ChatTemplate, guard: Guard) -> str:
-    """Renders the conversation, with MARK inserted into names of special tokens in messages.
-
-    answer: append the generation prompt; otherwise a last assistant message is left open, to be continued.
-    """
+    """Renders messages, with MARK in names of special tokens. answer: add its prompt, else continue the last one."""
     if guard.choose_marker(list(messages)) != MARK:
         raise BadInput("holds noncharacters (U+FDD0 to U+FDEF), which no text should")
     if not answer and messages and messages[-1]["role"] == ASSISTANT:

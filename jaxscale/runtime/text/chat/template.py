@@ -240,11 +240,7 @@ os.register_at_fork(after_in_child=reset_after_fork)
 def compile_template(
     source: str, where: str, names: Mapping[str, str], variables: Mapping[str, Any], today: str
 ) -> Callable[[Sequence[Mapping[str, Any]], Any, bool], str]:
-    """Returns render(messages, tools, add_generation_prompt), which raises BadInput if the template fails.
-
-    Args: where: its file, for messages. names: bos_token etc. variables: other inputs. today: the date, or ''.
-    Raises: BadInput if the template is invalid or takes too long.
-    """
+    """Returns render(messages, tools, add_generation_prompt). names: bos_token etc. Both raise BadInput on failure."""
     key = hashlib.sha256(json.dumps([source, today]).encode()).hexdigest()
     compile_it = {"key": key, "source": source, "marks": [OPEN, CLOSE], "today": today}
 

@@ -178,12 +178,13 @@ def text_problem(file: SourceFile) -> str | None:
 
 def not_documents_problem(file: SourceFile) -> str | None:
     """Returns a message if the file's suffix is not that of documents, else None."""
-    if not is_stream(file.path) and unpacked_name(file.path).endswith(TABLES):
+    name = "" if is_stream(file.path) else unpacked_name(file.path)
+    if name.endswith(TABLES):
         return (
             f"{file.path} is a table by its name, and would be read as prose; write its column of text as .jsonl or "
             ".parquet, or name it .txt if it is prose"
         )
-    if not is_stream(file.path) and unpacked_name(file.path).endswith(NOT_TEXT):
+    if name.endswith(NOT_TEXT):
         return (
             f"{file.path} is not text by its name; data.files reads .jsonl, .parquet, .arrow, .array_record, .warc, "
             ".html and text, plain or .gz or .zst (for ids in a .bin set data.name='tokens')"

@@ -46,10 +46,7 @@ def cut_text(blocks: Iterator[bytes], offset: int = 0) -> Records:
 
 
 def line_remainder(after: bytes) -> int:
-    """Returns how many bytes after the first DOCUMENT_BYTES belong to the document.
-
-    Extends to the end of the line, at most DOCUMENT_BYTES; a longer line is cut between characters.
-    """
+    """Returns how many bytes after the first DOCUMENT_BYTES belong to the document: up to the line end, if near."""
     if end := after.find(b"\n", 0, DOCUMENT_BYTES) + 1:
         return end
     end = min(len(after), DOCUMENT_BYTES)

@@ -39,10 +39,7 @@ def train_bpe(
     split: Split,
     trainer: Literal["rustbpe", "tokenizers"],
 ) -> tokenizers.Tokenizer:
-    """Trains a byte-level tokenizer with at most `vocab_size` ids: bytes, merges, then `special`.
-
-    Both trainers count words and merge the most frequent pair first; each has its own deterministic tie-breaking.
-    """
+    """Trains a byte-level tokenizer of at most `vocab_size` ids. Both trainers are deterministic, but they differ."""
     num_pieces = vocab_size - len(special)
     if trainer == "rustbpe":
         vocab, merges = merges_by_rustbpe(texts, num_pieces, split)

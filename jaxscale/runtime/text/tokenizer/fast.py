@@ -248,10 +248,7 @@ def pieces_of(spec: Mapping[str, Any]) -> list[str]:
 
 
 def probes(names: Iterable[str], pieces: Iterable[str]) -> list[str]:
-    """Returns about 25 kB of probes: all classes of characters, runs, edge cases, token names, pieces.
-
-    names: of special tokens, which must be plain text. pieces: texts of single tokens, alone and after a space.
-    """
+    """Returns 25 kB of probes: classes of characters, runs, edge cases, names of special tokens, single tokens."""
     texts = [*TEXTS, *EDGES, *RUNS, " ".join(TEXTS), "".join(reversed(TEXTS))]
     texts += [text.replace(" ", "") for text in TEXTS] + [text.upper() for text in TEXTS]
     texts += [f"x{name}y" for name in names] + [f" {name} " for name in names] + list(names)
@@ -267,22 +264,16 @@ def check_equal_ids(path: str, name: str, texts: Sequence[str], encode: Encode, 
         return
     for text, got, wanted in zip(texts, ours.split(), theirs.split(), strict=True):
         if not np.array_equal(got, wanted):
-            shown = describe_difference(text, got, wanted)
+            same = min(len(got), len(wanted))
+            first = next(iter(np.flatnonzero(got[:same] != wanted[:same])), same)
+            long = len(text) > SHOWN_CHARACTERS
+            shown = f"{text[:SHOWN_CHARACTERS]!r}... ({len(text):,} characters)" if long else f"{text!r}"
+            ids = [ids[first : first + SHOWN_IDS].tolist() for ids in (got, wanted)]
+            shown = f"the text {shown} from token {first}: {ids[0]} and {ids[1]}"
             raise BadInput(
                 f"{path}: {name} and the tokenizers package differ for {shown}; set encode.encoder=exact in the recipe "
                 f"of `jaxscale prepare`, or uninstall {name} to train from text"
             )
-
-
-def describe_difference(text: str, got: np.ndarray, wanted: np.ndarray) -> str:
-    """Formats the text, truncated, with the ids of both from the first difference."""
-    same = min(len(got), len(wanted))
-    differing = np.flatnonzero(got[:same] != wanted[:same])
-    first = int(differing[0]) if len(differing) else same
-    long = len(text) > SHOWN_CHARACTERS
-    shown = f"{text[:SHOWN_CHARACTERS]!r}... ({len(text):,} characters)" if long else f"{text!r}"
-    ids = [ids[first : first + SHOWN_IDS].tolist() for ids in (got, wanted)]
-    return f"the text {shown} from token {first}: {ids[0]} and {ids[1]}"
 
 
 def with_spot_checks(path: str, name: str, encode: Encode, exact: Encode, every: int) -> Encode:

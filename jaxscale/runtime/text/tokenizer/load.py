@@ -219,10 +219,7 @@ def find_template(about: TokenizerFolder) -> tuple[str, str] | None:
 
 
 def named_templates(about: TokenizerFolder) -> tuple[dict[str, str], str]:
-    """Returns ({name: chat template}, their location), by the rules of transformers.
-
-    Files replace all templates of tokenizer_config.json. chat_template.json, which only processors read, is used last.
-    """
+    """Returns ({name: chat template}, their location) by the rules of transformers: files before settings."""
     if about.folder is None:
         return {}, ""
     found, where = {}, about.folder / TEMPLATE
