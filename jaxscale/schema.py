@@ -49,6 +49,9 @@ def setting(default: Any = dataclasses.MISSING, help: str = "", *, may_change: b
     return dataclasses.field(default=default, metadata=metadata)
 
 
+adjustable = functools.partial(setting, may_change=True)  # a resumed run may have another value
+
+
 def merge(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the nested dict `values` with dotted overrides ("optim.peak_lr": "1e-3"), which may add keys."""
     merged = {key: dict(value) if isinstance(value, Mapping) else value for key, value in values.items()}

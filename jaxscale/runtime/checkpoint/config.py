@@ -4,7 +4,7 @@ import dataclasses
 import re
 from typing import Literal
 
-from jaxscale.schema import setting
+from jaxscale.schema import adjustable, setting
 from jaxscale.system.exits import BadInput
 
 ARROW = "=>"
@@ -15,21 +15,15 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASC
 class LocalConfig:
     """Copies of the state on each host, made every few seconds, for a restart after a kill."""
 
-    folder: str | None = setting(
+    folder: str | None = adjustable(
         None,
         "folder of each host for its part of the newest states, such as /dev/shm/jaxscale; $VARIABLES are those of the "
         "host; none: no local copies",
-        may_change=True,
     )
-    every_seconds: float = setting(5.0, "seconds between two local copies", may_change=True, read_if=".folder")
-    every_steps: int = setting(
-        0, "steps between two local copies; 0: by every_seconds", may_change=True, read_if=".folder"
-    )
-    neighbour: bool = setting(
-        True,
-        "each host also keeps the copies of another, which may then be replaced",
-        may_change=True,
-        read_if=".folder",
+    every_seconds: float = adjustable(5.0, "seconds between two local copies", read_if=".folder")
+    every_steps: int = adjustable(0, "steps between two local copies; 0: by every_seconds", read_if=".folder")
+    neighbour: bool = adjustable(
+        True, "each host also keeps the copies of another, which may then be replaced", read_if=".folder"
     )
 
     def __post_init__(self):
@@ -45,39 +39,29 @@ class LocalConfig:
 class CheckpointConfig:
     """When the state is saved, and which checkpoints stay."""
 
-    save_every_steps: int = setting(500, "steps between two checkpoints; 0: only at the end", may_change=True)
-    keep_last: int = setting(3, "newest checkpoints that are kept", may_change=True)
-    keep_every_steps: int = setting(
-        0, "checkpoints of steps divisible by this are kept for good; 0: none", may_change=True
+    save_every_steps: int = adjustable(500, "steps between two checkpoints; 0: only at the end")
+    keep_last: int = adjustable(3, "newest checkpoints that are kept")
+    keep_every_steps: int = adjustable(0, "checkpoints of steps divisible by this are kept for good; 0: none")
+    keep_best: int = adjustable(0, "checkpoints with the lowest validation loss that are kept", read_if="eval.num_rows")
+    verify_saved: bool = adjustable(True, "read every checkpoint back after it was written, and compare every bit")
+    on_corrupt: Literal["fallback", "stop"] = adjustable(
+        "fallback", "a checkpoint that cannot be read: continue from the one before it, or stop"
     )
-    keep_best: int = setting(
-        0, "checkpoints with the lowest validation loss that are kept", may_change=True, read_if="eval.num_rows"
-    )
-    verify_saved: bool = setting(
-        True, "read every checkpoint back after it was written, and compare every bit", may_change=True
-    )
-    on_corrupt: Literal["fallback", "stop"] = setting(
-        "fallback", "a checkpoint that cannot be read: continue from the one before it, or stop", may_change=True
-    )
-    wait_seconds: float = setting(
-        30.0, "how long a step may wait for the save before; then its own is postponed", may_change=True
-    )
-    max_failed_saves: int = setting(3, "saves in a row that may fail before the run stops", may_change=True)
-    max_save_seconds: float = setting(
-        1800.0, "how long a save may take, waiting for storage included, before the run stops", may_change=True
+    wait_seconds: float = adjustable(30.0, "how long a step may wait for the save before; then its own is postponed")
+    max_failed_saves: int = adjustable(3, "saves in a row that may fail before the run stops")
+    max_save_seconds: float = adjustable(
+        1800.0, "how long a save may take, waiting for storage included, before the run stops"
     )
     local: LocalConfig = setting(LocalConfig)
 
     def __post_init__(self):
-        for name in ("save_every_steps", "keep_every_steps", "keep_best"):
+        for name in ("save_every_steps", "keep_every_steps", "keep_best", "wait_seconds"):
             if getattr(self, name) < 0:
                 raise BadInput(f"{name}={getattr(self, name)} must be 0 or more")
         if self.keep_last < 1:
             raise BadInput(f"keep_last={self.keep_last} must be at least 1, or there would be nothing to resume from")
         if self.max_failed_saves < 1:
             raise BadInput(f"max_failed_saves={self.max_failed_saves} must be at least 1: the first failure stops")
-        if self.wait_seconds < 0:
-            raise BadInput(f"wait_seconds={self.wait_seconds} must be 0 or more")
         if self.max_save_seconds <= 0:
             raise BadInput(f"max_save_seconds={self.max_save_seconds} must be above 0; give it an hour if unsure")
 
@@ -86,13 +70,12 @@ class CheckpointConfig:
 class LockConfig:
     """Time limits of the run lock and of unreachable storage."""
 
-    lease_seconds: float = setting(
-        20.0, "the lock of the work folder is renewed this often, and expires after three times that", may_change=True
+    lease_seconds: float = adjustable(
+        20.0, "the lock of the work folder is renewed this often, and expires after three times that"
     )
-    outage_seconds: float = setting(
-        3600.0, "the run stops (exit 14) when its work folder could not be reached for this long; 0: never",
-        may_change=True,
-    )  # fmt: skip
+    outage_seconds: float = adjustable(
+        3600.0, "the run stops (exit 14) when its work folder could not be reached for this long; 0: never"
+    )
 
     def __post_init__(self):
         if self.lease_seconds <= 0:
@@ -152,20 +135,18 @@ class InitConfig:
 class ExportConfig:
     """Weights as a Hugging Face model in WORKDIR/export/STEP, written in the background after a save."""
 
-    every_steps: int = setting(
+    every_steps: int = adjustable(
         0,
         "steps between two exports, each made of the checkpoint of that step, so a multiple of "
         "checkpoint.save_every_steps; the last step is exported too; 0: none",
-        may_change=True,
     )
-    dtype: Literal["bfloat16", "float32"] = setting("bfloat16", "of the exported weights", may_change=True)
-    ema: bool = setting(False, "true: the average that train.ema keeps", may_change=True)
-    keep: int = setting(1, "newest exports that are kept; 0: all", may_change=True)
-    push_to: str | None = setting(
+    dtype: Literal["bfloat16", "float32"] = adjustable("bfloat16", "of the exported weights")
+    ema: bool = adjustable(False, "true: the average that train.ema keeps")
+    keep: int = adjustable(1, "newest exports that are kept; 0: all")
+    push_to: str | None = adjustable(
         None,
         "OWNER/NAME on the Hugging Face Hub to which each export is sent; the token is read from HF_TOKEN alone; "
         "none: nowhere",
-        may_change=True,
     )
 
     def __post_init__(self):

@@ -145,10 +145,15 @@ def merge_lora(
     sources = {"of": os.fspath(run), "what": what, "step": step, "record": record["sha256"], "lora": to_dict(lora)}
     arrays = ArrayReader(folder)
 
+    def read_whole(leaf: str) -> np.ndarray:
+        value = read_source(open_leaf(arrays, step, leaf).read().result, step, leaf)
+        check_fingerprint(host_fingerprint(value), record, step, leaf)
+        return value
+
     def combine(name: str) -> Combine:
         if f"{name}{A}" not in adapters:
             return lambda box, pieces: next(pieces)
-        a, b = (read_whole(arrays, step, record, adapters[f"{name}{ending}"]) for ending in (A, B))
+        a, b = (read_whole(adapters[f"{name}{ending}"]) for ending in (A, B))
         return lambda box, pieces: with_adapter(next(pieces), box, a, b, lora.scale)
 
     recipe = DerivedWeights(
@@ -163,13 +168,6 @@ def merge_lora(
         (TOKENIZER,),
     )
     return write_weights(recipe, workdir, on_bytes)
-
-
-def read_whole(arrays: ArrayReader, step: int, record: Mapping[str, Any], name: str) -> np.ndarray:
-    """Returns a small leaf, verified."""
-    value = read_source(open_leaf(arrays, step, name).read().result, step, name)
-    check_fingerprint(host_fingerprint(value), record, step, name)
-    return value
 
 
 def with_adapter(piece: np.ndarray, box: Box, a: np.ndarray, b: np.ndarray, scale: float) -> np.ndarray:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
+from flax import traverse_util
 
 from jaxscale.runtime.checkpoint.folders import is_step_name
 from jaxscale.runtime.checkpoint.storage_errors import is_storage_error, stop_if_unreachable
@@ -79,14 +80,7 @@ def weight_leaves(leaves: Iterable[str], what: str) -> dict[str, str]:
 
 def nest(leaves: Mapping[str, Any]) -> dict[str, Any]:
     """Converts {"a/b": leaf} to {"a": {"b": leaf}}."""
-    nested: dict[str, Any] = {}
-    for name, leaf in leaves.items():
-        *outer, last = name.split("/")
-        group = nested
-        for part in outer:
-            group = group.setdefault(part, {})
-        group[last] = leaf
-    return nested
+    return traverse_util.unflatten_dict(leaves, sep="/")
 
 
 def describe_leaf(leaf: Any) -> list:

@@ -259,11 +259,11 @@ class Saver:
 
         def fact(step: int) -> retention.RetentionFacts:
             try:
-                if step not in unknown:
-                    return self.fact(step)
+                if step not in self.facts and step not in unknown:
+                    self.facts[step] = retention.read_facts(self.directory / str(step))
             except Exception as error:
                 unknown[step] = error
-            return retention.UNKNOWN
+            return self.facts.get(step, retention.UNKNOWN)
 
         pinned = retention.pinned_steps(self.directory)
         if self.last_verified is not None:
@@ -274,12 +274,6 @@ class Saver:
             folders.remove_step(self.directory, step)
         for step, error in unknown.items():
             self.note("alarm", newest, cause=f"step {step} stays, its record cannot be read: {short_reason(error)}")
-
-    def fact(self, step: int) -> retention.RetentionFacts:
-        """Returns a step's facts for retention, read once. Raises the errors of reading them."""
-        if step not in self.facts:
-            self.facts[step] = retention.read_facts(self.directory / str(step))
-        return self.facts[step]
 
     def stage(
         self,

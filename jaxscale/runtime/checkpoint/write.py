@@ -175,10 +175,7 @@ def write_step_metadata(opened: Any, record: Mapping[str, Any], final: Any, bega
 
 
 def wait_for_record(folder: Any) -> dict[str, Any]:
-    """Returns the record of a step that another host has just committed; network file systems may show it late.
-
-    Raises: DamagedCheckpoint if the record was changed.
-    """
+    """Returns the record of a step that another host has committed, maybe seen late. Raises DamagedCheckpoint."""
     deadline = time.monotonic() + SEEN_SECONDS
     while True:
         try:

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-from jaxscale.schema import setting
+from jaxscale.schema import adjustable
 from jaxscale.system.exits import BadInput
 
 
@@ -44,17 +44,14 @@ def host_budgets(num_processes: int) -> HostBudgets:
 class HangConfig:
     """Time limits of phases in seconds, after which they count as a hang (exit 15); 0: unlimited."""
 
-    step_seconds: float = setting(600.0, "one training step, and the metrics of the step before", may_change=True)
-    data_seconds: float = setting(600.0, "waiting for the batch of a step", may_change=True)
-    compile_seconds: float = setting(3600.0, "the first step of a start, with its compilation", may_change=True)
-    restore_seconds: float = setting(3600.0, "reading a checkpoint, or making the first state", may_change=True)
-    save_seconds: float = setting(3600.0, "saving a checkpoint, from the snapshot to its verification", may_change=True)
-    eval_seconds: float = setting(3600.0, "one validation, or one sample, with its compilation", may_change=True)
-    statistics_seconds: float = setting(
-        3600.0,
-        "statistics of the layers at one step, with their compilation",
-        may_change=True,
-        read_if="monitor.statistics_every_steps",
+    step_seconds: float = adjustable(600.0, "one training step, and the metrics of the step before")
+    data_seconds: float = adjustable(600.0, "waiting for the batch of a step")
+    compile_seconds: float = adjustable(3600.0, "the first step of a start, with its compilation")
+    restore_seconds: float = adjustable(3600.0, "reading a checkpoint, or making the first state")
+    save_seconds: float = adjustable(3600.0, "saving a checkpoint, from the snapshot to its verification")
+    eval_seconds: float = adjustable(3600.0, "one validation, or one sample, with its compilation")
+    statistics_seconds: float = adjustable(
+        3600.0, "statistics of the layers at one step, with their compilation", read_if="monitor.statistics_every_steps"
     )
 
     def __post_init__(self):

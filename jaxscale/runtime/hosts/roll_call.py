@@ -71,7 +71,10 @@ class Connection:
         self.sock.close()
 
 
-def call_roll(place: ProcessInfo, facts: Mapping[str, Any], seconds: float) -> dict[int, tuple[Connection, str]]:
+Wires = dict[int, tuple[Connection, str]]  # {process: (connection, name)}
+
+
+def call_roll(place: ProcessInfo, facts: Mapping[str, Any], seconds: float) -> Wires:
     """Returns {process: (connection, name)} once all have reported equal facts: of all others on process 0, else of it.
 
     Args: facts: values by name that must be equal in all processes.
@@ -82,11 +85,9 @@ def call_roll(place: ProcessInfo, facts: Mapping[str, Any], seconds: float) -> d
     return gather(place, hello, facts, seconds) if place.is_first else answer(place, hello, facts, seconds)
 
 
-def gather(
-    place: ProcessInfo, hello: dict, facts: Mapping[str, str], seconds: float
-) -> dict[int, tuple[Connection, str]]:
+def gather(place: ProcessInfo, hello: dict, facts: Mapping[str, str], seconds: float) -> Wires:
     """Waits for all others on process 0, compares their facts, and sends all of them the result."""
-    present: dict[int, tuple[Connection, str]] = {}
+    present: Wires = {}
     problems: list[str] = []
     deadline = time.monotonic() + seconds
     with listen(place) as listener, selectors.DefaultSelector() as selector:
@@ -177,9 +178,7 @@ def interface(host: str, resolve: Any = socket.getaddrinfo) -> str:
     return address if literal or not ipaddress.ip_address(address.partition("%")[0]).is_loopback else "0.0.0.0"
 
 
-def answer(
-    place: ProcessInfo, hello: dict, facts: Mapping[str, str], seconds: float
-) -> dict[int, tuple[Connection, str]]:
+def answer(place: ProcessInfo, hello: dict, facts: Mapping[str, str], seconds: float) -> Wires:
     """Connects to process 0, sends a hello, and waits for the result."""
     deadline, cause = time.monotonic() + seconds, "no connection was tried"
     while time.monotonic() < deadline:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 
 from jaxscale.runtime.hosts.config import host_budgets
 from jaxscale.runtime.hosts.discovery import ProcessInfo
-from jaxscale.runtime.hosts.roll_call import Connection
+from jaxscale.runtime.hosts.roll_call import Connection, Wires
 from jaxscale.system.exits import INTERRUPTED, Exit, print_stderr, silence_closed_streams
 
 GRACE_SECONDS = 5.0  # after an error of one process, for others that are about to stop with the same error
@@ -33,11 +33,7 @@ class Watch:
     """A thread that reads the connections to the other processes until this one exits."""
 
     def __init__(
-        self,
-        place: ProcessInfo,
-        wires: Mapping[int, tuple[Connection, str]],
-        end: Callable[[int], None] = os._exit,
-        aborts: int | None = None,
+        self, place: ProcessInfo, wires: Wires, end: Callable[[int], None] = os._exit, aborts: int | None = None
     ):
         """wires: from call_roll. end: called with the exit code when another process is lost.
 
