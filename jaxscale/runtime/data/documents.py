@@ -89,7 +89,7 @@ def write_documents(
 ) -> dict[str, Any]:  # fmt: skip
     """Writes the index of all documents and returns its metadata as JSON data.
 
-    Args: groups: {part: number of groups, that of the sources or 1}. wide: store 8-byte positions.
+    Args: groups: {part: number of groups, that of the sources or 1}. use_int64: store 8-byte positions.
     Raises: NeedsInt64 if positions need 8 bytes.
     """
     number = total = base = 0

@@ -192,7 +192,7 @@ class Ledger:
         return find_arrays(location, cache_folder(cfg), cfg.cache_bytes, cfg.verify, None) if published else None
 
     def find(self, document: str) -> list[tuple[int, int]]:
-        """Returns (shard, number in it) of each document of this name, from the set's index or all lineages."""
+        """Returns (shard, number in it) of each document of this name. Raises BadInput if there is none."""
         document = escape_non_utf8(document)
         file, _, offset = document.rpartition(":")
         place = int(offset) if offset.isdecimal() and len(offset) <= OFFSET_DIGITS else None

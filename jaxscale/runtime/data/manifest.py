@@ -248,7 +248,7 @@ def changed_line(path: str, problem: str) -> str:
 
 
 def check_manifest(path: Path | str, deep: bool) -> Manifest:
-    """Returns the manifest of a complete set, or BadInput naming files. deep: hash every file, not only its size."""
+    """Returns the manifest of a complete set. deep: hash every file. Raises BadInput for missing or changed files."""
     manifest = read_manifest(path)
     raise_problems(manifest_problems(manifest, deep=deep))
     return manifest

@@ -164,7 +164,7 @@ def shard_files(path: Path) -> Iterator[tuple[str, str, str]]:
 
 
 def verify_shards(paths: Iterable[Path], cfg: DataConfig, cache: Path, say: Callable[[str], None]) -> None:
-    """Hashes shards as data.verify requires; BadInput for the first mismatch. A lineage may be missing."""
+    """Hashes shards as data.verify requires. Raises BadInput for a mismatch; a lineage may be missing."""
     folders: dict[Path, dict[str, str]] = {}
     for path in paths if cfg.verify != "size" else ():
         files = {file: sha256 for name, file, sha256 in shard_files(path) if name != "docs" or os.path.lexists(file)}

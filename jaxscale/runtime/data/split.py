@@ -181,7 +181,7 @@ def conversation_holdout(
 
 
 def fits_row(shard: Shard, lengths: np.ndarray, too_long: str, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (bool[n]: neither too long nor cut to nothing with a loss, bool[n]: longer than a row)."""
+    """Returns (bool[n]: not dropped, bool[n]: longer than a row). Documents cut to a part without loss are dropped."""
     is_long = lengths > seq_len
     keep = ~is_long
     if too_long == "cut" and is_long.any():

@@ -123,7 +123,7 @@ def synthetic_ids(vocab_size: int) -> TokenizerIds:
 
 
 def known_id(name: str, chosen: int | None, found: int | None, tokenizer: Any | None, vocab_size: int) -> int:
-    """Returns the id of the setting data.objective.`name`, or else the tokenizer's id `found`, or BadInput."""
+    """Returns the id of the setting data.objective.`name`, or else `found`. Raises BadInput if neither is usable."""
     found = found if chosen is None else chosen
     if found is None:
         raise BadInput(

@@ -68,7 +68,7 @@ class ChatTemplate(NamedTuple):
 
 
 def load_template(tokenizer: Tokenizer, cfg: ChatConfig) -> ChatTemplate:
-    """Returns the template of the settings, the tokenizer's folder, or the built-in one, or BadInput."""
+    """Returns the template of the settings, the tokenizer's folder, or the built-in one. Raises BadInput."""
     about = read_settings(tokenizer_folder(tokenizer))
     if cfg.template:
         name = f"data.chat.template={cfg.template}"

@@ -30,7 +30,7 @@ def parse_query(path: str, scheme: str, known: tuple[str, ...]) -> tuple[str, di
 
 
 def read_dataset(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) -> Records:
-    """Yields the text of each row of hf://NAME?config=C&split=S&revision=R, or of a save_to_disk folder."""
+    """Yields the text of each row of hf://NAME?config=C&split=S&revision=R, or of a folder of save_to_disk."""
     datasets = load_datasets(path)
     number = 0
     with dataset_errors(datasets, path):

@@ -79,7 +79,7 @@ def missing_package(what: str, package: str, fix: str = PREPARE) -> BadInput:
 
 
 def damage_fix(cfg: ReadConfig, loss: str = "", first: str = "fetch it again") -> str:
-    """Returns the fix for an unreadable file. rest: loss when skipping. first: fix without loss."""
+    """Returns the fix for an unreadable file. loss: what skipping loses. first: fix without loss."""
     return f"{first}, or set {cfg.where}damaged='skip'{loss}" if cfg.may_skip else first
 
 

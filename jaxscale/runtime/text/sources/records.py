@@ -92,7 +92,7 @@ def yield_readable(found: Iterator[Found], path: Path | str, cfg: ReadConfig, sk
 
 
 def check_bounds(path: Path | str, cfg: ReadConfig, skipped: Counter, total: int, max_bytes: int | None) -> None:
-    """Raises BadInput for a file of more than `most` bytes, or, if nothing may be skipped, with too long a line."""
+    """Raises BadInput for a file of more than max_bytes, or, if nothing may be skipped, with too long a line."""
     if max_bytes is not None and total > max_bytes:
         raise too_large(path, f"holds more than {max_bytes:,} bytes")
     if cfg.damaged == "stop" and skipped["longer than max_line_bytes"]:

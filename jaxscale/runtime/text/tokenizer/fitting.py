@@ -42,7 +42,7 @@ class BoundedTokenizer:
         self.special_ids.vocab_size = vocab_size
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # accessed while copying, before _whole is set
+        if name.startswith("_"):  # accessed while copying, before _tokenizer is set
             raise AttributeError(name)
         return getattr(self._tokenizer, name)
 

@@ -156,7 +156,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def read_file(path: str, neighbors: Neighbors) -> tuple[tokenizers.Tokenizer, bool]:
-    """Returns the tokenizer of a file with tokens of the files next to it, and if these changed it, or BadInput."""
+    """Returns the tokenizer of a file with tokens of the files next to it, and whether these changed it."""
     content, settings = foreign.read_named(path, LARGEST), dict(neighbors.settings)
     if path.endswith(".model"):
         from jaxscale.runtime.text.tokenizer.sentencepiece_json import convert
