@@ -83,7 +83,7 @@ def test_both_dimensions_at_once_take_half_the_time_of_one_after_the_other():
     place = torus(V5E, 8, 8)
     group = group_lines(place, range(64))
     after = sum(stage.seconds(V5E) for stage in collective_phases("all-gather", 1e9, group))
-    (beside,) = concurrent_phases([collective_phases("all-gather", 1e9, order) for order in (group, group[::-1])])
+    (beside,) = concurrent_phases("all-gather", 1e9, group)
     (ring,) = collective_phases("all-gather", 1e9, ring_over(group, place.num_links))
     assert beside.seconds(V5E) == pytest.approx(after / 2) == pytest.approx(ring.seconds(V5E))
     assert beside.nbytes == pytest.approx(1e9 * 63 / 64) and beside.queues == ring.queues == ("x", "y")

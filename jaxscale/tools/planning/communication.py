@@ -176,6 +176,5 @@ def torus_phases(
     if kind == "reduce-scatter" and fused or kind == "all-gather" and len(lines) == 2 and not fused:
         return collective_phases(kind, nbytes, ring_over(lines, torus.num_links))
     if kind == "all-gather" and fused or collective.axis == "data":
-        orders = [[*lines[first:], *lines[:first]] for first in range(len(lines))]
-        return concurrent_phases([collective_phases(kind, nbytes, order) for order in orders])
+        return concurrent_phases(kind, nbytes, lines)
     return collective_phases(kind, nbytes, lines)

@@ -137,8 +137,10 @@ def all_to_all_phase(nbytes: float, lines: Sequence[Phase]) -> Phase:
     return Phase(joined_dims(lines), size, sent / slowest, sent)
 
 
-def concurrent_phases(orders: Sequence[Sequence[Phase]]) -> tuple[Phase, ...]:
-    """Returns rotated orders of the same lines, run concurrently with equal parts of the bytes, as one phase."""
+def concurrent_phases(kind: str, nbytes: float, lines: Sequence[Phase]) -> tuple[Phase, ...]:
+    """Returns a collective that runs all rotated orders of the lines concurrently, each with an equal part of the
+    bytes, as one phase."""
+    orders = [collective_phases(kind, nbytes, [*lines[first:], *lines[:first]]) for first in range(len(lines))]
     steps = zip(*orders)
     slowest = sum(max(phase.nbytes / phase.share for phase in step) for step in steps) / len(orders)
     sent = math.fsum(phase.nbytes for phase in orders[0])

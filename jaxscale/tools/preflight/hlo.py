@@ -179,11 +179,9 @@ def link_stages(kind: str, sent: float, span: Span, instruction: Instruction) ->
     nbytes = sent / ring_bytes(kind, 1.0, members)
     if len(lines) > 1 and kind not in ("collective-permute", "all-to-all"):
         cores = re.search(r'"core_count":"(\d+)"', instruction.attributes)
-        if '"emitter":"1DAllGather' in instruction.attributes or cores and int(cores[1]) == members:
-            lines = ring_over(lines, span.chip_links)
-        else:
-            orders = [[*lines[first:], *lines[:first]] for first in range(len(lines))]
-            return concurrent_phases([collective_phases(kind, nbytes, order) for order in orders])
+        if not ('"emitter":"1DAllGather' in instruction.attributes or cores and int(cores[1]) == members):
+            return concurrent_phases(kind, nbytes, lines)
+        lines = ring_over(lines, span.chip_links)
     return collective_phases(kind, nbytes, lines)
 
 
