@@ -21,7 +21,7 @@ from jaxscale.core.axes.context_axis import NO_CONTEXT_AXIS, ContextAxis
 from jaxscale.core.axes.tensor_axis import TensorAxis
 from jaxscale.kernels.attention import windowed_or_full
 from jaxscale.kernels.attention.context_parallel import over_all_keys
-from jaxscale.kernels.attention.logit_max import EXACT, attention_logit_bound, attention_logit_max
+from jaxscale.kernels.attention.logit_max import EXACT, attention_logit_bound, attention_logit_max, head_logit_max
 from jaxscale.kernels.attention.xla import MaskSpec, as_mask_spec
 from jaxscale.kernels.config import AttentionNeeds
 
@@ -168,8 +168,7 @@ def make_max_logit_recorder(
     attention: str, needs: AttentionNeeds, tensor: TensorAxis, context: ContextAxis = NO_CONTEXT_AXIS
 ) -> LogitRecorder:
     """Returns a recorder of the largest logit of each head, computed in addition to any attention kernel."""
-    by_head = functools.partial(attention_logit_max, by_head=True)
-    logit_max = functools.partial(by_head, window=needs.window)
+    logit_max = functools.partial(head_logit_max, window=needs.window)
     if needs.window_layers is not None:
-        logit_max = windowed_or_full(logit_max, by_head, needs.window_layers)
+        logit_max = windowed_or_full(logit_max, head_logit_max, needs.window_layers)
     return LogitRecorder(over_all_keys(logit_max, context), tensor)

@@ -21,7 +21,7 @@ from flax import nnx
 
 from jaxscale.core.models.config import ModelConfig
 from jaxscale.core.models.layers import constant, make_stack, param, run_stack
-from jaxscale.kernels.embed import lookup_sharded
+from jaxscale.kernels.vocabulary import lookup_sharded
 from jaxscale.kernels.norm import rms_norm
 from jaxscale.schema import setting
 

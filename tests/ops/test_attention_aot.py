@@ -19,7 +19,7 @@ from jaxscale.core.config import MeshConfig
 from jaxscale.core.mesh import make_mesh
 from jaxscale.core.plan import context_parallel_attend, single_device_plan
 from jaxscale.core.shardings import RULES, partition_spec
-from jaxscale.kernels.attention import cudnn_packed, resolve_attention, splash
+from jaxscale.kernels.attention import cudnn, resolve_attention, splash
 from jaxscale.kernels.config import AttentionNeeds, Choice
 from jaxscale.kernels.rope import make_rotation
 from jaxscale.program.budget import resolve_budget
@@ -208,11 +208,11 @@ def test_packed_attention_is_the_call_that_jax_makes(devices_of):
     place = SingleDeviceSharding(devices_of("h100:1x8")[0])
     make = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=place)
     x, statistics = make((2, 64, 4, 128), jnp.bfloat16), make((2 * 16, 4, 64), jnp.float32)
-    spans = cudnn_packed.DocumentSpans(make((2, 16), jnp.int32), make((2, 17), jnp.int32))
+    spans = cudnn.DocumentSpans(make((2, 16), jnp.int32), make((2, 17), jnp.int32))
     how = dict(scale=128**-0.5, seed=42, dropout_rate=0.0, variadic_args=(False, False), layout=0)
     how |= dict(mask_type=jax_cudnn.MaskType.PADDING_CAUSAL, sliding_window_length=9)
     none = lambda: (jnp.zeros(0, jnp.bfloat16),)
-    ours = cudnn_packed.cudnn_kernel(window=9)
+    ours = cudnn.cudnn_kernel(window=9)
 
     def theirs_forward(q, k, v, spans):
         places = (spans.lengths_BC, spans.lengths_BC, spans.begins_BC, spans.begins_BC)

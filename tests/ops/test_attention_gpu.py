@@ -22,7 +22,7 @@ inputs = (draw(4), draw(2), draw(2), ids, draw(4))
 for window in (None, 100):
     exact = run(xla.make_attend(window=window), jnp.float32, *inputs)
     plain = run(xla.make_attend(window=window), jnp.bfloat16, *inputs)
-    found = run(cudnn.make_attend(window=window), jnp.bfloat16, *inputs)
+    found = run(cudnn.make_masked_attend(window=window), jnp.bfloat16, *inputs)
     for name, right, near, got in zip(("out", "dq", "dk", "dv"), exact, plain, found):
         error = lambda x: float(np.sqrt(np.mean((x - right) ** 2)))
         assert np.isfinite(got).all() and error(got) < 1.5 * error(near), (window, name, error(got), error(near))

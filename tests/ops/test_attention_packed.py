@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_attention import assert_equal_to_plain
 
-from jaxscale.kernels.attention import cudnn_packed, resolve_attention
-from jaxscale.kernels.attention.cudnn_packed import CudnnCall, Kernel, document_numbers, find_spans
+from jaxscale.kernels.attention import cudnn, resolve_attention
+from jaxscale.kernels.attention.cudnn import CudnnCall, Kernel, document_numbers, find_spans
 from jaxscale.kernels.config import AttentionNeeds
 
 
@@ -83,7 +83,7 @@ ROWS = [[1] * 5 + [2] * 1 + [3] * 4 + [0] * 2, [1] * 2 + [2] * 10]  # 4 document
     [(None, 3), (3, 1), *[pytest.param(*case, marks=pytest.mark.soak) for case in ((None, 1), (3, 3))]],
 )
 def test_packed_attention_is_plain_attention_also_of_rows_with_more_documents_than_a_round_holds(documents, window):
-    attend = cudnn_packed.make_attend(window=window, kernel=plain_kernel(window), documents=documents)
+    attend = cudnn.make_packed_attend(window=window, kernel=plain_kernel(window), documents=documents)
     assert_equal_to_plain(attend, draw_inputs(ROWS), window=window)
 
 
@@ -109,7 +109,7 @@ def test_the_rounds_name_every_document_once_in_the_order_of_memory(ids, documen
 @pytest.mark.parametrize(("rows", "calls"), [(15, 1), (16, 2), (45, 4)])
 def test_more_numbers_than_the_kernel_counts_are_taken_in_parts(rows, calls):
     shapes = [jax.ShapeDtypeStruct((rows, 32_768, heads, 128), jnp.bfloat16) for heads in (32, 8, 8)]
-    trace = str(jax.make_jaxpr(cudnn_packed.make_attend())(*shapes, jax.ShapeDtypeStruct((rows, 32_768), jnp.int32)))
+    trace = str(jax.make_jaxpr(cudnn.make_packed_attend())(*shapes, jax.ShapeDtypeStruct((rows, 32_768), jnp.int32)))
     assert trace.count("target_name=__cudnn$fmhaSoftmax") == 2 * calls  # the second of each in further rounds
 
 

@@ -15,8 +15,8 @@ from twins import twins
 from jaxscale.core.axes.context_axis import ContextAxis, make_context_axis
 from jaxscale.core.config import MeshConfig
 from jaxscale.core.mesh import make_mesh
-from jaxscale.kernels.attention import context_parallel, flash, ring_flash, ring_splash, splash, splash_tables, xla
-from jaxscale.kernels.attention.context_exchange import ContextLoad, resolve_context_exchange
+from jaxscale.kernels.attention import context_parallel, flash, ring_flash, ring_splash, splash, xla
+from jaxscale.kernels.attention.context_parallel import ContextLoad, resolve_context_exchange
 from jaxscale.kernels.attention.logit_max import attention_logit_bound, attention_logit_max
 from jaxscale.kernels.config import AttentionNeeds, WindowLayers
 from jaxscale.system.exits import BadInput
@@ -59,10 +59,10 @@ FORMS = {
         context_parallel.make_xla_positioned(**how), context
     ),
     "gather, blocks": lambda context, **how: context_parallel.all_gather_kv(
-        context_parallel.make_flash_positioned(**how), context
+        flash.make_positioned_attend(**how), context
     ),
     "neighbours, plain": lambda context, **how: near(context_parallel.make_xla_positioned(**how), context, **how),
-    "neighbours, blocks": lambda context, **how: near(context_parallel.make_flash_positioned(**how), context, **how),
+    "neighbours, blocks": lambda context, **how: near(flash.make_positioned_attend(**how), context, **how),
     "ulysses": lambda context, **how: context_parallel.ulysses(xla.make_attend(**how), context),
     "ring": lambda context, **how: ring_flash.make_attend(**how, context=context),
 }
@@ -150,8 +150,8 @@ def test_splash_visits_as_many_blocks_on_each_device(size, length):
     sizes = splash.block_sizes(chunk, splash.BLOCKS["TPU v5"], 2, 128, keys=length)
     starts_Cc = ContextAxis(size).chunk_starts(chunk)
     for block_q, block_kv in ((sizes.block_q, sizes.block_kv), (sizes.block_q_dkv, sizes.block_kv_dkv)):
-        spans = splash_tables.key_block_ranges(starts_Cc, chunk, length, None, block_q, block_kv)
-        tables = splash_tables.by_queries(*spans), splash_tables.by_keys(*spans, length // block_kv)
+        spans = splash.key_block_ranges(starts_Cc, chunk, length, None, block_q, block_kv)
+        tables = splash.by_queries(*spans), splash.by_keys(*spans, length // block_kv)
         for table in tables:
             counts_C = table.active.reshape(size, -1).sum(axis=1, dtype=np.int64)
             assert len(set(counts_C.tolist())) == 1
@@ -174,8 +174,8 @@ def test_tables_visit_the_blocks_that_hold_a_visible_pair_and_no_others(keys, bl
     starts_Cc = (
         ContextAxis(3).chunk_starts(16) if keys == 96 else np.arange(6)[:, None] * 16
     )  # of some the window hides all
-    oldest, newest = splash_tables.key_block_ranges(starts_Cc, 16, keys, window, *blocks)
-    tables = splash_tables.by_queries(oldest, newest), splash_tables.by_keys(oldest, newest, keys // blocks[1])
+    oldest, newest = splash.key_block_ranges(starts_Cc, 16, keys, window, *blocks)
+    tables = splash.by_queries(oldest, newest), splash.by_keys(oldest, newest, keys // blocks[1])
     for device, starts_c in enumerate(starts_Cc):
         right = seen_blocks(starts_c, 16, keys, window, *blocks)
         found = np.zeros_like(right), np.zeros_like(right)
@@ -191,7 +191,7 @@ def test_tables_visit_the_blocks_that_hold_a_visible_pair_and_no_others(keys, bl
 
 def test_pairs_of_blocks_are_equally_many_on_each_device_and_in_each_step_of_the_ring():
     starts_Cc = ContextAxis(4).chunk_starts(16)
-    pairs_CP2 = context_parallel.positioned_block_pairs(starts_Cc, 16, 8, None)
+    pairs_CP2 = flash.positioned_block_pairs(starts_Cc, 16, 8, None)
     assert [len(set(map(tuple, pairs_P2))) for pairs_P2 in pairs_CP2.tolist()] == [pairs_CP2.shape[1]] * 4 == [34] * 4
     assert sum(len(pairs_P2) for pairs_P2 in pairs_CP2) == 16 * 17 // 2  # the whole triangle, once
     away_XP2, _ = ring_flash.ring_block_pairs(4, 16, 8, None, is_local=False)

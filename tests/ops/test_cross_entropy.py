@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from twins import twins
 
-from jaxscale.kernels.cross_entropy import LossSettings, merge_chunks, split_chunks, summed_cross_entropy, token_nats
+from jaxscale.kernels.vocabulary import LossSettings, merge_chunks, split_chunks, summed_cross_entropy, token_nats
 
 B, T, D, V = 3, 10, 8, 33
 

@@ -10,9 +10,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxscale.core.axes.expert_axis import ExpertAxis
-from jaxscale.core.models.expert_all_to_all import all_to_all_experts, round_capacity
 from jaxscale.core.models.moe import run_experts
 from jaxscale.kernels.activation import swiglu
+from jaxscale.kernels.matmul.expert_all_to_all import all_to_all_experts, round_capacity
 from jaxscale.kernels.matmul.slots import ON_CPU, project_expert, run_in_slots, weighted_activation_f32
 
 DEVICES, EXPERTS, ROWS, EMBED, WIDTH = 4, 8, 32, 8, 16  # rows of a device

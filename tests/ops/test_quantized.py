@@ -11,8 +11,8 @@ import tiny
 from no_packages import no_distribution
 
 from jaxscale.build import make_program
-from jaxscale.kernels.matmul.project import einsum_project
-from jaxscale.kernels.matmul.quantized import RECIPES, quantized_project
+from jaxscale.kernels.matmul.project import einsum_project, quantized_project
+from jaxscale.kernels.matmul.quantized import RECIPES
 from jaxscale.program.budget import resolve_budget
 
 SHAPES = {  # einsum spec: (x, w); sums over 64 entries

@@ -19,9 +19,8 @@ from jaxscale.config import RunConfig
 from jaxscale.core.axes.tensor_axis import NO_TENSOR_AXIS, make_tensor_axis
 from jaxscale.core.config import MeshConfig
 from jaxscale.core.mesh import make_mesh
-from jaxscale.kernels.cross_entropy import LossSettings, summed_cross_entropy, token_nats
-from jaxscale.kernels.embed import lookup, lookup_sharded
 from jaxscale.kernels.torus import LinkStage
+from jaxscale.kernels.vocabulary import LossSettings, lookup, lookup_sharded, summed_cross_entropy, token_nats
 from jaxscale.program.budget import resolve_budget
 
 STAGES = (LinkStage(((0, 2), (1, 3))), LinkStage(((0, 1), (2, 3))))  # a line of 4 devices as 2 rows of 2

@@ -31,8 +31,8 @@ from jaxscale.core.models.layers import (
 from jaxscale.core.plan import ParallelPlan
 from jaxscale.core.recorder import ATTENTION, MLP
 from jaxscale.kernels.activation import gelu, gelu_tanh
-from jaxscale.kernels.embed import lookup, lookup_sharded
 from jaxscale.kernels.norm import layer_norm
+from jaxscale.kernels.vocabulary import lookup, lookup_sharded
 
 
 class LearnedPositionsModel(StackedModel):

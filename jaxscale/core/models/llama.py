@@ -32,9 +32,9 @@ from jaxscale.core.plan import ParallelPlan
 from jaxscale.core.recorder import ATTENTION, MLP
 from jaxscale.kernels.activation import geglu_tanh, swiglu
 from jaxscale.kernels.attention.xla import as_mask_spec
-from jaxscale.kernels.embed import lookup_sharded
 from jaxscale.kernels.norm import rms_norm, rms_norm_heads
 from jaxscale.kernels.rope import Rotation, make_rotation, scale_rotation
+from jaxscale.kernels.vocabulary import lookup_sharded
 
 HEAD_STD = 0.02  # as in GPT-2: the initial loss is log(vocab_size) + embed_dim / 5000
 

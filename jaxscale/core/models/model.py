@@ -22,7 +22,7 @@ from jaxscale.core.models.lora_mup_config import NO_LORA, LoraConfig
 from jaxscale.core.models.moe_balance import moe_sums
 from jaxscale.core.plan import UNSHARDED, ParallelPlan
 from jaxscale.kernels.attention.xla import make_mask_spec
-from jaxscale.kernels.cross_entropy import LossSettings, summed_cross_entropy, token_nats, token_nats_and_greedy
+from jaxscale.kernels.vocabulary import LossSettings, summed_cross_entropy, token_nats, token_nats_and_greedy
 
 
 class Model(Protocol):

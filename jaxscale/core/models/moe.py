@@ -20,12 +20,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxscale.core.axes.tensor_axis import TensorAxis
 from jaxscale.core.config import EXPERT_LOSSES
 from jaxscale.core.models.config import MLP_GATE, MLP_UP, ExpertsConfig
-from jaxscale.core.models.expert_all_to_all import all_to_all_experts
 from jaxscale.core.models.layers import constant, param
 from jaxscale.core.models.llama_config import LlamaConfig
 from jaxscale.core.models.moe_balance import MoEMetrics
 from jaxscale.core.plan import ParallelPlan
 from jaxscale.kernels.activation import geglu_tanh, swiglu
+from jaxscale.kernels.matmul.expert_all_to_all import all_to_all_experts
 from jaxscale.kernels.matmul.grouped import GroupedProject
 from jaxscale.kernels.matmul.routing import (
     RouterOutput,

@@ -32,8 +32,8 @@ from jaxscale.core.plan import ParallelPlan
 from jaxscale.core.recorder import ATTENTION, CROSS_ATTENTION, MLP
 from jaxscale.kernels.activation import gelu_tanh
 from jaxscale.kernels.attention.xla import MaskSpec
-from jaxscale.kernels.embed import lookup_sharded
 from jaxscale.kernels.norm import rms_norm
+from jaxscale.kernels.vocabulary import lookup_sharded
 
 
 class T5Attention(nnx.Module):

@@ -1,5 +1,6 @@
 """Selects the attention kernel of a platform. Every kernel returns the values of `xla`."""
 
+import pkgutil
 from collections.abc import Callable
 from typing import Any, get_args
 
@@ -7,7 +8,6 @@ import jax
 import numpy as np
 from jax import lax
 
-from jaxscale.kernels.attention import blockwise, cudnn, cudnn_packed, flash, splash, xla
 from jaxscale.kernels.config import AttentionName, AttentionNeeds, Choice, WindowLayers
 from jaxscale.kernels.hardware import Device, compute_capability
 from jaxscale.system.exits import BadInput
@@ -21,9 +21,21 @@ from jaxscale.units import or_list
 Attend = Callable[..., jax.Array]
 PLATFORM_DEFAULT = {"tpu": "splash", "gpu": "cudnn", "cpu": "blockwise"}
 HARDWARE = {"splash": "TPUs", "cudnn": "NVIDIA GPUs"}  # kernels of one kind of hardware
-# On a CPU longer rows use flash.py, since the blocks of blockwise.py grow from here on. At 4096 it was no slower, and
-# its step took 25 MiB instead of 617 (4 heads of 64, 2 busy cores, 2026-11-21).
-BLOCKWISE_MAX_LEN = 1024
+MAKE_ATTEND = {  # a kernel's file is imported when it is chosen
+    "xla": "jaxscale.kernels.attention.xla:make_attend",
+    "splash": "jaxscale.kernels.attention.splash:make_attend",
+    "cudnn": "jaxscale.kernels.attention.cudnn:make_masked_attend",
+    "cudnn, packed": "jaxscale.kernels.attention.cudnn:make_packed_attend",
+    "blockwise": "jaxscale.kernels.attention.flash:make_blockwise",
+}
+DTYPES = {
+    # Any head_dim compiles, 8 to 256; float16 does not (libtpu 0.0.42 and 0.0.51, 2026-11-21).
+    "splash": ("bfloat16", "float32"),
+    "cudnn": ("bfloat16", "float16"),
+}
+CUDNN_MAX_HEAD_DIM = 128  # 256 on Hopper, but JAX asks an attached GPU
+CUDNN_CAPABILITY = 8.0  # Ampere: no cuDNN flash attention on older GPUs
+PACKED_CAPABILITY = 9.0  # Hopper: no packed layout on older GPUs
 
 
 def resolve_attention(
@@ -42,32 +54,19 @@ def resolve_attention(
         if name != "auto":
             raise BadInput(f"attention={name!r}: {reason}; use 'auto' or 'xla'")
         resolved = "xla"
-    make = {
-        "xla": xla.make_attend,
-        "splash": splash.make_attend,
-        "cudnn": cudnn_packed.make_attend if supports_packed_documents(device) else cudnn.make_attend,
-        "blockwise": make_blockwise,
-    }
+    packed = resolved == "cudnn" and supports_packed_documents(device)
+    make = pkgutil.resolve_name(MAKE_ATTEND["cudnn, packed" if packed else resolved])
     settings: dict[str, Any] = {}
     if resolved != "cudnn":
         settings["softcap"] = needs.softcap
     if resolved == "splash":
-        settings["blocks"] = splash.blocks_for(device.device_kind if device else None)
+        settings["device_kind"] = device.device_kind if device else None
     if resolved == "blockwise":
         settings["platform"] = platform
-    attend = make[resolved](window=needs.window, **settings)
+    attend = make(window=needs.window, **settings)
     if needs.window_layers is not None:
-        attend = windowed_or_full(attend, make[resolved](window=None, **settings), needs.window_layers)
+        attend = windowed_or_full(attend, make(window=None, **settings), needs.window_layers)
     return attend, Choice(name, resolved, reason)
-
-
-def make_blockwise(*, softcap: float | None, window: int | None, platform: str) -> Attend:
-    """Returns blockwise.py's attention for short rows on a CPU, else flash.py's, whose memory is linear in T."""
-    flash_attend = flash.make_attend(softcap=softcap, window=window)
-    if platform != "cpu":
-        return flash_attend
-    block_attend = blockwise.make_attend(softcap=softcap, window=window)
-    return lambda q_BTNH, *args: (block_attend if q_BTNH.shape[1] <= BLOCKWISE_MAX_LEN else flash_attend)(q_BTNH, *args)
 
 
 def unsupported_reason(name: str, needs: AttentionNeeds, device: Device | None) -> str:
@@ -80,7 +79,7 @@ def unsupported_reason(name: str, needs: AttentionNeeds, device: Device | None) 
         ):
             if needed:
                 return f"{name} does not support {feature}"
-    dtypes = {"splash": splash.DTYPES, "cudnn": cudnn.DTYPES}.get(name, (needs.dtype,))
+    dtypes = DTYPES.get(name, (needs.dtype,))
     if needs.dtype not in dtypes:
         return f"{name} computes in {' or '.join(dtypes)}, not in {needs.dtype}"
     if name != "cudnn":
@@ -89,21 +88,21 @@ def unsupported_reason(name: str, needs: AttentionNeeds, device: Device | None) 
         return "cudnn has no softcap"
     if needs.v_dim != needs.head_dim:
         return f"cudnn takes values as wide as keys, and here they have {needs.v_dim} and {needs.head_dim} numbers"
-    if needs.head_dim > cudnn.MAX_HEAD_DIM or needs.head_dim % 8:
-        return f"cudnn takes a head_dim of at most {cudnn.MAX_HEAD_DIM} and a multiple of 8, not {needs.head_dim}"
-    if (capability := capability_of(device)) < cudnn.MIN_CAPABILITY:
-        return f"cudnn needs compute capability {cudnn.MIN_CAPABILITY} (Ampere), and this card has {capability}"
+    if needs.head_dim > CUDNN_MAX_HEAD_DIM or needs.head_dim % 8:
+        return f"cudnn takes a head_dim of at most {CUDNN_MAX_HEAD_DIM} and a multiple of 8, not {needs.head_dim}"
+    if (capability := capability_of(device)) < CUDNN_CAPABILITY:
+        return f"cudnn needs compute capability {CUDNN_CAPABILITY} (Ampere), and this card has {capability}"
     return ""
 
 
 def capability_of(device: Device | None) -> float:
     """The compute capability of an NVIDIA GPU; if unknown, the minimum of cuDNN's attention."""
-    return compute_capability(device) or cudnn.MIN_CAPABILITY
+    return compute_capability(device) or CUDNN_CAPABILITY
 
 
 def supports_packed_documents(device: Device | None) -> bool:
     """True where cuDNN supports packed documents; other GPUs use a mask."""
-    return capability_of(device) >= cudnn_packed.MIN_CAPABILITY
+    return capability_of(device) >= CUDNN_CAPABILITY
 
 
 def windowed_or_full(windowed: Callable, full: Callable, layers: WindowLayers) -> Callable[..., Any]:

@@ -11,7 +11,7 @@ Values and outputs may have another head dim than H.
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -102,36 +102,58 @@ def forward_blocks(cfg: BlockSettings, q_BKTGH, k_BKSH, v_BKSH, masks):
     return jnp.concatenate(outs, axis=2), jnp.concatenate(lses, axis=2)
 
 
+class BackwardArrays(NamedTuple):
+    """What the backward pass of every block of keys reads."""
+
+    q_BKRH: jax.Array
+    dout_BKRH: jax.Array
+    lse_BK1R: jax.Array
+    delta_BK1R: jax.Array  # sum(out * dout) of each query
+    k_BKSH: jax.Array
+    v_BKSH: jax.Array
+    k_BKHS: jax.Array
+
+
 def backward_blocks(cfg: BlockSettings, q_BKTGH, k_BKSH, v_BKSH, out_BKTGH, lse_BKTG, dout_BKTGH, masks):
     """Returns (dq_BKTGH, dk_BKSH, dv_BKSH) in the dtypes of q, k, v. masks: from key_block_masks()."""
-    B, K, T, G, H = q_BKTGH.shape
+    T, G = q_BKTGH.shape[2:4]
     ranges = block_ranges(T, cfg.block_size)
-    q_BKRH, dout_BKRH = (x.reshape(B, K, -1, x.shape[-1]) for x in (q_BKTGH, dout_BKTGH))
-    lse_BK1R = lse_BKTG.reshape(B, K, 1, -1)
-    delta_BK1R = jnp.sum(dout_BKTGH.astype(F32) * out_BKTGH.astype(F32), axis=-1).reshape(B, K, 1, -1)
-    k_BKHS = lax.optimization_barrier(k_BKSH.swapaxes(2, 3))
+    arrays = BackwardArrays(
+        *(x.reshape(*x.shape[:2], -1, x.shape[-1]) for x in (q_BKTGH, dout_BKTGH)),
+        lse_BKTG.reshape(*lse_BKTG.shape[:2], 1, -1),
+        jnp.sum(dout_BKTGH.astype(F32) * out_BKTGH.astype(F32), axis=-1).reshape(*lse_BKTG.shape[:2], 1, -1),
+        k_BKSH,
+        v_BKSH,
+        lax.optimization_barrier(k_BKSH.swapaxes(2, 3)),
+    )
     dks, dvs, dq_parts = [], [], [[] for _ in ranges]
-    for (begin, end), mask_Bsr in zip(ranges, masks, strict=True):
-        _, query_end = cfg.query_range(begin, end, T)
-        first, stop = begin * G, query_end * G
-        q_BKrH, dout_BKrH = q_BKRH[:, :, first:stop], dout_BKRH[:, :, first:stop]
-        qk_BKsr = lax.optimization_barrier(einsum_f32("BKsH,BKrH->BKsr", k_BKSH[:, :, begin:end], q_BKrH))
-        score_BKsr, dscore_dqk_BKsr = scale_and_cap(qk_BKsr, H, cfg.softcap)
-        mask_BKsr = jnp.repeat(mask_Bsr, G, axis=2)[:, None]
-        masked_BKsr = jnp.where(mask_BKsr, score_BKsr - lse_BK1R[..., first:stop], MASK_VALUE)
-        prob_BKsr = lax.optimization_barrier(jnp.exp(masked_BKsr).astype(q_BKTGH.dtype))
-        dvs.append(einsum_f32("BKsr,BKrH->BKsH", prob_BKsr, dout_BKrH).astype(v_BKSH.dtype))
-        dprob_BKsr = einsum_f32("BKsH,BKrH->BKsr", v_BKSH[:, :, begin:end], dout_BKrH)
-        dqk_BKsr = prob_BKsr.astype(F32) * (dprob_BKsr - delta_BK1R[..., first:stop]) * dscore_dqk_BKsr
-        dqk_BKsr = lax.optimization_barrier(dqk_BKsr.astype(q_BKTGH.dtype))
-        dks.append(einsum_f32("BKsr,BKrH->BKsH", dqk_BKsr, q_BKrH).astype(k_BKSH.dtype))
-        dq_BKHr = einsum_f32("BKHs,BKsr->BKHr", k_BKHS[..., begin:end], dqk_BKsr)
-        for i in range(begin // cfg.block_size, -(-query_end // cfg.block_size)):
-            block_begin, block_end = ranges[i]
-            dq_parts[i].append(dq_BKHr[..., block_begin * G - first : block_end * G - first])
+    for keys, mask_Bsr in zip(ranges, masks, strict=True):
+        begin, end = cfg.query_range(*keys, T)
+        dq_BKHr, dk_BKsH, dv_BKsH = backward_block(cfg, arrays, slice(begin * G, end * G), slice(*keys), mask_Bsr)
+        dks.append(dk_BKsH)
+        dvs.append(dv_BKsH)
+        for i in range(begin // cfg.block_size, -(-end // cfg.block_size)):
+            dq_parts[i].append(dq_BKHr[..., slice(*(G * (position - begin) for position in ranges[i]))])
     dq_BKHR = jnp.concatenate([functools.reduce(jnp.add, part) for part in dq_parts], axis=-1)
     dq_BKTGH = dq_BKHR.swapaxes(2, 3).astype(q_BKTGH.dtype).reshape(q_BKTGH.shape)
     return dq_BKTGH, jnp.concatenate(dks, axis=2), jnp.concatenate(dvs, axis=2)
+
+
+def backward_block(cfg: BlockSettings, arrays: BackwardArrays, queries: slice, keys: slice, mask_Bsr: jax.Array):
+    """Returns (dq_BKHr, dk_BKsH, dv_BKsH) of a block of keys and the queries that attend to it; dq in float32."""
+    q_BKrH, dout_BKrH = arrays.q_BKRH[:, :, queries], arrays.dout_BKRH[:, :, queries]
+    dtype, group = q_BKrH.dtype, q_BKrH.shape[2] // mask_Bsr.shape[2]
+    qk_BKsr = lax.optimization_barrier(einsum_f32("BKsH,BKrH->BKsr", arrays.k_BKSH[:, :, keys], q_BKrH))
+    score_BKsr, dscore_dqk_BKsr = scale_and_cap(qk_BKsr, q_BKrH.shape[-1], cfg.softcap)
+    mask_BKsr = jnp.repeat(mask_Bsr, group, axis=2)[:, None]
+    masked_BKsr = jnp.where(mask_BKsr, score_BKsr - arrays.lse_BK1R[..., queries], MASK_VALUE)
+    prob_BKsr = lax.optimization_barrier(jnp.exp(masked_BKsr).astype(dtype))
+    dv_BKsH = einsum_f32("BKsr,BKrH->BKsH", prob_BKsr, dout_BKrH).astype(arrays.v_BKSH.dtype)
+    dprob_BKsr = einsum_f32("BKsH,BKrH->BKsr", arrays.v_BKSH[:, :, keys], dout_BKrH)
+    dqk_BKsr = prob_BKsr.astype(F32) * (dprob_BKsr - arrays.delta_BK1R[..., queries]) * dscore_dqk_BKsr
+    dqk_BKsr = lax.optimization_barrier(dqk_BKsr.astype(dtype))
+    dk_BKsH = einsum_f32("BKsr,BKrH->BKsH", dqk_BKsr, q_BKrH).astype(arrays.k_BKSH.dtype)
+    return einsum_f32("BKHs,BKsr->BKHr", arrays.k_BKHS[..., keys], dqk_BKsr), dk_BKsH, dv_BKsH
 
 
 def einsum_f32(spec: str, left: jax.Array, right: jax.Array) -> jax.Array:

@@ -1,25 +1,51 @@
 """Context parallelism: attention of devices that each have some positions of a row.
 
 Keys and values are all-gathered, or with a window only received from the chunk before; or Ulysses (arXiv:2309.14509)
-exchanges positions for heads, so that each device attends to whole rows with some of the heads. See also ring.py.
+exchanges positions for heads, so that each device attends to whole rows with some of the heads; or keys and values go
+round in a ring (ring.py). resolve_context_exchange() chooses, with the reason.
 
 B batch  T query position  S key position  N query heads  K key-value heads  H head dim  C devices  c chunks of a device
 t: local positions; a chunk of them is consecutive
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import pkgutil
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxscale.core.axes.context_axis import ContextAxis
-from jaxscale.kernels.attention import flash
 from jaxscale.kernels.attention.xla import MaskSpec, as_mask_spec
 from jaxscale.kernels.attention.xla import make_attend as make_plain
+from jaxscale.kernels.config import AttentionNeeds, Choice
+from jaxscale.system.exits import BadInput
+from jaxscale.units import size
 
-MIN_BLOCK = 32  # positions; a chunk without a larger divisor of at most flash.BLOCK is one block
+BLOCK = 512  # positions of flash.py: scores of a pair of blocks are 1 MiB per row and head
+MIN_BLOCK = 32  # positions; a chunk without a larger divisor of at most BLOCK is one block
+# Largest share of a device's memory for the gathered keys and values of a layer and their gradients. Weights, moments
+# and activations need the rest.
+MAX_GATHERED = 1 / 8
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+# Kernels for queries at given positions, and those of a ring: a file is imported when it is chosen.
+POSITIONED_ATTEND = {
+    "xla": "jaxscale.kernels.attention.context_parallel:make_xla_positioned",
+    "blockwise": "jaxscale.kernels.attention.flash:make_positioned_attend",
+    "splash": "jaxscale.kernels.attention.splash:make_positioned_attend",
+}
+RING_ATTEND = {
+    "splash": "jaxscale.kernels.attention.ring_splash:make_attend",
+    "blockwise": "jaxscale.kernels.attention.ring_flash:make_attend",
+}
+SPLASH_BLOCKS = "jaxscale.kernels.attention.splash:blocks_for"
+DESCRIPTIONS = {
+    "gather": "keys and values are gathered (gather)",
+    "ulysses": "positions are exchanged for heads (ulysses)",
+    "ring": "keys and values go round (ring)",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,46 +77,9 @@ def make_xla_positioned(*, softcap: float | None, window: int | None) -> Positio
     return positioned_attend
 
 
-def make_flash_positioned(*, softcap: float | None, window: int | None) -> PositionedAttend:
-    """Returns FlashAttention for queries at given positions."""
-
-    def positioned_attend(q_BTNH, k_BSKH, v_BSKH, spec: MaskSpec, positions: QueryPositions):
-        block = chunk_block_size(positions.chunk)
-        pairs_CP2 = positioned_block_pairs(positions.starts_Cc, positions.chunk, block, window)
-        pairs_P2 = jnp.asarray(pairs_CP2)[positions.device]
-        positions_S, positions_T = jnp.arange(k_BSKH.shape[1], dtype=jnp.int32), positions.positions_T
-        assert spec.key_segment_ids_BS is not None  # keys of other devices come with their segments
-        block_mask = flash.BlockMask(pairs_P2, spec.segment_ids_BT, spec.key_segment_ids_BS, positions_T, positions_S)
-        return flash.make_masked_attend(softcap=softcap, window=window, block=block)(q_BTNH, k_BSKH, v_BSKH, block_mask)
-
-    return positioned_attend
-
-
-def positioned_block_pairs(starts_Cc: np.ndarray, chunk: int, block: int, window: int | None) -> np.ndarray:
-    """int32[C, P, 2]: visible (query block, key block) of each device.
-
-    In zigzag order all devices have as many, except that a window is cut off at the first chunk; see pad_block_pairs().
-    """
-    device_pairs = []
-    for starts_c in starts_Cc:
-        chunk_pairs = []
-        for number, start in enumerate(starts_c):
-            pairs_P2 = flash.visible_pairs(chunk, block, window, int(start))
-            chunk_pairs.append(pairs_P2 + np.array([number * (chunk // block), 0], np.int32))
-        device_pairs.append(np.concatenate(chunk_pairs))
-    return np.stack(pad_block_pairs(device_pairs, [pairs_P2[:, 1].max() for pairs_P2 in device_pairs]))
-
-
-def pad_block_pairs(lists: Sequence[np.ndarray], last_key_blocks: Sequence[int]) -> list[np.ndarray]:
-    """Pads lists of pairs to one length with (first query block, last key block), which are fully masked."""
-    length = max(map(len, lists))
-    padding = lambda pairs, last: np.full((length - len(pairs), 2), (0, last), np.int32)
-    return [np.concatenate([pairs, padding(pairs, last)]) for pairs, last in zip(lists, last_key_blocks)]
-
-
 def chunk_block_size(chunk: int) -> int:
-    """Positions of a block: the largest divisor of the chunk up to flash.BLOCK, or the chunk."""
-    largest = max(size for size in range(1, min(chunk, flash.BLOCK) + 1) if chunk % size == 0)
+    """Positions of a block: the largest divisor of the chunk up to BLOCK, or the chunk."""
+    largest = max(size for size in range(1, min(chunk, BLOCK) + 1) if chunk % size == 0)
     return largest if largest >= MIN_BLOCK else chunk
 
 
@@ -175,3 +164,117 @@ def ulysses(attend: Callable[..., jax.Array], context: ContextAxis):
         return context.shard_positions(out_BTNH)
 
     return attend_ulysses
+
+
+def describe(exchange: Choice) -> str:
+    """Returns the exchange and its reason; "" without context parallelism."""
+    return f"{DESCRIPTIONS[exchange.name]}: {exchange.reason}" if exchange.name else ""
+
+
+class ContextLoad(NamedTuple):
+    """Sizes that the decision depends on; None: unknown."""
+
+    devices: int  # size of the context axis
+    kv_heads: int  # local, after tensor parallelism
+    rows: int | None = None  # local rows of a microbatch
+    row_length: int | None = None
+    memory_bytes: int | None = None  # of a device
+    in_pipeline: bool = False  # True with more than one pipeline stage
+
+
+def resolve_context_exchange(name: str, attention: str, needs: AttentionNeeds, load: ContextLoad) -> Choice:
+    """Returns the requested exchange, for "auto" a suitable one, and an empty one for a single device.
+
+    attention: the name of the kernel. Raises BadInput for an exchange that the model, kernel or mesh rules out.
+    """
+    if load.devices == 1:
+        return Choice(name)
+    context = f"mesh.context={load.devices}"
+    if needs.bias:
+        raise BadInput(f"{context}: the bias that this model adds to its scores needs whole rows; use mesh.context=1")
+    reasons = {form: unsupported_reason(form, attention, needs, load) for form in DESCRIPTIONS}
+    unsupported = {form: reason for form, reason in reasons.items() if reason}
+    if name != "auto":
+        if name in unsupported:
+            fixes = [f"context.attention={form!r}" for form in DESCRIPTIONS if form not in unsupported] + [
+                "mesh.context=1"
+            ]
+            raise BadInput(f"context.attention={name!r}: {unsupported[name]}; use {' or '.join(fixes)}")
+        return Choice(name, name, "set by context.attention")
+    if "gather" not in unsupported:
+        return gather_if_it_fits(needs, load, unsupported)
+    if "ulysses" not in unsupported:
+        return Choice(name, "ulysses", unsupported["gather"])
+    raise BadInput(f"{context}: {unsupported['gather']}, and {unsupported['ulysses']}; use model.attention='blockwise'")
+
+
+def unsupported_reason(form: str, attention: str, needs: AttentionNeeds, load: ContextLoad) -> str:
+    """Why this exchange is not possible, or ""."""
+    if form == "ulysses":
+        if load.kv_heads % load.devices:
+            return f"{load.kv_heads} key-value heads of a device cannot be split over {load.devices}"
+        return ""
+    if attention == "cudnn":
+        return "cudnn reads whole rows only"
+    if form == "ring" and (needs.prefix or needs.bidirectional):
+        return "a ring is causal, and this model is bidirectional"
+    if form == "ring" and load.in_pipeline:
+        return "a ring's sends wait for the devices of all stages of mesh.pipeline, and some of those are idle"
+    return ""
+
+
+def gather_if_it_fits(needs: AttentionNeeds, load: ContextLoad, unsupported: dict[str, str]) -> Choice:
+    """Returns gather unless its memory exceeds MAX_GATHERED, then ulysses, then ring.
+
+    A ring merges partial results in HBM: on v5p up to 0.50 s of a step of 8.9 s more than gather (Llama 3 8B, rows of
+    131,072, context 8), 4.3 of 56 (1,048,576, context 64), at the published memory bandwidth. Gather waits 0.10 and
+    0.7 s for links, ulysses 0.23 s of the former (compiled, libtpu 0.0.51, 2026-11-24).
+    """
+    if load.rows is None or load.row_length is None:
+        return Choice("auto", "gather", "the default for all but very long rows")
+    chunk = load.row_length // (2 * load.devices)
+    if needs.window is not None and needs.window_layers is None and needs.window - 1 <= chunk:
+        return Choice("auto", "gather", f"devices receive only the {needs.window - 1} remote keys within the window")
+    head_dims = needs.head_dim + needs.v_dim
+    gathered_bytes = 2 * load.rows * load.row_length * load.kv_heads * head_dims * ITEM_BYTES[needs.dtype]
+    memory = f"those of a layer and their gradients take {size(gathered_bytes)} on a device"
+    if load.memory_bytes is None or gathered_bytes <= MAX_GATHERED * load.memory_bytes:
+        return Choice("auto", "gather", memory)
+    too_large = f"gathered, {memory}, more than 1/{1 / MAX_GATHERED:g} of its {size(load.memory_bytes)}"
+    if "ulysses" not in unsupported:
+        return Choice("auto", "ulysses", too_large)
+    if "ring" not in unsupported:
+        return Choice("auto", "ring", f"{too_large}, and {unsupported['ulysses']}")
+    return Choice("auto", "gather", f"{too_large}; but {unsupported['ulysses']}, and {unsupported['ring']}")
+
+
+def make_context_attention(
+    exchange: str,
+    attention: str,
+    whole_row_attend: Any,
+    *,
+    needs: AttentionNeeds,
+    context: ContextAxis,
+    window: int | None,
+    device_kind: str | None = None,
+):
+    """Returns attend(q_BtNH, k_BtKH, v_BtKH, segments, **kwargs) -> out_BtNH, of local positions.
+
+    exchange, attention: names of the exchange and of the kernel.
+    whole_row_attend: the kernel for unsharded rows, which only ulysses uses.
+    """
+    if exchange == "ulysses":
+        return ulysses(whole_row_attend, context)
+    settings: dict[str, Any] = dict(softcap=needs.softcap, window=window)
+    if attention == "splash":
+        settings["blocks"] = pkgutil.resolve_name(SPLASH_BLOCKS)(device_kind)
+    positioned_attend = pkgutil.resolve_name(POSITIONED_ATTEND[attention])(**settings)
+    if exchange == "ring":
+        ring = pkgutil.resolve_name(RING_ATTEND["splash" if attention == "splash" else "blockwise"])
+        unrolled = {} if attention == "splash" else {"unrolled": device_kind == "cpu"}
+        attend = ring(**settings, **unrolled, context=context)
+    else:
+        attend = all_gather_kv(positioned_attend, context)
+    if window is None:
+        return attend
+    return with_neighbour_chunks(positioned_attend, attend, window, context)

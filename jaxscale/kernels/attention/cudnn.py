@@ -1,21 +1,39 @@
-"""cuDNN's flash attention for Ampere, through jax.nn: scores stay out of HBM.
+"""cuDNN's flash attention: scores stay out of HBM.
 
-Packed documents are separated by a mask, which becomes a bias of T x T numbers in the compute dtype per row, shared by
-all heads, plus as many for its unused gradient. Newer GPUs use cudnn_packed.py.
+On Ampere, through jax.nn, packed documents are separated by a mask, which becomes a bias of T x T numbers in the
+compute dtype per row, shared by all heads, plus as many for its unused gradient.
+
+On Hopper and newer there is no mask or bias: the kernel reads the offset and length of each document of the local rows,
+in arrays of static size: DOCUMENTS_PER_ROW per row, pooled over the rows. Documents beyond that run in further rounds
+of the same kernel. A document, and a row's padding, begins where the segment id changes.
+JAX 0.10's wrapper of this kernel queries an attached GPU for its compute capability, and reads the keys of
+grouped-query attention at wrong offsets (github.com/jax-ml/jax/pull/39521); so the kernel is called here directly.
 
 B batch  T query position  S key position  N query heads  K key-value heads  H head dim
+C documents of one round = B * DOCUMENTS_PER_ROW
 """
+
+import dataclasses
+import json
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
-DTYPES = ("bfloat16", "float16")
-MAX_HEAD_DIM = 128  # 256 on Hopper, but JAX asks an attached GPU
-MIN_CAPABILITY = 8.0  # Ampere: no cuDNN flash attention on older GPUs
+from jaxscale.kernels.config import ATTENTION_OUT
+from jaxscale.system.exits import BadInput
+
+# The kernel saves 4 bytes per document, position and head for the backward pass: with 16, a quarter of its output at a
+# head_dim of 128 in bfloat16. Web text has about 6 documents in a row of 4096.
+DOCUMENTS_PER_ROW = 16
+MAX_ELEMENTS = 2**31  # offsets in q are int32
 
 
-def make_attend(*, window: int | None = None):
+def make_masked_attend(*, window: int | None = None):
     """Returns attend(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT) -> out_BTNH with the values of xla.make_attend.
 
     Its residuals have no checkpoint_name; core/models/layers.py recognises them for remat policies.
@@ -40,3 +58,211 @@ def make_attend(*, window: int | None = None):
         return out_BTNH[:, :T]
 
     return attend
+
+
+class DocumentSpans(NamedTuple):
+    """Offsets and lengths of the documents of one round."""
+
+    lengths_BC: jax.Array  # int32[B, C/B]: tokens; 0 for an unused entry
+    begins_BC: jax.Array  # int32[B, C/B + 1]: first token, counted over all rows, and the end of the last
+
+
+class Kernel(NamedTuple):
+    """A flash attention over spans. Outputs outside of the spans are undefined."""
+
+    # (q_BTNH, k_BTKH, v_BTKH, spans) -> (out_BTNH, softmax stats)
+    forward: Callable[..., tuple[jax.Array, jax.Array]]
+    # (q_BTNH, k_BTKH, v_BTKH, spans, out_BTNH, stats, dout_BTNH) -> (dq_BTNH, dk_BTKH, dv_BTKH)
+    backward: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
+
+
+def make_packed_attend(*, window: int | None = None, kernel: Kernel | None = None, documents: int = DOCUMENTS_PER_ROW):
+    """Returns attend(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT) -> out_BTNH with the values of xla.make_attend.
+
+    A segment's positions must be consecutive. kernel: None for cuDNN's. documents: per row and round.
+    """
+    kernel = kernel or cudnn_kernel(window)
+
+    @jax.custom_vjp
+    def attend(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT):
+        return forward(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT)[0]
+
+    def forward(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT):
+        numbers_BT = document_numbers(segment_ids_BT)
+        run = lambda spans: kernel.forward(q_BTNH, k_BTKH, v_BTKH, spans)
+        out_BTNH, stats = run(find_spans(numbers_BT, 0, documents))
+        (out_BTNH,) = further_rounds(lambda spans: run(spans)[:1], (out_BTNH,), numbers_BT, documents)
+        out_BTNH, stats = (checkpoint_name(result, ATTENTION_OUT) for result in (out_BTNH, stats))
+        return out_BTNH, (q_BTNH, k_BTKH, v_BTKH, numbers_BT, out_BTNH, stats)
+
+    def backward(saved, dout_BTNH):
+        q_BTNH, k_BTKH, v_BTKH, numbers_BT, out_BTNH, stats = saved
+
+        def run(spans, stats):
+            return tuple(kernel.backward(q_BTNH, k_BTKH, v_BTKH, spans, out_BTNH, stats, dout_BTNH))
+
+        def recompute(spans):  # the saved stats are those of the first round
+            return run(spans, kernel.forward(q_BTNH, k_BTKH, v_BTKH, spans)[1])
+
+        grads = run(find_spans(numbers_BT, 0, documents), stats)
+        return *further_rounds(recompute, grads, numbers_BT, documents), None
+
+    attend.defvjp(forward, backward)
+
+    def attend_batch_halves(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT):
+        """Halves the batch until offsets fit int32."""
+        B, arrays = len(q_BTNH), (q_BTNH, k_BTKH, v_BTKH, segment_ids_BT)
+        if q_BTNH.size < MAX_ELEMENTS or B == 1:
+            return attend(*arrays)
+        return jnp.concatenate(
+            [attend_batch_halves(*(x[rows] for x in arrays)) for rows in (np.s_[: B // 2], np.s_[B // 2 :])]
+        )
+
+    return attend_batch_halves
+
+
+def document_numbers(segment_ids_BT: jax.Array) -> jax.Array:
+    """int32[B, T]: index of each token's document, counted over all rows."""
+    begins_BT = jnp.pad(segment_ids_BT[:, 1:] != segment_ids_BT[:, :-1], [(0, 0), (1, 0)], constant_values=True)
+    return jnp.cumsum(begins_BT.reshape(-1), dtype=jnp.int32).reshape(begins_BT.shape) - 1
+
+
+def find_spans(numbers_BT: jax.Array, round_number: int | jax.Array, documents: int) -> DocumentSpans:
+    """Returns the spans of one round, of B * documents documents."""
+    B = len(numbers_BT)
+    number_C = jnp.minimum(jnp.arange(B * documents + B, dtype=jnp.int32), B * documents) + round_number * B * documents
+    # compare_all: one pass over the tokens; a binary search would be 14 small kernels in every layer
+    begins = jnp.searchsorted(numbers_BT.reshape(-1), number_C, method="compare_all").astype(jnp.int32)
+    lengths = jnp.diff(begins)[: B * documents]
+    return DocumentSpans(lengths.reshape(B, documents), begins.reshape(B, documents + 1))
+
+
+def further_rounds(
+    run: Callable[[DocumentSpans], tuple[jax.Array, ...]],
+    results: tuple[jax.Array, ...],
+    numbers_BT: jax.Array,
+    documents: int,
+) -> tuple[jax.Array, ...]:
+    """Replaces `results` of the first round for tokens whose documents are in later rounds."""
+    round_BT = numbers_BT // (len(numbers_BT) * documents)
+
+    def run_round(carry):
+        number, results = carry
+        in_round_BT11 = (round_BT == number)[:, :, None, None]
+        new_results = run(find_spans(numbers_BT, number, documents))
+        return number + 1, tuple(jnp.where(in_round_BT11, new, old) for new, old in zip(new_results, results))
+
+    has_more = lambda carry: carry[0] <= round_BT[-1, -1]
+    with jax.named_scope("usually_0_trips"):  # read by tools.preflight.hlo_trips
+        return lax.while_loop(has_more, run_round, (jnp.int32(1), results))[1]
+
+
+def cudnn_kernel(window: int | None) -> Kernel:
+    """Returns cuDNN's causal kernel with scale 1/sqrt(H); `window` as in xla.make_attend."""
+
+    def forward(q_BTNH, k_BTKH, v_BTKH, spans):
+        call = CudnnCall(*q_BTNH.shape, dtype=q_BTNH.dtype, documents=spans.lengths_BC.shape[1], window=window)
+        stats = jax.ShapeDtypeStruct((call.B * call.documents, call.N, call.T), jnp.float32)
+        run = call.make("__cudnn$fmhaSoftmax", [call.heads_first(q_BTNH)], [stats], FORWARD)
+        out_BNTH, stats, _ = run(q_BTNH, k_BTKH, v_BTKH, *call.lengths_and_offsets(spans, k_BTKH))
+        return out_BNTH.swapaxes(1, 2), stats
+
+    def backward(q_BTNH, k_BTKH, v_BTKH, spans, out_BTNH, stats, dout_BTNH):
+        call = CudnnCall(*q_BTNH.shape, dtype=q_BTNH.dtype, documents=spans.lengths_BC.shape[1], window=window)
+        results = [call.heads_first(x) for x in (q_BTNH, k_BTKH, v_BTKH)]
+        run = call.make("__cudnn$fmhaSoftmaxBackward", results, [], BACKWARD)
+        lengths = call.lengths_and_offsets(spans, k_BTKH)
+        *grads, _ = run(q_BTNH, k_BTKH, v_BTKH, stats, dout_BTNH, out_BTNH, *lengths)
+        return tuple(grad.swapaxes(1, 2) for grad in grads)
+
+    return Kernel(forward, backward)
+
+
+# Dimension numbers of the matmuls, for arrays BTNH and scores BNTS: contracting axes of lhs and rhs, then batch axes.
+FORWARD = {"bmm1": (3, 3, (0, 2), (0, 2)), "bmm2": (3, 1, (0, 1), (0, 2))}
+BACKWARD = {
+    "bmm1_grad_gemm1": (2, 1, (0, 1), (0, 2)),
+    "bmm1_grad_gemm2": (3, 1, (0, 1), (0, 2)),
+    "bmm2_grad_gemm1": (2, 1, (0, 1), (0, 2)),
+    "bmm2_grad_gemm2": (3, 3, (0, 2), (0, 2)),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class CudnnCall:
+    """Builds the custom calls of the forward and backward kernel."""
+
+    B: int
+    T: int
+    N: int
+    H: int
+    dtype: Any
+    documents: int
+    window: int | None
+
+    def __post_init__(self):
+        if self.B * self.T * self.N * self.H >= MAX_ELEMENTS:
+            raise BadInput(
+                f"attention=cudnn: rows of {self.T} tokens with {self.N} heads of {self.H} on a device have 2^31 "
+                "or more elements; use a larger mesh.tensor, or model.attention=blockwise"
+            )
+
+    def heads_first(self, x_BTNH: jax.Array) -> jax.ShapeDtypeStruct:
+        """Returns the shape [B, N, T, H] of a result like x_BTNH."""
+        B, T, N, H = x_BTNH.shape
+        return jax.ShapeDtypeStruct((B, N, T, H), x_BTNH.dtype)
+
+    def lengths_and_offsets(self, spans: DocumentSpans, k_BTKH: jax.Array) -> tuple[jax.Array, ...]:
+        """Returns lengths of queries and keys [tokens], then their offsets [elements]."""
+        K = k_BTKH.shape[2]
+        return spans.lengths_BC, spans.lengths_BC, spans.begins_BC * (self.N * self.H), spans.begins_BC * (K * self.H)
+
+    def make(
+        self, name: str, arrays: list[jax.ShapeDtypeStruct], others: list[jax.ShapeDtypeStruct], matmuls: dict
+    ) -> Callable[..., Any]:
+        """Returns the call. Results: `arrays`, whose memory layout is BTNH, `others`, and the workspace."""
+        workspace = jax.ShapeDtypeStruct((0,), jnp.uint8)  # XLA sets the size when it compiles for the GPU
+        return jax.ffi.ffi_call(
+            name,
+            [*arrays, *others, workspace],
+            output_layouts=[(0, 2, 1, 3)] * len(arrays) + [None] * (len(others) + 1),
+            custom_call_api_version=2,
+            legacy_backend_config=json.dumps(self.settings(matmuls)),
+        )
+
+    def settings(self, matmuls: dict) -> dict[str, Any]:
+        """Returns XLA's CudnnfMHABackendConfig as JSON."""
+        scores = {
+            "element_type": {"bfloat16": "BF16", "float16": "F16"}[jnp.dtype(self.dtype).name],
+            "dimensions": [str(size) for size in (self.B, self.N, self.T, self.T)],
+            "layout": {"minor_to_major": ["3", "2", "1", "0"]},
+            "is_dynamic_dimension": [False] * 4,
+        }
+        axes = {
+            f"{name}_dot_dimension_numbers": {
+                "lhs_contracting_dimensions": [str(has_more)],
+                "rhs_contracting_dimensions": [str(right)],
+                "lhs_batch_dimensions": [str(axis) for axis in left_batch],
+                "rhs_batch_dimensions": [str(axis) for axis in right_batch],
+            }
+            for name, (has_more, right, left_batch, right_batch) in matmuls.items()
+        }
+        kernel = {
+            "algorithm": {
+                "algo_id": "0",
+                "math_type": "TENSOR_OP_MATH",
+                "tuning_knobs": {"17": "1", "24": "0"},
+                "is_cudnn_frontend": True,
+                "workspace_size": "0",
+            },
+            "fmha_scale": self.H**-0.5,
+            "intermediate_tensor_shape": scores,
+            "is_flash_attention": True,
+            "mask_type": "PADDING_CAUSAL",
+            "dropout_rate": 0.0,
+            "seed": 42,
+            "sliding_window_length": self.window or 0,
+            "max_seg_per_batch": self.documents,
+            "is_paged_attention": False,
+        }
+        return {"operation_queue_id": "0", "cudnn_fmha_backend_config": kernel | axes}

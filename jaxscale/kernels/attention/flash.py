@@ -10,6 +10,7 @@ Values and outputs may have another head dim than H: FlashAttention.value_dim.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -18,12 +19,16 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxscale.kernels.attention import blockwise
 from jaxscale.kernels.attention.blockwise import F32, einsum_f32, group_heads, scale_and_cap, ungroup_heads
-from jaxscale.kernels.attention.xla import MASK_VALUE
+from jaxscale.kernels.attention.context_parallel import BLOCK, PositionedAttend, QueryPositions, chunk_block_size
+from jaxscale.kernels.attention.xla import MASK_VALUE, MaskSpec
 from jaxscale.kernels.config import ATTENTION_OUT
 from jaxscale.kernels.gradient import custom_vjp
 
-BLOCK = 512  # positions: scores of a pair of blocks are 1 MiB per row and head
+# On a CPU longer rows use this file, since the blocks of blockwise.py grow from here on. At 4096 it was no slower, and
+# its step took 25 MiB instead of 617 (4 heads of 64, 2 busy cores, 2026-11-21).
+BLOCKWISE_MAX_LEN = 1024
 
 
 class BlockMask(NamedTuple):
@@ -51,6 +56,30 @@ def make_attend(*, softcap: float | None = None, window: int | None = None, bloc
         return masked_attend(pad(q_BTNH), pad(k_BSKH), pad(v_BSKH), block_mask)[:, :T]
 
     return attend
+
+
+def make_blockwise(*, softcap: float | None, window: int | None, platform: str):
+    """Returns blockwise.py's attention for short rows on a CPU, else this one, whose memory is linear in T."""
+    flash_attend = make_attend(softcap=softcap, window=window)
+    if platform != "cpu":
+        return flash_attend
+    block_attend = blockwise.make_attend(softcap=softcap, window=window)
+    return lambda q_BTNH, *args: (block_attend if q_BTNH.shape[1] <= BLOCKWISE_MAX_LEN else flash_attend)(q_BTNH, *args)
+
+
+def make_positioned_attend(*, softcap: float | None, window: int | None) -> PositionedAttend:
+    """Returns FlashAttention for queries at given positions."""
+
+    def positioned_attend(q_BTNH, k_BSKH, v_BSKH, spec: MaskSpec, positions: QueryPositions):
+        block = chunk_block_size(positions.chunk)
+        pairs_CP2 = positioned_block_pairs(positions.starts_Cc, positions.chunk, block, window)
+        pairs_P2 = jnp.asarray(pairs_CP2)[positions.device]
+        positions_S, positions_T = jnp.arange(k_BSKH.shape[1], dtype=jnp.int32), positions.positions_T
+        assert spec.key_segment_ids_BS is not None  # keys of other devices come with their segments
+        block_mask = BlockMask(pairs_P2, spec.segment_ids_BT, spec.key_segment_ids_BS, positions_T, positions_S)
+        return make_masked_attend(softcap=softcap, window=window, block=block)(q_BTNH, k_BSKH, v_BSKH, block_mask)
+
+    return positioned_attend
 
 
 def make_masked_attend(*, softcap: float | None, window: int | None, block: int):
@@ -93,6 +122,28 @@ def visible_pairs(length: int, block: int, window: int | None, begin: int = 0) -
         [(i - first, j) for i in range(first, first + length // block) for j in range(first_key_block(i), i + 1)],
         np.int32,
     )
+
+
+def positioned_block_pairs(starts_Cc: np.ndarray, chunk: int, block: int, window: int | None) -> np.ndarray:
+    """int32[C, P, 2]: visible (query block, key block) of each device.
+
+    In zigzag order all devices have as many, except that a window is cut off at the first chunk; see pad_block_pairs().
+    """
+    device_pairs = []
+    for starts_c in starts_Cc:
+        chunk_pairs = []
+        for number, start in enumerate(starts_c):
+            pairs_P2 = visible_pairs(chunk, block, window, int(start))
+            chunk_pairs.append(pairs_P2 + np.array([number * (chunk // block), 0], np.int32))
+        device_pairs.append(np.concatenate(chunk_pairs))
+    return np.stack(pad_block_pairs(device_pairs, [pairs_P2[:, 1].max() for pairs_P2 in device_pairs]))
+
+
+def pad_block_pairs(lists: Sequence[np.ndarray], last_key_blocks: Sequence[int]) -> list[np.ndarray]:
+    """Pads lists of pairs to one length with (first query block, last key block), which are fully masked."""
+    length = max(map(len, lists))
+    padding = lambda pairs, last: np.full((length - len(pairs), 2), (0, last), np.int32)
+    return [np.concatenate([pairs, padding(pairs, last)]) for pairs, last in zip(lists, last_key_blocks)]
 
 
 class OnlineSoftmax(NamedTuple):

@@ -18,7 +18,17 @@ EXACT = ("xla", "blockwise")  # kernels for which logits are recomputed; others 
 BLOCK = 256  # positions: logits of a pair of blocks are 1/4 MiB per row and head
 
 
-def attention_logit_max(
+def attention_logit_max(q_BTNH: jax.Array, k_BSKH: jax.Array, segments: jax.Array | MaskSpec, **settings) -> jax.Array:
+    """float32[]: the largest logit of a non-padding query and a visible key; -inf if none. As largest_logits()."""
+    return jnp.max(largest_logits(q_BTNH, k_BSKH, segments, **settings))
+
+
+def head_logit_max(q_BTNH: jax.Array, k_BSKH: jax.Array, segments: jax.Array | MaskSpec, **settings) -> jax.Array:
+    """float32[N]: the same of each head."""
+    return largest_logits(q_BTNH, k_BSKH, segments, **settings).reshape(q_BTNH.shape[2])
+
+
+def largest_logits(
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,
     segments: jax.Array | MaskSpec,
@@ -28,9 +38,8 @@ def attention_logit_max(
     bias_NTS: jax.Array | None = None,
     scale: float | None = None,
     block: int = BLOCK,
-    by_head: bool = False,
 ) -> jax.Array:
-    """float32[], or float32[N] with by_head: the largest logit of a non-padding query and a visible key; -inf if none.
+    """float32[K, G]: the largest logit of each head, of non-padding queries and visible keys; -inf if none.
 
     Arguments as for attention. Logits exist for one pair of blocks at a time.
     """
@@ -75,8 +84,7 @@ def attention_logit_max(
         block_max_KG = jnp.max(logit_BKGts, axis=(0, 3, 4), where=mask_Bts[:, None, None], initial=-jnp.inf)
         return jnp.maximum(max_KG, block_max_KG), None
 
-    max_KG, _ = lax.scan(update, jnp.full((K, N // K), -jnp.inf, jnp.float32), tuple(pairs.T))
-    return max_KG.reshape(N) if by_head else jnp.max(max_KG)
+    return lax.scan(update, jnp.full((K, N // K), -jnp.inf, jnp.float32), tuple(pairs.T))[0]
 
 
 def visible_pairs(T: int, S: int, queries: int, keys: int, *, causal: bool, window: int | None) -> np.ndarray:

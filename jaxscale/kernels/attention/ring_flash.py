@@ -12,8 +12,8 @@ import numpy as np
 
 from jaxscale.core.axes.context_axis import ContextAxis
 from jaxscale.kernels.attention.blockwise import F32, group_heads, ungroup_heads
-from jaxscale.kernels.attention.context_parallel import chunk_block_size, pad_block_pairs
-from jaxscale.kernels.attention.flash import BlockMask, FlashAttention, Gradients, OnlineSoftmax
+from jaxscale.kernels.attention.context_parallel import chunk_block_size
+from jaxscale.kernels.attention.flash import BlockMask, FlashAttention, Gradients, OnlineSoftmax, pad_block_pairs
 from jaxscale.kernels.attention.ring import KVShard, make_ring_attend
 
 

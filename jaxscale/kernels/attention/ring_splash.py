@@ -23,8 +23,16 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jaxscale.core.axes.context_axis import ContextAxis
 from jaxscale.kernels.attention.blockwise import F32
 from jaxscale.kernels.attention.ring import KVShard, make_ring_attend
-from jaxscale.kernels.attention.splash import DEFAULT_BLOCKS, Blocks, block_sizes, causal_mask_function, padded_length
-from jaxscale.kernels.attention.splash_tables import BlockTables, KernelTables, make_tables
+from jaxscale.kernels.attention.splash import (
+    DEFAULT_BLOCKS,
+    Blocks,
+    BlockTables,
+    KernelTables,
+    block_sizes,
+    causal_mask_function,
+    make_tables,
+    padded_length,
+)
 
 MASK_VALUE = kernel_lib.DEFAULT_MASK_VALUE
 PADDING_SEGMENT = -1  # differs from all segments

@@ -1,15 +1,17 @@
 """Splash attention, JAX's Pallas kernel for TPUs: scores stay in VMEM.
 
 Fully masked blocks are skipped: the upper half, and keys before a window. Queries may be chunks of a row; the kernel
-masks by their positions.
+masks by their positions. It prefetches tables of the visible blocks, computed here for every device: JAX computes them
+from the mask of every position, which takes two minutes for rows of 131,072.
 
 B batch  T position of a query  S of a key  N query heads  K key-value heads  H head dim
+C devices  c chunks of a device  q query blocks  k key blocks  s steps of a kernel
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +20,85 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as info_lib
 
 from jaxscale.kernels.attention.context_parallel import PositionedAttend, QueryPositions
-from jaxscale.kernels.attention.splash_tables import KernelTables, make_tables
 from jaxscale.kernels.attention.xla import MaskSpec
 from jaxscale.kernels.config import ATTENTION_OUT
 
+
+class BlockTables(NamedTuple):
+    """The visible blocks of one kernel, for every device."""
+
+    block: np.ndarray  # int[C, 1, ...]: index of a key block (fwd, dq) or query block (dkv)
+    active: np.ndarray  # int8, same shape: 1, or 0 for a padding step
+
+
+class KernelTables(NamedTuple):
+    """Tables of the forward kernel and of the two backward kernels."""
+
+    fwd: BlockTables
+    dq: BlockTables
+    dkv: BlockTables
+
+    @property
+    def scope(self) -> str:
+        """Name scope with the number of visible blocks of each kernel, for tools.preflight.hlo_costs."""
+        counts = [int(table.active.reshape(len(table.active), -1).sum(axis=1, dtype=np.int64).max()) for table in self]
+        return "visits_{}_{}_{}".format(*counts)
+
+
+def make_tables(
+    starts_Cc: np.ndarray, chunk: int, keys: int, window: int | None, sizes: kernel_lib.BlockSizes
+) -> KernelTables:
+    """Returns the tables of the three kernels. starts: first position of each chunk."""
+    ranges = functools.partial(key_block_ranges, starts_Cc, chunk, keys, window)
+    q_dq, kv_dq, q_dkv, kv_dkv = sizes.block_q_dq, sizes.block_kv_dq, sizes.block_q_dkv, sizes.block_kv_dkv
+    assert q_dq and kv_dq and q_dkv and kv_dkv  # set by block_sizes()
+    return KernelTables(
+        by_queries(*ranges(sizes.block_q, sizes.block_kv)),
+        by_queries(*ranges(q_dq, kv_dq)),
+        by_keys(*ranges(q_dkv, kv_dkv), keys // kv_dkv),
+    )
+
+
+def key_block_ranges(
+    starts_Cc: np.ndarray, chunk: int, keys: int, window: int | None, block_q: int, block_kv: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns int[C, q]: the first and the last visible key block of each query block."""
+    start_Cq = (starts_Cc[:, :, None] + np.arange(0, chunk, block_q)[None, None]).reshape(len(starts_Cc), -1)
+    first_Cq = np.zeros_like(start_Cq) if window is None else np.maximum(0, start_Cq - window + 1)
+    last_Cq = np.minimum(start_Cq + block_q, keys) - 1
+    return first_Cq // block_kv, last_Cq // block_kv
+
+
+def by_queries(first_Cq: np.ndarray, last_Cq: np.ndarray) -> BlockTables:
+    """Returns tables [C, 1, q, s]: the key blocks of each query block, ascending."""
+    counts_Cq = last_Cq - first_Cq + 1
+    step_s = np.arange(counts_Cq.max())
+    active_Cqs = step_s < counts_Cq[:, :, None]
+    next_Cq = np.concatenate([first_Cq[:, 1:], first_Cq[:, :1]], axis=1)  # prefetched in padding steps
+    next_Cq = np.minimum(next_Cq, last_Cq.max())  # in range also where all keys are before the window
+    block_Cqs = np.where(active_Cqs, first_Cq[:, :, None] + step_s, next_Cq[:, :, None])
+    return BlockTables(smallest_dtype(block_Cqs)[:, None], active_Cqs.astype(np.int8)[:, None])
+
+
+def by_keys(first_Cq: np.ndarray, last_Cq: np.ndarray, blocks: int) -> BlockTables:
+    """Returns tables [C, 1, s, k]: the query blocks of each key block, ascending, in the last steps."""
+    key_k = np.arange(blocks)
+    visible_Cqk = (first_Cq[:, :, None] <= key_k) & (key_k <= last_Cq[:, :, None])
+    steps = visible_Cqk.sum(axis=1).max()
+    block_Csk = np.argsort(visible_Cqk, axis=1, kind="stable")[:, -steps:]
+    active_Csk = np.take_along_axis(visible_Cqk, block_Csk, axis=1)
+    first_C1k = np.argmax(visible_Cqk, axis=1)[:, None]
+    block_Csk = np.where(active_Csk, block_Csk, first_C1k)
+    return BlockTables(smallest_dtype(block_Csk)[:, None], active_Csk.astype(np.int8)[:, None])
+
+
+def smallest_dtype(table: np.ndarray) -> np.ndarray:
+    """Casts to the smallest integer dtype that fits: tables are in SMEM."""
+    fitting = [dtype for dtype in (np.int8, np.int16) if table.max() <= np.iinfo(dtype).max]
+    return table.astype([*fitting, np.int32][0])
+
+
 LANES = 128  # block sizes are multiples
-# Any head_dim compiles, 8 to 256; float16 does not (libtpu 0.0.42 and 0.0.51, 2026-11-21).
-DTYPES = ("bfloat16", "float32")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,12 +129,18 @@ def blocks_for(device_kind: str | None) -> Blocks:
 
 
 def make_attend(
-    *, softcap: float | None = None, window: int | None = None, blocks: Blocks = DEFAULT_BLOCKS, interpret: bool = False
+    *,
+    softcap: float | None = None,
+    window: int | None = None,
+    device_kind: str | None = None,
+    blocks: Blocks | None = None,
+    interpret: bool = False,
 ):
     """Returns attend(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT) -> out_BTNH with the values of xla.make_attend.
 
-    interpret: runs without a TPU, slowly.
+    blocks: None for those of the device kind. interpret: runs without a TPU, slowly.
     """
+    blocks = blocks or blocks_for(device_kind)
     positioned_attend = make_positioned_attend(softcap=softcap, window=window, blocks=blocks, interpret=interpret)
 
     def attend(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT):

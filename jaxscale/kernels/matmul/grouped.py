@@ -4,6 +4,7 @@ E groups  R rows  C contracted size  O output size
 """
 
 import functools
+import pkgutil
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,13 +17,16 @@ from jaxscale.kernels.config import Choice
 from jaxscale.kernels.gradient import custom_vjp
 from jaxscale.kernels.hardware import Device, compute_capability
 from jaxscale.kernels.matmul import slots
-from jaxscale.kernels.matmul.grouped_hopper import hopper_project, hopper_weight_grad
 from jaxscale.kernels.matmul.project import PRODUCT
 from jaxscale.units import divisors
 
 LANES = 128  # of a TPU tile: block sizes are multiples
 # VMEM for a kernel's blocks: Mixtral's step compiled for v5p with this limit (libtpu 0.0.51, 2026-11-24).
 KERNEL_BYTES = 12 << 20
+HOPPER_KERNELS = (  # imported on such a GPU only
+    "jaxscale.kernels.matmul.grouped_hopper:hopper_project",
+    "jaxscale.kernels.matmul.grouped_hopper:hopper_weight_grad",
+)
 HOPPER = 9.0  # compute capability
 
 # (x_RC, w_ECO, counts_E) -> y_RO in x's dtype; the gradient of w is in w's dtype. Rows after the last group are
@@ -94,7 +98,8 @@ def megablox_matmuls(*, interpret: bool = False) -> GroupedMatmuls:
 
 def hopper_matmuls() -> GroupedMatmuls:
     """Returns our kernels for NVIDIA Hopper GPUs and 16-bit rows."""
-    return GroupedMatmuls(hopper_project, functools.partial(hopper_project, transposed=True), hopper_weight_grad)
+    project, weight_grad = map(pkgutil.resolve_name, HOPPER_KERNELS)
+    return GroupedMatmuls(project, functools.partial(project, transposed=True), weight_grad)
 
 
 def pad_rows(x_RC: jax.Array) -> jax.Array:

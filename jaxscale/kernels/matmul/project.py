@@ -5,6 +5,7 @@ M rows of x  C contracted size  O output size of the weight
 
 import functools
 import math
+import pkgutil
 from collections.abc import Callable
 
 import jax
@@ -12,8 +13,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxscale.kernels.config import MatmulDtype
+
 Project = Callable[[str, jax.Array, jax.Array], jax.Array]  # (einsum spec, activation, weight) -> activation
 PRECISIONS = {"tf32": "tensorfloat32", "highest": "highest"}  # setting -> jax_default_matmul_precision
+MAKE_QUANTIZED = "jaxscale.kernels.matmul.quantized:make_project"  # imported with model.matmul_dtype
 PRODUCT = "product"  # checkpoint_name of every projection, for remat policies
 
 
@@ -127,6 +131,11 @@ def barrier_on_cpu(x: jax.Array) -> jax.Array:
     On TPUs a barrier materialises the result: 0.5 GiB in the loss of a 7B (libtpu 0.0.51 for v5e, 2026-11-21).
     """
     return lax.platform_dependent(x, cpu=lax.optimization_barrier, default=lambda x: x)
+
+
+def quantized_project(unquantized: Project, name: MatmulDtype) -> Project:
+    """Returns the projection with this operand dtype; `unquantized` for "none". Raises BadInput without qwix."""
+    return unquantized if name == "none" else pkgutil.resolve_name(MAKE_QUANTIZED)(name)
 
 
 def with_matmul_precision(name: str, f: Callable) -> Callable:

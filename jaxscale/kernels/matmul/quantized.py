@@ -35,10 +35,8 @@ RECIPES = {
 }
 
 
-def quantized_project(unquantized: Project, name: MatmulDtype) -> Project:
-    """Returns the projection with this operand dtype; `unquantized` for "none". Raises BadInput without qwix."""
-    if name == "none":
-        return unquantized
+def make_project(name: MatmulDtype) -> Project:
+    """Returns the projection with this operand dtype, not "none". Raises BadInput without qwix."""
     if not packages.is_installed("qwix"):
         raise BadInput(f"model.matmul_dtype={name!r} needs qwix: pip install 'jaxscale[quant]'")
     return functools.partial(project, RECIPES[name])

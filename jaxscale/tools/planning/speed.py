@@ -247,7 +247,7 @@ def recomputed_row_flops(program: Program) -> float:
     """Returns FLOPs per token of the experts' first two matmuls that are recomputed despite a remat policy that saves
     them.
 
-    Where rows are sent, a round saves nothing (core/models/expert_all_to_all.py).
+    Where rows are sent, a round saves nothing (kernels/matmul/expert_all_to_all.py).
     """
     model, experts = program.cfg.model, program.cfg.model.experts
     if experts is None or program.plan.expert.size == 1:

@@ -111,7 +111,7 @@ def cudnn_flops(instruction: Instruction, target: str, operands: list[Shape]) ->
 def kernel_flops(instruction: Instruction, computation: Computation) -> float:
     """Returns the FLOPs of a Pallas kernel: as declared, or splash attention's from its shapes; 0 if unknown.
 
-    In a scope `rows_N_of_M` (core/models/expert_all_to_all.py) only N of the M declared rows are multiplied.
+    In a scope `rows_N_of_M` (kernels/matmul/expert_all_to_all.py) only N of the M declared rows are multiplied.
     """
     if "hopper_" in instruction.attributes and custom_target(instruction).startswith("mosaic_gpu"):
         return row_fraction(instruction) * grouped_flops(instruction, computation)
@@ -140,7 +140,7 @@ def splash_flops(kernel: str, instruction: Instruction, computation: Computation
     The text omits the table of visited blocks. For a causal mask they follow from the block sizes in the kernel's
     metadata, and for a window the table's shape bounds them: (query blocks, visited key blocks), or transposed for
     gradients of keys and values. Our own programs record the number of blocks in the kernels' scope
-    (kernels/attention/splash_tables.py).
+    (kernels/attention/splash.py).
     """
     shapes = operand_shapes(instruction, computation)
     table = next((shape.dims for shape in shapes if shape.dtype.startswith("s") and len(shape.dims) == 3), None)

@@ -14,12 +14,13 @@ import numpy as np
 
 from jaxscale.core.plan import single_device_plan
 from jaxscale.kernels.activation import geglu_tanh, swiglu
-from jaxscale.kernels.attention import BLOCKWISE_MAX_LEN, HARDWARE, PLATFORM_DEFAULT, resolve_attention, xla
+from jaxscale.kernels.attention import HARDWARE, PLATFORM_DEFAULT, resolve_attention, xla
+from jaxscale.kernels.attention.flash import BLOCKWISE_MAX_LEN
 from jaxscale.kernels.config import AttentionName, AttentionNeeds, MatmulDtype
-from jaxscale.kernels.cross_entropy import LossSettings, summed_cross_entropy
-from jaxscale.kernels.matmul.quantized import quantized_project
+from jaxscale.kernels.matmul.project import quantized_project
 from jaxscale.kernels.norm import layer_norm, rms_norm
 from jaxscale.kernels.rope import frequencies, make_rotation
+from jaxscale.kernels.vocabulary import LossSettings, summed_cross_entropy
 from jaxscale.system import packages
 from jaxscale.system.exits import BadInput
 from jaxscale.tools.qualify.result import Figure, Machine, Probe, first_words

@@ -1,4 +1,4 @@
-"""Exact next-token cross-entropy in chunks, without materialising all logits.
+"""Embedding lookup, and exact next-token cross-entropy in chunks, without materialising all logits.
 
 Chunks split T, so that rows of a sharded batch stay on their devices.
 
@@ -7,8 +7,9 @@ B batch  T position  D embed  V vocab  c positions of a chunk  M = B * c rows of
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -184,3 +185,32 @@ def merge_chunks(x_nBc: jax.Array, length: int) -> jax.Array:
     """The inverse of split_chunks(), without the padding."""
     n, B, c = x_nBc.shape[:3]
     return x_nBc.swapaxes(0, 1).reshape(B, n * c, *x_nBc.shape[3:])[:, :length]
+
+
+def lookup_sharded(table_VD: jax.Array, ids_BT: jax.Array, dtype: Any, tensor: TensorAxis) -> jax.Array:
+    """lookup() of the local positions in a table whose rows are sharded over the tensor axis."""
+    if not tensor.vocab_axes:
+        return lookup(table_VD, ids_BT, dtype)
+    return tensor.reduce_scatter_lookup(lookup(table_VD, tensor.local_ids(ids_BT, table_VD.shape[0]), dtype, 0.0))
+
+
+@functools.partial(custom_vjp, nondiff_argnums=(2, 3))
+def lookup(table_VD: jax.Array, ids_BT: jax.Array, dtype: Any, missing: float = math.nan) -> jax.Array:
+    """Returns dtype[B, T, D], rows of the table; `missing` for an id out of range.
+
+    The gradients of a row are summed in float32.
+    """
+    return jnp.take(table_VD.astype(dtype), ids_BT, axis=0, fill_value=missing)
+
+
+def _lookup_forward(table_VD, ids_BT, dtype, missing):
+    return lookup(table_VD, ids_BT, dtype, missing), (ids_BT, jnp.zeros((table_VD.shape[0], 0), table_VD.dtype))
+
+
+def _lookup_backward(dtype, missing, saved, dx_BTD):
+    ids_BT, table_like_V0 = saved
+    zeros_VD = jnp.zeros((table_like_V0.shape[0], dx_BTD.shape[-1]), jnp.float32)
+    return zeros_VD.at[ids_BT].add(dx_BTD.astype(jnp.float32)).astype(table_like_V0.dtype), None
+
+
+lookup.defvjp(_lookup_forward, _lookup_backward)
