@@ -20,8 +20,7 @@ from jaxscale.core.models.sharded import ShardedModel, shard_model
 from jaxscale.core.optim.groups import group_table
 from jaxscale.core.optim.optimizer import Schedule, optim_schedule, trainable
 from jaxscale.core.plan import ParallelPlan, ParallelSettings, resolve_plan
-from jaxscale.core.qk_clip import make_qk_clip
-from jaxscale.core.recorder import make_max_logit_recorder, make_recorder
+from jaxscale.core.recorder import make_max_logit_recorder, make_qk_clip, make_recorder
 from jaxscale.core.setup import make_init, make_updates, state_shardings
 from jaxscale.core.shardings import axis_size, replicated, with_shardings
 from jaxscale.core.state import TrainState, is_dynamic

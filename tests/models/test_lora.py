@@ -10,7 +10,6 @@ from flax import nnx
 from jaxscale import schema
 from jaxscale.build import make_program
 from jaxscale.config import RunConfig
-from jaxscale.core import statistics
 from jaxscale.core.models.layers import split_model
 from jaxscale.core.models.lora import Adapted, adapter_specs, add_adapter, add_adapters, is_adapter, make_lora_project
 from jaxscale.core.models.lora_mup_config import LoraConfig, lora_flops, lora_params
@@ -19,6 +18,7 @@ from jaxscale.core.plan import UNSHARDED
 from jaxscale.kernels.matmul.project import cpu_project, einsum_project
 from jaxscale.program.budget import resolve_budget
 from jaxscale.runtime.training.replicas import make_replica_check
+from jaxscale.runtime.training.statistics_runner import flatten_statistics
 
 LORA = {"lora.rank": 4}
 SPECS = ("BTD,DNH->BTNH", "BTNH,NHD->BTD", "BTD,DF->BTF")
@@ -122,7 +122,7 @@ def test_statistics_gradient_norms_and_replicas_know_of_adapters_alone():
     sizes = {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2, "train.ema.decay": 0.9}
     program = tiny.program(LORA | sizes, 8)
     state, batch = program.init(), tiny.on_mesh(program, tiny.packed_batch(0))
-    numbers = statistics.flatten_statistics(jax.device_get(program.statistics(state, batch)))
+    numbers = flatten_statistics(jax.device_get(program.statistics(state, batch)))
     assert all(np.isfinite(number) for number in numbers.values())
     assert numbers["stats/grad_norm/embedding"] == numbers["stats/update_norm/head"] == 0
     assert numbers["stats/grad_norm/00"] > 0 and numbers["stats/weight_norm/embedding"] > 0

@@ -15,7 +15,7 @@ from jax import lax
 from jaxscale.kernels.attention.xla import MaskSpec, as_mask_spec
 
 EXACT = ("xla", "blockwise")  # kernels for which logits are recomputed; others record the bound
-BLOCK = 256  # positions: logits of a pair of blocks are 1/4 MiB per row and head
+LOGIT_BLOCK = 256  # positions: logits of a pair of blocks are 1/4 MiB per row and head
 
 
 def attention_logit_max(q_BTNH: jax.Array, k_BSKH: jax.Array, segments: jax.Array | MaskSpec, **settings) -> jax.Array:
@@ -37,7 +37,7 @@ def largest_logits(
     causal: bool = True,
     bias_NTS: jax.Array | None = None,
     scale: float | None = None,
-    block: int = BLOCK,
+    block: int = LOGIT_BLOCK,
 ) -> jax.Array:
     """float32[K, G]: the largest logit of each head, of non-padding queries and visible keys; -inf if none.
 
