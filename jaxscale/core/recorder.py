@@ -22,8 +22,14 @@ from jaxscale.core.axes.context_axis import NO_CONTEXT_AXIS, ContextAxis
 from jaxscale.core.axes.tensor_axis import TensorAxis
 from jaxscale.kernels.attention import windowed_or_full
 from jaxscale.kernels.attention.context_parallel import over_all_keys
-from jaxscale.kernels.attention.logit_max import EXACT, attention_logit_bound, attention_logit_max, head_logit_max
-from jaxscale.kernels.attention.xla import MaskSpec, as_mask_spec
+from jaxscale.kernels.attention.xla import (
+    EXACT,
+    MaskSpec,
+    as_mask_spec,
+    attention_logit_bound,
+    attention_logit_max,
+    head_logit_max,
+)
 from jaxscale.kernels.config import AttentionNeeds
 
 ATTENTION, CROSS_ATTENTION, MLP, ACTIVATION = "attention", "across", "mlp", "activation"  # records of a layer

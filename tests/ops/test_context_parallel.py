@@ -17,7 +17,7 @@ from jaxscale.core.config import MeshConfig
 from jaxscale.core.mesh import make_mesh
 from jaxscale.kernels.attention import context_parallel, flash, ring_flash, ring_splash, splash, xla
 from jaxscale.kernels.attention.context_parallel import ContextLoad, resolve_context_exchange
-from jaxscale.kernels.attention.logit_max import attention_logit_bound, attention_logit_max
+from jaxscale.kernels.attention.xla import attention_logit_bound, attention_logit_max
 from jaxscale.kernels.config import AttentionNeeds, WindowLayers
 from jaxscale.system.exits import BadInput
 

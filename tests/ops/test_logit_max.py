@@ -9,8 +9,13 @@ import numpy as np
 import pytest
 
 from jaxscale.kernels.attention import xla
-from jaxscale.kernels.attention.logit_max import attention_logit_bound, attention_logit_max, visible_pairs
-from jaxscale.kernels.attention.xla import MaskSpec, as_mask_spec
+from jaxscale.kernels.attention.xla import (
+    MaskSpec,
+    as_mask_spec,
+    attention_logit_bound,
+    attention_logit_max,
+    visible_pairs,
+)
 
 B, T, S, N, K, H = 2, 13, 9, 4, 2, 8
 IDS_BT = np.array([[1] * 5 + [2] * 6 + [0] * 2, [1] * 13], np.int32)

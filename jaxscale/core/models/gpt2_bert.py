@@ -36,7 +36,7 @@ from jaxscale.kernels.vocabulary import lookup, lookup_sharded
 
 
 class LearnedPositionsModel(StackedModel):
-    """What both have in common: dropout of embeddings and blocks, and positions that only the embedding reads."""
+    """Base of both models: dropout of embeddings and blocks, and positions that only the embedding reads."""
 
     def embed_tokens(self, tokens_BT, positions_BT, segment_ids_BT, keys_B: jax.Array | None = None):
         """Returns the residual stream before the first block. keys_B: for dropout."""

@@ -103,7 +103,7 @@ def forward_blocks(cfg: BlockSettings, q_BKTGH, k_BKSH, v_BKSH, masks):
 
 
 class BackwardArrays(NamedTuple):
-    """What the backward pass of every block of keys reads."""
+    """Arrays that the backward pass of every block of keys reads."""
 
     q_BKRH: jax.Array
     dout_BKRH: jax.Array

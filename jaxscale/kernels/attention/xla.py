@@ -1,18 +1,26 @@
-"""Attention as plain einsums and softmax: the reference for every other kernel.
+"""Attention as plain einsums and softmax: the reference for other kernels; and its largest logit, or a bound on it.
+
+Logits are scaled and include a bias, before a softcap. Where they grow without bound, attention collapses onto single
+keys and training diverges (arXiv:2302.05442; arXiv:2309.14322).
 
 B batch  T query position  S key position  K key-value heads  G query heads per key-value head  H head dim
 N = K * G query heads  V value and output head dim: H, except in latent attention
+t and s are the queries and the keys of one block
 """
 
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxscale.kernels.config import ATTENTION_OUT
 
 MASK_VALUE = -1e30  # softmax gives exactly 0; finite, so that a fully masked row is not nan
+EXACT = ("xla", "blockwise")  # kernels for which logits are recomputed; others record the bound
+LOGIT_BLOCK = 256  # positions: logits of a pair of blocks are 1/4 MiB per row and head
 
 
 class MaskSpec(NamedTuple):
@@ -93,3 +101,114 @@ def attention_mask(spec: MaskSpec, T: int, S: int, causal: bool, window: int | N
     if spec.prefix_BT is None:
         return same_segment_BTS & mask_TS[None]
     return same_segment_BTS & (mask_TS[None] | (spec.prefix_BT[:, None, :] > 0))
+
+
+def attention_logit_max(q_BTNH: jax.Array, k_BSKH: jax.Array, segments: jax.Array | MaskSpec, **settings) -> jax.Array:
+    """float32[]: the largest logit of a non-padding query and a visible key; -inf if none. As largest_logits()."""
+    return jnp.max(largest_logits(q_BTNH, k_BSKH, segments, **settings))
+
+
+def head_logit_max(q_BTNH: jax.Array, k_BSKH: jax.Array, segments: jax.Array | MaskSpec, **settings) -> jax.Array:
+    """float32[N]: the same of each head."""
+    return largest_logits(q_BTNH, k_BSKH, segments, **settings).reshape(q_BTNH.shape[2])
+
+
+def largest_logits(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    segments: jax.Array | MaskSpec,
+    *,
+    window: int | None = None,
+    causal: bool = True,
+    bias_NTS: jax.Array | None = None,
+    scale: float | None = None,
+    block: int = LOGIT_BLOCK,
+) -> jax.Array:
+    """float32[K, G]: the largest logit of each head, of non-padding queries and visible keys; -inf if none.
+
+    Arguments as for attention. Logits exist for one pair of blocks at a time.
+    """
+    spec = as_mask_spec(segments)
+    (B, T, N, H), (S, K) = q_BTNH.shape, k_BSKH.shape[1:3]
+    queries, keys = min(block, T), min(block, S)
+    q_BTKGH = pad_to_blocks(q_BTNH, 1, queries).reshape(B, -1, K, N // K, H)
+    k_BSKH = pad_to_blocks(k_BSKH, 1, keys)
+    key_ids_BS = spec.segment_ids_BT if spec.key_segment_ids_BS is None else spec.key_segment_ids_BS
+    ids_BT, key_ids_BS = pad_to_blocks(spec.segment_ids_BT, 1, queries), pad_to_blocks(key_ids_BS, 1, keys)
+    prefix_BS = None if spec.prefix_BT is None else pad_to_blocks(spec.prefix_BT, 1, keys)
+    if bias_NTS is not None:
+        bias_NTS = pad_to_blocks(pad_to_blocks(bias_NTS, 1, queries), 2, keys)
+    if spec.query_positions_T is None:
+        positions_T = jnp.arange(ids_BT.shape[1])
+    else:
+        positions_T = pad_to_blocks(spec.query_positions_T, 0, queries)
+    skip_blocks = causal and prefix_BS is None and spec.query_positions_T is None
+    pairs = visible_pairs(T, S, queries, keys, causal=skip_blocks, window=window)
+
+    def update(max_KG, pair):
+        i, j = pair
+        query_block = lambda x: lax.dynamic_slice_in_dim(x, i * queries, queries, axis=1)
+        key_block = lambda x, axis=1: lax.dynamic_slice_in_dim(x, j * keys, keys, axis=axis)
+        logit_BKGts = jnp.einsum(
+            "BtKGH,BsKH->BKGts", query_block(q_BTKGH), key_block(k_BSKH), preferred_element_type=jnp.float32
+        )
+        logit_BKGts *= H**-0.5 if scale is None else scale
+        if bias_NTS is not None:
+            bias_Nts = key_block(query_block(bias_NTS), 2).astype(jnp.float32)
+            logit_BKGts += bias_Nts.reshape(1, K, N // K, queries, keys)
+        ids_Bt = query_block(ids_BT)
+        mask_Bts = (ids_Bt[:, :, None] == key_block(key_ids_BS)[:, None, :]) & (ids_Bt > 0)[:, :, None]
+        if causal:
+            positions_t = lax.dynamic_slice_in_dim(positions_T, i * queries, queries)
+            distance_ts = positions_t[:, None] - (j * keys + np.arange(keys))[None, :]
+            visible_ts = distance_ts >= 0 if window is None else (distance_ts >= 0) & (distance_ts < window)
+            visible_Bts = visible_ts[None]
+            if prefix_BS is not None:
+                visible_Bts |= key_block(prefix_BS)[:, None, :] > 0
+            mask_Bts &= visible_Bts
+        block_max_KG = jnp.max(logit_BKGts, axis=(0, 3, 4), where=mask_Bts[:, None, None], initial=-jnp.inf)
+        return jnp.maximum(max_KG, block_max_KG), None
+
+    return lax.scan(update, jnp.full((K, N // K), -jnp.inf, jnp.float32), tuple(pairs.T))[0]
+
+
+def visible_pairs(T: int, S: int, queries: int, keys: int, *, causal: bool, window: int | None) -> np.ndarray:
+    """int32[pairs, 2]: (query block, key block) with a visible pair."""
+    pairs = []
+    for i in range(-(-T // queries)):
+        first, last = i * queries, (i + 1) * queries - 1
+        end = min(-(-S // keys), last // keys + 1) if causal else -(-S // keys)
+        begin = 0 if window is None or not causal else max(0, first - window + 1) // keys
+        pairs += [(i, j) for j in range(begin, end)]
+    return np.array(pairs, np.int32)
+
+
+def pad_to_blocks(x: jax.Array, axis: int, block: int) -> jax.Array:
+    """Pads x with zeros to whole blocks along an axis."""
+    return jnp.pad(x, [(0, -length % block if d == axis else 0) for d, length in enumerate(x.shape)])
+
+
+def attention_logit_bound(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    segments: jax.Array | MaskSpec,
+    *,
+    scale: float | None = None,
+    bias_NTS: jax.Array | None = None,
+    **_,
+) -> jax.Array:
+    """float32[]: an upper bound, max|q| * max|k| of a head in a row, scaled, over non-padding positions.
+
+    Ignores causality, window and segments, which only remove pairs. Raises ValueError for a bias.
+    """
+    if bias_NTS is not None:
+        raise ValueError("no bound on logits with a bias; use attention='xla', whose logits are exact")
+    spec = as_mask_spec(segments)
+    B, _, N, H = q_BTNH.shape
+    K = k_BSKH.shape[2]
+    key_ids_BS = spec.segment_ids_BT if spec.key_segment_ids_BS is None else spec.key_segment_ids_BS
+    square_norms = lambda x: jnp.sum(jnp.square(x.astype(jnp.float32)), axis=-1)
+    max_norms = lambda x, ids: jnp.max(square_norms(x), axis=1, where=(ids > 0)[:, :, None], initial=0.0)
+    max_q_BKG = max_norms(q_BTNH, spec.segment_ids_BT).reshape(B, K, N // K)
+    bound_BKG = max_q_BKG * max_norms(k_BSKH, key_ids_BS)[:, :, None]
+    return jnp.sqrt(jnp.max(bound_BKG)) * (H**-0.5 if scale is None else scale)
