@@ -16,7 +16,7 @@ from jaxscale.runtime.run.opening import open_run, train_to_completion
 from jaxscale.settings.config_file import load_config
 from jaxscale.system.exits import BadInput
 from jaxscale.tools.interop import families
-from jaxscale.tools.interop.families.rope_scaling import with_static_rope
+from jaxscale.tools.interop.families.settings import with_static_rope
 
 FILE = pathlib.Path(__file__).parent.parent / "configs" / "long_context.py"
 DYNAMIC = dict(rope_scaling=dict(rope_type="dynamic", factor=2.0))

@@ -25,7 +25,7 @@ from jaxscale.system.exits import BadInput, print_stderr
 from jaxscale.system.redact import HIDDEN, is_secret, names_secret, redact, redacted, shown
 from jaxscale.tools.corpus.prepare.config import PrepareConfig
 from jaxscale.tools.corpus.prepare.preparation_page import escape
-from jaxscale.tools.corpus.prepare.progress import Progress
+from jaxscale.tools.corpus.prepare.progress import PrepareProgress
 
 CANARY = "hf_CANARYcanaryCANARYcanary1234"
 PLAIN = 'pass "word"&<1> é/%'  # a value without any form of its own
@@ -170,7 +170,7 @@ def test_no_sink_writes_a_secret(tmp_path, capsys):
     writer.write(1, {f"validation/{CANARY}/loss": 1.0, "text": f"read with {PLAIN}", "loss": 2.0})
     writer.close()
     print_stderr(f"stopped: {CANARY} {PLAIN}")
-    Progress(sys.stdout).say(f"reading hf://x with {CANARY}")
+    PrepareProgress(sys.stdout).say(f"reading hf://x with {CANARY}")
     (tmp_path / "report.html").write_text(escape(f"text {CANARY} {SCRIPT}"))
     out, err = capsys.readouterr()
     everything = out + err + "".join(

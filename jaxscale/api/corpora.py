@@ -12,15 +12,14 @@ from jaxscale.runtime.data.manifest import read_manifest
 from jaxscale.system.exits import BadInput, Exit, Stop
 from jaxscale.system.open_files import too_many
 from jaxscale.system.paths import is_remote
-from jaxscale.tools.corpus.indexes import publish_indexes
 from jaxscale.tools.corpus.prepare import engine
 from jaxscale.tools.corpus.prepare.config import PrepareConfig
 from jaxscale.tools.corpus.prepare.dedup import Executor
 from jaxscale.tools.corpus.prepare.examples import WEIGHTS
 from jaxscale.tools.corpus.prepare.local import LocalExecutor
 from jaxscale.tools.corpus.prepare.preparation_page import FACTS, PAGE
-from jaxscale.tools.corpus.prepare.progress import Progress
-from jaxscale.tools.corpus.publish import publish
+from jaxscale.tools.corpus.prepare.progress import PrepareProgress
+from jaxscale.tools.corpus.publish import publish, publish_indexes
 
 
 def prepare(
@@ -31,7 +30,7 @@ def prepare(
     keep_work: bool = False,
     strict: bool = False,
     executor: Executor | None = None,
-    progress: Progress | None = None,
+    progress: PrepareProgress | None = None,
 ) -> dict[str, Any]:
     """Makes the token shards of a recipe and returns their manifest: `jaxscale prepare`. Resumes after a kill.
 
@@ -52,7 +51,7 @@ def prepare(
                 executor=local_executor,
                 progress=progress,
             )
-    folder, progress = pathlib.Path(work_dir or output).expanduser(), progress or Progress()
+    folder, progress = pathlib.Path(work_dir or output).expanduser(), progress or PrepareProgress()
     with storage_errors(folder):
         engine.prepare(engine.make_plan(recipe), folder, executor, progress, keep_work=keep_work, strict=strict)
         publish_indexes(folder, recipe.rows, progress.say)  # existing indexes are not changed

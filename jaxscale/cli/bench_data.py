@@ -26,13 +26,12 @@ from jaxscale.runtime.text.sources.files import list_files, stdlib_files
 from jaxscale.runtime.text.sources.read import read_file
 from jaxscale.runtime.training.feed import Feed
 from jaxscale.system.exits import BadInput
-from jaxscale.tools.corpus.prepare.block_files import group_blocks
 from jaxscale.tools.corpus.prepare.config import STAGES, PrepareConfig
 from jaxscale.tools.corpus.prepare.dedup import find_duplicates, write_sketches
 from jaxscale.tools.corpus.prepare.engine import make_plan, prepare
 from jaxscale.tools.corpus.prepare.local import LocalExecutor
-from jaxscale.tools.corpus.prepare.lookup import block_base, write_blocks
-from jaxscale.tools.corpus.prepare.progress import Progress
+from jaxscale.tools.corpus.prepare.lookup import block_base, group_blocks, write_blocks
+from jaxscale.tools.corpus.prepare.progress import PrepareProgress
 from jaxscale.tools.corpus.prepare.work import make_stage
 from jaxscale.tools.qualify.timing import median_seconds, seconds_of
 
@@ -154,7 +153,7 @@ def make_shards(cfg: PrepareConfig, stages: Sequence[str], folder: str, name: st
     output = next(path for i in itertools.count() if not (path := pathlib.Path(folder) / f"{name}-{i}").exists())
     values = schema.to_dict(cfg) | {"stages": list(stages)}
     with LocalExecutor(1) as executor, open(pathlib.Path(folder) / "progress", "w", encoding="utf-8") as progress_file:
-        prepare(make_plan(schema.from_dict(PrepareConfig, values)), output, executor, Progress(progress_file))
+        prepare(make_plan(schema.from_dict(PrepareConfig, values)), output, executor, PrepareProgress(progress_file))
 
 
 def rate(run: Callable[[], None], rounds: int) -> float:

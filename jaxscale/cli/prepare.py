@@ -22,13 +22,13 @@ from jaxscale.settings.config_file import config_values
 from jaxscale.settings.help_text import command
 from jaxscale.system.exits import BadInput
 from jaxscale.system.paths import is_remote
-from jaxscale.tools.corpus.indexes import publish_indexes
 from jaxscale.tools.corpus.prepare.config import PrepareConfig, RowsConfig
 from jaxscale.tools.corpus.prepare.dedup import Executor
 from jaxscale.tools.corpus.prepare.engine import PreparePlan, make_plan
 from jaxscale.tools.corpus.prepare.local import LocalExecutor
 from jaxscale.tools.corpus.prepare.preparation_page import rewrite_report
-from jaxscale.tools.corpus.prepare.progress import Progress
+from jaxscale.tools.corpus.prepare.progress import PrepareProgress
+from jaxscale.tools.corpus.publish import publish_indexes
 
 EXPORTS = {"megatron": export_megatron, "array_record": export_array_record}
 
@@ -81,7 +81,7 @@ class PrepareFlags:
 @command(PrepareFlags, settings=PrepareConfig, passes_on=True)
 def main(arguments: Arguments) -> int:
     """Prepares the set and returns the exit code."""
-    flags, progress = arguments.flags, Progress()
+    flags, progress = arguments.flags, PrepareProgress()
     output = flags.output
     if not output and not flags.plan:
         raise BadInput("--output must be given: the folder for shards, manifest and report")
@@ -181,7 +181,7 @@ def describe(plan: PreparePlan) -> str:
     """Returns a description of the passes and their inputs."""
     files = {file.path for file in plan.pieces.files}
     size = sum(size_of(path) or 0 for path in files)  # unknown for a stream
-    lines = [f"{len(files):,} files, {size / 1e6:,.1f} MB on disk, in {len(plan.pieces):,} pieces"]
+    lines = [f"{len(files):,} files, {size / 1e6:,.1f} MB on disk, in {len(plan.pieces.rows):,} pieces"]
     for number, step in enumerate(plan.passes):
         then = {"joins": ", ".join(step.joins), "sample": "training the tokenizer", "tokens": "shards"}[step.ends]
         lines.append(f"pass {number + 1}: {', '.join(step.stages) or 'nothing'}; then {then}")

@@ -24,7 +24,7 @@ from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, put
 from jaxscale.tools.reporting.card import make_card
 from jaxscale.tools.reporting.page import make_page
-from jaxscale.tools.reporting.serve import Pages, open_server
+from jaxscale.tools.reporting.serve import Pages, ReportHandler, ReportServer
 
 PORT = 8642
 
@@ -83,7 +83,7 @@ def serve(workdirs: Sequence[str], price: float | None, port: int) -> int:
     """Serves the page to this machine only, until Ctrl-C."""
     pages = Pages(lambda version: make_page(read_all(workdirs), price=price, version=version), workdirs)
     pages.page()  # raises errors of the folders before serving
-    with open_server(pages, port) as server:
+    with ReportServer(ReportHandler, port, pages=pages) as server:
         put(f"http://127.0.0.1:{server.server_address[1]}/ for this machine alone; Ctrl-C ends it")
         try:
             server.serve_forever()

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from jaxscale.tools.corpus.prepare.join import (
+from jaxscale.tools.corpus.prepare.sketches import (
     components,
     is_similar,
     item_numbers,

@@ -17,12 +17,12 @@ from jaxscale.tools.corpus.curate.classifier import (
     read_model,
     train_classifier,
 )
-from jaxscale.tools.corpus.curate.filter_config import ClassifierConfig
+from jaxscale.tools.corpus.curate.config import ClassifierConfig
 from jaxscale.tools.corpus.curate.hashes import word_hashes
 from jaxscale.tools.corpus.prepare.config import PrepareConfig
 from jaxscale.tools.corpus.prepare.engine import make_plan, prepare
 from jaxscale.tools.corpus.prepare.local import LocalExecutor
-from jaxscale.tools.corpus.prepare.progress import Progress
+from jaxscale.tools.corpus.prepare.progress import PrepareProgress
 from jaxscale.tools.corpus.prepare.tally import Tally
 
 SMALL = dict(bits=12, epochs=3)
@@ -60,10 +60,10 @@ def test_held_out_examples_are_told_apart_and_the_order_of_examples_does_not_mat
 
 def test_a_score_is_the_logistic_function_of_the_mean_weight_and_a_threshold_drops_by_it(weights):
     path, _ = weights
-    model, text = read_model(path), "A proof of the lemma, and cheap!"
+    (values, bias, *_), text = read_model(path), "A proof of the lemma, and cheap!"
     places = ngram_indices(word_hashes(text), 2, 1000, 1 << 12)
     assert len(places) == 7 + 6
-    expected = 1 / (1 + np.exp(-(model.weights[places].mean() + model.bias)))
+    expected = 1 / (1 + np.exp(-(values[places].mean() + bias)))
     documents = [Document(text), Document(GOOD[0]), Document(BAD[0]), Document("")]
     kept = make_classifier(ClassifierConfig(weights=path))(documents)
     scores = [dict(outcome.document.scores)[COLUMN] for outcome in kept]
@@ -90,7 +90,7 @@ def test_examples_are_trained_on_and_their_weights_give_the_same_set_in_any_numb
     }
     for name, workers, more in (("trained", 1, {}), ("given", 2, given)):
         with LocalExecutor(workers) as executor, open(tmp_path / f"{name} said", "w") as stream:
-            prepare(make_plan(recipe(**more)), tmp_path / name, executor, Progress(stream))
+            prepare(make_plan(recipe(**more)), tmp_path / name, executor, PrepareProgress(stream))
     trained, again = (json.loads((tmp_path / name / "manifest.json").read_text()) for name in ("trained", "given"))
     assert trained["fingerprint"] == again["fingerprint"] and 35 <= trained["num_documents"] <= 45
     assert (

@@ -192,13 +192,13 @@ def test_every_kind_of_file_is_read_and_items_are_counted_from_one(tmp_path):
 def test_a_file_that_cannot_be_used_is_named(tmp_path, name, data, told):
     (tmp_path / name).write_bytes(data)
     with pytest.raises(ValueError, match=told) as caught:
-        load_evaluation([str(tmp_path / name)])
+        load_evaluation(ContaminationConfig(files=(str(tmp_path / name),)))
     assert str(tmp_path / name) in str(caught.value)
 
 
 def test_a_file_that_is_missing_is_named(tmp_path):
     with pytest.raises(ValueError, match="absent.jsonl does not exist"):
-        load_evaluation([str(tmp_path / "absent.jsonl")])
+        load_evaluation(ContaminationConfig(files=(str(tmp_path / "absent.jsonl"),)))
 
 
 def test_the_filter_lets_every_head_through_and_few_others():

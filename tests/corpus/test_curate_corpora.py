@@ -13,10 +13,9 @@ from sketched import united
 from jaxscale.runtime.text.document import Document
 from jaxscale.tools.corpus.curate.config import ContaminationConfig, NearConfig, SubstringConfig
 from jaxscale.tools.corpus.curate.contamination import make_contamination
-from jaxscale.tools.corpus.curate.duplicates import make_near_sketch
+from jaxscale.tools.corpus.curate.duplicates import make_near_sketch, make_substring
 from jaxscale.tools.corpus.curate.hashes import ngram_hashes, word_hashes
-from jaxscale.tools.corpus.curate.substring import make_substring
-from jaxscale.tools.corpus.prepare.join import split_items, write_sketch
+from jaxscale.tools.corpus.prepare.sketches import split_items, write_sketch
 
 CORPORA = pathlib.Path(__file__).parents[3] / "shared" / "corpora"
 C4 = CORPORA / "web_c4" / "c4-train-00000-of-01637.parquet"
@@ -65,7 +64,7 @@ def test_edited_copies_of_web_pages_are_dropped_and_no_others(pages, tmp_path):
     write_sketch(tmp_path / "0.npy", make_near_sketch(cfg)([Document(text) for text in texts]))
     items, keepers = united([tmp_path / "0.npy"], cfg.threshold, 2)
     similarity = [jaccard(page, copy) for page, copy in zip(pages, copies)]
-    dropped = dict(zip(split_items(items).places.tolist(), split_items(keepers).places.tolist()))
+    dropped = dict(zip(split_items(items)[1].tolist(), split_items(keepers)[1].tolist()))
     sure = {len(pages) + i: i for i, value in enumerate(similarity) if value >= 0.85}
     assert len(sure) >= 80
     assert {copy: dropped.get(copy) for copy in sure} == sure

@@ -15,7 +15,7 @@ from jaxscale.tools.corpus.curate.duplicates import (
     make_exact_sketch,
     make_line_sketch,
 )
-from jaxscale.tools.corpus.prepare.join import block_slice, split_items, write_sketch
+from jaxscale.tools.corpus.prepare.sketches import block_slice, split_items, write_sketch
 
 
 def documents_of(texts):
@@ -33,7 +33,7 @@ def join(blocks, sketch, folder):
 def without_copies(blocks, folder, cfg):
     items, outcomes = join(blocks, make_exact_sketch(cfg), folder), []
     for block, texts in enumerate(blocks):
-        removed = split_items(items[block_slice(items, block)]).places
+        removed = split_items(items[block_slice(items, block)])[1]
         outcomes += drop_documents(documents_of(texts), removed, "duplicate: exact")
     return [outcome.document.text if outcome.document else outcome.reason for outcome in outcomes]
 
@@ -42,7 +42,7 @@ def without_lines(blocks, folder, cfg):
     items, outcomes = join(blocks, make_line_sketch(cfg), folder), []
     for block, texts in enumerate(blocks):
         documents = documents_of(texts)
-        own = lines_at(documents, split_items(items[block_slice(items, block)]).places)
+        own = lines_at(documents, split_items(items[block_slice(items, block)])[1])
         outcomes += cut_lines(documents, *own, cfg)
     return outcomes
 

@@ -20,7 +20,7 @@ from jaxscale.tools.corpus.curate.duplicates import (
     verification_curve,
 )
 from jaxscale.tools.corpus.curate.hashes import word_hashes
-from jaxscale.tools.corpus.prepare.join import split_items, write_sketch
+from jaxscale.tools.corpus.prepare.sketches import split_items, write_sketch
 
 pytest.importorskip("rensa", reason="near duplicates need the extra jaxscale[prepare]")
 
@@ -54,7 +54,7 @@ def removed(texts, cfg, folder, blocks=3, neighbours=2):
         documents = [Document(text) for text in texts[block * size : (block + 1) * size]]
         write_sketch(paths[block], sketch(documents))
     items, _ = united(paths, cfg.threshold, neighbours)
-    return (split_items(items).blocks * size + split_items(items).places).tolist()
+    return (split_items(items)[0] * size + split_items(items)[1]).tolist()
 
 
 @pytest.mark.parametrize("similarity", [0.4, 0.6, 0.7, 0.8, 0.9])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from jaxscale.runtime.text.document import Document
 from jaxscale.tools.corpus.curate.config import SubstringConfig
-from jaxscale.tools.corpus.curate.substring import make_substring, repeated_passages
+from jaxscale.tools.corpus.curate.duplicates import make_substring, repeated_passages
 
 pytest.importorskip("pydivsufsort", reason="repeated passages need the extra jaxscale[prepare]")
 

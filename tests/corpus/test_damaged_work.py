@@ -15,7 +15,7 @@ from jaxscale.tools.corpus.prepare.config import PrepareConfig
 from jaxscale.tools.corpus.prepare.engine import MADE_FROM, make_plan, prepare
 from jaxscale.tools.corpus.prepare.local import LocalExecutor
 from jaxscale.tools.corpus.prepare.preparation_page import FACTS
-from jaxscale.tools.corpus.prepare.progress import Progress
+from jaxscale.tools.corpus.prepare.progress import PrepareProgress
 
 pytestmark = pytest.mark.fault("F38")
 JSON_DAMAGES = {
@@ -48,7 +48,7 @@ def contents(folder):
 
 def run(cfg, output):
     with LocalExecutor(1) as executor:
-        prepare(make_plan(cfg), output, executor, Progress(io.StringIO()), keep_work=True)
+        prepare(make_plan(cfg), output, executor, PrepareProgress(io.StringIO()), keep_work=True)
 
 
 @pytest.fixture(scope="module")

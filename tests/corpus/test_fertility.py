@@ -6,7 +6,14 @@ from jaxscale.runtime.text.document import Document
 from jaxscale.runtime.text.tokenizer.config import TrainTokenizerConfig
 from jaxscale.runtime.text.tokenizer.load import load_tokenizer
 from jaxscale.runtime.text.tokenizer.train import train_tokenizer
-from jaxscale.tools.corpus.prepare.fertility import measure, rows
+from jaxscale.tools.corpus.prepare.tokens import add_fertility, fertility_rows, measure_fertility
+
+
+def rows(measured, tokenizer):
+    sums = {}
+    add_fertility(sums, measured)
+    return fertility_rows(sums, tokenizer)
+
 
 DOCUMENTS = [
     Document("two words", source="web", language="en"),
@@ -29,7 +36,7 @@ def tokenizers(tmp_path_factory):
 
 
 def test_bytes_are_counted_by_hand():
-    table = rows(measure(load_tokenizer("bytes"), DOCUMENTS), load_tokenizer("bytes"))
+    table = rows(measure_fertility(load_tokenizer("bytes"), DOCUMENTS), load_tokenizer("bytes"))
     german, english = ({row[:2]: row for row in table}[key] for key in [("web", "de"), ("web", "en")])
     assert (german.documents, german.tokens, german.bytes_per_token) == (1, 12, 1.0)
     assert german.tokens_per_word == 6 and german.fallback_share == 2 / 12 and german.returned_share == 1
@@ -42,15 +49,17 @@ def test_bytes_are_counted_by_hand():
 
 def test_blocks_measured_apart_add_up_to_the_whole(tokenizers):
     for tokenizer in tokenizers:
-        whole = rows(measure(tokenizer, DOCUMENTS), tokenizer)
-        parts = [measure(tokenizer, DOCUMENTS[i : i + 1]) for i in range(len(DOCUMENTS))]
+        whole = rows(measure_fertility(tokenizer, DOCUMENTS), tokenizer)
+        parts = [measure_fertility(tokenizer, DOCUMENTS[i : i + 1]) for i in range(len(DOCUMENTS))]
         for blocks in (parts, parts[::-1]):
             assert rows(sum(blocks, []), tokenizer) == whole
     assert rows([], tokenizers[0]) == []
 
 
 def test_known_text_is_few_tokens_and_unknown_text_shows(tokenizers):
-    byte_level, wordpiece = ({row.language: row for row in rows(measure(one, DOCUMENTS), one)} for one in tokenizers)
+    byte_level, wordpiece = (
+        {row.language: row for row in rows(measure_fertility(one, DOCUMENTS), one)} for one in tokenizers
+    )
     assert byte_level["en"].bytes_per_token > 3 and byte_level["de"].bytes_per_token < 2
     assert byte_level["de"].fallback_share > 0 == byte_level["en"].fallback_share
     assert wordpiece["de"].fallback_share > 0 and wordpiece["de"].returned_share == 0

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from jaxscale.tools.corpus.curate.pii import KINDS, Span, find_pii
+from jaxscale.tools.corpus.curate.pii import KINDS, PiiSpan, find_pii
 
 PRESIDIO_KINDS = {
     "EMAIL_ADDRESS": "email", "IP_ADDRESS": "ip", "IBAN_CODE": "iban", "CREDIT_CARD": "card", "US_SSN": "national_id",
@@ -35,7 +35,7 @@ def accuracy(sentences):
     for sentence in sentences:
         own = [span for span in sentence["spans"] if span["entity_type"] in PRESIDIO_KINDS]
         waiting = [
-            Span(span["start_position"], span["end_position"], PRESIDIO_KINDS[span["entity_type"]]) for span in own
+            PiiSpan(span["start_position"], span["end_position"], PRESIDIO_KINDS[span["entity_type"]]) for span in own
         ]
         marked.update(span.kind for span in waiting)
         for span in find_pii(sentence["full_text"]):

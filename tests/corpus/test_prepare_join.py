@@ -14,11 +14,20 @@ from hypothesis import strategies as st
 from jaxscale.runtime.text.document import Document
 from jaxscale.system import digest
 from jaxscale.tools.corpus.curate.hashes import Sketch, mix64
-from jaxscale.tools.corpus.prepare import join
-from jaxscale.tools.corpus.prepare.block_files import to_table, write_table
+from jaxscale.tools.corpus.prepare import sketches
 from jaxscale.tools.corpus.prepare.dedup import NEIGHBOURS, Join, find_pairs_by_shuffle, sketch_path, write_pairs
 from jaxscale.tools.corpus.prepare.external_components import even_bounds, external_components
-from jaxscale.tools.corpus.prepare.join import (
+from jaxscale.tools.corpus.prepare.lookup import block_base, numbered_path, to_table, write_blocks, write_table
+from jaxscale.tools.corpus.prepare.shuffle import (
+    Shuffle,
+    ShuffleOutput,
+    input_runs,
+    merge_records,
+    merge_runs,
+    open_run,
+    run_shuffle,
+)
+from jaxscale.tools.corpus.prepare.sketches import (
     MEMORY_BYTES,
     MEMORY_FACTOR,
     block_slice,
@@ -29,9 +38,6 @@ from jaxscale.tools.corpus.prepare.join import (
     split_items,
     write_sketch,
 )
-from jaxscale.tools.corpus.prepare.lookup import block_base, numbered_path, write_blocks
-from jaxscale.tools.corpus.prepare.shuffle import Shuffle, ShuffleOutput, input_runs, merge_records, run_shuffle
-from jaxscale.tools.corpus.prepare.sorted_records import merge_runs, open_run
 from jaxscale.tools.corpus.prepare.tokens import write_merged
 
 BLOCKS = st.lists(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 20)), max_size=12), max_size=5)
@@ -55,8 +61,8 @@ def join_of(folder, sketches, threshold=None):
     return Join(str(folder / "join"), str(folder), 0, name, threshold, len(blocks), blocks.total(4))
 
 
-def run_all(function, calls):
-    return list(map(function, calls))
+def run_all(function, task, count):
+    return [function(task._replace(number=number)) for number in range(count)]
 
 
 def pairs_in(folder):
@@ -237,7 +243,7 @@ def test_partitions_grow_with_the_input_and_shrink_with_the_memory():
 
 def test_a_sketch_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     sketch = sketch_of([(1, 0), (1, 1)])
-    monkeypatch.setattr(join.os, "replace", lambda *_: (_ for _ in ()).throw(OSError("killed")))
+    monkeypatch.setattr(sketches.os, "replace", lambda *_: (_ for _ in ()).throw(OSError("killed")))
     with pytest.raises(OSError, match="killed"):
         write_sketch(tmp_path / "0.npy", sketch)
     assert list(tmp_path.iterdir()) == []

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from jaxscale.runtime.text.document import Document
 from jaxscale.schema import from_dict, to_dict
 from jaxscale.tools.corpus.curate.config import C4Config, FineWebConfig, GopherConfig, RepetitionConfig
-from jaxscale.tools.corpus.curate.quality import make_c4, make_fineweb, make_gopher
-from jaxscale.tools.corpus.curate.repetition import make_repetition
+from jaxscale.tools.corpus.curate.quality import make_c4, make_fineweb, make_gopher, make_repetition
 
 MAKERS = {
     C4Config: make_c4,

@@ -14,8 +14,7 @@ from english import english_documents
 
 from jaxscale.runtime.text.document import Document
 from jaxscale.tools.corpus.curate.config import C4Config, FineWebConfig, GopherConfig, RepetitionConfig
-from jaxscale.tools.corpus.curate.quality import make_c4, make_fineweb, make_gopher
-from jaxscale.tools.corpus.curate.repetition import make_repetition
+from jaxscale.tools.corpus.curate.quality import make_c4, make_fineweb, make_gopher, make_repetition
 
 pytestmark = pytest.mark.peer
 DATATROVE = dict(min_line_words=3, min_sentences=5)  # its defaults are not those of C4's published code

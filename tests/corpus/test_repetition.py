@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jaxscale.runtime.text.document import Document
 from jaxscale.tools.corpus.curate.config import RepetitionConfig
 from jaxscale.tools.corpus.curate.english import words_of
-from jaxscale.tools.corpus.curate.repetition import count_repeats, make_repetition, ngram_keys, repeated_characters
+from jaxscale.tools.corpus.curate.quality import count_repeats, make_repetition, ngram_keys, repeated_characters
 from jaxscale.tools.corpus.curate.words import block_stats
 
 RULES = [field.name for field in dataclasses.fields(RepetitionConfig) if field.name != "words"]
@@ -73,13 +73,13 @@ def test_the_parts_said_again_are_all_but_the_first():
 
 def expected_reason(words, text, cfg):
     """The rules on sequences, counted in the plain way."""
-    for n, most in cfg.top:
+    for n, most in cfg.ngram_rules("top"):
         if len(words) >= n:
             grams = [" ".join(words[i : i + n]) for i in range(len(words) - n + 1)]
             gram, times = collections.Counter(grams).most_common(1)[0]
             if len(gram) * times > most * len(text):
                 return f"repetition: too many characters in the top {n}-gram"
-    for n, most in cfg.duplicate:
+    for n, most in cfg.ngram_rules("duplicate"):
         seen, characters, place = set(), 0, 0
         while place + n <= len(words):
             gram = tuple(words[place : place + n])

@@ -5,7 +5,7 @@ import gzip
 import pytest
 
 from jaxscale.runtime.text.document import Document
-from jaxscale.tools.corpus.curate.filter_config import UrlConfig
+from jaxscale.tools.corpus.curate.config import UrlConfig
 from jaxscale.tools.corpus.curate.urls import LISTED, UNKNOWN, WORD, Blocklist, make_urls
 
 

@@ -8,7 +8,7 @@ from jaxscale.runtime.data.config import DataConfig
 from jaxscale.runtime.data.pipeline import open_data
 from jaxscale.system.exits import BadInput
 from jaxscale.tools.corpus.curate import contamination
-from jaxscale.tools.corpus.curate.filter_config import UrlConfig
+from jaxscale.tools.corpus.curate.config import UrlConfig
 from jaxscale.tools.corpus.curate.urls import list_paths
 from jaxscale.tools.corpus.prepare.config import PrepareConfig
 from jaxscale.tools.corpus.prepare.engine import make_plan

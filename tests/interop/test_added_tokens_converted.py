@@ -20,7 +20,7 @@ from jaxscale.runtime.text.tokenizer.saved import open_saved, save_tokenizer
 from jaxscale.tools.corpus.prepare.config import PrepareConfig
 from jaxscale.tools.corpus.prepare.engine import make_plan, prepare
 from jaxscale.tools.corpus.prepare.local import LocalExecutor
-from jaxscale.tools.corpus.prepare.progress import Progress
+from jaxscale.tools.corpus.prepare.progress import PrepareProgress
 
 PACKED = pathlib.Path(__file__).parent.parent / "text" / "added_tokens.json.gz"
 REFERENCE = json.loads(gzip.decompress(PACKED.read_bytes()))
@@ -75,7 +75,12 @@ def test_a_prepared_set_has_the_tokenizer_with_its_added_tokens(tmp_path):
     values = {"sources": {"text": {"files": str(tmp_path / "a.jsonl")}}, "stages": ()}
     values["tokenizer"] = {"name": str(tmp_path / "from/tokenizer.model")}
     with LocalExecutor(1) as executor:
-        prepare(make_plan(schema.from_dict(PrepareConfig, values)), tmp_path / "set", executor, Progress(io.StringIO()))
+        prepare(
+            make_plan(schema.from_dict(PrepareConfig, values)),
+            tmp_path / "set",
+            executor,
+            PrepareProgress(io.StringIO()),
+        )
     entry = json.loads((tmp_path / "set/manifest.json").read_text())["tokenizer"]
     tokenizer = load_tokenizer(str(tmp_path / "from/tokenizer.model"))
     assert (entry["file"], entry["eos_token"], entry["fingerprint"]) == (

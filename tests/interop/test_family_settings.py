@@ -8,7 +8,7 @@ import pytest
 from jaxscale.kernels.config import RopeScaling
 from jaxscale.settings.config_file import load_config
 from jaxscale.tools.interop import families
-from jaxscale.tools.interop.families.unsupported import UNSUPPORTED
+from jaxscale.tools.interop.families.settings import UNSUPPORTED
 
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
 CONFIGS = pathlib.Path(__file__).parent.parent.parent / "configs"

@@ -13,7 +13,7 @@ import rope_computed
 
 from jaxscale.kernels.rope import attention_factor, frequencies, make_rotation
 from jaxscale.tools.interop import families
-from jaxscale.tools.interop.families.rope_scaling import with_static_rope
+from jaxscale.tools.interop.families.settings import with_static_rope
 
 PYTHON = os.environ.get("JAXSCALE_TORCH_PYTHON", "")  # one with torch and transformers
 HERE = pathlib.Path(__file__).parent

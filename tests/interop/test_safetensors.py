@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from hf_folders import read_file, write_file
 
-from jaxscale.tools.interop.ranges import stat_file
-from jaxscale.tools.interop.safetensors import LONGEST_HEADER, encode_header, read_header
+from jaxscale.tools.interop.safetensors import LONGEST_HEADER, encode_header, read_header, stat_file
 
 F32, F16, BF16 = np.dtype("<f4"), np.dtype("<f2"), np.dtype(ml_dtypes.bfloat16)
 

@@ -49,7 +49,7 @@ def params_of(cfg, arrays, pairs=None):
 
     pairs: of the tensors; unless given those of a Llama.
     """
-    pairs = pairs or families.match(families.FAMILIES["llama"], cfg, arrays).pairs
+    pairs = pairs or families.match(families.FAMILIES["llama"], cfg, arrays)[0]
     leaves = {name: np.full(shape, np.nan, np.float32) for name, shape in array_shapes(pairs).items()}
     for pair in pairs:
         for name, array in zip(pair.leaves, pair.to_leaves(arrays[pair.hf_name]), strict=True):

@@ -15,7 +15,7 @@ from jaxscale.core.models.layers import merge_model, split_model
 from jaxscale.core.models.model import logits, make_model
 from jaxscale.core.plan import single_device_plan
 from jaxscale.tools.interop import families
-from jaxscale.tools.interop.fused_experts import initial_router_load
+from jaxscale.tools.interop.source_model import initial_router_load
 
 HERE = pathlib.Path(__file__).parent
 PYTHON = os.environ.get("JAXSCALE_TORCH_PYTHON", "")  # one with torch and transformers
@@ -57,7 +57,7 @@ FORMS = (
 
 
 def load(parity, name, folder=HERE, **changes):
-    """(reference, our config, Match) of one family."""
+    """(reference, our config, (tensor pairs, unused names)) of one family."""
     reference = parity.load(f"family_{name}", folder)
     cfg = parity.config(reference.config, **changes)
     if cfg.max_seq_len and cfg.name == "llama":  # transformers chose by the length of the rows, which we are told
@@ -73,7 +73,7 @@ def check(parity, reference, cfg, found, form="xla", gradients=True):
     make = lambda key: make_model(cfg, key=key, plan=plan)
     graphdef, own, _ = split_model(jax.eval_shape(make, jax.random.key(0)))
     load_pairs, load = initial_router_load(cfg)
-    pairs, batch = [*found.pairs, *load_pairs], parity.make_batch(reference["tokens"])
+    pairs, batch = [*found[0], *load_pairs], parity.make_batch(reference["tokens"])
     params = parity.params(cfg, reference.weights | {name: tensor.read() for name, tensor in load.items()}, pairs)
     assert jax.tree.map(lambda leaf: leaf.shape, own) == jax.tree.map(np.shape, params)
 
@@ -96,8 +96,8 @@ def check(parity, reference, cfg, found, form="xla", gradients=True):
 @pytest.mark.parametrize("name", CASES)
 def test_tensors_come_back_bit_for_bit_and_compute_what_transformers_computes(name, parity):
     reference, cfg, found = load(parity, name)
-    assert {pair.hf_name for pair in found.pairs} == set(reference.weights)
-    for pair in found.pairs:
+    assert {pair.hf_name for pair in found[0]} == set(reference.weights)
+    for pair in found[0]:
         tensor = reference.weights[pair.hf_name]
         back = pair.to_hf(pair.to_leaves(tensor))
         assert (back.dtype, back.shape) == (tensor.dtype, pair.hf_shape)
@@ -117,8 +117,8 @@ def test_a_family_is_the_same_in_every_form(name, form, changes, parity):
 
 
 def test_the_vision_of_gemma3_is_left_out_and_told(parity):
-    _, cfg, found = load(parity, "gemma3_vision")
-    assert len(found.left_out) > 10 and all("vision" in name or "multi_modal" in name for name in found.left_out)
+    _, cfg, (_, left_out) = load(parity, "gemma3_vision")
+    assert len(left_out) > 10 and all("vision" in name or "multi_modal" in name for name in left_out)
     assert families.family_for(cfg).model_type == "gemma3_text"  # what an export is
 
 

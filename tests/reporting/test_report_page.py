@@ -20,7 +20,7 @@ from jaxscale.tools.reporting.event_text import event_message, incidents, marks
 from jaxscale.tools.reporting.page import make_page
 from jaxscale.tools.reporting.page_tables import goodput_table
 from jaxscale.tools.reporting.page_text import escape, json_block, plain, tick_texts
-from jaxscale.tools.reporting.plots import Line, Plot, draw
+from jaxscale.tools.reporting.plots import Plot, PlotLine, draw
 from jaxscale.tools.reporting.sections import sources
 from jaxscale.tools.reporting.status import status_of
 
@@ -69,7 +69,7 @@ def test_a_spike_does_not_flatten_the_curve_and_is_told():
     values = [3.0 - step / 1000 for step in steps]
     values[500] = 1e6
     assert axis_over(values).high < 5
-    drawn, _ = draw(Plot(title="Loss", lines=[Line("loss", steps, values)]), Axis(0, 1000), 0)
+    drawn, _ = draw(Plot(title="Loss", lines=[PlotLine("loss", steps, values)]), Axis(0, 1000), 0)
     assert "One point lies above the axis; the largest is 1M." in drawn
 
 

@@ -17,7 +17,7 @@ from jaxscale.system.exits import BadInput
 from jaxscale.tools.corpus.prepare.config import PrepareConfig
 from jaxscale.tools.corpus.prepare.engine import make_plan, prepare
 from jaxscale.tools.corpus.prepare.local import LocalExecutor
-from jaxscale.tools.corpus.prepare.progress import Progress
+from jaxscale.tools.corpus.prepare.progress import PrepareProgress
 
 ENGLISH = ["the mesh says where an axis lives"] * 5
 GERMAN = ["für über größe äußerst schön hübsch"] * 9
@@ -116,7 +116,7 @@ def prepared(tmp_path, path, texts, **options):
     cfg = schema.from_dict(PrepareConfig, values | {"tokenizer": {"name": path}})
     said = io.StringIO()
     with LocalExecutor(1) as executor:
-        prepare(make_plan(cfg), tmp_path / "set", executor, Progress(said), **options)
+        prepare(make_plan(cfg), tmp_path / "set", executor, PrepareProgress(said), **options)
     return [line for line in said.getvalue().splitlines() if "loses text" in line]
 
 

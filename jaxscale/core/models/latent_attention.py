@@ -3,7 +3,7 @@ latent per position, and queries from another.
 
 Queries and keys of a head have a part without position and a part rotated by RoPE, which all heads share in keys.
 Weights use the half-split layout of RoPE; DeepSeek's files interleave pairs and are permuted on conversion
-(tools/interop/families/deepseek.py), so nothing is permuted at run time.
+(tools/interop/families/experts.py), so nothing is permuted at run time.
 
 B batch  T query position  S key position  t local position  D embed  N heads  H head dim  Q query rank
 C key and value rank  R rotated part of a head  U the other part  V value dim

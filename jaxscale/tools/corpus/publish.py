@@ -1,4 +1,8 @@
-"""Copies a prepared set from a local folder to a bucket, the manifest last."""
+"""Publishes a finished set: writes its indexes, and copies it from a local folder to a bucket, the manifest last.
+
+An index finds documents by name, or holds the row plan of runs with known settings. It is a folder with its own
+checksums, named by its inputs. The manifest does not list it, so indexes can be added to a set at any time.
+"""
 
 import base64
 import hashlib
@@ -7,14 +11,40 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from jaxscale.runtime.data.array_folder import HEADER
-from jaxscale.runtime.data.manifest import NAME, check_manifest
+from jaxscale.runtime.data.config import DataConfig, MixtureSetting
+from jaxscale.runtime.data.ledger import publish_names
+from jaxscale.runtime.data.manifest import NAME, check_manifest, open_set
+from jaxscale.runtime.data.pipeline import publish_plan
 from jaxscale.runtime.data.token_files import read_remote_manifest
 from jaxscale.system.bucket import Bucket
 from jaxscale.system.exits import BadInput
 from jaxscale.system.storage import open_bucket
-from jaxscale.tools.corpus.indexes import index_files
+from jaxscale.tools.corpus.prepare.config import RowsConfig
 
 MAX_UPLOADS = 4  # at a time
+
+
+def publish_indexes(folder: Path, cfg: RowsConfig, say: Callable[[str], None]) -> None:
+    """Writes the indexes of the finished set in `folder` that do not exist yet.
+
+    Raises: BadInput if the set is incomplete, and for rows longer than all its tokens.
+    """
+    shards = open_set(check_manifest(folder / NAME, deep=False))
+    publish_names(folder, shards)
+    sources: MixtureSetting = {name: 1.0 for shard in shards for name in shard.header["sources"]}
+    data = DataConfig(
+        name="tokens",
+        files=str(folder / NAME),
+        val_fraction=cfg.val_fraction,
+        packing=cfg.packing,
+        mixture=sources if cfg.mixture else {},
+    )
+    for seq_len in cfg.seq_lens:
+        try:
+            place = publish_plan(folder, data, shards, seq_len=seq_len, seed=cfg.seed)
+        except BadInput as error:
+            raise BadInput(f"rows.seq_len={seq_len}: {error}") from None
+        say(f"{place}: the rows of {seq_len:,} tokens, planned")
 
 
 def publish(
@@ -45,21 +75,19 @@ def publish(
     def send(name: str) -> bool:
         path = Path(folder) / name
         about = bucket.metadata(f"{url}/{name}")
-        if about is not None and int(about["size"]) == path.stat().st_size and about.get("md5Hash") == md5_of(path):
-            return False
+        if about is not None and int(about["size"]) == path.stat().st_size:
+            with open(path, "rb") as file:
+                md5 = base64.b64encode(hashlib.file_digest(file, "md5").digest()).decode()
+            if about.get("md5Hash") == md5:
+                return False
         bucket.upload(path, f"{url}/{name}")
         return True
 
-    indexes = index_files(Path(folder))
+    found = [path for kind in ("names", "rows") for path in Path(folder).glob(f"{kind}-*/*") if path.is_file()]
+    indexes = sorted(str(path.relative_to(folder)) for path in found)
     headers = [name for name in indexes if name.endswith(HEADER)]
     with ThreadPoolExecutor(MAX_UPLOADS) as pool:
         sent = sum(pool.map(send, [*manifest.files, *extra_files, *(name for name in indexes if name not in headers)]))
     sent += sum(map(send, [*headers, NAME]))  # after the files that they list
     say(f"  {sent:,} files sent, {len(manifest.files) + len(extra_files) + len(indexes) + 1 - sent:,} were there")
     return address
-
-
-def md5_of(path: Path) -> str:
-    """Returns the md5 of a file in the service's format."""
-    with open(path, "rb") as file:
-        return base64.b64encode(hashlib.file_digest(file, "md5").digest()).decode()

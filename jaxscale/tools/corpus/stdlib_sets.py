@@ -13,7 +13,6 @@ import pathlib
 import random
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from jaxscale.runtime.text.sources.files import stdlib_files
 from jaxscale.settings.command_line import Arguments, flag
@@ -24,13 +23,6 @@ from jaxscale.system.paths import write_text_atomic
 HOLDOUT_EVERY = 10  # one of this many modules is held out
 WRONG = 3  # wrong answers per question
 SHORTEST, LONGEST = 12, 160  # characters of an answer
-
-
-class DocumentedName(NamedTuple):
-    """A function or class and the first line of its docstring."""
-
-    name: str  # json.dumps
-    line: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,14 +58,18 @@ def write_sets(folder: pathlib.Path, most_bytes: int | None = None) -> dict[str,
     validation = {name: text for name, text in sources.items() if is_validation(name)}
     parts = (train.items(), validation.items())
     answers, asked = ([entry for item in part for entry in documented_names(*item)] for part in parts)
-    if not train or not validation or len({entry.line for entry in asked}) <= WRONG:
+    if not train or not validation or len({line for _, line in asked}) <= WRONG:
         raise BadInput(f"{len(sources)} modules are too few for training and held-out data; raise --most_bytes")
     files = {
         "text.jsonl": [{"id": name, "text": text} for name, text in train.items()],
         "held.jsonl": [{"id": name, "text": text} for name, text in validation.items()],
-        "chat.jsonl": [conversation(entry) for entry in answers],
+        "chat.jsonl": [
+            {"messages": [{"role": "user", "content": f"What is {name} for?"},
+                          {"role": "assistant", "content": line}], "id": name}
+            for name, line in answers
+        ],
         "questions.jsonl": questions(asked),
-    }
+    }  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     for name, records in files.items():
         write_text_atomic(folder / name, "".join(json.dumps(record) + "\n" for record in records))
@@ -91,14 +87,9 @@ def read_sources(most_bytes: int | None) -> dict[str, str]:
         text_bytes = len(text.encode())
         if most_bytes is not None and size + text_bytes > most_bytes:
             continue
-        found[module_name(file.name)] = text
+        found[".".join(pathlib.PurePath(file.name).with_suffix("").parts).removesuffix(".__init__")] = text
         size += text_bytes
     return dict(sorted(found.items()))
-
-
-def module_name(path: str) -> str:
-    """Returns 'json.decoder' for 'json/decoder.py', 'json' for 'json/__init__.py'."""
-    return ".".join(pathlib.PurePath(path).with_suffix("").parts).removesuffix(".__init__")
 
 
 def is_validation(name: str) -> bool:
@@ -111,8 +102,8 @@ def digest(name: str) -> str:
     return hashlib.sha256(name.encode()).hexdigest()
 
 
-def documented_names(module: str, source: str) -> Iterator[DocumentedName]:
-    """Yields public functions, classes and methods whose docstring begins with a suitable line."""
+def documented_names(module: str, source: str) -> Iterator[tuple[str, str]]:
+    """Yields (name, first line of the docstring) of public functions, classes and methods with a suitable line."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about invalid escapes in old sources
         try:
@@ -122,46 +113,28 @@ def documented_names(module: str, source: str) -> Iterator[DocumentedName]:
     yield from names_in_body(module, tree.body)
 
 
-def names_in_body(name: str, body: Sequence[ast.stmt]) -> Iterator[DocumentedName]:
+def names_in_body(name: str, body: Sequence[ast.stmt]) -> Iterator[tuple[str, str]]:
     """Yields the documented names of a module's or class's statements."""
     for node in body:
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) or node.name.startswith("_"):
             continue
         line = (ast.get_docstring(node) or "").partition("\n")[0].strip()
         if SHORTEST <= len(line) <= LONGEST and line.isascii():
-            yield DocumentedName(f"{name}.{node.name}", line)
+            yield f"{name}.{node.name}", line
         if isinstance(node, ast.ClassDef):
             yield from names_in_body(f"{name}.{node.name}", node.body)
 
 
-def question(entry: DocumentedName) -> str:
-    """Returns the question about an entry."""
-    return f"What is {entry.name} for?"
-
-
-def conversation(entry: DocumentedName) -> dict:
-    """Returns a line of chat.jsonl."""
-    return {
-        "messages": [{"role": "user", "content": question(entry)}, {"role": "assistant", "content": entry.line}],
-        "id": entry.name,
-    }
-
-
-def questions(asked: Sequence[DocumentedName]) -> list[dict]:
+def questions(asked: Sequence[tuple[str, str]]) -> list[dict]:
     """Returns the lines of questions.jsonl; wrong answers are those of other entries, shuffled per question."""
-    lines = sorted({entry.line for entry in asked})
+    lines = sorted({line for _, line in asked})
     found = []
-    for entry in asked:
-        draw = random.Random(digest(entry.name))
-        choices = [entry.line, *draw.sample([line for line in lines if line != entry.line], WRONG)]
+    for name, right in asked:
+        draw = random.Random(digest(name))
+        choices = [right, *draw.sample([line for line in lines if line != right], WRONG)]
         draw.shuffle(choices)
-        found.append(
-            {
-                "context": f"Question: {question(entry)}\nAnswer:",
-                "choices": choices,
-                "answer": choices.index(entry.line),
-            }
-        )
+        context = f"Question: What is {name} for?\nAnswer:"
+        found.append({"context": context, "choices": choices, "answer": choices.index(right)})
     return found
 
 

@@ -85,20 +85,12 @@ def read(values: Mapping[str, Any]) -> AdapterConfig:
     for value in (alpha, *alphas.values()):
         if type(value) not in (int, float) or not abs(value) <= LARGEST:  # False for NaN too
             raise BadInput(f"{FILE}: an alpha is {short(value)}, and must be a number of at most {LARGEST:.2e}")
-    base = values.get("base_model_name_or_path")
-    found = AdapterConfig(
-        rank=rank,
-        alpha=float(alpha),
-        rslora=values.get("use_rslora") is True,
-        targets=modules(values, "target_modules"),
-        exclude=modules(values, "exclude_modules"),
-        ranks=ranks,
-        alphas=alphas,
-        base=base if isinstance(base, str) and base else None,
-    )
-    for pattern in (*ranks, *alphas, *(one for one in (found.targets, found.exclude) if isinstance(one, str))):
+    base, targets = values.get("base_model_name_or_path"), modules(values, "target_modules")
+    base = base if isinstance(base, str) and base else None
+    exclude, rslora = modules(values, "exclude_modules"), values.get("use_rslora") is True
+    for pattern in (*ranks, *alphas, *(one for one in (targets, exclude) if isinstance(one, str))):
         check_pattern(pattern)
-    return found
+    return AdapterConfig(rank, float(alpha), rslora, targets, exclude, ranks, alphas, base)
 
 
 def modules(values: Mapping[str, Any], key: str) -> str | tuple[str, ...]:
@@ -115,12 +107,8 @@ def check_pattern(pattern: str) -> None:
     """Raises BadInput for an invalid regular expression, and for one that may backtrack without bound."""
     bare = re.sub(r"\\.", "a", pattern, flags=re.DOTALL).replace("(?:", "(")  # escaped characters are literals
     repeats = len(re.findall(r"[*+?{]\??", bare))  # .*? is one
-    if (
-        len(pattern) > LONGEST_PATTERN
-        or repeats > MOST_REPEATS
-        or ENDLESS.search(bare)
-        or count_alternatives(bare) > MOST_WAYS
-    ):
+    is_long = len(pattern) > LONGEST_PATTERN or repeats > MOST_REPEATS
+    if is_long or ENDLESS.search(bare) or count_alternatives(bare) > MOST_WAYS:
         raise BadInput(
             f"{FILE}: the pattern {pattern[:80]!r} may take unbounded time to match; list the module names instead"
         )
@@ -158,11 +146,7 @@ def first_match(table: Mapping[str, Any], module: str, usual: Any) -> Any:
 def write(
     rank: int, alpha: float, names: Sequence[str], base: str | None, joint: Mapping[str, int], transposed: bool
 ) -> dict[str, Any]:
-    """Returns the JSON object for adapters on all modules of these names.
-
-    Args: joint: {name: number of our matrices fused in it}; rank and alpha are multiplied by it. transposed: the model
-    stores its matrices as [out, in].
-    """
+    """Returns the JSON object. joint: {name: number of our matrices in it}. transposed: matrices are [out, in]."""
     several = {name: count for name, count in joint.items() if count > 1}
     return {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,

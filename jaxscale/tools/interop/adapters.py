@@ -23,11 +23,10 @@ from jaxscale.system import paths
 from jaxscale.system.exits import BadInput
 from jaxscale.tools.interop import adapter_config, hf_checkpoint
 from jaxscale.tools.interop.adapter_config import AdapterConfig
-from jaxscale.tools.interop.families import Family, TensorPair, first_names, tensors
+from jaxscale.tools.interop.families import HfFamily, TensorPair, first_names, tensors
 from jaxscale.tools.interop.families.family import matches_any
-from jaxscale.tools.interop.hf_checkpoint import PICKLED, read_object
-from jaxscale.tools.interop.ranges import list_files, stat_file
-from jaxscale.tools.interop.safetensors import Tensor, read_header, same_bytes
+from jaxscale.tools.interop.hf_checkpoint import PICKLED, read_object, tensors_of
+from jaxscale.tools.interop.safetensors import Tensor, list_files, same_bytes
 
 WEIGHTS = "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."  # PEFT's prefix of a model's module names
@@ -62,11 +61,11 @@ def open_adapter(name: str) -> Adapter | None:
         pickled = next((file for file in files if file.startswith("adapter_model") and file.endswith(PICKLED)), None)
         fix = f"{pickled} is a pickle, which is never read; save it again with a newer PEFT" if pickled else "fetch it"
         raise BadInput(f"--from={name} has no {WEIGHTS}; {fix}")
-    return Adapter(folder, config, read_header(stop_if_unreachable(lambda: stat_file(folder / WEIGHTS), folder)), files)
+    return Adapter(folder, config, tensors_of(folder, WEIGHTS), files)
 
 
 def match_adapter(
-    adapter: Adapter, family: Family, cfg: AnyModelConfig, base: Mapping[str, Tensor]
+    adapter: Adapter, family: HfFamily, cfg: AnyModelConfig, base: Mapping[str, Tensor]
 ) -> dict[str, TensorPair]:
     """Returns {PEFT module name: weight pair} of all modules with an adapter.
 
@@ -76,21 +75,21 @@ def match_adapter(
     """
     names = set(adapter.tensors)
     attempts = [linear_modules(family, cfg, base) for base in family.prefixes]
-    modules = max(attempts, key=lambda found: sum(f"{PEFT_PREFIX}{module}{A_SUFFIX}" in names for module in found))
-    found = {module: pair for module, pair in modules.items() if f"{PEFT_PREFIX}{module}{A_SUFFIX}" in names}
+    has_adapter = lambda module: f"{PEFT_PREFIX}{module}{A_SUFFIX}" in names
+    modules = max(attempts, key=lambda found: sum(map(has_adapter, found)))
+    found = {module: pair for module, pair in modules.items() if has_adapter(module)}
     known = {f"{PEFT_PREFIX}{module}{ending}" for module in found for ending in (A_SUFFIX, B_SUFFIX)}
-    where = adapter.folder / WEIGHTS
-    for module, name in ((module, f"{PEFT_PREFIX}{module}{BASE_SUFFIX}") for module in found):
-        if name in names and module == HEAD and not same_bytes(base[f"{HEAD}.weight"], adapter.tensors[name]):
-            raise BadInput(
-                f"{where}: {name} differs from {HEAD}.weight of the base model; give the adapter's own base model"
-            )
-        known |= {name} if module == HEAD else set()
-    module_of = lambda name: name.removeprefix(PEFT_PREFIX).removesuffix(A_SUFFIX).removesuffix(B_SUFFIX)
-    others = {name for name in names - known if not matches_any(f"{module_of(name)}.weight", family.left_out)}
-    if missing := sorted(name for name in known - names if not name.endswith(BASE_SUFFIX)):
+    where, head_copy = adapter.folder / WEIGHTS, f"{PEFT_PREFIX}{HEAD}{BASE_SUFFIX}"
+    if missing := sorted(known - names):
         raise BadInput(f"{where} has no {first_names(missing)}; fetch it again")
-    if others:
+    if HEAD in found and head_copy in names:
+        known.add(head_copy)
+        if not same_bytes(base[f"{HEAD}.weight"], adapter.tensors[head_copy]):
+            raise BadInput(
+                f"{where}: {head_copy} differs from {HEAD}.weight of the base model; give the adapter's own base model"
+            )
+    module_of = lambda name: name.removeprefix(PEFT_PREFIX).removesuffix(A_SUFFIX).removesuffix(B_SUFFIX)
+    if others := {name for name in names - known if not matches_any(f"{module_of(name)}.weight", family.left_out)}:
         raise BadInput(
             f"{where} has {first_names(sorted(others))}, which are not LoRA matrices of a "
             f"{family.model_type}; if PEFT reads it, merge it there with merge_and_unload"
@@ -112,14 +111,10 @@ def match_adapter(
     return found
 
 
-def linear_modules(family: Family, cfg: AnyModelConfig, base: str) -> dict[str, TensorPair]:
+def linear_modules(family: HfFamily, cfg: AnyModelConfig, base: str) -> dict[str, TensorPair]:
     """Returns {module: weight pair} of all matrices but embeddings."""
-    pairs = tensors(family, cfg, base)
-    return {
-        pair.hf_name.removesuffix(".weight"): pair
-        for pair in pairs
-        if pair.row.inputs and pair.hf_name.endswith(".weight") and "embedding" not in pair.leaves[0]
-    }
+    is_matrix = lambda pair: pair.row.inputs and pair.hf_name.endswith(".weight") and "embedding" not in pair.leaves[0]
+    return {pair.hf_name.removesuffix(".weight"): pair for pair in filter(is_matrix, tensors(family, cfg, base))}
 
 
 def out_in_dims(pair: TensorPair) -> tuple[int, int]:
@@ -157,10 +152,8 @@ def merged_tensors(
     for pair in matched:
         if module := module_of_leaf.get((pair.leaves, pair.place)):
             a, b = (adapter.tensors[f"{PEFT_PREFIX}{module}{ending}"] for ending in (A_SUFFIX, B_SUFFIX))
-            fields = {field.name: getattr(merged[pair.hf_name], field.name) for field in dataclasses.fields(Tensor)}
-            merged[pair.hf_name] = Merged(
-                **fields, a=a, b=b, scale=adapter.config.scale_of(module), transposed=pair.row.transposed
-            )
+            fields = [getattr(merged[pair.hf_name], field.name) for field in dataclasses.fields(Tensor)]
+            merged[pair.hf_name] = Merged(*fields, a, b, adapter.config.scale_of(module), pair.row.transposed)
     return merged
 
 
@@ -195,9 +188,8 @@ def adapter_pairs(module: str, pair: TensorPair, rank: int, out: bool = False) -
     for ending, which, hf_shape, is_fused in kinds:
         names = tuple(f"{name}{which}" for name in pair.leaves)
         shapes = [(*shape[:count], rank) if which == A else (rank, *shape[count:]) for shape in pair.leaf_shapes]
-        row = dataclasses.replace(
-            pair.row, leaf_names=names, hf_name=ending, inputs=count if which == A else 1, transposed=True
-        )
+        inputs = count if which == A else 1
+        row = dataclasses.replace(pair.row, leaf_names=names, hf_name=ending, inputs=inputs, transposed=True)
         pair_type = FusedAdapterPair if is_fused else TensorPair
         in_pairs = pair.interleaved_dims if which == B else 0  # permutes outputs
         name = f"{PEFT_PREFIX}{module}{ending}"
@@ -208,27 +200,20 @@ def adapter_pairs(module: str, pair: TensorPair, rank: int, out: bool = False) -
 def run_from_adapter(
     adapter: Adapter, found: Mapping[str, TensorPair], cfg: AnyModelConfig
 ) -> tuple[LoraConfig, list[TensorPair]]:
-    """Returns the settings and tensors of a LoRA run that continues from an adapter.
-
-    Raises BadInput for ranks or scales that differ between matrices, and for layers without an adapter.
-    """
+    """Returns the settings and tensors of a LoRA run that continues an adapter. Raises BadInput if it cannot."""
     scales = {(adapter.config.rank_of(module), adapter.config.scale_of(module)) for module in found}
+    where = f"--adapter: {adapter.folder}"
     way_out = "a run with adapters has one rank and scale, and adapts a matrix in all layers; merge it instead"
     if len(scales) > 1:
-        raise BadInput(f"--adapter: {adapter.folder} has several ranks or scales, and {way_out}")
+        raise BadInput(f"{where} has several ranks or scales, and {way_out}")
     ((rank, scale),) = scales
-    layers = collections.Counter(strip_layer(pair.leaves[0]) for pair in found.values())
-    for name, number in layers.items():
-        if any(pair.expert is not None for pair in found.values() if strip_layer(pair.leaves[0]) == name):
-            raise BadInput(f"--adapter: {adapter.folder} adapts experts, which a run cannot train; merge it instead")
+    if any(pair.expert is not None for pair in found.values()):
+        raise BadInput(f"{where} adapts experts, which a run cannot train; merge it instead")
+    for name, number in collections.Counter(strip_layer(pair.leaves[0]) for pair in found.values()).items():
         if not name.startswith("blocks/"):
-            raise BadInput(
-                f"--adapter: {adapter.folder} adapts {name}, and a run adapts only the blocks; merge it instead"
-            )
+            raise BadInput(f"{where} adapts {name}, and a run adapts only the blocks; merge it instead")
         if number != cfg.num_layers:
-            raise BadInput(
-                f"--adapter: {adapter.folder} adapts {name} in {number} of {cfg.num_layers} layers, and {way_out}"
-            )
+            raise BadInput(f"{where} adapts {name} in {number} of {cfg.num_layers} layers, and {way_out}")
     pairs = [one for module, pair in found.items() for one in adapter_pairs(module, pair, rank)]
     names = sorted({name for pair in found.values() for name in map(strip_layer, pair.leaves)})
     targets = tuple(re.escape(name.removeprefix("blocks/").replace("/", ".")) + "$" for name in names)
@@ -241,12 +226,9 @@ def strip_layer(name: str) -> str:
 
 
 def adapter_of_run(
-    family: Family, cfg: AnyModelConfig, lora: LoraConfig, has: Callable[[str], bool], base: str | None
+    family: HfFamily, cfg: AnyModelConfig, lora: LoraConfig, has: Callable[[str], bool], base: str | None
 ) -> tuple[list[TensorPair], dict[str, Any]]:
-    """Returns (tensor pairs, adapter_config.json) of a LoRA run. Args: has: True for the name of a saved leaf.
-
-    Raises BadInput where one PEFT matrix is several leaves and only some of them have an adapter.
-    """
+    """Returns (tensor pairs, adapter_config.json) of a LoRA run. has: True for the name of a saved leaf."""
     pairs, joint, transposed = [], {}, True
     for module, pair in linear_modules(family, cfg, family.prefixes[0]).items():
         adapted = [name for name in pair.leaves if has(name + A)]
@@ -273,15 +255,13 @@ def adapter_of_run(
 
 
 def base_model_folder(adapter: Adapter, given: str | None) -> str:
-    """Returns the folder of an adapter's base model.
-
-    Raises BadInput if it is unknown or not local, and where transformers 5 and PEFT would choose different ones.
-    """
+    """Returns the folder of an adapter's base model. Raises BadInput if it is unknown, ambiguous or not local."""
     base = given or adapter.config.base
     if base is None:
         raise BadInput(f"{adapter.folder} is an adapter that names no base model; give --base=FOLDER")
     model = next((name for name in (hf_checkpoint.WEIGHTS, hf_checkpoint.INDEX) if name in adapter.files), None)
-    if given is None and model and hf_checkpoint.CONFIG in adapter.files and not is_folder_of(adapter, base):
+    is_here = paths.absolute(base) == paths.absolute(adapter.folder)
+    if given is None and model and hf_checkpoint.CONFIG in adapter.files and not is_here:
         raise BadInput(
             f"the adapter in {adapter.folder} is for {base[:200]}, and there is also {model} in its folder: "
             "transformers 5 reads it with the one, transformers 4 and PEFT with the other; give --base=FOLDER"
@@ -292,8 +272,3 @@ def base_model_folder(adapter: Adapter, given: str | None) -> str:
             f"{adapter.folder} is an adapter of {base[:200]}, which is not a local folder; give {fetched}--base=FOLDER"
         )
     return base
-
-
-def is_folder_of(adapter: Adapter, base: str) -> bool:
-    """Returns True if the base model is in the adapter's own folder."""
-    return paths.absolute(base) == paths.absolute(adapter.folder)

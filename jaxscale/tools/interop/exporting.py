@@ -30,8 +30,9 @@ from jaxscale.system.faults import crash_point
 from jaxscale.tools.interop import adapter_config, adapters, families
 from jaxscale.tools.interop.chunking import array_shapes, contiguous
 from jaxscale.tools.interop.families import TensorPair
-from jaxscale.tools.interop.families.rope_scaling import MAX_POSITIONS, with_static_rope
+from jaxscale.tools.interop.families.settings import MAX_POSITIONS, with_static_rope
 from jaxscale.tools.interop.hf_checkpoint import CONFIG, INDEX, WEIGHTS
+from jaxscale.tools.interop.importing import OnBytes
 from jaxscale.tools.interop.journal import Journal, open_journal
 from jaxscale.tools.interop.layer_reader import LayerReader
 from jaxscale.tools.interop.safetensors import DTYPES, encode_header
@@ -51,13 +52,11 @@ class ExportSource:
     folder: Any  # of the step
     record: Mapping[str, Any]
     cfg: AnyModelConfig
-    family: families.Family
+    family: families.HfFamily
     pairs: tuple[TensorPair, ...]
     what: WeightsName
     adapter: Mapping[str, Any] | None = None  # adapter_config.json, if only adapters are exported
-    factors: Mapping[str, float] = dataclasses.field(
-        default_factory=dict
-    )  # leaf -> factor that is folded into it (muP)
+    factors: Mapping[str, float] = dataclasses.field(default_factory=dict)  # {leaf: factor folded into it} (muP)
 
     @property
     def run(self) -> Mapping[str, Any]:
@@ -87,11 +86,7 @@ def open_step(
     adapter: bool = False,
     base: str | None = None,
 ) -> tuple[int, ExportSource]:
-    """Returns (step, its source); step None: the newest.
-
-    Args: adapter: export only the adapters of a LoRA run. base: their base model; None: the run's own.
-    Raises: BadInput for a model that no Hugging Face family represents.
-    """
+    """Returns (step, its source); None: the newest. adapter: of a LoRA run alone, for `base`. Raises BadInput."""
     steps = checkpoints.all_steps()
     if not steps:
         raise BadInput(f"{checkpoints.directory.parent} holds no checkpoint; give the work folder of a run")
@@ -118,9 +113,8 @@ def open_step(
     folder = checkpoints.directory / str(step)
     if adapter:
         if not lora.on:
-            raise BadInput(
-                f"--adapter: step {step} has no adapters; leave it out, or name a run with lora.rank above 0"
-            )
+            fix = "leave it out, or name a run with lora.rank above 0"
+            raise BadInput(f"--adapter: step {step} has no adapters; {fix}")
         has = weight_leaves(record["leaves"], what).__contains__
         pairs, config = adapters.adapter_of_run(family, cfg, lora, has, base or origin.get("from"))
         if not pairs:
@@ -162,8 +156,8 @@ def export_step(
     shard_bytes: int,
     texts: Mapping[str, bytes],
     config: Mapping[str, Any],
-    on_bytes: Callable[[int, int, int], None] = lambda done, total, resumed_bytes: None,
-    send: Callable[[Any], str] = lambda folder: "",
+    on_bytes: OnBytes,
+    send: Callable[[Any], str],
 ) -> dict[str, Any]:
     """Writes the folder and returns counts; kept_bytes were written by an earlier, killed export.
 
@@ -173,52 +167,62 @@ def export_step(
     Raises: BadInput if the folder holds something else, Stop (CHECKPOINT_CORRUPT) naming an array that differs from
     its fingerprint, (STORAGE) if the folder cannot be written.
     """
-    number_type = FORMATS[dtype]
-    names = (WEIGHTS, CONFIG) if source.adapter is None else (adapters.WEIGHTS, adapter_config.FILE)
-    shards = plan_shards(source.pairs, number_type, shard_bytes, names[0])
-    folder, journal = prepare_folder(to, source, shards, dtype)
-    with contextlib.closing(journal):
-        total, done, resumed_bytes = sum(shard.num_bytes for shard in shards), 0, 0
-        with reading(source, "its index"):
-            leaves = LayerReader(source.folder)
-        for shard in shards:
-            noted = journal.done.get(shard.name)
-            if noted and size_and_md5(folder / shard.name) == tuple(noted["mark"]):
-                resumed_bytes += shard.num_bytes
-                done += shard.num_bytes
-                continue
-            report = lambda now, before=done, resumed_bytes=resumed_bytes: on_bytes(before + now, total, resumed_bytes)
-            write = functools.partial(write_shard, folder / shard.name, shard, source, leaves, number_type, report)
-            mark, sums = stop_if_unwritable(write, folder)
-            journal.note(shard.name, {"mark": mark, "sums": sums})
-            stop_if_unwritable(journal.flush, folder)
-            crash_point("export/shard")
-            done += shard.num_bytes
-        check_sums(source, journal)
-        files = dict(texts)
-        if len(shards) > 1:
-            files[INDEX] = as_json(weights_index(shards))
-        for name, content in files.items():
-            stop_if_unwritable(
-                lambda name=name, content=content: paths.write_bytes_atomic(folder / name, content), folder
-            )
-        crash_point("export/config")
-        stop_if_unwritable(lambda: paths.write_bytes_atomic(folder / names[1], as_json(config)), folder)
-        pushed = send(folder)
-        journal.remove()
-        counts = dict(num_tensors=len(source.pairs), num_files=len(shards), num_bytes=total)
-        return counts | dict(kept_bytes=resumed_bytes, pushed=pushed)
-
-
-def prepare_folder(to: Any, source: ExportSource, shards: Sequence[ExportFile], dtype: str) -> tuple[Any, Journal]:
-    """Returns (folder, journal). Raises BadInput if the folder holds anything but this export."""
-    folder = paths.absolute(to)
+    weights, config_name = (WEIGHTS, CONFIG) if source.adapter is None else (adapters.WEIGHTS, adapter_config.FILE)
+    shards, folder = plan_shards(source.pairs, FORMATS[dtype], shard_bytes, weights), paths.absolute(to)
     plan = [[shard.name, shard.num_bytes, [pair.hf_name for pair in shard.pairs]] for shard in shards]
     identity = digest([source.record["sha256"], source.what, dtype, plan])
     journal, resumed = open_journal(folder, JOURNAL, identity, f"--to={to}")
     if resumed:
         paths.remove_temporaries(folder, ("*",))
-    return folder, journal
+    with contextlib.closing(journal):
+        resumed_bytes = write_shards(source, folder, journal, shards, FORMATS[dtype], on_bytes)
+        for name, mark in journal.fingerprints("sums").items():
+            if mark != source.record["leaves"][source.leaves[name]][2]:
+                raise Stop(
+                    Exit.CHECKPOINT_CORRUPT,
+                    f"{source.folder}: the bits of {source.leaves[name]} are not those that were saved; the export in "
+                    f"{folder} is not finished: remove it, and export another step",
+                )
+        files = dict(texts)
+        if len(shards) > 1:
+            size = sum(shard.num_bytes - len(shard.header) for shard in shards)
+            weight_map = {pair.hf_name: shard.name for shard in shards for pair in shard.pairs}
+            files[INDEX] = as_json({"metadata": {"total_size": size}, "weight_map": weight_map})
+        for name, content in files.items():
+            stop_if_unwritable(functools.partial(paths.write_bytes_atomic, folder / name, content), folder)
+        crash_point("export/config")
+        stop_if_unwritable(lambda: paths.write_bytes_atomic(folder / config_name, as_json(config)), folder)
+        pushed = send(folder)
+        journal.remove()
+    counts = dict(num_tensors=len(source.pairs), num_files=len(shards), num_bytes=sum(one.num_bytes for one in shards))
+    return counts | dict(kept_bytes=resumed_bytes, pushed=pushed)
+
+
+def write_shards(
+    source: ExportSource,
+    folder: Any,
+    journal: Journal,
+    shards: Sequence[ExportFile],
+    dtype: np.dtype,
+    on_bytes: OnBytes,
+) -> int:
+    """Writes the files that the journal does not have. Returns the bytes of the others."""
+    total, done, resumed_bytes = sum(shard.num_bytes for shard in shards), 0, 0
+    with reading(source, "its index"):
+        leaves = LayerReader(source.folder)
+    for shard in shards:
+        noted = journal.done.get(shard.name)
+        if noted and size_and_md5(folder / shard.name) == tuple(noted["mark"]):
+            resumed_bytes += shard.num_bytes
+        else:
+            report = lambda now, before=done, resumed_bytes=resumed_bytes: on_bytes(before + now, total, resumed_bytes)
+            write = functools.partial(write_shard, folder / shard.name, shard, source, leaves, dtype, report)
+            mark, sums = stop_if_unwritable(write, folder)
+            journal.note(shard.name, {"mark": mark, "sums": sums})
+            stop_if_unwritable(journal.flush, folder)
+            crash_point("export/shard")
+        done += shard.num_bytes
+    return resumed_bytes
 
 
 @contextlib.contextmanager
@@ -269,32 +273,17 @@ def write_tensor(
         file.write(block.reshape(-1).view(np.uint8))
 
 
-def check_sums(source: ExportSource, journal: Journal) -> None:
-    """Raises Stop (CHECKPOINT_CORRUPT) naming an array whose fingerprint differs from the saved one."""
-    for name, mark in journal.fingerprints("sums").items():
-        if mark != source.record["leaves"][source.leaves[name]][2]:
-            raise Stop(
-                Exit.CHECKPOINT_CORRUPT,
-                f"{source.folder}: the bits of {source.leaves[name]} are not those that were saved; the export in "
-                f"{journal.path.parent} is not finished: remove it, and export another step",
-            )
-
-
 def hf_config(source: ExportSource, dtype: str, end_ids: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns config.json: the model's keys, the passed-through keys and special token ids.
-
-    Args: end_ids: bos_token_id and eos_token_id of the exported tokenizer.
-    max_position_embeddings is the larger of the run's seq_len and the base model's, unless RoPE scaling sets it.
-    """
-    resumed_bytes = dict((source.run.get("converted") or {}).get("kept") or {})
-    if not resumed_bytes:
+    """Returns config.json: the model's keys, the passed-through keys and special token ids (end_ids)."""
+    passthrough = dict((source.run.get("converted") or {}).get("kept") or {})
+    if not passthrough:
         origin = dict(hf_origin(source.run).get("kept") or {})
-        resumed_bytes = origin | {name: value for name, value in end_ids.items() if value is not None}
-        longest = source.run["config"].get("seq_len") or 0, resumed_bytes.pop(MAX_POSITIONS, None) or 0
+        passthrough = origin | {name: value for name, value in end_ids.items() if value is not None}
+        longest = source.run["config"].get("seq_len") or 0, passthrough.pop(MAX_POSITIONS, None) or 0
         if not {MAX_POSITIONS, "n_positions"} & source.family.write_config(source.cfg).keys():
-            resumed_bytes[MAX_POSITIONS] = max(longest)
-    resumed_bytes.pop("dtype", None)
-    return families.write(source.family, source.cfg, resumed_bytes | {"torch_dtype": dtype})
+            passthrough[MAX_POSITIONS] = max(longest)
+    passthrough.pop("dtype", None)
+    return families.write(source.family, source.cfg, passthrough | {"torch_dtype": dtype})
 
 
 def as_json(value: Any) -> bytes:
@@ -305,36 +294,19 @@ def as_json(value: Any) -> bytes:
 def plan_shards(
     pairs: Sequence[TensorPair], dtype: np.dtype, shard_bytes: int, single: str = WEIGHTS
 ) -> list[ExportFile]:
-    """Groups tensors in order into files of up to shard_bytes; a larger tensor gets its own file.
-
-    Args: single: the file name if one file holds all tensors.
-    """
+    """Groups tensors into files of up to shard_bytes, or one tensor. single: the file name if one file holds all."""
     groups: list[list[TensorPair]] = [[]]
-    filled = 0
+    sizes = [0]
     for pair in pairs:
-        size = tensor_bytes(pair, dtype)
-        if groups[-1] and filled + size > shard_bytes:
+        size = math.prod(pair.hf_shape) * dtype.itemsize
+        if groups[-1] and sizes[-1] + size > shard_bytes:
             groups.append([])
-            filled = 0
+            sizes.append(0)
         groups[-1].append(pair)
-        filled += size
+        sizes[-1] += size
     shards = []
-    for number, group in enumerate(groups, 1):
+    for number, (group, size) in enumerate(zip(groups, sizes), 1):
         name = single if len(groups) == 1 else SHARD_NAME.format(number, len(groups))
         header = encode_header({pair.hf_name: (dtype, pair.hf_shape) for pair in group})
-        shards.append(
-            ExportFile(name, tuple(group), header, len(header) + sum(tensor_bytes(pair, dtype) for pair in group))
-        )
+        shards.append(ExportFile(name, tuple(group), header, len(header) + size))
     return shards
-
-
-def tensor_bytes(pair: TensorPair, dtype: np.dtype) -> int:
-    """Returns the bytes of one exported tensor."""
-    return math.prod(pair.hf_shape) * dtype.itemsize
-
-
-def weights_index(shards: Sequence[ExportFile]) -> dict[str, Any]:
-    """Returns the content of model.safetensors.index.json."""
-    total = sum(shard.num_bytes - len(shard.header) for shard in shards)
-    places = {pair.hf_name: shard.name for shard in shards for pair in shard.pairs}
-    return {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}

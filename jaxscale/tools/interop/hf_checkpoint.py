@@ -1,7 +1,4 @@
-"""Opens the folder of a Hugging Face model: config.json and the safetensors files of its index.
-
-Sizes in config.json are checked against the tensors before anything is allocated.
-"""
+"""Opens a Hugging Face model's folder: config.json, whose sizes are checked before use, and its safetensors files."""
 
 import dataclasses
 import hashlib
@@ -15,11 +12,11 @@ from jaxscale.runtime.checkpoint.storage_errors import stop_if_unreachable
 from jaxscale.system import foreign, paths
 from jaxscale.system.exits import BadInput
 from jaxscale.system.foreign import short
-from jaxscale.tools.interop.ranges import list_files, stat_file
-from jaxscale.tools.interop.safetensors import Tensor, read_header, same_bytes
+from jaxscale.tools.interop.safetensors import Tensor, list_files, read_header, same_bytes, stat_file
 
 CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
 VARIANT = re.compile(r"model\.[\w-]+\.safetensors|model\.safetensors\.index\.[\w-]+\.json")
+PLAIN_NAME = re.compile(r"[\w][\w.=+-]*\.safetensors", re.ASCII)  # without a path
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")  # loading a pickle can run code
 LAYERS = ("num_hidden_layers", "n_layer")  # each layer has its tensors
 MAX_LAYERS = 4096  # the deepest published models have about 130
@@ -49,18 +46,13 @@ class HfCheckpoint:
     @property
     def identity(self) -> str:
         """sha256 of the config and of each tensor's file, version, dtype, shape and offset."""
-        tensor_locations = [
-            [t.name, t.file.name, t.file.size, t.file.version, t.dtype_name, t.shape, t.start]
-            for t in self.tensors.values()
-        ]
-        return hashlib.sha256(json.dumps([self.config, sorted(tensor_locations)], sort_keys=True).encode()).hexdigest()
+        locate = lambda t: [t.name, t.file.name, t.file.size, t.file.version, t.dtype_name, t.shape, t.start]
+        located = sorted(map(locate, self.tensors.values()))
+        return hashlib.sha256(json.dumps([self.config, located], sort_keys=True).encode()).hexdigest()
 
 
 def open_checkpoint(name: str, flag: str = "--from") -> HfCheckpoint:
-    """Opens a folder, local or gs://, and checks every header. flag: for errors.
-
-    Raises: BadInput, one line, if there is none, if it is pickled, or if a file breaks the rules of its format.
-    """
+    """Opens a folder, local or gs://, and checks every header. Raises BadInput, one line. flag: for errors."""
     if name.endswith(PICKLED) or name.endswith(".safetensors"):
         pickled = name.endswith(PICKLED)
         raise BadInput(f"{flag}={name} " + (pickle_message(name) if pickled else "is a file: give its folder"))
@@ -78,12 +70,9 @@ def open_checkpoint(name: str, flag: str = "--from") -> HfCheckpoint:
 
 
 def find_tensors(flag: str, folder: Any, files: dict[str, int]) -> dict[str, Tensor]:
-    """Returns {name: tensor} of model.safetensors, else of the files in the index, as transformers does.
-
-    flag: the flag with its value. Raises BadInput if neither exists, and as read_index does.
-    """
+    """Returns {name: tensor} of model.safetensors, else of the index's files. Raises BadInput. flag: with its value."""
     if WEIGHTS in files:
-        return headers(folder, [WEIGHTS])[WEIGHTS]
+        return tensors_of(folder, WEIGHTS)
     if INDEX in files:
         return read_index(folder, files)
     if pickled := [file for file in files if file.endswith(PICKLED) and file != "training_args.bin"]:
@@ -99,22 +88,18 @@ def find_tensors(flag: str, folder: Any, files: dict[str, int]) -> dict[str, Ten
 
 
 def read_index(folder: Any, files: dict[str, int]) -> dict[str, Tensor]:
-    """Returns {name: tensor} of every file in the index: transformers loads all their tensors.
-
-    Raises: BadInput for an index that does not match the files, and for a tensor that differs between two files.
-    """
+    """Returns {name: tensor} of all files in the index. Raises BadInput if they do not match, or differ."""
     weight_map = read_object(folder, INDEX, files).get("weight_map")
     where = f"{folder / INDEX}: weight_map"
     if not isinstance(weight_map, dict) or not weight_map:
         raise BadInput(f"{where} must map tensor names to files; fetch it again")
     for tensor, file in weight_map.items():
-        if not isinstance(file, str) or not is_plain(file):
-            raise BadInput(
-                f"{where} puts {tensor!r} into {str(file)[:120]!r}, which is not a .safetensors file in its folder"
-            )
+        put = f"{where} puts {tensor!r} into"
+        if not isinstance(file, str) or not PLAIN_NAME.fullmatch(file):
+            raise BadInput(f"{put} {str(file)[:120]!r}, which is not a .safetensors file in its folder")
         if file not in files:
-            raise BadInput(f"{where} puts {tensor!r} into {file}, which is missing; fetch it")
-    found = headers(folder, sorted(set(weight_map.values())))
+            raise BadInput(f"{put} {file}, which is missing; fetch it")
+    found = {file: tensors_of(folder, file) for file in sorted(set(weight_map.values()))}
     for tensor, file in weight_map.items():
         if tensor not in found[file]:
             raise BadInput(f"{where} puts {tensor!r} into {file}, which does not have it; fetch both again")
@@ -129,16 +114,9 @@ def read_index(folder: Any, files: dict[str, int]) -> dict[str, Tensor]:
     return tensors | {tensor: found[file][tensor] for tensor, file in weight_map.items()}
 
 
-def headers(folder: Any, files: list[str]) -> dict[str, dict[str, Tensor]]:
-    """Returns {file: {name: tensor}}."""
-    return {
-        file: read_header(stop_if_unreachable(lambda file=file: stat_file(folder / file), folder)) for file in files
-    }
-
-
-def is_plain(file: str) -> bool:
-    """True for the plain name of a .safetensors file, without a path."""
-    return re.fullmatch(r"[\w][\w.=+-]*\.safetensors", file, re.ASCII) is not None
+def tensors_of(folder: Any, file: str) -> dict[str, Tensor]:
+    """Returns {name: tensor} of a safetensors file. Raises BadInput as read_header does."""
+    return read_header(stop_if_unreachable(lambda: stat_file(folder / file), folder))
 
 
 def read_object(folder: Any, name: str, files: dict[str, int]) -> dict[str, Any]:
@@ -168,10 +146,8 @@ def pickle_message(name: str) -> str:
 
 def check_counts(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Raises BadInput for a size that is impossible with these tensors."""
-    whole = [
-        tensor.shape for tensor in tensors.values() if tensor.stop > tensor.start
-    ]  # empty tensors may have any shape
-    longest = max((size for shape in whole for size in shape), default=0)
+    whole = [tensor for tensor in tensors.values() if tensor.stop > tensor.start]  # empty ones may have any shape
+    longest = max((size for tensor in whole for size in tensor.shape), default=0)
     routers = [tensor.shape for name, tensor in tensors.items() if name.endswith(ROUTER)]
     max_experts = max((shape[0] for shape in routers if shape), default=longest)
     rules = [
@@ -182,19 +158,13 @@ def check_counts(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> No
     ]
     inner = config.get("text_config")
     for group in (config, inner if isinstance(inner, Mapping) else {}):
-        for names, most, reason in rules:
-            for name in names:
-                check_count(name, group.get(name), most, reason)
-
-
-def check_count(name: str, value: Any, most: int, reason: str) -> None:
-    """Raises BadInput unless the value is None or an integer from 1 to `most`."""
-    if value is None:
-        return
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise BadInput(f"config.json: {name}={short(value)} must be an integer, 1 or more")
-    if value > most:
-        raise BadInput(f"config.json: {name}={short(value)} is too large: {reason}; fetch it again")
+        for name, most, reason in ((name, *rule) for names, *rule in rules for name in names):
+            if (value := group.get(name)) is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise BadInput(f"config.json: {name}={short(value)} must be an integer, 1 or more")
+            if value > most:
+                raise BadInput(f"config.json: {name}={short(value)} is too large: {reason}; fetch it again")
 
 
 def check_end_ids(config: Mapping[str, Any], vocab_size: int, where: str) -> None:

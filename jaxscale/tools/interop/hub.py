@@ -18,10 +18,7 @@ ALLOW_PATTERNS = (  # files of a repository that are downloaded; no pickles
     hf_checkpoint.CONFIG, hf_checkpoint.INDEX, "*.safetensors", adapter_config.FILE, *tokenizer_files.FILES,
     f"{tokenizer_files.MORE_TEMPLATES}/*.jinja",
 )  # fmt: skip
-IGNORE_PATTERNS = (
-    "consolidated*",
-    "*/*.safetensors",
-)  # copies of the same weights in the maker's format, and in subfolders
+IGNORE_PATTERNS = ("consolidated*", "*/*.safetensors")  # the same weights in the maker's format, or in subfolders
 ADDRESS = re.compile(
     rf"(?:https://(?:{'|'.join(map(re.escape, paths.HUBS))})/|hf://)?([^/]+/[^/@]+?)(?:/tree/([^/]+))?/?"
 )
@@ -37,10 +34,7 @@ class Fetched:
 
 
 def repository(name: str, revision: str | None = None) -> tuple[str, str | None] | None:
-    """Parses (OWNER/NAME, revision) of a repository; None for a path.
-
-    OWNER/NAME is a path if that folder, or a folder OWNER, exists.
-    """
+    """Parses (OWNER/NAME, revision) of a repository; None for a path, as where that folder or a folder OWNER exists."""
     found = ADDRESS.fullmatch(name)
     if found is None or not HUB_NAME.fullmatch(found[1]):
         return None
@@ -50,10 +44,7 @@ def repository(name: str, revision: str | None = None) -> tuple[str, str | None]
 
 
 def fetch(name: str, revision: str | None, flag: str) -> Fetched | None:
-    """Downloads a repository; None for a path. flag: named in errors.
-
-    Raises: BadInput if it does not exist or cannot be read, Stop (STORAGE) if the Hub does not answer.
-    """
+    """Downloads a repository; None for a path. Raises BadInput if it is not readable, else Stop (STORAGE)."""
     if (asked := repository(name, revision)) is None:
         if revision is not None and flag == "--from":
             raise BadInput(f"--revision={revision} is of a repository of the Hub, and {flag}={name} is none")
@@ -71,33 +62,23 @@ def fetch(name: str, revision: str | None, flag: str) -> Fetched | None:
     disable_progress_bars()
     refused = (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.GatedRepoError)
     try:
-        folder = huggingface_hub.snapshot_download(
-            name,
-            revision=revision,
-            allow_patterns=list(ALLOW_PATTERNS),
-            ignore_patterns=list(IGNORE_PATTERNS),
-            token=token or False,
-        )
+        patterns = dict(allow_patterns=list(ALLOW_PATTERNS), ignore_patterns=list(IGNORE_PATTERNS))
+        folder = huggingface_hub.snapshot_download(name, revision=revision, token=token or False, **patterns)
     except refused as error:
-        at = f" at {revision}" if revision else ""
-        raise BadInput(
-            f"{flag}={name}{at}: the Hub has none, or {TOKEN} may not read it: {cause(error, 200)}"
-        ) from None
+        at, reason = f" at {revision}" if revision else "", cause(error)[:200]
+        raise BadInput(f"{flag}={name}{at}: the Hub has none, or {TOKEN} may not read it: {reason}") from None
     except Exception as error:  # of whatever client the package has below it
         raise Stop(Exit.STORAGE, f"{flag}={name} was not fetched: {cause(error)}; run the same command again") from None
     return Fetched(name, pathlib.Path(folder).name, folder)
 
 
-def cause(error: Exception, characters: int = 300) -> str:
+def cause(error: Exception) -> str:
     """Returns the message of an error on one line, without secrets."""
-    return " ".join(shown(str(error)).split())[:characters]
+    return " ".join(shown(str(error)).split())[:300]
 
 
 def push_folder(folder: Any, name: str, message: str) -> str:
-    """Uploads a folder as one commit and returns its URL. Creates a private repository if there is none.
-
-    Raises: Stop (STORAGE) if the Hub refuses or does not answer.
-    """
+    """Uploads a folder as one commit, to a private repository if it is new; returns its URL. Raises Stop."""
     check_push(name, folder)
     import huggingface_hub
     from huggingface_hub.utils import disable_progress_bars
@@ -106,9 +87,8 @@ def push_folder(folder: Any, name: str, message: str) -> str:
     api = huggingface_hub.HfApi(os.environ.get(ENDPOINT) or None, token=os.environ[TOKEN].strip())
     try:
         api.create_repo(name, private=True, exist_ok=True)
-        done = api.upload_folder(
-            repo_id=name, folder_path=os.fspath(folder), commit_message=message, ignore_patterns=[PRIVATE]
-        )
+        what = dict(repo_id=name, folder_path=os.fspath(folder), commit_message=message, ignore_patterns=[PRIVATE])
+        done = api.upload_folder(**what)
     except Exception as error:  # of whatever client the package has below it
         reason = f"{folder} is whole, and {name} on the Hub did not take it: {cause(error)}; run the same command again"
         raise Stop(Exit.STORAGE, reason) from None

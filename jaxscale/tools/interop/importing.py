@@ -22,14 +22,7 @@ from jaxscale.runtime.checkpoint.verify import DamagedCheckpoint, verify_leaves,
 from jaxscale.system import paths
 from jaxscale.system.exits import Exit, Stop
 from jaxscale.system.faults import crash_point
-from jaxscale.tools.interop.chunking import (
-    PARAM_DTYPE,
-    PARAMS_PREFIX,
-    array_shapes,
-    chunk_shapes,
-    contiguous,
-    plan_units,
-)
+from jaxscale.tools.interop import chunking
 from jaxscale.tools.interop.families import TensorPair
 from jaxscale.tools.interop.journal import Journal, open_journal
 from jaxscale.tools.interop.safetensors import DTYPES, Tensor
@@ -54,7 +47,7 @@ def import_tensors(
     pairs: Sequence[TensorPair],
     tensors: Mapping[str, Tensor],
     run: Mapping[str, Any],
-    on_bytes: OnBytes = lambda done, total, resumed_bytes: None,
+    on_bytes: OnBytes,
 ) -> dict[str, Any]:
     """Writes the tensors as step 0 of the work folder and returns counts.
 
@@ -62,35 +55,33 @@ def import_tensors(
     Args: run: the run's part of the step's record.
     Raises: BadInput for a file that cannot be read as its header says, Stop (STORAGE) if it cannot be written.
     """
-    shapes = array_shapes(pairs)
-    total = sum(math.prod(shape) for shape in shapes.values()) * PARAM_DTYPE.itemsize
+    shapes = chunking.array_shapes(pairs)
+    total = sum(math.prod(shape) for shape in shapes.values()) * chunking.PARAM_DTYPE.itemsize
     partial, final = unfinished_folder(folder / "checkpoints", STEP), folder / "checkpoints" / str(STEP)
+    resumed_bytes = total
     with contextlib.closing(journal):
         if not (final / COMMITTED).exists():
             if not journal.done or not partial.exists():  # no part of the folder is known to be of this conversion
                 journal.done = {}
                 stop_if_unwritable(lambda: recreate_folder(partial), folder)
-                check_room(folder, total)
-            marks, resumed_bytes, odd = write_units(partial, journal, pairs, tensors, total, on_bytes)
-            leaves = {f"{PARAMS_PREFIX}{name}": [list(shapes[name]), "float32", marks[name]] for name in shapes}
+                try:
+                    write.check_room(folder, total)
+                except write.NoRoom as error:
+                    raise Stop(Exit.STORAGE, f"{folder}: {error}; make room, or name another folder") from None
+            resumed_bytes = write_units(partial, journal, pairs, tensors, total, on_bytes)
+            marks = journal.fingerprints("marks")
+            leaves = {
+                f"{chunking.PARAMS_PREFIX}{name}": [list(shapes[name]), "float32", marks[name]] for name in shapes
+            }
             try:
                 stop_if_unwritable(lambda: finish_step(partial, final, leaves, run), folder)
             except DamagedCheckpoint as damage:
                 remove_tree(partial)
                 journal.remove()
                 raise Stop(Exit.STORAGE, f"read-back differs from what was written: {damage}; run it again") from None
-        else:
-            resumed_bytes, odd = total, not_finite_names(journal.done)
         journal.remove()
-        return dict(num_leaves=len(shapes), num_bytes=total, kept_bytes=resumed_bytes, not_finite=tuple(odd))
-
-
-def check_room(folder: Any, needed: int) -> None:
-    """Raises Stop (STORAGE) if the disk has no room."""
-    try:
-        write.check_room(folder, needed)
-    except write.NoRoom as error:
-        raise Stop(Exit.STORAGE, f"{folder}: {error}; make room, or name another folder") from None
+    not_finite = tuple(sorted(name for noted in journal.done.values() for name in noted["odd"]))
+    return dict(num_leaves=len(shapes), num_bytes=total, kept_bytes=resumed_bytes, not_finite=not_finite)
 
 
 def write_units(
@@ -100,17 +91,16 @@ def write_units(
     tensors: Mapping[str, Tensor],
     total: int,
     on_bytes: OnBytes,
-) -> tuple[dict[str, int], int, list[str]]:
-    """Writes all units; returns ({leaf: fingerprint}, bytes of an earlier start, tensors that are not finite)."""
-    shapes, chunks = array_shapes(pairs), chunk_shapes(pairs)
+) -> int:
+    """Writes all units that the journal does not have; returns the bytes of the others."""
+    shapes, chunks = chunking.array_shapes(pairs), chunking.chunk_shapes(pairs)
     output = StepArrayWriter(partial)
-    made = output.create(
-        {f"{PARAMS_PREFIX}{name}": orbax_array_format(shapes[name], chunks[name], PARAM_DTYPE) for name in shapes}
-    )
+    array_format = lambda name: orbax_array_format(shapes[name], chunks[name], chunking.PARAM_DTYPE)
+    made = output.create({f"{chunking.PARAMS_PREFIX}{name}": array_format(name) for name in shapes})
     arrays = dict(zip(shapes, made, strict=True))
     done = resumed_bytes = 0
-    for part, unit in plan_units(pairs).items():
-        size = sum(math.prod(shape) for pair in unit for shape in pair.leaf_shapes) * PARAM_DTYPE.itemsize
+    for part, unit in chunking.plan_units(pairs).items():
+        size = sum(math.prod(shape) for pair in unit for shape in pair.leaf_shapes) * chunking.PARAM_DTYPE.itemsize
         done += size
         if part in journal.done:
             resumed_bytes += size
@@ -121,7 +111,7 @@ def write_units(
             flush(output, journal)
         on_bytes(done, total, resumed_bytes)
     flush(output, journal)
-    return journal.fingerprints("marks"), resumed_bytes, not_finite_names(journal.done)
+    return resumed_bytes
 
 
 def flush(output: StepArrayWriter, journal: Journal) -> None:
@@ -132,11 +122,6 @@ def flush(output: StepArrayWriter, journal: Journal) -> None:
     crash_point("convert/noted")
 
 
-def not_finite_names(done: Mapping[str, Any]) -> list[str]:
-    """Returns the journal's tensors with a NaN or infinity."""
-    return sorted(name for noted in done.values() for name in noted["odd"])
-
-
 def write_unit(
     unit: Sequence[TensorPair],
     tensors: Mapping[str, Tensor],
@@ -144,17 +129,14 @@ def write_unit(
     arrays: Mapping[str, Any],
     chunks: Mapping[str, tuple[int, ...]],
 ) -> tuple[dict[str, int], list[str]]:
-    """Writes one unit; returns ({leaf: its partial fingerprint}, tensors that are not finite).
-
-    A tensor that is a whole unit is written chunk by chunk: it is the only large array in memory.
-    """
+    """Writes one unit by chunks; returns ({leaf: its partial fingerprint}, tensors that are not finite)."""
     marks, finite = {}, np.ones(len(unit), bool)
     first, last = unit[0].place, unit[-1].place
     leading = tuple(slice(begin, end + 1) for begin, end in zip(first, last))
     layers = [pair.to_leaves(tensors[pair.hf_name].read()) for pair in unit]
     for index, name in enumerate(unit[0].leaves):
         leaves = [layer[index] for layer in layers]
-        values = np.stack([contiguous(leaf) for leaf in leaves]) if len(leaves) > 1 else leaves[0]
+        values = np.stack([chunking.contiguous(leaf) for leaf in leaves]) if len(leaves) > 1 else leaves[0]
         total = 0
         for box in grid_boxes(leaves[0].shape, chunks[name][len(leading) :]):
             value, place = to_float32(values[(..., *box)]), (*leading, *box)
@@ -169,21 +151,17 @@ def write_unit(
 def to_float32(values: np.ndarray) -> np.ndarray:
     """Returns a float32 copy, exact for bfloat16 and float16."""
     if values.dtype == BFLOAT16:
-        words = contiguous(values.view(np.uint16)).astype(np.uint32)  # the upper half of a float32
+        words = chunking.contiguous(values.view(np.uint16)).astype(np.uint32)  # the upper half of a float32
         words <<= 16
         return words.view(np.float32)
-    return contiguous(values).astype(np.float32)
+    return chunking.contiguous(values).astype(np.float32)
 
 
 def finish_step(partial: Any, final: Any, leaves: Mapping[str, list], run: Mapping[str, Any]) -> None:
-    """Writes the step's metadata, reads the arrays back and commits the step.
-
-    Raises: DamagedCheckpoint if an array reads back differently.
-    """
+    """Writes metadata, reads the arrays back and commits. Raises DamagedCheckpoint for a difference."""
     began = time.time()
-    paths.write_json(
-        partial / array_store.TREE_METADATA, orbax_tree_metadata({name: leaf[0] for name, leaf in leaves.items()})
-    )
+    metadata = orbax_tree_metadata({name: leaf[0] for name, leaf in leaves.items()})
+    paths.write_json(partial / array_store.TREE_METADATA, metadata)
     record = seal({"step": STEP, "run": dict(run), "leaves": dict(leaves), "health": "clean", "metrics": {}})
     write.write_step_metadata(partial, record, final, began)
     crash_point("convert/read_back")

@@ -15,10 +15,7 @@ REMOTE_SECONDS = 5.0  # between two writes to a bucket, which takes about one a 
 
 
 def open_journal(folder: Any, name: str, identity: str, flag: str) -> tuple["Journal", bool]:
-    """Returns (the folder's journal, True if this conversion was started before).
-
-    Raises BadInput if the folder holds anything but this conversion.
-    """
+    """Returns (journal, True if this conversion was started before). Raises BadInput if the folder is in use."""
     journal = Journal(folder / name, identity)
     existing = [path.name for path in folder.iterdir()] if folder.exists() and not journal.path.exists() else []
     if existing:
@@ -42,7 +39,9 @@ class Journal:
 
         Raises: BadInput for another conversion's journal, or if another process holds the lock.
         """
-        self.lock_folder()
+        stack = contextlib.ExitStack()
+        stack.enter_context(folder_lock(self.path.parent, "converting into"))
+        self.close = weakref.finalize(self, stack.close)  # the system releases the lock when the process dies
         found = read_optional(self.path)
         if found:
             if found.get("what") != self.identity:
@@ -55,12 +54,6 @@ class Journal:
             return True
         self.write()
         return False
-
-    def lock_folder(self) -> None:
-        """Locks the folder, where the file system has locks; the system releases it when the process dies."""
-        stack = contextlib.ExitStack()
-        stack.enter_context(folder_lock(self.path.parent, "converting into"))
-        self.close = weakref.finalize(self, stack.close)
 
     def note(self, part: str, value: Any) -> None:
         """Adds a finished part, recorded by the next `flush`, once its data are durable."""

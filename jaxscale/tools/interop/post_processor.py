@@ -11,10 +11,7 @@ PAIRED = {"BertProcessing": 1, "RobertaProcessing": 2}  # number of separators b
 
 
 def begin_with(begin: Sequence[str], text: str) -> str | None:
-    """Returns a tokenizer.json that begins texts with exactly these tokens; None if it already does.
-
-    Tokens after a text and between the two of a pair are unchanged.
-    """
+    """Returns a tokenizer.json that begins texts with exactly these tokens; None if it already does."""
     import tokenizers
 
     tokenizer, spec = tokenizers.Tokenizer.from_str(text), json.loads(text)
@@ -22,29 +19,23 @@ def begin_with(begin: Sequence[str], text: str) -> str | None:
     tokenizer.no_padding()
     whole = tokenizer.encode("a")
     first = next((place for place, word in enumerate(whole.word_ids) if word is not None), 0)
-    ids = [known_id(tokenizer, name) for name in begin]
+    ids = list(map(tokenizer.token_to_id, begin))
+    if None in ids:
+        name = begin[ids.index(None)]
+        raise BadInput(f"tokenizer.json has no token {name!r:.80}, with which the run's documents begin")
     if whole.ids[:first] == ids:
         return None
     post_processor = spec.get("post_processor") or {}
     steps = post_processor.get("processors") or [post_processor]
     template = next(filter(None, map(as_template, steps)), template_of([text_of("A")], [text_of("A"), text_of("B")]))
     begin_pieces = [special(name) for name in begin]
-    after_begin = [list(itertools.dropwhile(lambda piece: "SpecialToken" in piece, template[key])) for key in FORMS]
+    after_begin = lambda pieces: list(itertools.dropwhile(lambda piece: "SpecialToken" in piece, pieces))
     known = template["special_tokens"] | {name: known_as(name, i) for name, i in zip(begin, ids, strict=True)}
-    step = template_of(begin_pieces + after_begin[0], begin_pieces + after_begin[1], known)
+    forms = (begin_pieces + after_begin(template[form]) for form in ("single", "pair"))  # for a text, for two
+    step = template_of(*forms, known)
     others = [step for step in steps if step.get("type") == "ByteLevel"]  # only changes offsets
     spec["post_processor"] = {"type": "Sequence", "processors": [*others, step]} if others else step
     return tokenizers.Tokenizer.from_str(json.dumps(spec, ensure_ascii=False)).to_str()
-
-
-def known_id(tokenizer: Any, name: str) -> int:
-    """Returns the id of a token by name. Raises BadInput if the tokenizer does not have it."""
-    if (found := tokenizer.token_to_id(name)) is None:
-        raise BadInput(f"tokenizer.json has no token {name!r:.80}, with which the run's documents begin")
-    return found
-
-
-FORMS = ("single", "pair")  # templates for one text and for a pair
 
 
 def as_template(step: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -1,22 +1,26 @@
 """The safetensors format: the header's length in 8 bytes, a JSON header, and the tensors' bytes without gaps.
 
 Described at github.com/huggingface/safetensors (README, "Format"). Files are untrusted: every dtype, shape and
-offset is checked against the others and the file's size before a tensor is read.
+offset is checked against the others and the file's size before a tensor is read, from a disk or a bucket.
 """
 
 import collections
+import concurrent.futures
 import dataclasses
+import io
 import json
 import math
+import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from jaxscale.system import foreign, paths
 from jaxscale.system.exits import BadInput
 from jaxscale.system.foreign import parse_json, short
-from jaxscale.tools.interop.ranges import File
+from jaxscale.system.storage import objects_under, open_bucket
 
 LENGTH_BYTES = 8
 LONGEST_HEADER = 32 << 20  # bytes: about 300,000 tensors. parsing needs up to thirty times as many
@@ -26,11 +30,83 @@ BLOCK_BYTES = 32 << 20  # of each of two compared tensors in memory at a time
 DTYPES = {  # dtypes that are converted
     "F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16),
 }  # fmt: skip
-UNSUPPORTED_DTYPE_BYTES = {  # bytes per element of known dtypes that are not converted
+ELEMENT_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()} | {  # of all known dtypes
     "F64": 8, "I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1, "C64": 8,
     "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1,
 }  # fmt: skip
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+PART_BYTES = 16 << 20  # of one request to a bucket
+REQUESTS = 8  # concurrent: one connection to a bucket brings at most about 100 MB/s
+
+
+@dataclasses.dataclass(frozen=True)
+class File:
+    """Path, size and version of a file. version: changes when the file is replaced."""
+
+    path: Any
+    size: int
+    version: str
+
+    @property
+    def name(self) -> str:
+        """The file name."""
+        return self.path.name
+
+    def read_into(self, start: int, out: Any) -> None:
+        """Fills a buffer from offset `start`. Raises BadInput if the file is shorter or was replaced, OSError."""
+        view = memoryview(out).cast("B")
+        if start + len(view) > self.size:
+            raise BadInput(f"{self.path} ends at byte {self.size}, before byte {start + len(view)} that is wanted")
+        if not paths.is_remote(self.path):
+            raw: Any = foreign.open_file(self.path)  # unbuffered, may read less than is asked for
+            with io.BufferedReader(raw) as file:
+                file.seek(start)
+                if file.readinto(view) != len(view):
+                    raise BadInput(f"{self.path} became shorter while it was read; is something still writing it?")
+            return
+        parts = [(begin, view[begin : begin + PART_BYTES]) for begin in range(0, len(view), PART_BYTES)]
+        with concurrent.futures.ThreadPoolExecutor(REQUESTS) as pool:
+            for _ in pool.map(lambda part: self.read_object(start + part[0], part[1]), parts):
+                pass
+
+    def read(self, start: int, stop: int) -> bytearray:
+        """Returns bytes [start, stop). Raises as read_into does."""
+        content = bytearray(stop - start)
+        self.read_into(start, content)
+        return content
+
+    def read_object(self, start: int, view: memoryview) -> None:
+        """read_into for an object; resumes after a broken connection."""
+        url, bucket = os.fspath(self.path), open_bucket()
+        done = 0
+        try:
+            for piece in bucket.pieces(url, start, self.size, stop=start + len(view), generation=self.version):
+                view[done : done + len(piece)] = piece
+                done += len(piece)
+        except FileNotFoundError:
+            raise BadInput(f"{url} was replaced or removed while it was read; run it again") from None
+
+
+def stat_file(path: Any) -> File:
+    """Returns the file's current state. Raises FileNotFoundError, and BadInput where access is refused."""
+    if paths.is_remote(path):
+        metadata = open_bucket().metadata(os.fspath(path))
+        if metadata is None:
+            raise FileNotFoundError(2, "no such object", os.fspath(path))
+        return File(path, int(metadata["size"]), str(metadata["generation"]))
+    stat = foreign.resolve_file(path).stat()
+    return File(path, stat.st_size, str(stat.st_mtime_ns))
+
+
+def list_files(folder: Any) -> dict[str, int]:
+    """Returns {name: bytes} of the files directly in a folder, sorted; empty if it does not exist."""
+    if paths.is_remote(folder):
+        found = {name: size for name, size in objects_under(os.fspath(folder)) if "/" not in name}
+    elif folder.is_dir():
+        found = {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
+    else:
+        found = {}
+    return dict(sorted(found.items()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,10 +155,10 @@ def read_header(file: File) -> dict[str, Tensor]:
     if file.size < LENGTH_BYTES + 2:
         raise invalid_file(file, f"it has {file.size} bytes, too few for a header")
     length = int.from_bytes(file.read(0, LENGTH_BYTES), "little")
-    if length > LONGEST_HEADER or LENGTH_BYTES + length > file.size:
-        too_long = length > LONGEST_HEADER
-        limit = f"more than the limit of {LONGEST_HEADER}" if too_long else f"of a file of {file.size} bytes"
-        raise invalid_file(file, f"the header length is {length} bytes, {limit}")
+    if length > LONGEST_HEADER:
+        raise invalid_file(file, f"the header length is {length} bytes, more than the limit of {LONGEST_HEADER}")
+    if LENGTH_BYTES + length > file.size:
+        raise invalid_file(file, f"the header length is {length} bytes, of a file of {file.size} bytes")
     try:
         header = parse_json(file.read(LENGTH_BYTES, LENGTH_BYTES + length), object_pairs_hook=reject_duplicates)
     except BadInput as error:
@@ -111,27 +187,18 @@ def parse_entry(file: File, name: str, described: Any, begin: int) -> Tensor:
     if not isinstance(described, dict) or set(described) != {"dtype", "shape", "data_offsets"}:
         raise invalid_file(file, f"{where} is not described by dtype, shape and data_offsets alone")
     dtype_name, shape, offsets = described["dtype"], described["shape"], described["data_offsets"]
-    if dtype_name not in (*DTYPES, *UNSUPPORTED_DTYPE_BYTES):  # a tuple, because a hostile value may not be hashable
-        raise invalid_file(
-            file,
-            f"{where} has dtype {short(dtype_name)}, which is none of {', '.join([*DTYPES, *UNSUPPORTED_DTYPE_BYTES])}",
-        )
+    if dtype_name not in tuple(ELEMENT_BYTES):  # a tuple, because a hostile value may not be hashable
+        raise invalid_file(file, f"{where} has dtype {short(dtype_name)}, which is none of {', '.join(ELEMENT_BYTES)}")
     if not is_size_list(shape) or len(shape) > MOST_AXES:
         raise invalid_file(file, f"{where} has shape {short(shape)}, which is not a list of at most {MOST_AXES} sizes")
     if not is_size_list(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise invalid_file(file, f"{where} has data_offsets {short(offsets)}, which are not [begin, end]")
-    size = math.prod(shape) * (
-        DTYPES[dtype_name].itemsize if dtype_name in DTYPES else UNSUPPORTED_DTYPE_BYTES[dtype_name]
-    )
-    if offsets[1] - offsets[0] != size:
-        raise invalid_file(
-            file, f"{where}, {dtype_name}{short(shape)}, needs {size} bytes and has {offsets[1] - offsets[0]}"
-        )
-    if begin + offsets[1] > file.size:
-        raise invalid_file(
-            file, f"{where} ends at byte {begin + offsets[1]} of a file of {file.size}: it was cut short"
-        )
-    return Tensor(name, file, dtype_name, tuple(shape), begin + offsets[0], begin + offsets[1])
+    size, (start, stop) = math.prod(shape) * ELEMENT_BYTES[dtype_name], (begin + offset for offset in offsets)
+    if stop - start != size:
+        raise invalid_file(file, f"{where}, {dtype_name}{short(shape)}, needs {size} bytes and has {stop - start}")
+    if stop > file.size:
+        raise invalid_file(file, f"{where} ends at byte {stop} of a file of {file.size}: it was cut short")
+    return Tensor(name, file, dtype_name, tuple(shape), start, stop)
 
 
 def is_size_list(value: Any) -> bool:

@@ -1,19 +1,27 @@
-"""Opens the model to import: a Hugging Face model, with a PEFT adapter merged or trained further."""
+"""Opens the model to import: a Hugging Face model, with a PEFT adapter merged or trained further.
+
+transformers 5 stores a layer's experts as [experts, gate then up, in] and [experts, out, in]. Each expert's matrix is
+contiguous there, so it is read as a byte range of the file. Router loads, which no file has, are initialized.
+"""
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping, Sequence
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from jaxscale.core.models import AnyModelConfig
 from jaxscale.core.models.lora_mup_config import NO_LORA, LoraConfig
+from jaxscale.system import paths
 from jaxscale.system.exits import BadInput
 from jaxscale.tools.interop import adapters, families, tokenizer_files
 from jaxscale.tools.interop.chunking import check_tensors
-from jaxscale.tools.interop.families import Family, Match, TensorPair
-from jaxscale.tools.interop.fused_experts import initial_router_load, split_fused_experts
+from jaxscale.tools.interop.families import HfFamily, TensorPair, TensorSpec
 from jaxscale.tools.interop.hf_checkpoint import INDEX, WEIGHTS, check_counts, check_end_ids, open_checkpoint
-from jaxscale.tools.interop.safetensors import Tensor, same_bytes
+from jaxscale.tools.interop.safetensors import File, Tensor, same_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +29,7 @@ class SourceModel:
     """Everything known about an import before tensors are read."""
 
     name: str  # of the model's folder
-    family: Family
+    family: HfFamily
     cfg: AnyModelConfig
     passthrough: dict[str, Any]
     pairs: Sequence[TensorPair]
@@ -37,10 +45,8 @@ class SourceModel:
 def open_source_model(name: str, base: str | None = None, keep: bool = False) -> SourceModel:
     """Opens the model or the adapter with its base model in a folder.
 
-    Args: base: the base model's folder, if not
-    the one in the adapter's config. keep: import the adapter as LoRA leaves instead of merging it.
-
-    Raises: BadInput, one line, for anything that cannot be read or is not supported.
+    Args: base: the base model's folder, if not the one in the adapter's config. keep: import the adapter as LoRA leaves
+    instead of merging it. Raises BadInput, one line, for anything that cannot be read or is not supported.
     """
     adapter = adapters.open_adapter(name)
     if adapter is None:
@@ -54,15 +60,12 @@ def open_source_model(name: str, base: str | None = None, keep: bool = False) ->
         found = adapters.match_adapter(adapter, model.family, model.cfg, model.tensors)
     except BadInput as error:
         raise BadInput(f"--from={name}: {error}") from None
-    adapter_files = tokenizer_files.read_files(adapter.folder, adapter.files)
-    files = (
-        tokenizer_files.with_generation(adapter_files, model.passthrough)
-        if tokenizer_files.main_file(adapter_files)
-        else model.files
-    )
+    adapter_files, files = tokenizer_files.read_files(adapter.folder, adapter.files), model.files
+    if tokenizer_files.main_file(adapter_files):
+        files = tokenizer_files.with_generation(adapter_files, model.passthrough)
     notes = tokenizer_files.check_tokenizer(files, model.cfg.vocab_size, adapter.folder)
     identity = hashlib.sha256(f"{model.identity} {adapter.identity} {keep}".encode()).hexdigest()
-    done, changes = f"{name}, {len(found)} matrices, merged", {}
+    done = f"{name}, {len(found)} matrices, merged"
     if keep:
         lora, pairs = adapters.run_from_adapter(adapter, found, model.cfg)
         check_tensors(pairs, adapter.tensors)
@@ -78,7 +81,7 @@ def adapter_notes(adapter: adapters.Adapter, base: str, adapter_files: Mapping[s
     """Returns lines about unused files of an adapter's folder. base: folder of its base model."""
     notes = []
     weights = [name for name in (WEIGHTS, INDEX) if name in adapter.files]
-    if weights and not adapters.is_folder_of(adapter, base):
+    if weights and paths.absolute(base) != paths.absolute(adapter.folder):
         notes.append(f"its adapter is read with the model in {base}, and not with {weights[0]} next to it")
     if adapter_files and not tokenizer_files.main_file(adapter_files):
         notes.append(
@@ -97,36 +100,76 @@ def open_model(name: str, named: str) -> SourceModel:
         family, cfg, passthrough = families.read(found.config)
         check_end_ids(passthrough, cfg.vocab_size, "config.json")
         tensors = split_fused_experts(family, cfg, found.tensors)
-        matched = families.match(family, cfg, tensors)
+        pairs, left_out = families.match(family, cfg, tensors)
     except BadInput as error:
         raise BadInput(f"{named}={name}: {error}") from None
-    check_tensors(matched.pairs, tensors)
-    check_tied_weights(matched, tensors)
+    check_tensors(pairs, tensors)
+    for copy in left_out:
+        if copy.endswith(f"{adapters.HEAD}.weight"):  # tied by config.json
+            table = next(tensors[pair.hf_name] for pair in pairs if pair.leaves == ("embedding",))
+            if not same_bytes(table, tensors[copy]):
+                raise BadInput(
+                    f"{tensors[copy].file.path}: {copy} is not the same as {table.name}, though config.json says "
+                    "tie_word_embeddings; set that to false there"
+                )
     load_pairs, load = initial_router_load(cfg)
     files = tokenizer_files.with_generation(tokenizer_files.read_files(found.folder, found.files), passthrough)
     odd = tokenizer_files.check_tokenizer(files, cfg.vocab_size, found.folder)
-    return SourceModel(
-        name=name,
-        family=family,
-        cfg=cfg,
-        passthrough=passthrough,
-        pairs=[*matched.pairs, *load_pairs],
-        tensors={**tensors, **load},
-        left_out=matched.left_out,
-        files=files,
-        identity=found.identity,
-        notes=[*found.notes, *families.notes(found.config), *odd],
-    )
+    notes = [*found.notes, *families.notes(found.config), *odd]
+    pairs, tensors = [*pairs, *load_pairs], {**tensors, **load}
+    return SourceModel(name, family, cfg, passthrough, pairs, tensors, left_out, files, found.identity, notes)
 
 
-def check_tied_weights(matched: Match, tensors: Mapping[str, Tensor]) -> None:
-    """Raises BadInput if an ignored lm_head, tied by config.json, differs from the embedding."""
-    for name in matched.left_out:
-        if not name.endswith(f"{adapters.HEAD}.weight"):
-            continue
-        table = next(tensors[pair.hf_name] for pair in matched.pairs if pair.leaves == ("embedding",))
-        if not same_bytes(table, tensors[name]):
-            raise BadInput(
-                f"{tensors[name].file.path}: {name} is not the same as {table.name}, though config.json says "
-                "tie_word_embeddings; set that to false there"
-            )
+def split_fused_experts(family: HfFamily, cfg: AnyModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns tensors under the family's names, with fused experts split. Raises BadInput if they do not fit."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        for pattern, written in family.renames:
+            name = re.sub(pattern, written, name)
+        parts = [dataclasses.replace(tensor, name=name)] if name != tensor.name else [tensor]
+        for hf_name, rows in family.fused.items():
+            before, after = map(re.escape, hf_name.split("{layer}"))
+            if cfg.experts is not None and (inner := re.fullmatch(rf"(|.*\.){before}(\d+){after}", name)):
+                parts = list(split_experts(rows, inner, tensor, cfg.experts.number))
+        for part in parts:
+            if part.name in found:
+                raise BadInput(f"the checkpoint has {part.name} twice, under two names or both alone and fused")
+            found[part.name] = part
+    return found
+
+
+def split_experts(rows: Sequence[str], name: re.Match[str], tensor: Tensor, number: int) -> Iterator[Tensor]:
+    """Yields one tensor per expert and matrix. name: match of the tensor's name, with groups (prefix, layer)."""
+    count = len(rows)
+    experts, outputs, *inputs = (*tensor.shape, 0, 0)[: max(2, len(tensor.shape))]
+    if len(inputs) != 1 or experts != number or outputs % count:
+        halves = f", {count} matrices of each" if count > 1 else ""
+        raise BadInput(
+            f"{tensor.file.path}: {tensor.name} has shape {list(tensor.shape)}, and by config.json it is of {number} "
+            f"experts{halves}: [experts, outputs, inputs]; the two belong to different models: fetch both again"
+        )
+    size = (tensor.stop - tensor.start) // (number * count)
+    shape = (outputs // count, *inputs)
+    for expert in range(number):
+        for index, row in enumerate(rows):
+            start = tensor.start + (expert * count + index) * size
+            hf_name = name[1] + row.format(layer=name[2], expert=expert)
+            yield dataclasses.replace(tensor, name=hf_name, shape=shape, start=start, stop=start + size)
+
+
+@dataclasses.dataclass(frozen=True)
+class UniformRouterLoad(Tensor):
+    """Uniform loads that sum to 1; not read from a file."""
+
+    def read(self) -> np.ndarray:
+        """Returns the values."""
+        return np.full(self.shape, 1 / self.shape[-1], np.float32)
+
+
+def initial_router_load(cfg: AnyModelConfig) -> tuple[list[TensorPair], dict[str, Tensor]]:
+    """Returns (pairs, tensors) of the router loads of an untrained model."""
+    pairs, tensors = [], {}
+    for name, shape in families.untracked_leaves(cfg).items():
+        pairs.append(TensorPair((name,), None, (shape,), name, shape, TensorSpec(name, name)))
+        tensors[name] = UniformRouterLoad(name, File(name, 0, ""), "F32", shape, 0, 4 * math.prod(shape))
+    return pairs, tensors

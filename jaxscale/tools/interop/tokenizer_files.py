@@ -11,25 +11,13 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxscale.runtime.text.tokenizer import load
 from jaxscale.runtime.text.tokenizer.added import ADDED, add_all, added_tokens, merge_settings, token_text
 from jaxscale.runtime.text.tokenizer.base import LARGEST, Tokenizer, begin_names, library_errors
 from jaxscale.runtime.text.tokenizer.bpe import byte_alphabet
 from jaxscale.runtime.text.tokenizer.fast import probes
 from jaxscale.runtime.text.tokenizer.fitting import describe_unused, fits
-from jaxscale.runtime.text.tokenizer.load import (
-    EOS_ID,
-    GENERATION,
-    LARGEST_TEMPLATE,
-    MORE_TEMPLATES,
-    NO_BOS,
-    NOTE,
-    SPECIAL,
-    TEMPLATE,
-    TEMPLATE_JSON,
-    TokenizerFolder,
-    begin_tokens,
-    load_tokenizer,
-)
+from jaxscale.runtime.text.tokenizer.load import GENERATION, MORE_TEMPLATES, load_tokenizer
 from jaxscale.runtime.text.tokenizer.load import SETTINGS as CONFIG
 from jaxscale.runtime.text.tokenizer.saved import FOLDER, default_tokenizer
 from jaxscale.system import foreign, paths
@@ -37,11 +25,12 @@ from jaxscale.system.exits import BadInput
 from jaxscale.system.foreign import short
 from jaxscale.tools.interop.hf_checkpoint import check_end_ids
 from jaxscale.tools.interop.post_processor import begin_with
-from jaxscale.tools.interop.ranges import list_files
+from jaxscale.tools.interop.safetensors import list_files
 
 FAST, MODELS, WORDPIECE = "tokenizer.json", ("tokenizer.model", "spiece.model"), "vocab.txt"
 FILES = (
-    FAST, *MODELS, WORDPIECE, "vocab.json", "merges.txt", ADDED, SPECIAL, CONFIG, TEMPLATE, TEMPLATE_JSON, GENERATION,
+    FAST, *MODELS, WORDPIECE, "vocab.json", "merges.txt", ADDED, load.SPECIAL, CONFIG, load.TEMPLATE,
+    load.TEMPLATE_JSON, GENERATION,
 )  # fmt: skip
 DEFAULT = "default.jinja"  # in MORE_TEMPLATES
 END_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -59,10 +48,7 @@ class TokenizerFiles:
 
 
 def read_files(folder: Any, names: Mapping[str, int]) -> dict[str, bytes]:
-    """Returns {name: content} of the FILES in a folder.
-
-    Raises BadInput for a file that is too large, and for a link out of the folder.
-    """
+    """Returns {name: content} of the FILES in a folder. Raises BadInput if one is too large or a link out of it."""
     found = {}
     for name in FILES:
         if name in names:
@@ -82,25 +68,23 @@ def default_template(folder: Any, files: Mapping[str, bytes]) -> dict[str, bytes
     names = [name for name in list_files(more) if name.endswith(".jinja")]
     if DEFAULT in names:
         foreign.check_folder(more, folder)
-        return {TEMPLATE: foreign.read_bytes(more / DEFAULT, LARGEST_TEMPLATE, folder)}
-    ignored = [name for name in (CONFIG, TEMPLATE_JSON) if "chat_template" in read_object(files.get(name, b""))]
-    if names and ignored and TEMPLATE not in files:
+        return {load.TEMPLATE: foreign.read_bytes(more / DEFAULT, load.LARGEST_TEMPLATE, folder)}
+    ignored = [name for name in (CONFIG, load.TEMPLATE_JSON) if "chat_template" in read_object(files.get(name, b""))]
+    if names and ignored and load.TEMPLATE not in files:
         raise BadInput(
             f"{more} has {', '.join(names)} and no {DEFAULT}, and transformers then ignores the chat_template of "
-            f"{ignored[0]}; write the intended one into {folder / TEMPLATE}"
+            f"{ignored[0]}; write the intended one into {folder / load.TEMPLATE}"
         )
     return {}
 
 
 def save_to_workdir(files: Mapping[str, bytes], workdir: Any) -> None:
     """Writes the files to WORKDIR/tokenizer, if they contain a supported tokenizer."""
-    main = main_file(files)
-    if main is None:
+    if main_file(files) is None:
         return
     paths.make_run_dir(workdir / FOLDER)
-    renamed = {workdir_name(name): files[name] for name in reversed(list(files))}  # tokenizer.model before spiece.model
-    for name, content in renamed.items():
-        paths.write_bytes_atomic(workdir / FOLDER / name, content)
+    for name in reversed(list(files)):  # tokenizer.model replaces spiece.model
+        paths.write_bytes_atomic(workdir / FOLDER / workdir_name(name), files[name])
 
 
 def check_tokenizer(files: Mapping[str, bytes], vocab_size: int, folder: Any) -> list[str]:
@@ -149,7 +133,7 @@ def load_files(files: Mapping[str, bytes], main: str, scratch: str, eos_token: s
 
 def settings_of(files: Mapping[str, bytes]) -> dict[str, Any]:
     """Merges tokenizer_config.json and special_tokens_map.json as transformers does."""
-    return merge_settings(*(read_object(files.get(name, b"")) for name in (CONFIG, SPECIAL)))
+    return merge_settings(*(read_object(files.get(name, b"")) for name in (CONFIG, load.SPECIAL)))
 
 
 def main_file(files: Sequence[str] | Mapping[str, bytes]) -> str | None:
@@ -160,11 +144,6 @@ def main_file(files: Sequence[str] | Mapping[str, bytes]) -> str | None:
 def workdir_name(name: str) -> str:
     """Returns the name of a file in WORKDIR/tokenizer."""
     return MODELS[0] if name in MODELS else name
-
-
-def special_token(files: Mapping[str, bytes], which: str) -> str:
-    """Returns the name of eos_token or the like in the files next to a tokenizer; '' if they name none."""
-    return token_text(settings_of(files).get(which))
 
 
 def read_object(content: bytes) -> dict[str, Any]:
@@ -189,17 +168,14 @@ def end_ids(files: Mapping[str, bytes]) -> dict[str, Any]:
     generation = read_object(files.get(GENERATION, b""))
     found = {name: generation[name] for name in END_IDS if name in generation}
     if "eos_token_id" not in found and FAST in files:
-        made, _ = as_fast(files)
+        made, settings = as_fast(files)[0], settings_of(files)
         for which in ("bos_token", "eos_token"):
-            found[f"{which}_id"] = made.token_to_id(special_token(files, which))
+            found[f"{which}_id"] = made.token_to_id(token_text(settings.get(which)))
     return found
 
 
 def as_fast(files: Mapping[str, bytes]) -> tuple[Any, str]:
-    """Returns (tokenizer of tokenizer.json with the tokens that other files add, its JSON text).
-
-    Raises: BadInput for an invalid file.
-    """
+    """Returns (tokenizer.json with tokens that other files add, its JSON text). Raises BadInput for an invalid file."""
     import tokenizers
 
     text = files[FAST].decode(errors="replace")
@@ -221,16 +197,13 @@ def missing_tokenizer(files: Mapping[str, bytes], folder: Any) -> str:
 
 
 def export_files(workdir: Any, run: Mapping[str, Any]) -> TokenizerFiles:
-    """Returns the tokenizer files of an export. Args: run: from the step's record.
-
-    Sources: WORKDIR/tokenizer, else the file in data.tokenizer; the byte tokenizer needs none.
-    """
+    """Returns the tokenizer files of an export, from WORKDIR/tokenizer or data.tokenizer. run: of the step's record."""
     config, folder = run.get("config") or {}, workdir / FOLDER
     data, seq_len = config.get("data") or {}, config.get("seq_len")
     foreign.check_folder(folder, workdir)
     sizes = {path.name: 0 for path in folder.iterdir()} if folder.exists() else {}
     files = read_files(folder, sizes)
-    note = read_object(foreign.read_bytes(folder / NOTE)) if NOTE in sizes else {}
+    note = read_object(foreign.read_bytes(folder / load.NOTE)) if load.NOTE in sizes else {}
     if generation := (run.get("converted") or {}).get("generation"):
         files.setdefault(GENERATION, as_json(generation))
     noted = note.get("begin_tokens", ()) if note else None  # older notes: no begin tokens
@@ -248,7 +221,7 @@ def export_files(workdir: Any, run: Mapping[str, Any]) -> TokenizerFiles:
     if not path.is_file():
         return TokenizerFiles(files, (f"no tokenizer goes along: {name} is not there, nor {folder}",))
     main = {".model": MODELS[0], ".txt": WORDPIECE}.get(path.suffix, FAST)
-    tokenizer = load_tokenizer(name, eos_token, data.get("bos_token", NO_BOS))
+    tokenizer = load_tokenizer(name, eos_token, data.get("bos_token", load.NO_BOS))
     texts = convert_tokenizer(files | {main: foreign.read_named(path, LARGEST)}, main, tokenizer.eos_token, seq_len)
     return with_begin_tokens(texts, begin_names(tokenizer))
 
@@ -271,10 +244,7 @@ def with_trained_eos(files: dict[str, bytes], eos_token: str) -> TokenizerFiles:
 
 
 def with_begin_tokens(texts: TokenizerFiles, begin: Sequence[str] | None) -> TokenizerFiles:
-    """Edits the files to begin texts as the run's documents do. begin None: unknown, so no change.
-
-    tokenizer.json and the overrides in tokenizer_config.json are unchanged if they are already right.
-    """
+    """Makes the files begin texts as the run's documents do, where they do not yet. begin None: unknown, no change."""
     main = main_file(texts.files)
     if begin is None or main is None:
         return texts
@@ -283,9 +253,14 @@ def with_begin_tokens(texts: TokenizerFiles, begin: Sequence[str] | None) -> Tok
     if main == FAST:
         with library_errors(f"{FAST} does not work"):
             content = begin_with(begin, as_fast(files)[1])
-    is_right = content is None and (main not in MODELS or model_begin(files[main]) == tuple(begin))
+    is_right = content is None
+    if main in MODELS:
+        import sentencepiece
+
+        model = sentencepiece.SentencePieceProcessor(model_proto=files[main])
+        is_right = (model.id_to_piece(model.bos_id()),) == tuple(begin) if model.bos_id() >= 0 else not begin
     about = read_object(files.get(CONFIG, b""))
-    declared = begin_tokens(TokenizerFolder(None, settings_of(files)), "")
+    declared = load.begin_tokens(load.TokenizerFolder(None, settings_of(files)), "")
     if begin and main == FAST:
         ends["bos_token_id"] = as_fast(files)[0].token_to_id(begin[0])
     if is_right and declared in (None, tuple(begin)):
@@ -294,20 +269,12 @@ def with_begin_tokens(texts: TokenizerFiles, begin: Sequence[str] | None) -> Tok
         files[FAST] = content.encode()
     changed = {"add_bos_token": bool(begin)} | ({"bos_token": begin[0]} if begin else {})
     files[CONFIG] = as_json(about | changed)
-    if begin and SPECIAL in files:  # transformers prefers it to CONFIG
-        files[SPECIAL] = as_json(read_object(files[SPECIAL]) | {"bos_token": begin[0]})
+    if begin and load.SPECIAL in files:  # transformers prefers it to CONFIG
+        files[load.SPECIAL] = as_json(read_object(files[load.SPECIAL]) | {"bos_token": begin[0]})
     if begin and GENERATION in files and "bos_token_id" in ends:
         files[GENERATION] = as_json(read_object(files[GENERATION]) | {"bos_token_id": ends["bos_token_id"]})
     said = f"the tokenizer begins texts with {''.join(begin) or 'nothing'}, as in this run's documents"
     return TokenizerFiles(files, (*texts.notes, said), ends)
-
-
-def model_begin(content: bytes) -> tuple[str, ...]:
-    """Returns the name of a SentencePiece model's BOS token, or ()."""
-    import sentencepiece
-
-    model = sentencepiece.SentencePieceProcessor(model_proto=content)
-    return (model.id_to_piece(model.bos_id()),) if model.bos_id() >= 0 else ()
 
 
 def as_json(value: Mapping[str, Any]) -> bytes:
@@ -317,9 +284,9 @@ def as_json(value: Mapping[str, Any]) -> bytes:
 
 def convert_tokenizer(files: dict[str, bytes], main: str, eos_token: str, seq_len: int | None) -> TokenizerFiles:
     """Adds the files that transformers needs."""
-    eos_token = eos_token or special_token(files, "eos_token")
+    eos_token = eos_token or token_text(settings_of(files).get("eos_token"))
     with tempfile.TemporaryDirectory() as scratch:
-        tokenizer = load_files({name: files[name] for name in files if name != NOTE}, main, scratch, eos_token)
+        tokenizer = load_files({name: files[name] for name in files if name != load.NOTE}, main, scratch, eos_token)
         name, content = tokenizer.saved_file() or (main, files[main])
         if name == WORDPIECE:
             from jaxscale.runtime.text.tokenizer.wordpiece import read_vocab_txt
@@ -369,8 +336,8 @@ def byte_level() -> str:
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens([EOS_NAME])
-    if made.token_to_id(EOS_NAME) != EOS_ID:
-        raise RuntimeError(f"tokenizers gave {EOS_NAME} another id than {EOS_ID}")
+    if made.token_to_id(EOS_NAME) != load.EOS_ID:
+        raise RuntimeError(f"tokenizers gave {EOS_NAME} another id than {load.EOS_ID}")
     return made.to_str()
 
 

@@ -11,7 +11,7 @@ from jaxscale.tools.lab.trial import Base, Result, Trial, groups_of
 from jaxscale.tools.planning.scaling import critical_batch as published_batch
 from jaxscale.tools.reporting.page_tables import n
 from jaxscale.tools.reporting.page_text import count
-from jaxscale.tools.reporting.plots import Line, with_points
+from jaxscale.tools.reporting.plots import PlotLine, with_points
 
 TIMES = (1, 2, 4, 8, 16)  # relative to the config's batch
 NOISE_TIMES = (1, 8)  # batches, relative to the config's, whose gradient norms are compared
@@ -129,7 +129,7 @@ def drawn(
     law: Critical | None,
 ) -> list[Drawing]:
     """Returns the plots. tried: all runs of each batch. by_batch: those at its best rate."""
-    fits: list[Line] = with_points([line("seen", {b: t.value for b, t in reached.items()}, 0)])
+    fits: list[PlotLine] = with_points([line("seen", {b: t.value for b, t in reached.items()}, 0)])
     if law:
         fits.append(line("1 + batch / critical batch", {b: law(b) for b in by_batch}, 1, "dash"))
     places = {batch: place for place, batch in enumerate(tried)}

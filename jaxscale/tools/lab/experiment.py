@@ -10,7 +10,7 @@ from jaxscale.tools.lab.estimate import running_mean
 from jaxscale.tools.lab.trial import Base, Result, Trial
 from jaxscale.tools.reporting.axes import Axis, axis_over
 from jaxscale.tools.reporting.page_tables import Cell
-from jaxscale.tools.reporting.plots import COLORS, Band, Line, Plot, color_of
+from jaxscale.tools.reporting.plots import COLORS, Plot, PlotBand, PlotLine, color_of
 
 SMOOTHED = 40  # a moving average spans 1 / SMOOTHED of a curve on each side
 # Times log(vocabulary), the loss of a uniform guess: a run with a higher loss has diverged. The factor is a choice: a
@@ -62,10 +62,12 @@ class Experiment(NamedTuple):
     answer: Callable[[Base, Options, Run], Conclusion]
 
 
-def drawing(title: str, drawn: Sequence[Line | Band], below: str, *, log_below: bool = False, **more: Any) -> Drawing:
+def drawing(
+    title: str, drawn: Sequence[PlotLine | PlotBand], below: str, *, log_below: bool = False, **more: Any
+) -> Drawing:
     """Returns a plot and its axis. log_below: makes the axis logarithmic. more: further fields of Plot."""
-    lines = [one for one in drawn if isinstance(one, Line)]
-    bands = [one for one in drawn if isinstance(one, Band)]
+    lines = [one for one in drawn if isinstance(one, PlotLine)]
+    bands = [one for one in drawn if isinstance(one, PlotBand)]
     across = axis_over([x for line in lines for x in line.steps], log=log_below)
     if bands:
         more["note"] = " ".join([BANDS, more.get("note", "")]).strip()
@@ -74,10 +76,10 @@ def drawing(title: str, drawn: Sequence[Line | Band], below: str, *, log_below: 
 
 def line(
     label: str, points: Mapping[Any, float] | Sequence[tuple[float, float]], place: int = 0, style: str = "line"
-) -> Line:
+) -> PlotLine:
     """Returns a line through the points in order of x. points: {x: y}, or (x, y) pairs. place: index of its color."""
     ordered = sorted(points.items() if isinstance(points, Mapping) else points)
-    return Line(label, [x for x, _ in ordered], [y for _, y in ordered], color_of(place), style)
+    return PlotLine(label, [x for x, _ in ordered], [y for _, y in ordered], color_of(place), style)
 
 
 def over_seeds(results: Sequence[Result], name: str) -> dict[int, dict[float, float]]:
@@ -89,7 +91,7 @@ def over_seeds(results: Sequence[Result], name: str) -> dict[int, dict[float, fl
     return found
 
 
-def mean_line(label: str, results: Sequence[Result], name: str, place: int) -> list[Line]:
+def mean_line(label: str, results: Sequence[Result], name: str, place: int) -> list[PlotLine]:
     """Returns loss over a setting: a dot for each run, and a line through the means.
 
     Diverged runs have no dot, and values at which a run diverged have no mean.
@@ -109,7 +111,7 @@ def curve_line(
     by: float = 1.0,
     style: str = "line",
     smoothed: bool = False,
-) -> Line:
+) -> PlotLine:
     """Returns a line of a metric over tokens, which are divided by `by`.
 
     smoothed: applies a moving average over a twentieth of the run.
@@ -117,12 +119,12 @@ def curve_line(
     tokens, values = result.curve(metric)
     if smoothed:
         values = list(map(float, running_mean(values, max(1, len(values) // SMOOTHED))))
-    return Line(label, [t / by for t in tokens], values, color_of(place % COLORS), style)
+    return PlotLine(label, [t / by for t in tokens], values, color_of(place % COLORS), style)
 
 
 def curves_of(
     label: str, results: Sequence[Result], place: int, metric: str = "loss", by: float = 1.0, smoothed: bool = False
-) -> list[Line | Band]:
+) -> list[PlotLine | PlotBand]:
     """Returns the mean of a metric over the seeds that did not diverge, and a band from lowest to highest.
 
     If all diverged, returns the first run up to the point where it diverged.
@@ -141,7 +143,7 @@ def until_lost(result: Result) -> Result:
     return result._replace(history=dataclasses.replace(result.history, rows=tuple(selected)))
 
 
-def banded(lines: Sequence[Line]) -> list[Line | Band]:
+def banded(lines: Sequence[PlotLine]) -> list[PlotLine | PlotBand]:
     """Returns the mean of lines with one label at the x that all share, and a band from lowest to highest."""
     if len(lines) < 2:
         return list(lines)
@@ -151,7 +153,7 @@ def banded(lines: Sequence[Line]) -> list[Line | Band]:
     label, color = lines[0].label, lines[0].color
     means = [sum(column) / len(column) for column in columns]
     return [
-        Band(label, shared, list(map(min, columns)), list(map(max, columns)), color),
+        PlotBand(label, shared, list(map(min, columns)), list(map(max, columns)), color),
         lines[0]._replace(steps=shared, values=means),
     ]
 

@@ -14,7 +14,7 @@ from jaxscale.tools.planning.loss_law import Point
 from jaxscale.tools.planning.scaling import KAPLAN_FLOPS, KAPLAN_TOKENS
 from jaxscale.tools.reporting.page_tables import n
 from jaxscale.tools.reporting.page_text import count, plain
-from jaxscale.tools.reporting.plots import Line
+from jaxscale.tools.reporting.plots import PlotLine
 
 SIZE, BUDGET = "width", "FLOPs"
 WIDTHS = (0.5, 1, 1.5, 2, 3)  # relative to the config's width
@@ -55,7 +55,7 @@ def curve_of(result: Result) -> Curve:
     return curve_of_run(cfg.model.num_params, cfg.flops_per_token, *result.curve())
 
 
-def smooth_line(curve: Curve, place: int) -> Line:
+def smooth_line(curve: Curve, place: int) -> PlotLine:
     """Returns the smoothed curve that the approaches compare, over FLOPs."""
     log_tokens, log_losses = smooth(curve)
     points = list(zip(np.exp(log_tokens) * curve.flops_per_token, np.exp(log_losses)))
@@ -145,7 +145,7 @@ def lowest_text(held: Sequence[tuple[Result, Point]]) -> str:
     return f"The best of the sizes tried: {'; '.join(parts)}.{beyond}"
 
 
-def mean_ends(held: Sequence[tuple[Result, Point]], flops: float, place: int) -> list[Line]:
+def mean_ends(held: Sequence[tuple[Result, Point]], flops: float, place: int) -> list[PlotLine]:
     """Returns loss over size at one budget: a dot for each run, and a line through the means."""
     points = [(p.params, p.loss) for r, p in held if float(r.at(BUDGET)) == flops]
     means = {size: mean([loss for at, loss in points if at == size]).value for size, _ in points}

@@ -8,7 +8,7 @@ from jaxscale.tools.lab.experiment import SMALL, SMOOTHED, Conclusion, Options, 
 from jaxscale.tools.lab.trial import Base, Result, Trial, groups_of
 from jaxscale.tools.reporting.page_tables import n
 from jaxscale.tools.reporting.page_text import percent, plain
-from jaxscale.tools.reporting.plots import Line, color_of
+from jaxscale.tools.reporting.plots import PlotLine, color_of
 
 FORM, LOSS_SCALE = "precision", "train/loss_scale"
 FIRST, DYNAMIC = "float32", "float16 dynamic scale"  # without commas, which separate --names
@@ -81,12 +81,12 @@ def conclude(results: Sequence[Result]) -> Conclusion:
     return Conclusion(verdict, limits, PREDICTED, drawings, head, rows)
 
 
-def line_above(name: str, run: Result, exact: Result, place: int) -> Line:
+def line_above(name: str, run: Result, exact: Result, place: int) -> PlotLine:
     """Returns the training loss above that of the float32 run with the same batches, in percent."""
     other = dict(zip(*exact.curve()))
     points = [(tokens, loss / other[tokens] - 1) for tokens, loss in zip(*run.curve()) if tokens in other]
     smooth = running_mean([100 * off for _, off in points], max(1, len(points) // SMOOTHED))
-    return Line(name, [tokens for tokens, _ in points], list(map(float, smooth)), color_of(place))
+    return PlotLine(name, [tokens for tokens, _ in points], list(map(float, smooth)), color_of(place))
 
 
 def scale_text(runs: Sequence[Result]) -> str:

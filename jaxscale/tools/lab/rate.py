@@ -9,7 +9,7 @@ from jaxscale.tools.lab.experiment import SMALL, Conclusion, Drawing, Options, R
 from jaxscale.tools.lab.trial import Base, Result, Trial, groups_of
 from jaxscale.tools.reporting.page_tables import Cell, n
 from jaxscale.tools.reporting.page_text import count, plain
-from jaxscale.tools.reporting.plots import Line, with_points
+from jaxscale.tools.reporting.plots import PlotLine, with_points
 
 RATE, BATCH, OPTIMIZER = "optim.peak_lr", "batch_tokens", "optim.name"
 TIMES = (1, 2, 4, 8)  # relative to the config's batch
@@ -147,10 +147,10 @@ def conclude(results: Sequence[Result]) -> Conclusion:
     verdict: list[str] = []
     drawings: list[Drawing] = []
     rows: list[list[str | Cell]] = []
-    best_lines: list[Line] = []
+    best_lines: list[PlotLine] = []
     for place, (name, name_runs) in enumerate(groups_of(results, lambda r: r.at(OPTIMIZER)).items()):
         best: dict[int, Optimum] = {}
-        lines: list[Line] = []
+        lines: list[PlotLine] = []
         for number, (batch, batch_runs) in enumerate(sorted(groups_of(name_runs, lambda r: int(r.at(BATCH))).items())):
             lines += mean_line(f"{count(batch)} tokens a step", batch_runs, RATE, number)
             found, cells = best_rate(batch_runs)

@@ -14,7 +14,7 @@ from jaxscale.tools.lab.rate import RATE, best_rate, inside, over_rates
 from jaxscale.tools.lab.sizes import wider
 from jaxscale.tools.lab.trial import Base, Result, Trial, distinct, groups_of, is_number
 from jaxscale.tools.reporting.page_tables import n
-from jaxscale.tools.reporting.plots import Line, with_points
+from jaxscale.tools.reporting.plots import PlotLine, with_points
 
 FORM, WIDTH = "parametrisation", "width"
 STANDARD, MUP = "standard", "muP"
@@ -121,7 +121,7 @@ def conclude(results: Sequence[Result], looked_at: Sequence[Result]) -> Conclusi
     )
 
 
-def check(form: str, runs: Sequence[Result]) -> tuple[str, list[Line]]:
+def check(form: str, runs: Sequence[Result]) -> tuple[str, list[PlotLine]]:
     """Returns (a sentence, lines of a plot) on the scaling of activations with width, for one parametrisation."""
     finite = [r for r in runs if all(math.isfinite(size_of(r, kind)) for kind in KINDS)]
     lost = len(runs) - len(finite)

@@ -81,17 +81,12 @@ def axis_over(values: Iterable[float], *, log: bool = False, zero: bool = False)
     if zero:
         low = min(low, 0.0)
     if len(known) >= 50:
-        small, large = quantile(known, 0.05), quantile(known, 0.95)
+        small, large = (known[int(quantile * len(known))] for quantile in (0.05, 0.95))
         limit = large + max(large - small, 1e-12)
         if high - low > 3 * (limit - low):
             high = limit
     room = (high - low) * 0.04 or abs(high) * 0.1 or 1.0
     return Axis(low if zero and low == 0.0 else low - room, high + room)
-
-
-def quantile(ordered: Sequence[float], fraction: float) -> float:
-    """Returns the quantile of sorted values."""
-    return ordered[min(int(fraction * len(ordered)), len(ordered) - 1)]
 
 
 def thin_columns(steps: Sequence[float], values: Sequence[float], columns: int) -> Points:

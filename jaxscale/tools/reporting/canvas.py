@@ -1,15 +1,14 @@
-"""The plots of a page: a common step axis, and the script data of each plot in page order."""
+"""The plots and heat maps of a page: a common step axis, and the script data of each in page order."""
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from jaxscale.runtime.monitor.history import History, Row, is_number, series_of
+from jaxscale.runtime.monitor.history import History, is_number, series_of
 from jaxscale.tools.reporting.axes import Axis, smooth
 from jaxscale.tools.reporting.event_text import marks
-from jaxscale.tools.reporting.heat import HeatMap, draw_heat
-from jaxscale.tools.reporting.plots import Line, Mark, Plot, color_of, draw
+from jaxscale.tools.reporting.plots import HeatMap, Plot, PlotLine, color_of, draw, draw_heat
 
 SMOOTHED_FROM = 80  # points; shorter series are not smoothed
 SMOOTHED_SHARE = 1 / 40  # of the points, in one mean
@@ -28,44 +27,46 @@ class Canvas:
         """True for a page of one run."""
         return len(self.histories) == 1
 
-    def add(self, plot: Plot | HeatMap) -> str:
-        """The figure's HTML; '' for a plot without a point."""
-        if isinstance(plot, HeatMap):
-            html, data = draw_heat(plot, self.across, len(self.data))
-        elif not plot.drawn:
+    def heat(self, heat: HeatMap) -> str:
+        """The heat map's HTML."""
+        html, data = draw_heat(heat, self.across, len(self.data))
+        self.data.append(data)
+        return html
+
+    def plot(self, title: str, lines: Sequence[PlotLine], **settings: Any) -> str:
+        """The plot's HTML, with marks of one run's events; '' without a point. settings: of Plot."""
+        usual = {"marks": marks(self.histories[0].events) if self.single else [], "named": not self.single}
+        plot = Plot(title=title, lines=lines, **usual | settings)
+        if not plot.drawn:
             return ""
-        else:
-            plot = plot if self.single else dataclasses.replace(plot, named=True)
-            html, data = draw(plot, self.across, len(self.data))
+        html, data = draw(plot, self.across, len(self.data))
         self.data.append(data)
         return html
 
     def metric(self, name: str, title: str, label: str = "", **settings: Any) -> str:
         """A plot of one metric of all runs, abandoned steps in grey; '' if no run has it."""
-        settings.setdefault("marks", self.marks())
-        label = label if self.single else ""
-        lines = [line for place, h in enumerate(self.histories) for line in self.lines_of(h, place, name, label)]
-        return self.add(Plot(title=title, lines=lines, **settings))
+        return self.plot(title, self.lines(name, label if self.single else ""), **settings)
+
+    def lines(self, name: str, label: str = "", smoothed: bool = False) -> list[PlotLine]:
+        """The lines of one metric of all runs."""
+        each = enumerate(self.histories)
+        return [line for i, h in each for line in self.lines_of(h, i, name, label, smoothed=smoothed)]
 
     def lines_of(
         self, history: History, place: int, name: str, label: str = "", style: str = "line", smoothed: bool = False
-    ) -> list[Line]:
+    ) -> list[PlotLine]:
         """The lines of one metric of one run: abandoned parts first, below the others."""
         color = color_of(place)
         label = label or name.rpartition("/")[2].replace("_", " ") if self.single else history_label(history, label)
-        lines = abandoned_lines(history, name)
+        lines = []
+        for _, rows in itertools.groupby(history.abandoned, key=lambda row: row["rewind"]):  # a grey line per rewind
+            steps, values = series_of(sorted(rows, key=lambda row: row["step"]), name)
+            lines.append(PlotLine("abandoned", steps, values, "c7", "gone"))
         steps, values = history.series(name)
         if smoothed and len(values) >= SMOOTHED_FROM:
-            half = max(int(len(values) * SMOOTHED_SHARE / 2), 1)
-            lines.append(Line(label, steps, values, color, "faint"))
-            lines.append(Line(label, steps, smooth(values, half), color, style))
-        else:
-            lines.append(Line(label, steps, values, color, style))
-        return lines
-
-    def marks(self) -> list[Mark]:
-        """Marks of events, for a page of one run only."""
-        return marks(self.histories[0].events) if self.single else []
+            lines.append(PlotLine(label, steps, values, color, "faint"))
+            values = smooth(values, max(int(len(values) * SMOOTHED_SHARE / 2), 1))
+        return [*lines, PlotLine(label, steps, values, color, style)]
 
 
 def plots(*drawn: str) -> str:
@@ -76,20 +77,6 @@ def plots(*drawn: str) -> str:
 def history_label(history: History, label: str) -> str:
     """'run-a, validation'."""
     return f"{history.name}, {label}" if label else history.name
-
-
-def abandoned_lines(history: History, name: str) -> list[Line]:
-    """One grey line per rewind."""
-    lines = []
-    for _, group in itertools.groupby(history.abandoned, key=lambda row: row["rewind"]):
-        steps, values = series_of(sorted_by_step(group), name)
-        lines.append(Line("abandoned", steps, values, "c7", "gone"))
-    return lines
-
-
-def sorted_by_step(rows: Iterable[Row]) -> list[Row]:
-    """Sorts rows by step."""
-    return sorted(rows, key=lambda row: row["step"])
 
 
 def step_axis(histories: Sequence[History]) -> Axis:
@@ -105,12 +92,3 @@ def tokens_per_step(history: History) -> float | None:
         return batch_tokens
     steps, tokens = history.series("tokens_seen")
     return tokens[-1] / steps[-1] if steps and steps[-1] else None
-
-
-def group_by(names: Iterable[str], prefix: str, key: Callable[[str], str]) -> dict[str, list[str]]:
-    """Groups metrics under a prefix by `key` of the remaining name."""
-    found: dict[str, list[str]] = {}
-    for name in names:
-        if name.startswith(prefix):
-            found.setdefault(key(name.removeprefix(prefix)), []).append(name)
-    return found

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from jaxscale import units
 from jaxscale.runtime.monitor.history import History
 from jaxscale.system.redact import block_in_markdown, in_markdown
-from jaxscale.tools.reporting.evals import METRICS, eval_names, label_of, parts_of, shown
+from jaxscale.tools.reporting.evals import METRICS, eval_names, label_of, shown
 from jaxscale.tools.reporting.page import with_unique_names
 from jaxscale.tools.reporting.page_text import clock, money, plain
 from jaxscale.tools.reporting.status import Status, status_of
@@ -26,8 +26,11 @@ def make_card(histories: Sequence[History], *, price: float | None = None, now: 
     parts = [f"# {' and '.join(map(in_markdown, heads[1:]))}: report card", table(heads, facts)]
     if rows := measured_rows(histories):
         parts += ["## Measured", table(heads, rows), "Each with its standard error, on what was not trained on."]
-    if texts := [sample_of(history) for history in histories if history.samples]:
-        parts += ["## What it writes", *texts]
+    if written := [history for history in histories if history.samples]:
+        parts.append("## What it writes")
+        for history in written:
+            sample = block_in_markdown(history.samples[-1].text[:SAMPLE_CHARACTERS])  # nothing in it can end the block
+            parts.append(f"### {in_markdown(history.name)}\n\n{sample}")
     total = sum(status.cost for status in statuses if status.cost is not None)
     wall = sum(status.wall_seconds or 0.0 for status in statuses)
     cost = f", {money(total)}" if any(status.cost is not None for status in statuses) else ""
@@ -67,22 +70,13 @@ def measured_rows(histories: Sequence[History]) -> list[list[str]]:
     rows = []
     for metric, names in eval_names(histories).items():
         for name in names if metric != "loss" else ():
-            cells = [newest(history, name) for history in histories]
-            rows.append([f"{label_of(name)}: {METRICS[parts_of(name)['metric']]}", *cells])
+            row = [f"{label_of(name)}: {METRICS[metric]}"]
+            for history in histories:
+                steps, values = history.evaluated(name)
+                errors = dict(zip(*history.evaluated(f"{name}_stderr")))
+                row.append(shown(values[-1], errors.get(steps[-1])) if steps else NONE)
+            rows.append(row)
     return rows
-
-
-def newest(history: History, name: str) -> str:
-    """'0.512 ± 0.014' of the last step that was measured."""
-    steps, values = history.evaluated(name)
-    if not steps:
-        return NONE
-    return shown(values[-1], dict(zip(*history.evaluated(f"{name}_stderr"))).get(steps[-1]))
-
-
-def sample_of(history: History) -> str:
-    """The run's last sample as a block that nothing in it can end, under the run's name."""
-    return f"### {in_markdown(history.name)}\n\n{block_in_markdown(history.samples[-1].text[:SAMPLE_CHARACTERS])}"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -1,5 +1,6 @@
 """Evaluation results over checkpoints: plots and a table."""
 
+import functools
 import re
 from collections.abc import Sequence
 
@@ -7,9 +8,9 @@ from jaxscale.runtime.monitor.history import History
 from jaxscale.tools.reporting.canvas import Canvas, plots
 from jaxscale.tools.reporting.page_tables import n, table
 from jaxscale.tools.reporting.page_text import plain
-from jaxscale.tools.reporting.plots import Band, Line, Plot, color_of, with_points
+from jaxscale.tools.reporting.plots import PlotBand, PlotLine, color_of, with_points
 
-SHOWN = re.compile(r"evals(?:_ema)?/(?P<name>.+)/(?P<metric>[a-z_]+)")
+SHOWN = re.compile(r"evals(?:_ema)?/.+/([a-z_]+)")  # the metric of an evaluator
 METRICS = {  # in page order; other metrics are errors and counts
     "bits_per_byte": "bits per byte",
     "acc": "accuracy",
@@ -27,68 +28,42 @@ def eval_names(histories: Sequence[History]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {metric: [] for metric in METRICS}
     for name in names:
         match = SHOWN.fullmatch(name)
-        if match and match["metric"] in found:
-            found[match["metric"]].append(name)
+        if match and match[1] in found:
+            found[match[1]].append(name)
     return {metric: sorted(names) for metric, names in found.items() if names}
 
 
 def label_of(name: str) -> str:
     """'wiki' of 'evals/wiki/acc', 'wiki, average' of 'evals_ema/wiki/acc'."""
-    return parts_of(name)["name"] + (", average" if name.startswith("evals_ema/") else "")
-
-
-def parts_of(name: str) -> re.Match[str]:
-    """The groups `name` and `metric` of one of eval_names()."""
-    match = SHOWN.fullmatch(name)
-    assert match is not None, f"{name} is not of an evaluator"
-    return match
+    kind, _, rest = name.partition("/")
+    return rest.rpartition("/")[0] + (", average" if kind == "evals_ema" else "")
 
 
 def eval_plots(canvas: Canvas) -> str:
     """A plot for each metric: of one run with a line for each evaluator, of several one for each evaluator."""
-    drawn = []
-    for metric, names in eval_names(canvas.histories).items():
+    drawn, histories = [], canvas.histories
+    for metric, names in eval_names(histories).items():
+        plot = functools.partial(canvas.plot, log=metric == "perplexity", focused=metric in FALLING)
         if canvas.single:
-            drawn.append(metric_plot(canvas, metric, names))
-        else:
-            drawn += [compared_plot(canvas, metric, name) for name in names]
+            one = histories[0]
+            lines = [PlotLine(label_of(name), *one.evaluated(name), color_of(i)) for i, name in enumerate(names)]
+            bands = [band for name in names[:1] if len(names) == 1 and (band := error_band(one, name))]
+            drawn.append(plot(f"Evaluations: {METRICS[metric]}", with_points(lines), bands=bands, named=True))
+            continue
+        for name in names:
+            lines = [PlotLine(h.name, *h.evaluated(name), color_of(i)) for i, h in enumerate(histories)]
+            drawn.append(plot(f"{label_of(name)}: {METRICS[metric]}", with_points(lines)))
     return plots(*drawn)
 
 
-def metric_plot(canvas: Canvas, metric: str, names: Sequence[str]) -> str:
-    """One metric of one run."""
-    history = canvas.histories[0]
-    lines = with_points([Line(label_of(name), *history.evaluated(name), color_of(i)) for i, name in enumerate(names)])
-    bands = [band for name in names[:1] if len(names) == 1 and (band := error_band(history, name))]
-    title = f"Evaluations: {METRICS[metric]}"
-    return canvas.add(
-        Plot(
-            title=title,
-            lines=lines,
-            bands=bands,
-            marks=canvas.marks(),
-            log=metric == "perplexity",
-            focused=metric in FALLING,
-            named=True,
-        )
-    )
-
-
-def compared_plot(canvas: Canvas, metric: str, name: str) -> str:
-    """One metric of one evaluator, of several runs."""
-    lines = with_points([Line(h.name, *h.evaluated(name), color_of(i)) for i, h in enumerate(canvas.histories)])
-    title, focused = f"{label_of(name)}: {METRICS[metric]}", metric in FALLING
-    return canvas.add(Plot(title=title, lines=lines, log=metric == "perplexity", focused=focused))
-
-
-def error_band(history: History, name: str) -> Band | None:
+def error_band(history: History, name: str) -> PlotBand | None:
     """One standard error to both sides, where every measurement has one."""
     steps, values = history.evaluated(name)
     error_steps, errors = history.evaluated(f"{name}_stderr")
     if not steps or error_steps != steps:
         return None
     low = [value - error for value, error in zip(values, errors)]
-    return Band("one standard error", steps, low, [value + error for value, error in zip(values, errors)])
+    return PlotBand("one standard error", steps, low, [value + error for value, error in zip(values, errors)])
 
 
 def eval_table(history: History, most_rows: int = 50) -> str:

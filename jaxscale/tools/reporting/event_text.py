@@ -2,7 +2,7 @@
 
 import itertools
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxscale import units
@@ -42,15 +42,16 @@ def incidents(events: Sequence[Mapping[str, Any]]) -> tuple[list[Incident], int]
         if kind == "saved":
             found.append(several_saves(members))
         elif kind == "skipped" and len(members) > 1:
-            found.append(several_skips(members))
+            steps = [event["step"] for event in members if is_number(event.get("step"))]
+            reasons = ", ".join(dict.fromkeys(str(event.get("why")) for event in members))
+            what = f"{len(members)} steps not applied: {reasons}"
+            found.append(Incident(when(members[-1]), span(steps), what, True))
         else:
-            found += map(incident, members)
+            for event in members:
+                step = f"{event['step']:,}" if is_number(event.get("step")) else ""
+                message = shortened(event_message(event), LONGEST)
+                found.append(Incident(when(event), step, message, is_trouble(event)))
     return found[-MOST_INCIDENTS:], max(len(found) - MOST_INCIDENTS, 0)
-
-
-def incident(event: Mapping[str, Any]) -> Incident:
-    """One event."""
-    return Incident(when(event), step_text(event), shortened(event_message(event), LONGEST), is_trouble(event))
 
 
 def shortened(text: str, most: int) -> str:
@@ -75,13 +76,6 @@ def several_saves(events: Sequence[Mapping[str, Any]]) -> Incident:
     return Incident(when(events[-1]), span(steps), what, bool(bad))
 
 
-def several_skips(events: Sequence[Mapping[str, Any]]) -> Incident:
-    """Skipped steps in a row as one line."""
-    steps = [event["step"] for event in events if is_number(event.get("step"))]
-    reasons = ", ".join(dict.fromkeys(str(event.get("why")) for event in events))
-    return Incident(when(events[-1]), span(steps), f"{len(events)} steps not applied: {reasons}", True)
-
-
 def span(steps: Sequence[float]) -> str:
     """'100 to 400', '100'."""
     if not steps:
@@ -93,11 +87,6 @@ def span(steps: Sequence[float]) -> str:
 def when(event: Mapping[str, Any]) -> str:
     """The time of an event, or ''."""
     return clock(unix_time(event.get("time")))
-
-
-def step_text(event: Mapping[str, Any]) -> str:
-    """The step's number, or ''."""
-    return f"{event['step']:,}" if is_number(event.get("step")) else ""
 
 
 def event_message(event: Mapping[str, Any]) -> str:
@@ -113,7 +102,7 @@ def event_message(event: Mapping[str, Any]) -> str:
         case "resumed":
             return f"resumed{devices_text(get('devices'))}{changes_text(get('changed'))}"
         case "restored":
-            return f"checkpoint restored{facts_text(event, ())}"
+            return f"checkpoint restored{facts_text(event)}"
         case "branch":
             return f"branched off {described(get('ancestor'))}"
         case "saved":
@@ -158,7 +147,7 @@ def event_message(event: Mapping[str, Any]) -> str:
         case "signal":
             return f"signal {get('name') or get('signal') or cause}"
         case kind:
-            return f"{kind}{facts_text(event, ())}"
+            return f"{kind}{facts_text(event)}"
 
 
 def rewind_text(event: Mapping[str, Any]) -> str:
@@ -204,9 +193,8 @@ def is_trouble(event: Mapping[str, Any]) -> bool:
 def described(value: Any) -> str:
     """Plain data as text without brackets."""
     if isinstance(value, dict):
-        return ", ".join(
-            f"{name} {described(inner)}" for name, inner in value.items() if inner not in (None, [], {}, "")
-        )
+        given = {name: inner for name, inner in value.items() if inner not in (None, [], {}, "")}
+        return ", ".join(f"{name} {described(inner)}" for name, inner in given.items())
     if isinstance(value, (list, tuple)):
         return ", ".join(map(described, value))
     return plain(value) if isinstance(value, float) else str(value)
@@ -229,9 +217,9 @@ def changes_text(changes: Any) -> str:
     return f"; changed: {', '.join(changed)}" if changed else ""
 
 
-def facts_text(event: Mapping[str, Any], shown: Iterable[str]) -> str:
+def facts_text(event: Mapping[str, Any]) -> str:
     """': name value, ...' of what else a line holds."""
-    facts = {name: value for name, value in event.items() if name not in ("time", "event", "step", *shown)}
+    facts = {name: value for name, value in event.items() if name not in ("time", "event", "step")}
     return f": {described(facts)}" if facts else ""
 
 

@@ -15,11 +15,12 @@ from jaxscale.tools.reporting.page_tables import (
     Cell,
     change_table,
     difference_table,
+    flatten,
     incident_table,
     left_out,
+    mono,
     n,
     run_name,
-    settings_table,
     table,
 )
 from jaxscale.tools.reporting.page_text import clock, count, duration, escape, json_block, money, percent, plain
@@ -43,7 +44,15 @@ def make_page(
     histories = with_unique_names(histories)
     canvas = Canvas(histories, step_axis(histories))
     statuses = [status_of(history, now, price) for history in histories]
-    sections = [*differences(histories), *plot_sections(canvas), *text_sections(histories)]
+    sections = plot_sections(canvas)
+    if not canvas.single:
+        sections.insert(0, Section("settings", "Settings that differ", differences(histories)))
+    sections.append(Section("samples", "Samples", per_run(histories, samples)))
+    if canvas.single:
+        sections.append(Section("settings", "Settings", settings(histories[0])))
+    no_log = left_out("There is no events.jsonl, or nothing in it.")
+    log = per_run(histories, lambda history: incident_table(history) or no_log)
+    sections.append(Section("log", "Incident log", log))
     head = run_header(histories[0], statuses[0]) if canvas.single else runs_header(histories, statuses)
     title = ", ".join(history.name for history in histories)
     data = {"plots": canvas.data, "version": version}
@@ -71,6 +80,12 @@ def whole_page(
     links = "".join(f'<a href="#{section.id}">{escape(section.title)}</a>' for section in sections)
     body = "".join(f'<section><h2 id="{s.id}">{escape(s.title)}</h2>{s.html}</section>' for s in sections)
     policy = POLICY + (SERVED if data and data.get("version") else "")
+    asset = lambda name: importlib.resources.files("jaxscale.tools.reporting").joinpath(name).read_text("utf-8")
+    script = "" if data is None else (
+        '<button id="reset" type="button" hidden>Show the whole run</button>'
+        f'<script id="plot-data" type="application/json">{json_block(data)}</script>'
+        f"<script>{asset('page.js')}</script>"
+    )  # fmt: skip
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
@@ -78,23 +93,8 @@ def whole_page(
         '<meta name="referrer" content="no-referrer">'
         f"<title>{escape(title)}</title><style>{asset('page.css')}</style></head><body>"
         f"<header>{head}<nav>{links}</nav>{problem_list}</header><main>{body}</main>"
-        f"<footer>{escape(end)}</footer>"
-        f"{'' if data is None else script(data)}</body></html>\n"
+        f"<footer>{escape(end)}</footer>{script}</body></html>\n"
     )
-
-
-def script(data: Mapping[str, Any]) -> str:
-    """Returns the script of the plots, with their data."""
-    return (
-        '<button id="reset" type="button" hidden>Show the whole run</button>'
-        f'<script id="plot-data" type="application/json">{json_block(data)}</script>'
-        f"<script>{asset('page.js')}</script>"
-    )
-
-
-def asset(name: str) -> str:
-    """Returns the text of a file in this package."""
-    return importlib.resources.files("jaxscale.tools.reporting").joinpath(name).read_text("utf-8")
 
 
 def with_unique_names(histories: Sequence[History]) -> list[History]:
@@ -127,13 +127,14 @@ def run_header(history: History, status: Status) -> str:
     parts = [str(history.part("config", "model").get("name") or ""), chips, history.workdir]
     done = status.step / status.total_steps if status.total_steps else None
     bar = f'<div class="bar"><i style="width:{100 * min(done, 1):.2f}%"></i></div>' if done is not None else ""
-    speed = status.tokens_per_second
+    words, speed, bits = status.state.sentence, status.tokens_per_second, history.latest("validation/bits_per_byte")
+    starts = "in one start" if status.starts == 1 else f"in {status.starts} starts"
     facts = [
         ("step", f"{status.step:,}", f"of {status.total_steps:,} ({percent(done)})" if done is not None else ""),
         ("loss", plain(status.loss), "nats per token, last report"),
-        ("validation loss", plain(status.validation_loss), bits_text(history)),
+        ("validation loss", plain(status.validation_loss), f"{plain(bits)} bits per byte" if bits is not None else ""),
         ("tokens", count(status.tokens), f"{count(speed)} a second lately" if speed is not None else ""),
-        ("time", duration(status.wall_seconds), starts_text(status)),
+        ("time", duration(status.wall_seconds), starts if status.starts else "by the steps' own time"),
     ]
     if status.state.name != "finished":
         facts.append(("to go", duration(status.left_seconds), "at the speed of the last reports"))
@@ -149,7 +150,7 @@ def run_header(history: History, status: Status) -> str:
         f'<div class="top"><h1>{escape(history.name)}</h1>'
         f'<span class="state {status.state.name}">{escape(status.state.name)}</span></div>'
         f'<p class="sub">{escape(" · ".join(part for part in parts if part))}</p>'
-        f'<p class="sub">{escape(sentence(status.state.sentence))}</p>{bar}'
+        f'<p class="sub">{escape(words[:1].upper() + words[1:] + ("" if words.endswith(".") else "."))}</p>{bar}'
         f'<dl class="facts">{items}</dl>{fine_print([status])}'
     )
 
@@ -157,24 +158,6 @@ def run_header(history: History, status: Status) -> str:
 def fine_print(statuses: Sequence[Status]) -> str:
     """Returns the price that the cost is based on."""
     return f'<p class="fine">{escape(words)}</p>' if (words := price_words(statuses)) else ""
-
-
-def sentence(words: str) -> str:
-    """The words with a capital and a full stop."""
-    return words[:1].upper() + words[1:] + ("" if words.endswith(".") else ".")
-
-
-def bits_text(history: History) -> str:
-    """'1.205 bits per byte'."""
-    bits = history.latest("validation/bits_per_byte")
-    return f"{plain(bits)} bits per byte" if bits is not None else ""
-
-
-def starts_text(status: Status) -> str:
-    """'in 3 starts'."""
-    if not status.starts:
-        return "by the steps' own time"
-    return "in one start" if status.starts == 1 else f"in {status.starts} starts"
 
 
 def runs_header(histories: Sequence[History], statuses: Sequence[Status]) -> str:
@@ -195,24 +178,11 @@ def runs_header(histories: Sequence[History], statuses: Sequence[Status]) -> str
     return f'<div class="top"><h1>{len(histories)} runs</h1></div>{table(head, rows)}{fine_print(statuses)}'
 
 
-def differences(histories: Sequence[History]) -> list[Section]:
-    """Settings in which several runs differ; [] for one run."""
-    if len(histories) == 1:
-        return []
+def differences(histories: Sequence[History]) -> str:
+    """Settings in which several runs differ."""
     each = {tokens for history in histories if (tokens := tokens_per_step(history))}
     note = "A step is not as many tokens in each run, and the plots are over steps: see batch_tokens."
-    steps = left_out(note) if len(each) > 1 else ""
-    return [Section("settings", "Settings that differ", difference_table(histories) + steps)]
-
-
-def text_sections(histories: Sequence[History]) -> list[Section]:
-    """Samples, settings of a single run, and the log."""
-    one = [Section("settings", "Settings", settings(histories[0]))] if len(histories) == 1 else []
-    return [
-        Section("samples", "Samples", per_run(histories, samples)),
-        *one,
-        Section("log", "Incident log", per_run(histories, log)),
-    ]
+    return difference_table(histories) + (left_out(note) if len(each) > 1 else "")
 
 
 def per_run(histories: Sequence[History], make) -> str:
@@ -234,15 +204,8 @@ def samples(history: History) -> str:
             "There is no sample yet: one is written when the run has done all steps (sample.num_tokens), and on the "
             "way where sample.every_steps says so."
         )
-    older = (
-        f"<details><summary>{len(found) - 3} older</summary>{''.join(found[3:])}</details>" if len(found) > 3 else ""
-    )
-    return "".join(found[:3]) + older
-
-
-def log(history: History) -> str:
-    """The incident log."""
-    return incident_table(history) or left_out("There is no events.jsonl, or nothing in it.")
+    older = f"<details><summary>{len(found) - 3} older</summary>{''.join(found[3:])}</details>"
+    return "".join(found[:3]) + (older if len(found) > 3 else "")
 
 
 def settings(history: History) -> str:
@@ -264,5 +227,8 @@ def settings(history: History) -> str:
     changes = change_table(history)
     parts.append(f"<h3>Changed on the way</h3>{changes}" if changes else left_out("No setting was changed on the way."))
     if every := history.part("config"):
-        parts.append(f"<details><summary>All settings</summary>{settings_table(every)}</details>")
+        all_settings = table(
+            ("setting", "value"), [(mono(name), mono(value)) for name, value in flatten(every).items()]
+        )
+        parts.append(f"<details><summary>All settings</summary>{all_settings}</details>")
     return "".join(parts)

@@ -1,5 +1,6 @@
 """The tables of the page: what was seen, where the time went, settings and their changes, the log of incidents."""
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -30,26 +31,18 @@ class Cell(NamedTuple):
 
 def table(head: Sequence[str | Cell], rows: Iterable[Sequence[str | Cell]], row_kinds: Sequence[str] = ()) -> str:
     """A table in a scrolling box. Text is escaped, a Cell is HTML already."""
-    lines = []
-    kinds: list[str] = []
-    for number, row in enumerate(rows):
-        cells = [cell if isinstance(cell, Cell) else Cell(escape(cell)) for cell in row]
-        kinds = kinds or [cell.kind for cell in cells]
-        row_class = f' class="{row_kinds[number]}"' if row_kinds and row_kinds[number] else ""
-        lines.append(
-            f"<tr{row_class}>" + "".join(f"<td{css_class(cell.kind)}>{cell.html}</td>" for cell in cells) + "</tr>"
-        )
-    if not lines:
+    css_class = lambda kind: f' class="{kind}"' if kind else ""
+    as_cells = lambda row: [cell if isinstance(cell, Cell) else Cell(escape(cell)) for cell in row]
+    body = list(map(as_cells, rows))
+    if not body:
         return ""
-    number = lambda place: css_class("n") if kinds[place] == "n" else ""
-    html = [title.html if isinstance(title, Cell) else escape(title) for title in head]
-    titles = "".join(f"<th{number(place)}>{title}</th>" for place, title in enumerate(html))
+    lines = [
+        f"<tr{css_class(kind)}>" + "".join(f"<td{css_class(cell.kind)}>{cell.html}</td>" for cell in row) + "</tr>"
+        for row, kind in itertools.zip_longest(body, row_kinds)
+    ]
+    number = ["n" if cell.kind == "n" else "" for cell in body[0]]
+    titles = "".join(f"<th{css_class(kind)}>{title.html}</th>" for title, kind in zip(as_cells(head), number))
     return f'<div class="table"><table><thead><tr>{titles}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
-
-
-def css_class(kind: str) -> str:
-    """' class="n"', or ''."""
-    return f' class="{kind}"' if kind else ""
 
 
 def n(text: str) -> Cell:
@@ -64,9 +57,8 @@ def integer_text(value: Any) -> str:
 
 def mono(value: Any) -> Cell:
     """A setting's value."""
-    return Cell(
-        escape(value if isinstance(value, str) else described(value) if value not in ({}, [], None) else value), "mono"
-    )
+    is_plain = isinstance(value, str) or value in ({}, [], None)
+    return Cell(escape(value if is_plain else described(value)), "mono")
 
 
 def left_out(text: str) -> str:
@@ -88,14 +80,10 @@ def goodput_table(histories: Sequence[History]) -> str:
     known = [(place, found) for place, found in ledgers if found.fraction is not None]
     if len(histories) > 1:
         kinds = [kind for kind in KIND_WORDS if any(found.seconds[kind] > 0 for _, found in known)]
-        rows = [
-            (
-                run_name(histories[place], place),
-                *(n(percent(found.seconds[kind] / found.wall_seconds)) for kind in kinds),
-                n(units.duration(found.wall_seconds)),
-            )
-            for place, found in known
-        ]
+        rows = []
+        for place, found in known:
+            shares = [n(percent(found.seconds[kind] / found.wall_seconds)) for kind in kinds]
+            rows.append((run_name(histories[place], place), *shares, n(units.duration(found.wall_seconds))))
         words = [KIND_WORDS[kind].partition(":")[0] for kind in kinds]
         return table(("where the time went", *words, "wall time"), rows)
     rows = []
@@ -122,22 +110,15 @@ def supervised_table(histories: Sequence[History]) -> str:
         ]  # fmt: skip
         leaves = [record for record in history.supervised if record.get("event") in ("leave", "gave_up")]
         last = leaves[-1] if leaves else {}
-        summary = f"<p>{escape(leave_text(last))}</p>" if last else ""
+        summary = [str(last.get("why") or "")]
+        if is_number(last.get("goodput")):
+            summary.append(f"goodput {percent(last['goodput'])} of {units.duration(last.get('wall_seconds') or 0.0)}")
         if rows:
             name = f", {run_name(history, place).html}" if len(histories) > 1 else ""
-            heading = f"<h3>Starts by the supervisor{name}</h3>"
-            parts.append(
-                heading + summary + table(("start", "ended (UTC)", "ran", "steps won", "run in vain", "end"), rows)
-            )
+            words = f"<p>{escape('; '.join(filter(None, summary)))}</p>" if last else ""
+            head = ("start", "ended (UTC)", "ran", "steps won", "run in vain", "end")
+            parts.append(f"<h3>Starts by the supervisor{name}</h3>{words}{table(head, rows)}")
     return "".join(parts)
-
-
-def leave_text(last: Mapping[str, Any]) -> str:
-    """Summary of the supervisor's last record."""
-    parts = [str(last.get("why") or "")]
-    if is_number(last.get("goodput")):
-        parts.append(f"goodput {percent(last['goodput'])} of {units.duration(last.get('wall_seconds') or 0.0)}")
-    return "; ".join(part for part in parts if part)
 
 
 def incident_table(history: History) -> str:
@@ -165,11 +146,6 @@ def effect(change: Mapping[str, Any]) -> Cell:
     if len(rates) == 2 and all(map(is_number, rates)):
         return Cell(f"the learning rate went from {rates[0]:.4g} to {rates[1]:.4g}", "w")
     return Cell("numbers follow it" if change.get("alters") else "", "w")
-
-
-def settings_table(config: Mapping[str, Any]) -> str:
-    """Every setting."""
-    return table(("setting", "value"), [(mono(name), mono(value)) for name, value in flatten(config).items()])
 
 
 def difference_table(histories: Sequence[History]) -> str:

@@ -65,6 +65,9 @@ def tick_texts(values: Sequence[float], numbers: str) -> list[str]:
     """Formats ticks: 0 without a unit, exact sizes, and small numbers in one notation."""
     others = [abs(value) for value in values if value]
     small = numbers == "plain" and bool(others) and min(others) < 1e-4 and max(others) < 1e-2
+    # '1.25 GiB', '512 MiB'
+    unit = lambda value: next((unit for unit in (2**40, 2**30, 2**20, 2**10) if abs(value) >= unit), 1)
+    exact_size = lambda value: f"{value / unit(value):.6g} {size(unit(value)).split()[1]}"
     write = power if small else exact_size if numbers == "size" else NUMBERS[numbers]
     return ["0" if value == 0 else write(value) for value in values]
 
@@ -73,12 +76,6 @@ def power(value: float) -> str:
     """'2.5e-4'."""
     mantissa, _, exponent = f"{value:.2e}".partition("e")
     return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
-
-
-def exact_size(value: float) -> str:
-    """'1.25 GiB', '512 MiB'."""
-    whole = next((unit for unit in (2**40, 2**30, 2**20, 2**10) if abs(value) >= unit), 1)
-    return f"{value / whole:.6g} {size(whole).split()[1]}"
 
 
 NUMBERS = {"plain": plain, "percent": percent, "size": size, "seconds": seconds, "count": count}

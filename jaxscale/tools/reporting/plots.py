@@ -5,11 +5,14 @@ labels are HTML next to the drawing.
 """
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxscale.tools.reporting.axes import Axis, axis_over, size_ticks, thin_columns
-from jaxscale.tools.reporting.page_text import NUMBERS, escape, tick_texts
+from jaxscale import units
+from jaxscale.tools.reporting.axes import LEAST, Axis, axis_over, size_ticks, thin_columns
+from jaxscale.tools.reporting.page_text import NUMBERS, escape, plain, tick_texts
 
 WIDTH, HEIGHT = 1000, 400  # of the drawing's own coordinates
 COLUMNS = 700  # about the pixels of a plot: what is drawn
@@ -20,9 +23,13 @@ COLORS, DASHES = 8, 4  # c0 to c7 of the style, and k1 to k3 of it
 STYLES = ("band", "faint", "dots", "gone", "limit", "dash", "line")  # of one name, the last stands in the legend
 POINTS_UP_TO = 40  # points of a line that are also shown as such
 SCRIPT_COLUMNS = 1400  # points for the script's zoom
+LEVELS = 12  # colours h0 to h11 of the style
+EMPTY = "empty"  # and one for 0
+MOST_COLUMNS = 240
+MAX_CATEGORY_COLUMNS = 512  # where columns are not steps: about two pixels each on a wide page
 
 
-class Line(NamedTuple):
+class PlotLine(NamedTuple):
     """A series. style: line, faint, dash, dots (points), gone (abandoned: grey), limit (thin). color: of page.css."""
 
     label: str
@@ -32,7 +39,7 @@ class Line(NamedTuple):
     style: str = "line"
 
 
-class Band(NamedTuple):
+class PlotBand(NamedTuple):
     """A range of values."""
 
     label: str
@@ -55,12 +62,12 @@ class Plot:
     """Data of a plot. numbers: a key of text.NUMBERS."""
 
     title: str
-    lines: Sequence[Line]
+    lines: Sequence[PlotLine]
     unit: str = ""
     numbers: str = "plain"
     log: bool = False
     zero: bool = False
-    bands: Sequence[Band] = ()
+    bands: Sequence[PlotBand] = ()
     marks: Sequence[Mark] = ()
     note: str = ""
     full_width: bool = False
@@ -70,10 +77,23 @@ class Plot:
     named: bool = False  # its legend also names a line that is alone, as one of several runs must be
 
     @property
-    def drawn(self) -> list[Line]:
+    def drawn(self) -> list[PlotLine]:
         """The lines that have a point; a point that is alone would not be seen as a line."""
         lone = lambda line: len(line.steps) == 1 and line.style in ("line", "dash", "faint")
         return [line._replace(style="dots") if lone(line) else line for line in self.lines if line.steps]
+
+
+class HeatMap(NamedTuple):
+    """Data of a heat map. rows: {name: values at the steps}, bottom first."""
+
+    title: str
+    unit: str
+    steps: Sequence[int]
+    rows: Mapping[str, Sequence[float | None]]
+    scale: tuple[float, float] | None = None  # minimum color range
+    across: str = ""  # name of a column that is not a step; then steps are 0, 1, 2, ...
+    empty: str = ""  # label of 0, if it has a separate color
+    note: str = ""
 
 
 def color_of(place: int) -> str:
@@ -82,7 +102,7 @@ def color_of(place: int) -> str:
     return f"c{place % COLORS}" + (f" k{turn}" if turn else "")
 
 
-def with_points(lines: Sequence[Line]) -> list[Line]:
+def with_points(lines: Sequence[PlotLine]) -> list[PlotLine]:
     """The lines, and the points of those that have few."""
     few = [line for line in lines if line.style != "gone" and len(line.steps) < POINTS_UP_TO]
     return [*lines, *(line._replace(style="dots") for line in few)]
@@ -104,6 +124,7 @@ def draw(plot: Plot, across: Axis, number: int, below: str = STEPS) -> tuple[str
         for mark in plot.marks
     )
     notes = [plot.note] if plot.note else []
+    ticks = size_ticks(up.low, up.high) if plot.numbers == "size" and not up.log else up.ticks()
     once = {(line.label, line.color): line for line in reversed(plot.drawn) if line.style != "gone"}  # not its mean too
     beyond = [value for line in once.values() for value in line.values if value > up.high]
     if beyond:
@@ -111,14 +132,18 @@ def draw(plot: Plot, across: Axis, number: int, below: str = STEPS) -> tuple[str
         notes.append(f"{amount} above the axis; the largest is {NUMBERS[plot.numbers](max(beyond))}.")
     if plot.log and (hidden := sum(value <= 0 for value in seen)):
         notes.append(f"{hidden} points are 0 or less, which a logarithmic axis does not have.")
-    drawn = f'<path class="grid" d="{grid_path(plot, up)}"/>{marks}{"".join(lines)}'
-    kind, words, left = "plot wide" if plot.full_width else "plot", summary(plot, below), left_labels(plot, up)
+    grid = "".join(f"M0 {y_of(at, up)}H{WIDTH}" for at in ticks)
+    drawn = f'<path class="grid" d="{grid}"/>{marks}{"".join(lines)}'
+    left = "".join(left_label(1 - up.place(at), text) for at, text in zip(ticks, tick_texts(ticks, plot.numbers)))
+    kind = "plot wide" if plot.full_width else "plot"
     unit = ", ".join(filter(None, (plot.unit, "logarithmic" if plot.log else "")))
-    figure = Figure(kind, plot.title, unit, legend(plot), words, drawn, left, " ".join(notes), below)
+    figure = FigureParts(
+        kind, plot.title, unit, legend(plot), summary(plot, below), drawn, left, " ".join(notes), below
+    )
     return figure.html(across, number), script_data(plot, across, up)
 
 
-class Figure(NamedTuple):
+class FigureParts(NamedTuple):
     """HTML and SVG parts of a figure, line plot or heat map."""
 
     kind: str  # classes of the style
@@ -132,7 +157,6 @@ class Figure(NamedTuple):
     below: str = STEPS  # the name of the axis below
 
     def html(self, across: Axis, number: int) -> str:
-        """The figure."""
         note = f'<p class="note">{escape(self.note)}</p>' if self.note else ""
         return (
             f'<figure class="{self.kind}" data-number="{number}"><figcaption>'
@@ -148,7 +172,7 @@ def left_label(top: float, text: str) -> str:
     return f'<span class="ty" style="top:{100 * top:.2f}%">{escape(text)}</span>'
 
 
-def values_for_axis(plot: Plot, line: Line, across: Axis) -> Sequence[float]:
+def values_for_axis(plot: Plot, line: PlotLine, across: Axis) -> Sequence[float]:
     """Returns the values of a line that the axis must cover."""
     if not plot.focused or line.steps[-1] < STEEP_PART * across.high * 3:
         return line.values
@@ -170,7 +194,7 @@ def short(number: float) -> str:
     return f"{number:.1f}".removesuffix(".0")
 
 
-def line_path(line: Line, across: Axis, up: Axis) -> str:
+def line_path(line: PlotLine, across: Axis, up: Axis) -> str:
     """The path of a line, or of dots: strokes of no length with round ends."""
     points = thin_columns(line.steps, line.values, COLUMNS)
     if line.style == "dots" or len(points) == 1:
@@ -178,27 +202,11 @@ def line_path(line: Line, across: Axis, up: Axis) -> str:
     return "M" + "L".join(f"{x_of(x, across)} {y_of(y, up)}" for x, y in points)
 
 
-def band_path(band: Band, across: Axis, up: Axis) -> str:
+def band_path(band: PlotBand, across: Axis, up: Axis) -> str:
     """The outline of a band."""
     upper = [f"{x_of(x, across)} {y_of(y, up)}" for x, y in zip(band.steps, band.high)]
     lower = [f"{x_of(x, across)} {y_of(y, up)}" for x, y in zip(band.steps, band.low)]
     return "M" + "L".join([*upper, *reversed(lower)]) + "Z"
-
-
-def ticks_of(plot: Plot, up: Axis) -> list[float]:
-    """Returns the tick values next to the plot."""
-    return size_ticks(up.low, up.high) if plot.numbers == "size" and not up.log else up.ticks()
-
-
-def grid_path(plot: Plot, up: Axis) -> str:
-    """Horizontal lines at the ticks."""
-    return "".join(f"M0 {y_of(at, up)}H{WIDTH}" for at in ticks_of(plot, up))
-
-
-def left_labels(plot: Plot, up: Axis) -> str:
-    """Returns the tick labels of the value axis."""
-    ticks = ticks_of(plot, up)
-    return "".join(left_label(1 - up.place(at), text) for at, text in zip(ticks, tick_texts(ticks, plot.numbers)))
 
 
 def x_labels(across: Axis, name: str) -> str:
@@ -251,6 +259,8 @@ def summary(plot: Plot, below: str = STEPS) -> str:
 
 def script_data(plot: Plot, across: Axis, up: Axis) -> dict[str, Any]:
     """The plot's points for the script, in the order in which its paths stand."""
+    rounded = lambda value: float(f"{value:.5g}")  # half of what JSON would write
+    thinned = [(line, thin_columns(line.steps, line.values, SCRIPT_COLUMNS)) for line in plot.drawn]
     return {
         "x": [across.low, across.high],
         "y": [rounded(up.low), rounded(up.high)],
@@ -261,17 +271,104 @@ def script_data(plot: Plot, across: Axis, up: Axis) -> dict[str, Any]:
             {"n": b.label, "x": list(b.steps), "l": list(map(rounded, b.low)), "h": list(map(rounded, b.high))}
             for b in plot.bands
         ],
-        "lines": [{"n": line.label, "s": line.style, "c": line.color} | points_data(line) for line in plot.drawn],
+        "lines": [
+            {"n": line.label, "s": line.style, "c": line.color, "x": [x for x, _ in points]}
+            | {"y": [rounded(y) for _, y in points]}
+            for line, points in thinned
+        ],
         "marks": [{"x": mark.step, "t": mark.text} for mark in plot.marks],
     }
 
 
-def points_data(line: Line) -> dict[str, list[float]]:
-    """{x, y}, thinned to what a closer look needs."""
-    points = thin_columns(line.steps, line.values, SCRIPT_COLUMNS)
-    return {"x": [x for x, _ in points], "y": [rounded(y) for _, y in points]}
+def draw_heat(heat: HeatMap, across: Axis, number: int) -> tuple[str, dict[str, Any]]:
+    """(the figure as HTML, what the script needs of it).
+
+    Colours are logarithmic between the lowest and the highest positive value. Of more steps than fit, each column has
+    the value that is farthest from the row's median, so that one step's outlier is seen.
+    """
+    column_steps, cells = columns_of(heat.steps, heat.rows, MAX_CATEGORY_COLUMNS if heat.across else MOST_COLUMNS)
+    positive = [value for row in cells.values() for value in row if value is not None and value > LEAST]
+    reached = [*positive, *(heat.scale or ())]
+    scale = (min(reached), max(reached)) if reached else (1.0, 1.0)
+    if heat.across:
+        across = Axis(-0.5, len(heat.steps) - 0.5)
+        edges = [WIDTH * max(across.place(step - 0.5), 0.0) for step in (*column_steps, len(heat.steps))]
+    else:
+        edges = edges_of(column_steps, across)
+    paths = color_paths(list(cells.values()), edges, scale, bool(heat.empty))
+    drawn = "".join(f'<path class="{color}" d="{"".join(parts)}"/>' for color, parts in sorted(paths.items()))
+    names = list(cells)
+    every = max(1, math.ceil(len(names) / 12))
+    left = "".join(left_label(1 - (i + 0.5) / len(names), names[i]) for i in range(0, len(names), every))
+    levels = "".join(f'<i class="h{level}"></i>' for level in range(LEVELS))
+    low, high = (escape(plain(end)) for end in scale)
+    empty = f'<span class="scale"><i class="{EMPTY}"></i> {escape(heat.empty)}</span>' if EMPTY in paths else ""
+    legend = f'<span class="legend">{empty}<span class="scale">{low} {levels} {high}</span></span>'
+    unit = ", ".join(filter(None, (heat.unit, "colours logarithmic")))
+    span = f"from {plain(min(positive))} to {plain(max(positive))}" if positive else "all 0"
+    words = f"{heat.title}: {len(names)} rows, {units.plural(len(heat.steps), heat.across or 'step')}, {span}"
+    figure = FigureParts(
+        "plot heat wide", heat.title, unit, legend, words, drawn, left, heat.note, heat.across or STEPS
+    )
+    values = [[None if value is None else float(f"{value:.4g}") for value in row] for row in cells.values()]
+    data = {"x": [across.low, across.high], "heat": {"x": column_steps, "names": names, "v": values}}
+    return figure.html(across, number), data | ({"own": heat.across} if heat.across else {})
 
 
-def rounded(value: float) -> float:
-    """Five significant digits: half of what JSON would write."""
-    return float(f"{value:.5g}")
+def columns_of(
+    steps: Sequence[int], rows: Mapping[str, Sequence[float | None]], most: int = MOST_COLUMNS
+) -> tuple[list[int], dict[str, list[float | None]]]:
+    """Returns (first step of each column, {row: column values}), at most `most` columns."""
+    stride = max(1, math.ceil(len(steps) / most))
+    starts = range(0, len(steps), stride)
+    cells: dict[str, list[float | None]] = {}
+    for name, row in rows.items():
+        known = sorted(value for value in row if value is not None)
+        middle = known[len(known) // 2] if known else 0.0
+        column = lambda start, row=row, middle=middle: max(
+            (value for value in row[start : start + stride] if value is not None),
+            key=lambda value: abs(value - middle),
+            default=None,
+        )
+        cells[name] = [column(start) for start in starts]
+    return [steps[start] for start in starts], cells
+
+
+def edges_of(steps: Sequence[int], across: Axis) -> list[float]:
+    """Horizontal coordinates between the columns; a column reaches half of the way to its neighbours."""
+    if not steps:
+        return [0.0, 0.0]
+    if len(steps) == 1:
+        half = (across.high - across.low) * 0.01
+        inner, outer = [], (steps[0] - half, steps[0] + half)
+    else:
+        inner = [(a + b) / 2 for a, b in zip(steps, steps[1:])]
+        outer = (steps[0] - (inner[0] - steps[0]), steps[-1] + (steps[-1] - inner[-1]))
+    return [WIDTH * min(max(across.place(step), 0.0), 1.0) for step in (outer[0], *inner, outer[1])]
+
+
+def color_paths(
+    rows: Sequence[Sequence[float | None]], edges: Sequence[float], scale: tuple[float, float], has_empty: bool
+) -> dict[str, list[str]]:
+    """Returns {color: rectangles of neighbouring columns of one row}. has_empty: 0 has a separate color."""
+    low, high = scale
+
+    def color_of(value: float | None) -> str | None:
+        if value is None:
+            return None
+        if has_empty and value == 0:
+            return EMPTY
+        if value <= low or high <= low:
+            return "h0"
+        return f"h{min(int(LEVELS * math.log(value / low) / math.log(high / low)), LEVELS - 1)}"
+
+    paths: dict[str, list[str]] = {}
+    height = HEIGHT / max(len(rows), 1)
+    for place, row in enumerate(rows):
+        top, column = short(HEIGHT - (place + 1) * height), 0
+        for color, group in itertools.groupby(map(color_of, row)):
+            left, column = edges[column], column + len(list(group))
+            if color is not None:
+                rectangle = f"M{short(left)} {top}h{short(edges[column] - left)}v{short(height)}H{short(left)}z"
+                paths.setdefault(color, []).append(rectangle)
+    return paths

@@ -1,22 +1,24 @@
 """The plots of the page, section by section."""
 
 import functools
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from jaxscale import units
+from jaxscale.runtime.monitor.expert_counts import ExpertCounts
+from jaxscale.runtime.monitor.health.expert_rules import DEAD_STEPS
 from jaxscale.runtime.monitor.health.speed_rules import OTHER_WORK
 from jaxscale.runtime.monitor.history import History, is_number
-from jaxscale.tools.reporting.canvas import Canvas, group_by, history_label, plots, tokens_per_step
+from jaxscale.tools.reporting.canvas import Canvas, history_label, plots, tokens_per_step
 from jaxscale.tools.reporting.evals import evals_section
-from jaxscale.tools.reporting.expert_figures import HEAT_FROM, MOST_LAYERED, experts_section
-from jaxscale.tools.reporting.heat import HeatMap
-from jaxscale.tools.reporting.page_tables import goodput_table, left_out, supervised_table
-from jaxscale.tools.reporting.page_text import escape
-from jaxscale.tools.reporting.plots import Band, Line, Plot, color_of, with_points
-from jaxscale.tools.reporting.positions import positions_section
+from jaxscale.tools.reporting.page_tables import goodput_table, left_out, n, supervised_table, table
+from jaxscale.tools.reporting.page_text import escape, plain
+from jaxscale.tools.reporting.plots import HeatMap, PlotBand, PlotLine, color_of, with_points
 from jaxscale.tools.reporting.sources import data_table, is_of_source
 
+POSITIONS = re.compile(r"validation_by_position/(?P<first>\d{1,9})-(?P<last>\d{1,9})/loss")
+MOST_RANGES = 8  # of positions in the plot: the longest; the table has all
 IN_USE = ("faint", "line")  # of several runs, of one, which has a colour for it
 MOST_LINES = 12  # in one plot of a page of one run
 STATISTICS = (
@@ -30,6 +32,27 @@ STATISTICS = (
     ("update_ratio", "Update-to-weight ratio by group", ""),
     ("update_norm", "Norm of the update by group", ""),
     ("weight_norm", "Norm of the weights by group", ""),
+)
+MOST_LAYERED = 4  # runs whose layers are shown on one page
+HEAT_FROM = 4  # layers: fewer are lines
+MOST_NAMED = 8  # experts without a token
+# Minimum color ranges, so that an even load does not look uneven.
+FROM_EVEN, AROUND_EVEN = (1.0, 4.0), (0.25, 4.0)
+NO_COUNTS = (
+    "How often each expert was chosen is not recorded, or not yet: --config.monitor.statistics_every_steps=100 writes "
+    "it from the next start on."
+)
+IN_STEPS = f"in {DEAD_STEPS} steps"
+OVER_MEAN = "over the mean of the layer"
+# (title, unit, metrics with their labels)
+EXPERT_METRICS = (
+    ("Busiest expert", f"{OVER_MEAN}, in the worst layer", (("experts_busiest", "busiest"),)),
+    ("Effective number of experts", "in the most uneven layer", (("experts_effective", "experts"),)),
+    ("Experts without a token", "in all layers", (("experts_idle", "in the step"), ("experts_dead", IN_STEPS))),
+    ("Entropy of the router", "nats", (("router_entropy", "mean"), ("router_entropy_lowest", "lowest layer"))),
+    ("Range of the biases", "over that of a token's scores", (("router_bias_to_scores", "worst layer"),)),
+    ("Choices without room", "in all layers", (("experts_dropped", "left out by the limit"),)),
+    ("Rounds of an exchange of rows", "", (("expert_rounds", "most"), ("expert_rounds_mean", "mean"))),
 )
 
 
@@ -71,40 +94,35 @@ def loss(canvas: Canvas) -> str:
         bands += forecast_of(history, canvas.single)
     smoothed = any(line.style == "faint" for line in train)
     notes = ["Bold: the mean over a fortieth of the reports; faint: every one."] if smoothed else []
-    note = " ".join([*notes, *not_finite(canvas, "loss")])
+    note = " ".join(filter(None, [*notes, not_finite(canvas, "loss")]))
+    abandoned_first = lambda lines: sorted(lines, key=lambda line: line.style != "gone")  # so below the others
     until = max((band.steps[-1] for band in bands), default=None)
-    plot = functools.partial(
-        Plot, unit="nats per token", bands=bands, marks=canvas.marks(), full_width=True, focused=True, until=until
-    )
+    shared = dict(unit="nats per token", bands=bands, full_width=True, focused=True, until=until)
+    plot = functools.partial(canvas.plot, **shared)
     if canvas.single:
-        drawn = [plot(title="Loss", lines=abandoned_first([*train, *validation]), note=note, explained=True)]
+        drawn = [plot("Loss", abandoned_first([*train, *validation]), note=note, explained=True)]
     else:
         drawn = [
-            plot(title="Training loss", lines=abandoned_first(train), note=note, explained=True),
-            plot(title="Validation loss", lines=abandoned_first(validation)),
+            plot("Training loss", abandoned_first(train), note=note, explained=True),
+            plot("Validation loss", abandoned_first(validation)),
         ]
-    return plots(*map(canvas.add, drawn)) or left_out("No loss has been reported yet.")
+    return plots(*drawn) or left_out("No loss has been reported yet.")
 
 
-def not_finite(canvas: Canvas, name: str) -> list[str]:
-    """Notes about reports without a point, because their value was not finite."""
+def not_finite(canvas: Canvas, name: str) -> str:
+    """A note about reports without a point, because their value was not finite."""
     count = sum(name in row.get("nonfinite", ()) for h in canvas.histories for row in h.rows)
-    return [f"{units.plural(count, 'report')} had a value that is not finite, and no point here."] if count else []
+    return f"{units.plural(count, 'report')} had a value that is not finite, and no point here." if count else ""
 
 
-def abandoned_first(lines: list[Line]) -> list[Line]:
-    """Sorts abandoned lines first, so that they are drawn below the others."""
-    return sorted(lines, key=lambda line: line.style != "gone")
-
-
-def forecast_of(history: History, single: bool) -> list[Band]:
+def forecast_of(history: History, single: bool) -> list[PlotBand]:
     """The forecast as a band over steps; only the one of a page of one run needs no name."""
     each = tokens_per_step(history)
     if history.forecast is None or not each:
         return []
     steps = [tokens / each for tokens in history.forecast["tokens"]]
     label = "forecast" if single else history_label(history, "forecast")
-    return [Band(label, steps, history.forecast["low"], history.forecast["high"])]
+    return [PlotBand(label, steps, history.forecast["low"], history.forecast["high"])]
 
 
 def sources(canvas: Canvas) -> str:
@@ -121,30 +139,61 @@ def sources(canvas: Canvas) -> str:
 def by_name(canvas: Canvas, title: str, unit: str, names: list[str], prefix: str) -> str:
     """One plot with a line for each metric; for several runs one plot for each metric."""
     label = lambda name: name.removeprefix(prefix).rpartition("/")[0] or "all"
+    plot = functools.partial(canvas.plot, unit=unit, focused=True)
     if not canvas.single:
-        return "".join(
-            canvas.add(
-                Plot(
-                    title=f"{title}: {label(name)}",
-                    unit=unit,
-                    lines=with_points(
-                        [line for i, h in enumerate(canvas.histories) for line in canvas.lines_of(h, i, name)]
-                    ),
-                    focused=True,
-                )
-            )
-            for name in names[:MOST_LINES]
-        )
+        each = (plot(f"{title}: {label(name)}", with_points(canvas.lines(name))) for name in names[:MOST_LINES])
+        return "".join(each)
     history = canvas.histories[0]
-    lines = []
     known = sorted({name.split("/")[1] for name in history.names() if is_of_source(name)})  # as in the other plot
-    for name in names[:MOST_LINES]:
-        color = color_of(known.index(label(name))) if label(name) in known else "all"
-        lines.append(Line(label(name), *history.series(name), color))
+    color = lambda source: color_of(known.index(source)) if source in known else "all"
+    lines = [PlotLine(label(name), *history.series(name), color(label(name))) for name in names[:MOST_LINES]]
     more = len(names) - MOST_LINES
     note = f"{more} more are in metrics.jsonl." if more > 0 else ""
-    lines = with_points(lines)
-    return canvas.add(Plot(title=title, unit=unit, lines=lines, marks=canvas.marks(), note=note, focused=True))
+    return plot(title, with_points(lines), note=note)
+
+
+def position_ranges(histories: Sequence[History]) -> list[tuple[int, int]]:
+    """[(fewest, most)] tokens that were read before what is predicted, of some run, from few to many."""
+    names = dict.fromkeys(name for history in histories for name in history.names())
+    found = {(int(match["first"]), int(match["last"])) for name in names if (match := POSITIONS.fullmatch(name))}
+    return sorted(found)
+
+
+def range_metric(tokens: tuple[int, int]) -> str:
+    """The metric of a range."""
+    return "validation_by_position/{}-{}/loss".format(*tokens)
+
+
+def range_words(tokens: tuple[int, int]) -> str:
+    """'513 to 1,024', or '1'."""
+    first, last = tokens
+    return f"{first:,}" if first == last else f"{first:,} to {last:,}"
+
+
+def positions_section(canvas: Canvas) -> str:
+    """A line for each of the longest ranges of one run, and a table of all ranges and runs; '' where none is known."""
+    ranges = position_ranges(canvas.histories)
+    if not ranges:
+        return ""
+    drawn = ""
+    if canvas.single:
+        history, shown = canvas.histories[0], ranges[-MOST_RANGES:]
+        lines = [PlotLine(range_words(r), *history.series(range_metric(r)), color_of(i)) for i, r in enumerate(shown)]
+        title = "Validation loss after so many tokens of a document"
+        drawn = canvas.plot(title, with_points(lines), unit="nats per token", focused=True)
+    return plots(drawn, f"<div>{positions_table(canvas.histories, ranges)}</div>")
+
+
+def positions_table(histories: Sequence[History], ranges: Sequence[tuple[int, int]]) -> str:
+    """A row for each range: of one run the first and the newest loss, of several the newest of each."""
+    if len(histories) == 1:
+        head, each = ["first", "newest"], [histories[0].series(range_metric(one))[1] for one in ranges]
+        cells = [(values[0], values[-1]) for values in each]
+    else:
+        head = [history.name for history in histories]
+        cells = [tuple(history.latest(range_metric(one)) for history in histories) for one in ranges]
+    rows = [[range_words(one), *(n(plain(value)) for value in row)] for one, row in zip(ranges, cells, strict=True)]
+    return table(["tokens read before", *head], rows)
 
 
 def optimizer(canvas: Canvas) -> str:
@@ -154,34 +203,23 @@ def optimizer(canvas: Canvas) -> str:
         lines += canvas.lines_of(history, place, "grad_norm", "gradient norm" if canvas.single else "")
         skipped = [row for row in history.rows if row.get("skipped") and is_number(row.get("grad_norm"))]
         label = "not applied" if canvas.single else f"{history.name}, not applied"
-        lines.append(Line(label, [r["step"] for r in skipped], [r["grad_norm"] for r in skipped], "trouble", "dots"))
-    note = " ".join(not_finite(canvas, "grad_norm"))
+        steps, norms = ([row[name] for row in skipped] for name in ("step", "grad_norm"))
+        lines.append(PlotLine(label, steps, norms, "trouble", "dots"))
+    note = not_finite(canvas, "grad_norm")
+    scale_varies = any(len(set(history.series("train/loss_scale")[1])) > 1 for history in canvas.histories)
     return plots(
-        canvas.add(
-            Plot(title="Gradient norm", unit="before clipping", lines=lines, log=True, marks=canvas.marks(), note=note)
-        ),
+        canvas.plot("Gradient norm", lines, unit="before clipping", log=True, note=note),
         canvas.metric("learning_rate", "Learning rate", zero=True),
-        canvas.metric("train/loss_scale", "Loss scale", log=True) if varies(canvas, "train/loss_scale") else "",
+        canvas.metric("train/loss_scale", "Loss scale", log=True) if scale_varies else "",
     )
-
-
-def varies(canvas: Canvas, name: str) -> bool:
-    """True if the metric takes more than one value."""
-    return any(len(set(history.series(name)[1])) > 1 for history in canvas.histories)
 
 
 def speed(canvas: Canvas) -> str:
     """Tokens per second, MFU, the time of a step and of waiting for data."""
-    rate = [
-        line
-        for place, history in enumerate(canvas.histories)
-        for line in canvas.lines_of(history, place, "tokens_per_second", smoothed=True)
-    ]
+    rate = canvas.lines("tokens_per_second", smoothed=True)
     mfu = canvas.metric("mfu", "MFU", "MFU", unit="of the chips' peak", numbers="percent", zero=True)
     drawn = plots(
-        canvas.add(
-            Plot(title="Throughput", unit="tokens/s", lines=rate, numbers="count", zero=True, marks=canvas.marks())
-        ),
+        canvas.plot("Throughput", rate, unit="tokens/s", numbers="count", zero=True),
         mfu,
         canvas.metric("step_seconds", "Time of a step", numbers="seconds", zero=True),
         canvas.metric("data_wait_seconds", "Wait for data", unit="of each step", numbers="seconds", zero=True),
@@ -211,19 +249,12 @@ def memory(canvas: Canvas) -> str:
         lines += canvas.lines_of(history, place, "device_peak_bytes", "peak")
         lines += canvas.lines_of(history, place + canvas.single, "device_bytes_in_use", "in use", IN_USE[canvas.single])
         lines += canvas.lines_of(history, place, "device_bytes_limit", "limit", "limit")
-    device = canvas.add(
-        Plot(title="Device memory", unit="fullest device", lines=lines, numbers="size", zero=True)
-        if any(line.steps for line in lines if line.style == "line")
-        else Plot(title="", lines=())
-    )
-    host = canvas.metric(
-        "host_peak_bytes", "Host memory", "peak", unit="first process, peak", numbers="size", zero=True
-    )
-    others = [
-        canvas.metric(name, name.removeprefix("device/").replace("_", " ").capitalize(), zero=True)
-        for name in names
-        if name.startswith("device/")
-    ]
+    is_known = any(line.steps for line in lines if line.style == "line")
+    sizes = dict(numbers="size", zero=True)
+    device = canvas.plot("Device memory", lines, unit="fullest device", marks=(), **sizes) if is_known else ""
+    host = canvas.metric("host_peak_bytes", "Host memory", "peak", unit="first process, peak", **sizes)
+    title = lambda name: name.removeprefix("device/").replace("_", " ").capitalize()
+    others = [canvas.metric(name, title(name), zero=True) for name in names if name.startswith("device/")]
     drawn = plots(device, host, *others)
     if drawn and not device:
         drawn += left_out("Device memory is not shown: this platform does not report it.")
@@ -242,9 +273,14 @@ def goodput(canvas: Canvas) -> str:
 
 def layers(canvas: Canvas) -> str:
     """Statistics of layers and groups: a heat map where there are many, else lines."""
+    if len(canvas.histories) > MOST_LAYERED:
+        return left_out(f"The layers are on the page of each run alone: here are more than {MOST_LAYERED} runs.")
     drawn = ""
-    for history in canvas.histories if len(canvas.histories) <= MOST_LAYERED else ():
-        groups = group_by(history.names(), "stats/", lambda suffix: suffix.partition("/")[0])
+    for history in canvas.histories:
+        groups: dict[str, list[str]] = {}
+        for name in history.names():
+            if name.startswith("stats/"):
+                groups.setdefault(name.split("/")[1], []).append(name)
         known = {name: (title, unit) for name, title, unit in STATISTICS}
         made = []
         for group, names in sorted(groups.items(), key=lambda item: [*known, item[0]].index(item[0])):
@@ -252,8 +288,6 @@ def layers(canvas: Canvas) -> str:
             made.append(statistic(canvas, history, title, unit, f"stats/{group}/", names))
         heading = "" if canvas.single or not any(made) else f"<h3>{escape(history.name)}</h3>"
         drawn += heading + plots(*made)
-    if len(canvas.histories) > MOST_LAYERED:
-        return left_out(f"The layers are on the page of each run alone: here are more than {MOST_LAYERED} runs.")
     return drawn or left_out(
         "Statistics of the layers were not recorded: --config.monitor.statistics_every_steps=100 writes them from the "
         "next start on."
@@ -262,16 +296,70 @@ def layers(canvas: Canvas) -> str:
 
 def statistic(canvas: Canvas, history: History, title: str, unit: str, prefix: str, names: list[str]) -> str:
     """One statistic of all layers or groups."""
-    label = lambda name: layer_label(name.removeprefix(prefix))
+    label = lambda name: f"layer {int(end)}" if (end := name.removeprefix(prefix)).isdecimal() else end  # '03'
     names = sorted(names, key=lambda name: (not label(name).startswith("layer "), label(name).rjust(12), label(name)))
     if len(names) >= HEAT_FROM:
         rows = [row for row in history.rows if any(name in row for name in names)]
         values = {label(name): [row.get(name) for row in rows] for name in names}
-        return canvas.add(HeatMap(title, unit, [row["step"] for row in rows], values))
-    lines = [Line(label(name), *history.series(name), color_of(i)) for i, name in enumerate(names)]
-    return canvas.add(Plot(title=title, unit=unit, lines=lines, log=True, marks=canvas.marks()))
+        return canvas.heat(HeatMap(title, unit, [row["step"] for row in rows], values))
+    lines = [PlotLine(label(name), *history.series(name), color_of(i)) for i, name in enumerate(names)]
+    return canvas.plot(title, lines, unit=unit, log=True)
 
 
-def layer_label(name: str) -> str:
-    """Returns 'layer 3' for '03', else the name."""
-    return f"layer {int(name)}" if name.isdecimal() else name
+def experts_section(canvas: Canvas) -> str:
+    """Numbers of each step, and of up to MOST_LAYERED runs layers and experts; '' for runs without experts."""
+    step_plots = [expert_plot(canvas, *metric) for metric in EXPERT_METRICS]
+    counted = [(history, history.experts) for history in canvas.histories if history.experts is not None]
+    if not counted:
+        return plots(*step_plots) + (left_out(NO_COUNTS) if any(step_plots) else "")
+    if len(counted) > MOST_LAYERED:
+        note = f"Layers and experts are on the page of each run alone: here are more than {MOST_LAYERED} runs with any."
+        return plots(*step_plots) + left_out(note)
+    tables = {history.name: [by_layer(canvas, found), canvas.heat(by_expert(found))] for history, found in counted}
+    if canvas.single:
+        return plots(*step_plots, *tables[canvas.histories[0].name])
+    return plots(*step_plots) + "".join(f"<h3>{escape(name)}</h3>{plots(*both)}" for name, both in tables.items())
+
+
+def expert_plot(canvas: Canvas, title: str, unit: str, metrics: tuple[tuple[str, str], ...]) -> str:
+    """One plot: of one run a line for each metric, of several the first of each; '' without any."""
+    if not canvas.single:
+        return canvas.metric(f"train/{metrics[0][0]}", title, unit=unit)
+    history: History = canvas.histories[0]
+    lines = [PlotLine(label, *history.series(f"train/{name}"), color_of(i)) for i, (name, label) in enumerate(metrics)]
+    return canvas.plot(title, lines, unit=unit, zero=True)
+
+
+def by_layer(canvas: Canvas, counts: ExpertCounts) -> str:
+    """The busiest expert of each layer, over windows of steps."""
+    steps = [window.step for window in counts.windows]
+    rows = {f"layer {layer}": [w.busiest[i] for w in counts.windows] for i, layer in enumerate(counts.layers)}
+    title = "Busiest expert by layer"
+    if len(rows) >= HEAT_FROM:
+        return canvas.heat(HeatMap(title, OVER_MEAN, steps, rows, scale=FROM_EVEN))
+    lines = []
+    for place, (name, row) in enumerate(rows.items()):
+        known = [(step, value) for step, value in zip(steps, row) if value is not None]
+        lines.append(PlotLine(name, [step for step, _ in known], [value for _, value in known], color_of(place)))
+    return canvas.plot(title, lines, unit=OVER_MEAN, zero=True, full_width=True)
+
+
+def by_expert(counts: ExpertCounts) -> HeatMap:
+    """Load of each expert of each layer in the newest window."""
+    mean = lambda layer_counts: sum(layer_counts) / len(layer_counts) or 1.0
+    rows = {
+        f"layer {layer}": [count / mean(layer_counts) for count in layer_counts]
+        for layer, layer_counts in zip(counts.layers, counts.counts, strict=True)
+    }
+    step, steps = counts.newest.step, counts.newest.steps
+    title = f"Tokens of each expert in steps {step - steps + 1:,} to {step:,}"
+    idle = [
+        f"{expert} of layer {layer}"
+        for layer, layer_counts in zip(counts.layers, counts.counts, strict=True)
+        for expert, count in enumerate(layer_counts)
+        if count == 0
+    ]
+    more = f" and {len(idle) - MOST_NAMED:,} more" if len(idle) > MOST_NAMED else ""
+    note = f"{units.plural(len(idle), 'expert')} had no token: {', '.join(idle[:MOST_NAMED])}{more}." if idle else ""
+    experts = range(len(counts.counts[0]))
+    return HeatMap(title, OVER_MEAN, experts, rows, AROUND_EVEN, across="expert", empty="no token", note=note)

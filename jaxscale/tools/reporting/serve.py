@@ -24,34 +24,30 @@ class Pages:
         """make: the page of a version. Raises BadInput or Stop where the folders cannot be read."""
         self.make, self.clock = make, clock
         self.folders = [paths.as_path(workdir) for workdir in workdirs]
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self.checked_at, self.current, self.made, self.content = float("-inf"), "", "", ""
 
     def version(self) -> str:
         """A name for what the files hold now; another one when they have changed, or have not for long."""
         with self.lock:
-            return self.current_version()
+            now = self.clock()
+            if now - self.checked_at >= CHECK_SECONDS:
+                marks = [size_and_time(file) for folder in self.folders for file in watched(folder)]
+                newest = max((mark[1] for mark in marks if mark), default=0.0)
+                # a run that falls silent changes its page too: looked at after 3 minutes, 6, 12, ...
+                quiet = max(0, int((now - newest) / QUIET_SECONDS)).bit_length()
+                state = repr((marks, quiet))
+                self.current, self.checked_at = hashlib.sha256(state.encode()).hexdigest()[:16], now
+            return self.current
 
     def page(self) -> str:
         """The page of the newest version."""
         with self.lock:
-            version = self.current_version()
+            version = self.version()
             if version != self.made:
                 self.content = self.make(version)
                 self.made = version
             return self.content
-
-    def current_version(self) -> str:
-        """The version, from the files' sizes and times."""
-        now = self.clock()
-        if now - self.checked_at >= CHECK_SECONDS:
-            marks = [size_and_time(file) for folder in self.folders for file in watched(folder)]
-            newest = max((mark[1] for mark in marks if mark), default=0.0)
-            # a run that falls silent changes its page too: looked at after 3 minutes, 6, 12, ...
-            quiet = max(0, int((now - newest) / QUIET_SECONDS)).bit_length()
-            state = repr((marks, quiet))
-            self.current, self.checked_at = hashlib.sha256(state.encode()).hexdigest()[:16], now
-        return self.current
 
 
 def watched(folder: Any) -> list[Any]:
@@ -78,12 +74,7 @@ class ReportServer(LocalServer):
     pages: Pages
 
 
-def open_server(pages: Pages, port: int) -> ReportServer:
-    """Returns a server that listens; serve_forever() runs it. Raises BadInput where the port is taken."""
-    return ReportServer(Handler, port, pages=pages)
-
-
-class Handler(LocalHandler):
+class ReportHandler(LocalHandler):
     """GET / is the page, GET /version what it asks to see whether there is a newer one."""
 
     server: ReportServer

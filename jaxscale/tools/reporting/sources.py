@@ -33,10 +33,8 @@ def data_words(history: History) -> str:
     config, data = history.part("config"), history.part("config", "data")
     parts = []
     if data:
-        parts.append(
-            f"{data.get('name') or 'data'}" + (f", files {described(data['files'])}" if data.get("files") else "")
-        )
-        parts.append(f"packing {data.get('packing')}")
+        files = f", files {described(data['files'])}" if data.get("files") else ""
+        parts += [f"{data.get('name') or 'data'}{files}", f"packing {data.get('packing')}"]
         if objective := history.part("config", "data", "objective").get("name"):
             parts.append(f"objective {objective}")
         if data.get("tokenizer"):
@@ -51,8 +49,7 @@ def data_words(history: History) -> str:
         parts.append(f"{percent(sum(unpadded) / all_tokens)} of them real, the rest padding (of the steps reported)")
     if gated := history.latest("gated_rows_total"):
         parts.append(f"{gated:,.0f} rows gated since the last start")
-    skips = data.get("skip_batches")
-    if skips:
+    if skips := data.get("skip_batches"):
         parts.append(f"left out by data.skip_batches: {described(skips)}")
     return f"<p>{escape('; '.join(parts))}.</p>" if parts else ""
 
@@ -63,7 +60,7 @@ def source_table(history: History) -> str:
     planned = stages_of(data.get("mixture"))
     caps = as_dict(data.get("max_epochs"))
     met = [name.split("/")[1] for name in history.names() if is_of_source(name)]
-    sources = list(dict.fromkeys([*(name for _, weights in planned for name in weights), *met]))
+    sources = list(dict.fromkeys([*(name for weights in planned for name in weights), *met]))
     if not sources:
         return ""
     rows_seen, sizes = rows_by_source(history), history.part("mixture", "rows")
@@ -71,7 +68,7 @@ def source_table(history: History) -> str:
     all_rows = sum(rows_seen.values())
     rows = []
     for name in sources:
-        shares = [weights.get(name, 0.0) / (sum(weights.values()) or 1.0) for _, weights in planned]
+        shares = [weights.get(name, 0.0) / (sum(weights.values()) or 1.0) for weights in planned]
         planned_share = ", then ".join(map(percent, dict.fromkeys(shares))) if planned else "n/a"
         seen = rows_seen.get(name, 0.0) if all_rows else None
         tokens = units.count(seen * row_tokens) if seen is not None and is_number(row_tokens) else "n/a"
@@ -103,7 +100,10 @@ def rows_by_source(history: History) -> dict[str, float]:
     row = lambda n: batches.begin(int(n)) / seq_len  # where batch n begins
     found: dict[str, float] = {}
     ends = [first for first, _ in stages[1:]] + [float("inf")]
-    for begin, end in trained_ranges(int(newest) + 1, skipped_batches(history)):
+    skips = [*as_list(history.part("config", "data").get("skip_batches"))]  # by the settings, and by rewinds
+    skips += [part for e in history.events if e["event"] == "rewind" for part in as_list(e.get("skip_batches"))]
+    skips = [(int(part[0]), int(part[1])) for part in skips if is_pair(part)]
+    for begin, end in trained_ranges(int(newest) + 1, skips):
         for (first, weights), stop in zip(stages, ends):
             rows = max(0.0, min(row(end), stop) - max(row(begin), first))
             for name, weight in weights.items():
@@ -119,21 +119,13 @@ def recorded_stages(history: History) -> list[Stage]:
     data = history.part("config", "data")
     planned = stages_of(data.get("mixture"))
     if not stages and len(planned) == 1 and not data.get("max_epochs"):
-        stages = [(0.0, weights_of(weights)) for _, weights in planned if weights_of(weights)]
+        stages = [(0.0, weights_of(weights)) for weights in planned if weights_of(weights)]
     return stages
 
 
 def weights_of(value: Any) -> dict[str, float]:
     """Those of the weights that are above 0."""
     return {str(name): weight for name, weight in as_dict(value).items() if is_number(weight) and weight > 0}
-
-
-def skipped_batches(history: History) -> list[tuple[int, int]]:
-    """Batches [first, behind the last) that no step trains on: by the settings, and by rewinds."""
-    data = history.part("config", "data")
-    parts = [*as_list(data.get("skip_batches"))]
-    parts += [part for e in history.events if e["event"] == "rewind" for part in as_list(e.get("skip_batches"))]
-    return [(int(part[0]), int(part[1])) for part in parts if is_pair(part)]
 
 
 def trained_ranges(stop: int, skips: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -152,14 +144,11 @@ def is_of_source(name: str) -> bool:
     return room in ("train", "validation") and suffix.count("/") == 1
 
 
-def stages_of(mixture: Any) -> list[tuple[str, dict[str, float]]]:
-    """[(where it begins, weights)] of data.mixture: one stage, or several by the place where each begins."""
+def stages_of(mixture: Any) -> list[dict[str, float]]:
+    """The weights of data.mixture: of one stage, or of several in order."""
     if not isinstance(mixture, dict) or not mixture:
         return []
     if all(map(is_number, mixture.values())):
-        return [("", dict(mixture))]
-    return [
-        (str(at), {name: w for name, w in weights.items() if is_number(w)})
-        for at, weights in mixture.items()
-        if isinstance(weights, dict)
-    ]
+        return [mixture]
+    stages = [weights for weights in mixture.values() if isinstance(weights, dict)]
+    return [{name: weight for name, weight in weights.items() if is_number(weight)} for weights in stages]

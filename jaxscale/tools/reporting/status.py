@@ -1,6 +1,7 @@
 """Status of a run: state, time, remaining time and cost, for the report and `jaxscale watch`."""
 
 import dataclasses
+import itertools
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -68,21 +69,26 @@ def status_of(history: History, now: float, price: float | None = None) -> Statu
     chips = devices.get("number") if is_number(devices.get("number")) else None
     if chips is not None and chip is not None:
         chips = chips / chip.devices_per_chip
-    wall, starts = wall_seconds(history)
+    spent = measure_goodput(history.rows, history.events)
+    # without the time between starts; without events, the steps' own time
+    wall = spent.wall_seconds - spent.seconds["idle"] if spent.starts else step_time(history.rows)
     left = left_seconds(history, total) if state.name != "finished" else 0.0
     paid = Price(price, "", PRICE_FLAG) if price is not None else chip.price if chip else None
     hourly = paid.dollars_per_hour * chips / 3600 if paid and chips else None
+    tokens, batches = history.latest("tokens_seen"), history.batches
+    if tokens is not None and batches is not None:  # also of the steps since the last report
+        tokens = max(tokens, batches.begin(history.reached_step))
     return Status(
         state=state,
         step=history.reached_step,
         total_steps=total,
         loss=history.latest("loss"),
         validation_loss=history.latest("validation/loss"),
-        tokens=tokens_of(history),
+        tokens=tokens,
         tokens_per_second=recent(history.rows, "tokens_per_second"),
         mfu=recent(history.rows, "mfu"),
         wall_seconds=wall,
-        starts=starts,
+        starts=spent.starts,
         left_seconds=left,
         chips=chips,
         chip=chip.name if chip else kind,
@@ -90,14 +96,6 @@ def status_of(history: History, now: float, price: float | None = None) -> Statu
         cost=hourly * wall if hourly is not None and wall is not None else None,
         cost_to_end=hourly * (wall + left) if hourly is not None and wall is not None and left is not None else None,
     )
-
-
-def tokens_of(history: History) -> float | None:
-    """Tokens of all steps that are done; None where no report has told how many one takes."""
-    reported, batches = history.latest("tokens_seen"), history.batches
-    if reported is not None and batches is not None:
-        reported = max(reported, batches.begin(history.reached_step))
-    return reported
 
 
 def state_of(history: History, now: float, total: float | None) -> State:
@@ -126,17 +124,6 @@ def state_of(history: History, now: float, total: float | None) -> State:
     return State("running", "running", f"last written {quiet} ago")
 
 
-def wall_seconds(history: History) -> tuple[float | None, int]:
-    """(seconds in which the run's processes ran, number of its starts).
-
-    As the goodput has them, without what lies between starts. Where there are no events, the steps' own time counts.
-    """
-    found = measure_goodput(history.rows, history.events)
-    if found.starts:
-        return found.wall_seconds - found.seconds["idle"], found.starts
-    return step_time(history.rows), 0
-
-
 def step_time(rows: Sequence[Row]) -> float | None:
     """Seconds of all steps, from what their reports say a step took; None without any."""
     total, before, known = 0.0, 0, False
@@ -151,7 +138,11 @@ def step_time(rows: Sequence[Row]) -> float | None:
 
 def left_seconds(history: History, total: float | None) -> float | None:
     """Seconds to the last step, at the pace of the last reports; None where that is not known."""
-    pace = wall_pace(history.rows) or step_pace(history)
+    pace, each = wall_pace(history.rows) or None, recent(history.rows, "step_seconds")
+    if pace is None and each is not None:  # the steps' own time, with the share of measuring in the time so far
+        spent = step_time(history.rows) or 0.0
+        measuring = sum(sum(history.series(name)[1]) for name in MEASURING)
+        pace = each * (spent / (spent - measuring) if spent > measuring else 1.0)
     if total is None or pace is None:
         return None
     done, batches = history.reached_step, history.batches
@@ -171,23 +162,9 @@ def wall_pace(rows: Sequence[Row]) -> float | None:
     return (reports[-1][wall] - reports[first][wall]) / steps if steps > 0 else None
 
 
-def step_pace(history: History) -> float | None:
-    """Seconds of a step by the median of the last reports, with the share of measuring in the time so far."""
-    if (each := recent(history.rows, "step_seconds")) is None:
-        return None
-    spent = step_time(history.rows) or 0.0
-    measuring = sum(sum(history.series(name)[1]) for name in MEASURING)
-    return each * (spent / (spent - measuring) if spent > measuring else 1.0)
-
-
 def recent(rows: Sequence[Row], name: str) -> float | None:
     """The median of a metric's last values; None without any."""
-    found: list[float] = []
-    for row in reversed(rows):
-        if is_number(row.get(name)):
-            found.append(row[name])
-            if len(found) == RECENT:
-                break
+    found = [row[name] for row in itertools.islice((r for r in reversed(rows) if is_number(r.get(name))), RECENT)]
     return statistics.median(found) if found else None
 
 
@@ -213,18 +190,13 @@ def cost_fact(status: Status) -> tuple[str, str, str]:
 
 def price_words(statuses: Sequence[Status]) -> str:
     """Describes the prices of the cost and --price; '' if the chips are unknown."""
-    reports = list(dict.fromkeys(line for status in statuses if (line := price_line(status))))
+    lines = []
+    for chip, price in dict.fromkeys((status.chip, status.price) for status in statuses if status.chip):
+        if price is None:
+            lines.append(f"no price of {chip} is known")
+            continue
+        origin = f"list price of {price.date} ({price.source})" if price.date else price.source
+        lines.append(f"{chip} at {money(price.dollars_per_hour)} a chip-hour, {origin}")
     given = any(status.price and not status.price.date for status in statuses)
     way_out = "" if given else " --price=DOLLARS gives what an hour of one chip really costs."
-    return f"Cost: {'; '.join(reports)}.{way_out}" if reports else ""
-
-
-def price_line(status: Status) -> str:
-    """'TPU v5p at $4.20 a chip-hour, list price of 2025 (SOURCE)'."""
-    if not status.chip:
-        return ""
-    if status.price is None:
-        return f"no price of {status.chip} is known"
-    price = status.price
-    origin = f"list price of {price.date} ({price.source})" if price.date else price.source
-    return f"{status.chip} at {money(price.dollars_per_hour)} a chip-hour, {origin}"
+    return f"Cost: {'; '.join(lines)}.{way_out}" if lines else ""

@@ -12,7 +12,7 @@ from jaxscale.runtime.data.shards import open_shard
 from jaxscale.tools.corpus.prepare.config import PrepareConfig
 from jaxscale.tools.corpus.prepare.engine import make_plan, prepare
 from jaxscale.tools.corpus.prepare.local import LocalExecutor
-from jaxscale.tools.corpus.prepare.progress import Progress
+from jaxscale.tools.corpus.prepare.progress import PrepareProgress
 
 BYTES = {"tokenizer": {"name": "bytes"}, "block_bytes": 4096}
 
@@ -24,7 +24,7 @@ def recipe(files, **values):
 
 def run(cfg, output, workers=1, **options):
     with LocalExecutor(workers) as executor:
-        prepare(make_plan(cfg), output, executor, Progress(io.StringIO()), **options)
+        prepare(make_plan(cfg), output, executor, PrepareProgress(io.StringIO()), **options)
     return output
 
 

@@ -141,7 +141,7 @@ def test_word_lists_and_items_of_a_stage_are_told_by_their_setting_and_those_of_
 
 def test_more_blocks_than_a_join_can_number_are_refused_before_anything_is_read(corpus, monkeypatch):
     monkeypatch.setattr(engine, "MAX_BLOCKS", 1)
-    assert len(make_plan(recipe(corpus)).pieces) > 1
+    assert len(make_plan(recipe(corpus)).pieces.rows) > 1
     with pytest.raises(ValueError, match="blocks or more, and duplicates are found among at most 1; pack small files"):
         make_plan(recipe(corpus, stages=("near_dedup",)))
 
@@ -212,7 +212,7 @@ def test_a_limit_of_open_files_that_is_too_small_is_refused_at_the_start(tmp_pat
         run(recipe(tmp_path / "a.jsonl", block_bytes=1024), tmp_path / "out")
     assert not (tmp_path / "out").exists()
     with LocalExecutor(40) as executor, pytest.raises(BadInput, match="80 pipes to 40 --workers .*allows 64"):
-        list(executor.run_all(str, [1, 2]))
+        list(executor.run_all(str, work.Task("", 0), 2))
 
 
 def test_files_that_cannot_be_opened_for_their_number_are_told_with_the_limit(tmp_path, few_files):

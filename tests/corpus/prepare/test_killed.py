@@ -15,7 +15,7 @@ from prepared import contents, recipe, run
 
 from jaxscale.cli import prepare as command
 from jaxscale.runtime.data.manifest import check_manifest
-from jaxscale.tools.corpus.indexes import publish_indexes
+from jaxscale.tools.corpus.publish import publish_indexes
 
 ROOT = pathlib.Path(command.__file__).parents[2]
 

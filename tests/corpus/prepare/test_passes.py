@@ -10,13 +10,21 @@ import pytest
 
 from jaxscale.runtime.text.document import Document, Outcome
 from jaxscale.tools.corpus.curate.config import NearConfig
-from jaxscale.tools.corpus.prepare.block_files import from_table, group_blocks, read_table, to_table, write_table
 from jaxscale.tools.corpus.prepare.local import LocalExecutor
-from jaxscale.tools.corpus.prepare.lookup import Pass, plan_passes
+from jaxscale.tools.corpus.prepare.lookup import (
+    PreparePass,
+    from_table,
+    group_blocks,
+    plan_passes,
+    read_table,
+    to_table,
+    write_table,
+)
 from jaxscale.tools.corpus.prepare.preparation_page import CONTENT_POLICY, report_page, threshold_sentence
-from jaxscale.tools.corpus.prepare.progress import Progress, RunningPiece
+from jaxscale.tools.corpus.prepare.progress import PrepareProgress, RunningPiece
 from jaxscale.tools.corpus.prepare.tally import SAMPLES, Tally
 from jaxscale.tools.corpus.prepare.tokens import shuffle_keys
+from jaxscale.tools.corpus.prepare.work import Task
 
 MANIFEST = {
     "num_documents": 1, "num_tokens": 10, "text_bytes": 40, "shards": [{}], "fingerprint": "f",
@@ -29,28 +37,32 @@ MANIFEST = {
 @pytest.mark.parametrize(
     ("stages", "train", "expected"),
     [
-        ((), False, [Pass((), "tokens")]),
-        (("a", "b"), False, [Pass(("a", "b"), "tokens")]),
-        (("a",), True, [Pass(("a",), "sample"), Pass((), "tokens")]),
+        ((), False, [PreparePass((), "tokens")]),
+        (("a", "b"), False, [PreparePass(("a", "b"), "tokens")]),
+        (("a",), True, [PreparePass(("a",), "sample"), PreparePass((), "tokens")]),
         (
             ("a", "exact_dedup", "near_dedup", "b"),
             False,
-            [Pass(("a",), "joins", ("exact_dedup", "near_dedup")), Pass(("b",), "tokens")],
+            [PreparePass(("a",), "joins", ("exact_dedup", "near_dedup")), PreparePass(("b",), "tokens")],
         ),
         (
             ("exact_dedup", "line_dedup", "near_dedup"),  # a line's first copy may be in a document that is dropped
             False,
             [
-                Pass((), "joins", ("exact_dedup",)),
-                Pass((), "joins", ("line_dedup",)),
-                Pass((), "joins", ("near_dedup",)),
-                Pass((), "tokens"),
+                PreparePass((), "joins", ("exact_dedup",)),
+                PreparePass((), "joins", ("line_dedup",)),
+                PreparePass((), "joins", ("near_dedup",)),
+                PreparePass((), "tokens"),
             ],
         ),
         (
             ("exact_dedup", "a", "line_dedup"),
             False,
-            [Pass((), "joins", ("exact_dedup",)), Pass(("a",), "joins", ("line_dedup",)), Pass((), "tokens")],
+            [
+                PreparePass((), "joins", ("exact_dedup",)),
+                PreparePass(("a",), "joins", ("line_dedup",)),
+                PreparePass((), "tokens"),
+            ],
         ),
     ],
 )
@@ -128,8 +140,7 @@ def test_a_report_shows_what_was_dropped_and_runs_nothing_of_it():
     nasty = Document('<script>alert(1)</script><img src=x onerror="y"> \x00 & more', "we<b>b", "a'\"<f>", 3)
     tally = Tally()
     tally.add_documents(("in", "read"), [nasty])
-    tally.add_lengths([nasty])
-    tally.add_languages([nasty])
+    tally.counts.update([("length", nasty.source, "7"), ("language", nasty.source, "")])
     tally.record("language", [nasty], [Outcome(None, "language: <not> wanted", detail="de")])
     tally.record(
         "decontaminate", [nasty], [Outcome(None, "contamination: evaluation item", detail="a.jsonl:1, a.jsonl:2")]
@@ -165,7 +176,7 @@ class Clock:
 
 def test_progress_tells_rates_drops_and_the_time_that_is_left():
     clock, stream = Clock(), io.StringIO()
-    progress = Progress(stream, clock)
+    progress = PrepareProgress(stream, clock)
     progress.begin("pass 1: reading", 4)
     counts = [["in", "read", "web", "documents", 100], ["in", "read", "web", "bytes", 2_000_000]]
     counts += [["dropped", "language", "web", "not wanted", "documents", 25]]
@@ -189,19 +200,19 @@ def test_progress_tells_rates_drops_and_the_time_that_is_left():
         assert progress.line() == "pass 1: reading: 0 of 1, 50 documents (5/s, 0.1 MB/s), 3 blocks, 0:30 left"
 
 
-def refuse(number):
-    if number == 3:
+def refuse(task):
+    if task.number == 3:
         from jaxscale.units import parse
 
         parse("amount", "three")
-    return number
+    return task.number
 
 
 def test_an_error_for_people_stays_one_on_its_way_out_of_another_process_and_ends_no_process_but_its_own():
     callers = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,))
     callers.start()
     with pytest.raises(ValueError, match="amount='three' is not an amount of training"), LocalExecutor(2) as executor:
-        list(executor.run_all(refuse, [1, 2, 3, 4]))
+        list(executor.run_all(refuse, Task("", 0), 5))
     end = time.monotonic() + 20  # the pool's own thread may have waited for a process, and not noted yet how it ended
     while multiprocessing.active_children() != [callers] and time.monotonic() < end:
         time.sleep(0.05)

@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from jaxscale.runtime.text.document import Document, Outcome, Stage
 from jaxscale.runtime.text.sources.part import importing
 from jaxscale.system import foreign
 from jaxscale.system.exits import BadInput
-from jaxscale.tools.corpus.curate.filter_config import ClassifierConfig
+from jaxscale.tools.corpus.curate.config import ClassifierConfig
 from jaxscale.tools.corpus.curate.hashes import hash_words, ngram_hashes, text_hash, word_hashes_of
 
 COLUMN = "quality"
@@ -30,22 +30,6 @@ MIN_EXAMPLES = 20  # examples of each kind; fewer give no meaningful accuracy
 BATCH = 64  # examples per training step
 LEARNING_RATE = 10.0  # of Adagrad; on the texts of docs/data.md ROC AUC is 0.926 with it, 0.918 with 3, 0.912 with 1
 THRESHOLDS = tuple(step / 20 for step in range(1, 20))  # thresholds in the report
-
-
-class LinearModel(NamedTuple):
-    """Linear model over hashed n-grams."""
-
-    weights: np.ndarray  # float32[2^bits]
-    bias: float
-    ngram_words: int
-    max_words: int
-
-
-class Examples(NamedTuple):
-    """Texts as indices of their weights, and their labels."""
-
-    indices: list[np.ndarray]  # int64[k] of each text
-    good: np.ndarray  # bool[n]
 
 
 def make_classifier(cfg: ClassifierConfig) -> Stage:
@@ -64,13 +48,11 @@ def make_scorer(cfg: ClassifierConfig) -> Callable[[Sequence[Document]], list[fl
     """Returns a function from documents to scores, rounded to 4 decimals since the last bits depend on the machine."""
     if cfg.weights.endswith(FASTTEXT):
         return fasttext_scorer(cfg)
-    model = read_model(cfg.weights)
+    weights, bias, ngram_words, max_words = read_model(cfg.weights)
 
     def score(documents: Sequence[Document]) -> list[float]:
-        rows = [
-            ngram_indices(row, model.ngram_words, model.max_words, len(model.weights)) for row in hash_words(documents)
-        ]
-        return [round(float(found), 4) for found in scores(rows, model.weights, model.bias)]
+        rows = [ngram_indices(words, ngram_words, max_words, len(weights)) for words in hash_words(documents)]
+        return [round(float(found), 4) for found in scores(rows, weights, bias)]
 
     return score
 
@@ -83,25 +65,17 @@ def fasttext_scorer(cfg: ClassifierConfig) -> Callable[[Sequence[Document]], lis
         model = fasttext.load_model(str(Path(cfg.weights).expanduser()))
     except (ValueError, MemoryError) as error:
         raise BadInput(f"classifier.weights={cfg.weights} is not a fastText model: {error}") from None
-    known = {label for label, _ in fasttext_labels(model, "a")}
-    if cfg.label not in known:
+    labels = lambda text: dict(zip(*model.predict(text, k=-1)))  # {label: probability}
+    if cfg.label not in (known := labels("a")):
         raise BadInput(
             f"classifier.weights={cfg.weights} has no label {cfg.label}; name one of {', '.join(sorted(known)[:8])}"
         )
 
     def score(documents: Sequence[Document]) -> list[float]:
-        heads = (
-            " ".join(document.text.split(None, cfg.max_words or -1)[: cfg.max_words or None]) for document in documents
-        )
-        return [round(min(1.0, float(dict(fasttext_labels(model, header))[cfg.label])), 4) for header in heads]
+        words = (document.text.split(None, cfg.max_words or -1)[: cfg.max_words or None] for document in documents)
+        return [round(min(1.0, float(labels(" ".join(head))[cfg.label])), 4) for head in words]
 
     return score
-
-
-def fasttext_labels(model: Any, text: str) -> list[tuple[str, float]]:
-    """Returns (label, probability) for each label."""
-    labels, probabilities = model.predict(text, k=-1)
-    return list(zip(labels, probabilities))
 
 
 def ngram_indices(words: np.ndarray, ngram_words: int, max_words: int, size: int) -> np.ndarray:
@@ -140,20 +114,21 @@ def train_classifier(good: Iterable[str], bad: Iterable[str], cfg: ClassifierCon
                 f"classifier.{name} has {len(kind)} different texts that the other does not have; "
                 f"{MIN_EXAMPLES} or more of each kind are needed, and thousands are usual"
             )
-    keys = [(key, is_good) for is_good, kind in zip((True, False), chosen) for key in kind]
-    holdout = np.array([in_holdout(key, cfg.held_out) for key, _ in keys])
-    texts = [chosen[not is_good][key] for key, is_good in keys]
-    rows = [ngram_indices(row, cfg.ngram_words, cfg.max_words, 1 << cfg.bits) for row in word_hashes_of(texts)]
-    labels = np.array([is_good for _, is_good in keys])
-    select_examples = lambda mask: Examples([rows[i] for i in np.flatnonzero(mask)], labels[mask])
-    train, test = select_examples(~holdout), select_examples(holdout)
-    for part in (train, test):
-        if part.good.all() or not part.good.any():
+    keys = [key for kind in chosen for key in kind]
+    is_test = np.array([key % (1 << 32) < cfg.held_out * (1 << 32) for key in keys])  # not the bits that chose them
+    words = word_hashes_of([text for kind in chosen for text in kind.values()])
+    rows = [ngram_indices(row, cfg.ngram_words, cfg.max_words, 1 << cfg.bits) for row in words]
+    good = np.arange(len(keys)) < len(chosen[0])
+    for part in (good[~is_test], good[is_test]):
+        if part.all() or not part.any():
             raise BadInput(f"classifier.held_out={cfg.held_out} leaves examples of one kind alone; give more examples")
-    weights, bias = fit(train, cfg)
+    weights, bias = fit([rows[i] for i in np.flatnonzero(~is_test)], good[~is_test], cfg)
+    test_scores, test_good = scores([rows[i] for i in np.flatnonzero(is_test)], weights, bias), good[is_test]
     facts = {"good": len(chosen[0]), "bad": len(chosen[1]), "in_both": len(both)}
-    facts |= {"held_out": [int(test.good.sum()), int((~test.good).sum())]}
-    return serialize_model(weights, bias, cfg), facts | evaluate_scores(scores(test.indices, weights, bias), test.good)
+    facts |= {"held_out": [int(test_good.sum()), int((~test_good).sum())]}
+    header = {"format": FORMAT, "bits": cfg.bits, "ngram_words": cfg.ngram_words, "max_words": cfg.max_words}
+    content = json.dumps(header | {"bias": bias}, sort_keys=True).encode() + b"\n" + weights.astype("<f4").tobytes()
+    return content, facts | evaluate_scores(test_scores, test_good)
 
 
 def sample_texts(texts: Iterable[str], max_texts: int) -> dict[int, str]:
@@ -166,23 +141,18 @@ def sample_texts(texts: Iterable[str], max_texts: int) -> dict[int, str]:
     return {key: found[key] for key in sorted(found)[:max_texts]}
 
 
-def in_holdout(key: int, share: float) -> bool:
-    """True if the text with this 128-bit hash is in the held-out set; independent of the order of `choose`."""
-    return key % (1 << 32) < share * (1 << 32)
-
-
-def fit(examples: Examples, cfg: ClassifierConfig) -> tuple[np.ndarray, float]:
+def fit(indices: Sequence[np.ndarray], good: np.ndarray, cfg: ClassifierConfig) -> tuple[np.ndarray, float]:
     """Returns (float32[2^bits], bias), trained with Adagrad (Duchi et al., 2011); both kinds weigh the same."""
     size, rng = 1 << cfg.bits, np.random.Generator(np.random.Philox(cfg.seed))
     weights, squares = np.zeros(size, np.float32), np.full(size, 1e-12, np.float32)
     bias = bias_squares = 0.0
-    share = np.where(examples.good, 0.5 / examples.good.mean(), 0.5 / (~examples.good).mean())
+    share = np.where(good, 0.5 / good.mean(), 0.5 / (~good).mean())
     for _ in range(cfg.epochs):
-        order = rng.permutation(len(examples.good))
+        order = rng.permutation(len(good))
         for begin in range(0, len(order), BATCH):
             batch = order[begin : begin + BATCH]
-            rows = [examples.indices[i] for i in batch]
-            slopes = (scores(rows, weights, bias) - examples.good[batch]) * share[batch] / len(batch)
+            rows = [indices[i] for i in batch]
+            slopes = (scores(rows, weights, bias) - good[batch]) * share[batch] / len(batch)
             lengths = np.array([len(row) for row in rows])
             flat = np.concatenate(rows)
             places, inverse = np.unique(flat, return_inverse=True)
@@ -198,22 +168,15 @@ def evaluate_scores(found: np.ndarray, good: np.ndarray) -> dict[str, Any]:
     """Returns balanced accuracy, ROC AUC and the shares above each threshold, on held-out examples."""
     rank = np.argsort(np.argsort(found, kind="stable"), kind="stable")[good] + 1.0
     pairs = good.sum() * (~good).sum()
-    shares = [
-        [least, float((found[good] >= least).mean()), float((found[~good] >= least).mean())] for least in THRESHOLDS
-    ]
+    above = lambda kind, least: float((found[kind] >= least).mean())
+    shares = [[least, above(good, least), above(~good, least)] for least in THRESHOLDS]
     accuracy = ((found[good] >= 0.5).mean() + (found[~good] < 0.5).mean()) / 2
     auc = (rank.sum() - good.sum() * (good.sum() + 1) / 2) / pairs
     return {"accuracy": float(accuracy), "auc": float(auc), "kept": shares}
 
 
-def serialize_model(weights: np.ndarray, bias: float, cfg: ClassifierConfig) -> bytes:
-    """Returns the content of a weights file: a line of JSON, then the weights as little-endian float32."""
-    header = {"format": FORMAT, "bits": cfg.bits, "ngram_words": cfg.ngram_words, "max_words": cfg.max_words}
-    return json.dumps(header | {"bias": bias}, sort_keys=True).encode() + b"\n" + weights.astype("<f4").tobytes()
-
-
-def read_model(path: str) -> LinearModel:
-    """Returns the model in a weights file. Raises BadInput for another or a truncated file."""
+def read_model(path: str) -> tuple[np.ndarray, float, int, int]:
+    """Returns (weights, bias, ngram_words, max_words) of a file. Raises BadInput for another or a truncated one."""
     try:
         content = foreign.read_named(path, MAX_FILE_BYTES)
     except OSError as error:
@@ -225,17 +188,11 @@ def read_model(path: str) -> LinearModel:
         header = None
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise BadInput(f"classifier.weights={path} is neither a file that prepare wrote nor a .bin or .ftz of fastText")
-    is_complete = all(
-        type(header.get(name)) is int and header[name] >= 0 for name in ("bits", "ngram_words", "max_words")
-    )
-    if (
-        not is_complete
-        or not isinstance(header.get("bias"), float)
-        or header["bits"] > 24
-        or len(payload) != 4 << header["bits"]
-    ):
+    sizes = [header.get(name) for name in ("bits", "ngram_words", "max_words")]
+    is_complete = all(type(size) is int and size >= 0 for size in sizes) and isinstance(header.get("bias"), float)
+    if not is_complete or header["bits"] > 24 or len(payload) != 4 << header["bits"]:
         raise BadInput(f"classifier.weights={path} is incomplete; restore it, or train it again")
     weights = np.frombuffer(payload, "<f4")
     if not np.isfinite(weights).all() or not math.isfinite(header["bias"]):
         raise BadInput(f"classifier.weights={path} holds numbers that are not finite; train it again")
-    return LinearModel(weights, header["bias"], max(1, min(header["ngram_words"], 9)), header["max_words"])
+    return weights, header["bias"], max(1, min(header["ngram_words"], 9)), header["max_words"]

@@ -8,7 +8,8 @@ shorter than 13 words are searched for as a whole, down to 5 words.
 Evaluation items are named FILE:LINE or FILE:ROW, from 1; an index holds their word sequences.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from jaxscale.runtime.text.sources.files import ignore_line, list_files
 from jaxscale.runtime.text.sources.records import ENDINGS, MOST_TEXT, kind_of, read_records, text_lines
 from jaxscale.system.exits import BadInput
 from jaxscale.tools.corpus.curate.config import ContaminationConfig
+from jaxscale.tools.corpus.curate.duplicates import merge_spans
 from jaxscale.tools.corpus.curate.hashes import hash_words, ngram_groups, ngram_hashes, powers, word_hashes, word_spans
 
 MIN_BITS, MAX_BITS = 24, 32  # size of the filter: from 2 MB, which fit in cache, to 512 MB
@@ -43,7 +45,7 @@ class Evaluation(NamedTuple):
     bits: int
 
 
-class Item(NamedTuple):
+class EvaluationItem(NamedTuple):
     """A record with its texts, or a paragraph of a text file, each line of which has its own name."""
 
     names: list[str]  # of each text; the same for all texts of a record
@@ -64,14 +66,15 @@ def make_contamination(cfg: ContaminationConfig) -> Stage:
     """Returns a stage that drops or cuts documents with evaluation items, and names the items in `detail`."""
     if not cfg.is_named:
         return per_document(Outcome)
-    evaluation = configured_evaluation(cfg)
+    evaluation = load_evaluation(cfg)
 
     def stage(documents: Sequence[Document]) -> list[Outcome]:
         hits = find_hits(hash_words(documents), evaluation)
         outcomes = [Outcome(document) for document in documents]
         for place in np.unique(hits.documents).tolist():
             document_hits = select(hits, hits.documents == place)
-            items = matched_items(document_hits.entries, evaluation, cfg.min_item_share)
+            items, found = np.unique(evaluation.items[np.unique(document_hits.entries)], return_counts=True)
+            items = items[found >= cfg.min_item_share * evaluation.counts[items] - 1e-9]
             if len(items):
                 document_hits = select(document_hits, np.isin(evaluation.items[document_hits.entries], items))
                 outcomes[place] = apply_action(documents[place], document_hits, items, evaluation, cfg)
@@ -80,14 +83,9 @@ def make_contamination(cfg: ContaminationConfig) -> Stage:
     return stage
 
 
-def configured_evaluation(cfg: ContaminationConfig) -> Evaluation:
-    """Returns the index of the configured items. Raises BadInput as load_evaluation does."""
-    return load_evaluation(cfg.files, fields=cfg.fields, ngram_words=cfg.ngram_words, short_words=cfg.short_words)
-
-
 def count_items(cfg: ContaminationConfig) -> dict[str, int]:
     """Returns the number of items, and of those too short to be found; 0 if no file is named."""
-    counts = configured_evaluation(cfg).counts if cfg.is_named else np.zeros(0, np.int64)
+    counts = load_evaluation(cfg).counts if cfg.is_named else np.zeros(0, np.int64)
     return {"items": len(counts), "too_short": int((counts == 0).sum())}
 
 
@@ -123,15 +121,9 @@ def verify_hits(hits: Hits, words: Sequence[np.ndarray], evaluation: Evaluation)
     return equal
 
 
-def select(hits: Hits, selection: np.ndarray) -> Hits:
-    """Returns the hits at the indices or mask `which`."""
-    return Hits(*(column[selection] for column in hits))
-
-
-def matched_items(entries: np.ndarray, evaluation: Evaluation, min_share: float) -> np.ndarray:
-    """Returns the items of which a document has a sufficient share of n-grams. entries: index entries that it hit."""
-    items, found = np.unique(evaluation.items[np.unique(entries)], return_counts=True)
-    return items[found >= min_share * evaluation.counts[items] - 1e-9]
+def select(hits: Hits, mask: np.ndarray) -> Hits:
+    """Returns the hits where the mask is True."""
+    return Hits(*(column[mask] for column in hits))
 
 
 def apply_action(
@@ -143,83 +135,68 @@ def apply_action(
         return Outcome(None, "contamination: evaluation item", detail=detail)
     spans = word_spans(document.text)
     begins = np.maximum(spans[hits.places, 0] - cfg.cut_characters, 0)
-    ends = np.minimum(
-        spans[hits.places + evaluation.sizes[hits.entries] - 1, 1] + cfg.cut_characters, len(document.text)
-    )
-    order = np.argsort(begins, kind="stable")
-    begins, ends = begins[order], np.maximum.accumulate(ends[order])
-    splits = np.flatnonzero(begins[1:] > ends[:-1]) + 1
-    begins, ends = begins[np.append(0, splits)].tolist(), ends[np.append(splits - 1, len(ends) - 1)].tolist()
+    last_words = hits.places + evaluation.sizes[hits.entries] - 1
+    ends = np.minimum(spans[last_words, 1] + cfg.cut_characters, len(document.text))
+    begins, ends = (bounds.tolist() for bounds in merge_spans(begins, ends))
     if len(begins) > cfg.max_cuts:
         return Outcome(None, "contamination: too many cuts", detail=detail)
     pieces = [document.text[end:begin].strip() for end, begin in zip([0, *ends], [*begins, len(document.text)])]
     text = "\n".join(piece for piece in pieces if piece and len(piece) >= cfg.min_piece_characters)
     if not text:
         return Outcome(None, "contamination: nothing is left", detail=detail)
-    edits = (("evaluation item", len(begins)),)
-    return Outcome(document.edited(text), edits=edits, detail=detail)
+    return Outcome(document.edited(text), edits=(("evaluation item", len(begins)),), detail=detail)
 
 
-def load_evaluation(
-    files: Sequence[str], *, fields: Sequence[str] = (), ngram_words: int = 13, short_words: int | None = 5
-) -> Evaluation:
-    """Returns the index of the items in these files.
+def load_evaluation(cfg: ContaminationConfig) -> Evaluation:
+    """Returns the index of the items in the configured files.
 
-    fields: of a record; empty: all its text, including nested lists and records. N-grams do not span texts of a record.
-    A text with fewer than ngram_words words is one n-gram, if it has short_words or more, CHOICE_WORDS in a list, and
-    at most MOST_ITEMS items have it. In a text file each line is an item, and n-grams span lines up to an empty line.
+    Without cfg.fields all text of a record counts, including nested lists and records. Short texts of more than
+    MAX_ITEMS items, such as instructions, are ignored.
     Raises BadInput for a file that is missing, damaged, of another kind, or without text.
     """
     names: list[str] = []
-    search_words = min(ngram_words, short_words or ngram_words)
-    heads, wholes = [np.zeros(0, np.uint64)], [np.zeros(0, np.uint64)]
-    sizes, owners = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-    paths = list_evaluation_files(files)
-    ambiguous = {path.name for path in paths if sum(path.name == other.name for other in paths) > 1}
+    search_words = min(cfg.ngram_words, cfg.short_words or cfg.ngram_words)
+    columns = [np.zeros((4, 0), np.uint64)]
+    paths = list_evaluation_files(cfg.files)
     for path in paths:
         before = len(names)
-        for item in read_items(path, frozenset(fields)):
+        for item in read_items(path, frozenset(cfg.fields)):
             numbers = {name: len(names) + i for i, name in enumerate(dict.fromkeys(item.names))}
             names += numbers
-            words = [word_hashes(text) for text in item.texts]
-            owner_rows = [np.full(len(row), numbers[name]) for row, name in zip(words, item.names)]
-            if item.spans_texts:
-                words, owner_rows = [np.concatenate(words)], [np.concatenate(owner_rows)]
-            for row, owner, choice in zip(words, owner_rows, item.choices):
-                size = min(len(row), ngram_words)
-                if size < (max(search_words, min(CHOICE_WORDS, ngram_words)) if choice else search_words):
-                    continue  # too few words
-                grams = ngram_hashes(row, size)
-                wholes.append(grams)
-                heads.append(ngram_hashes(row, search_words)[: len(grams)])
-                sizes.append(np.full(len(grams), size))
-                owners.append(owner[: len(grams)])  # an n-gram belongs to the line of its first word
-        if path.name in ambiguous:  # the file name alone is ambiguous
+            columns += item_ngrams(item, numbers, cfg.ngram_words, search_words)
+        if [other.name for other in paths].count(path.name) > 1:
             names[before:] = [str(path.parent / name) for name in names[before:]]
         if len(names) == before:
-            raise BadInput(f"{path} holds no text{f' in the fields {sorted(fields)}' if fields else ''}")
-    first, whole, length, item = (np.concatenate(column) for column in (heads, wholes, sizes, owners))
-    mask = ~is_phrase(whole, length, item, ngram_words)
-    return make_index(search_words, first[mask], whole[mask], length[mask], item[mask], names)
+            raise BadInput(f"{path} holds no text{f' in the fields {sorted(cfg.fields)}' if cfg.fields else ''}")
+    heads, wholes, sizes, owners = np.concatenate(columns, axis=1)
+    short = np.flatnonzero(sizes < cfg.ngram_words)
+    of_items = np.unique(np.stack([wholes[short], owners[short]]), axis=1)
+    found, counts = np.unique(of_items[0], return_counts=True)
+    mask = np.ones(len(wholes), bool)
+    mask[short] = ~np.isin(wholes[short], found[counts > MAX_ITEMS])
+    sizes, owners = sizes[mask].astype(np.int64), owners[mask].astype(np.int64)
+    return make_index(search_words, heads[mask], wholes[mask], sizes, owners, names)
 
 
-def is_phrase(wholes: np.ndarray, sizes: np.ndarray, owners: np.ndarray, ngram_words: int) -> np.ndarray:
-    """Returns bool[k], True for short texts of more than MOST_ITEMS items, such as instructions."""
-    short = np.flatnonzero(sizes < ngram_words)
-    pairs = np.unique(np.stack([wholes[short], owners[short].astype(np.uint64)]), axis=1)
-    found, counts = np.unique(pairs[0], return_counts=True)
-    phrases = np.zeros(len(wholes), bool)
-    phrases[short] = np.isin(wholes[short], found[counts > MAX_ITEMS])
-    return phrases
+def item_ngrams(
+    item: EvaluationItem, numbers: Mapping[str, int], ngram_words: int, search_words: int
+) -> Iterator[np.ndarray]:
+    """Yields uint64[4, k]: heads, wholes, sizes and item numbers of an item's n-grams; short texts are one n-gram."""
+    words = [word_hashes(text) for text in item.texts]
+    owners = [np.full(len(row), numbers[name], np.uint64) for row, name in zip(words, item.names)]
+    if item.spans_texts:
+        words, owners = [np.concatenate(words)], [np.concatenate(owners)]
+    for row, owner, choice in zip(words, owners, item.choices):
+        size = min(len(row), ngram_words)
+        if size >= (max(search_words, min(CHOICE_WORDS, ngram_words)) if choice else search_words):
+            wholes = ngram_hashes(row, size)
+            count = len(wholes)
+            heads = ngram_hashes(row, search_words)[:count]
+            yield np.stack([heads, wholes, np.full(count, size, np.uint64), owner[:count]])  # first word's line owns it
 
 
 def make_index(
-    search_words: int,
-    heads: np.ndarray,
-    wholes: np.ndarray,
-    sizes: np.ndarray,
-    owners: np.ndarray,
-    names: list[str],
+    search_words: int, heads: np.ndarray, wholes: np.ndarray, sizes: np.ndarray, owners: np.ndarray, names: list[str]
 ) -> Evaluation:
     """Returns the index of n-grams given in any order."""
     order = np.lexsort((owners, wholes, heads))
@@ -249,49 +226,31 @@ def bloom_positions(hashes: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarr
 
 
 def list_evaluation_files(files: Sequence[str], say: Callable[[str], None] = ignore_line) -> list[Path]:
-    """Returns the files that match the names or globs, sorted. say: as in list_files.
-
-    Raises BadInput for a name without a match.
-    """
+    """Returns the files that match the names or globs, sorted. Raises BadInput for a name without a match."""
     found, problems = list_files(tuple(files), "decontaminate.files", "items", say=say)
     if problems:
         raise BadInput(f"{problems[0]}; nothing can be searched for")
     return [Path(file.path) for file in found]
 
 
-def read_items(path: Path, fields: frozenset[str]) -> Iterator[Item]:
-    """Yields the items of a file that have text. Raises BadInput with the file and the line."""
+def read_items(path: Path, fields: frozenset[str]) -> Iterator[EvaluationItem]:
+    """Yields a file's records or runs of non-empty lines with text. Raises BadInput with the file and the line."""
     kind = kind_of(path)
     if kind not in (".txt", *ENDINGS):
         raise BadInput(f"evaluation file {path} must be .jsonl, .txt (also .gz, .zst), .parquet or .arrow")
     if kind == ".txt":
-        found = read_paragraphs(path)
-    else:
-        found = (record_item(name, value, fields) for name, value in read_records(path))
-    for item in found:
-        if item.texts:
-            yield item
-
-
-def read_paragraphs(path: Path) -> Iterator[Item]:
-    """Yields an item for each run of non-empty lines."""
-    names, texts = [], []
-    for number, line in text_lines(str(path), MOST_TEXT):
-        if line.strip():
-            names.append(f"{path.name}:{number}")
-            texts.append(line)
-        elif names:
-            yield Item(names, texts, [False], True)
-            names, texts = [], []
-    yield Item(names, texts, [False], True)
-
-
-def record_item(name: str, value: Any, fields: frozenset[str]) -> Item:
-    """Returns the item of a record: all its texts, or those in the named fields."""
-    if fields:
-        value = {key: part for key, part in value.items() if key in fields} if isinstance(value, dict) else {}
-    found = [(text, choice) for text, choice in texts_in(value) if text.strip()]
-    return Item([name] * len(found), [text for text, _ in found], [choice for _, choice in found], False)
+        lines = text_lines(str(path), MOST_TEXT)
+        for has_text, paragraph in itertools.groupby(lines, key=lambda numbered: bool(numbered[1].strip())):
+            if has_text:
+                numbers, texts = zip(*paragraph)
+                yield EvaluationItem([f"{path.name}:{number}" for number in numbers], list(texts), [False], True)
+        return
+    for name, value in read_records(path):
+        if fields:
+            value = {key: part for key, part in value.items() if key in fields} if isinstance(value, dict) else {}
+        if found := [(text, choice) for text, choice in texts_in(value) if text.strip()]:
+            texts, choices = map(list, zip(*found))
+            yield EvaluationItem([name] * len(found), texts, choices, False)
 
 
 def texts_in(value: Any, in_list: bool = False) -> Iterator[tuple[str, bool]]:

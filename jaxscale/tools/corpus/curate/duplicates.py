@@ -9,6 +9,11 @@ some random orders of all n-grams, the document's smallest one: two documents ag
 is their Jaccard similarity J (Broder, 1997). Signatures are cut into bands of rows; those that agree in all rows of a
 band are candidates, which has the probability 1 - (1 - J^rows)^bands (Indyk and Motwani, 1998; Leskovec, Rajaraman,
 Ullman: Mining of Massive Datasets, 3.4). The join verifies them.
+
+Repeated passages are found within a block by suffix array (Lee et al., arXiv:2107.06499, section 4.1): of sorted
+suffixes, neighbours that share their first K bytes are two occurrences of a substring. Of each substring of K bytes,
+every occurrence but the first is cut, so a longer repeated passage is cut as a whole. Memory: about 15 bytes per byte
+of the block's text at the peak (suffix array, its inverse, common prefixes: 4 bytes each), 23 if all is repeated.
 """
 
 import functools
@@ -19,44 +24,38 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from scipy.special import bdtrc
 
-from jaxscale.runtime.text.document import Document, Outcome
+from jaxscale.runtime.text.document import Document, Outcome, Stage
 from jaxscale.runtime.text.sources.part import importing
-from jaxscale.tools.corpus.curate.config import ExactConfig, LineConfig, NearConfig
-from jaxscale.tools.corpus.curate.hashes import (
-    MULTIPLIER,
-    Sketch,
-    hash_words,
-    line_hashes,
-    mix64,
-    ngram_hashes,
-    ngram_table,
-    text_hash,
-)
+from jaxscale.system.exits import BadInput
+from jaxscale.tools.corpus.curate import hashes
+from jaxscale.tools.corpus.curate.config import ExactConfig, LineConfig, NearConfig, SubstringConfig
+
+SEPARATOR = 0xFF  # a byte that UTF-8 never has
+MAX_BLOCK_BYTES = 1 << 30  # suffix arrays are int32
 
 
-def make_exact_sketch(cfg: ExactConfig) -> Callable[[Sequence[Document]], Sketch]:
+def make_exact_sketch(cfg: ExactConfig) -> Callable[[Sequence[Document]], hashes.Sketch]:
     """Returns a function from a block to its sketch: one key for each document that is not blank."""
 
-    def sketch(documents: Sequence[Document]) -> Sketch:
-        hashes = [text_hash(document.text, lower=cfg.lower) & (1 << 64) - 1 for document in documents]
-        blank = text_hash("") & (1 << 64) - 1
-        keys = np.array(hashes, np.uint64)
-        places = np.flatnonzero(keys != np.uint64(blank))
-        return Sketch(keys[places], places)
+    def sketch(documents: Sequence[Document]) -> hashes.Sketch:
+        found = [hashes.text_hash(document.text, lower=cfg.lower) & (1 << 64) - 1 for document in documents]
+        keys = np.array(found, np.uint64)
+        places = np.flatnonzero(keys != np.uint64(hashes.text_hash("") & (1 << 64) - 1))  # not blank
+        return hashes.Sketch(keys[places], places)
 
     return sketch
 
 
-def make_line_sketch(cfg: LineConfig) -> Callable[[Sequence[Document]], Sketch]:
+def make_line_sketch(cfg: LineConfig) -> Callable[[Sequence[Document]], hashes.Sketch]:
     """Returns a function from a block to its sketch: one key for each line that is long enough."""
 
-    def sketch(documents: Sequence[Document]) -> Sketch:
+    def sketch(documents: Sequence[Document]) -> hashes.Sketch:
         keys, places = [np.zeros(0, np.uint64)], [np.zeros(0, np.int64)]
         for start, document in zip(first_lines(documents).tolist(), documents):
-            hashes, lines = line_hashes(document.text, cfg.min_line_characters, lower=cfg.lower)
-            keys.append(hashes)
+            found, lines = hashes.line_hashes(document.text, cfg.min_line_characters, lower=cfg.lower)
+            keys.append(found)
             places.append(start + lines)
-        return Sketch(np.concatenate(keys), np.concatenate(places))
+        return hashes.Sketch(np.concatenate(keys), np.concatenate(places))
 
     return sketch
 
@@ -90,31 +89,28 @@ def cut_lines(documents: Sequence[Document], owners: np.ndarray, lines: np.ndarr
     places, starts = np.unique(owners, return_index=True)
     for place, cut in zip(places.tolist(), np.split(lines, starts[1:])):
         document, cut_numbers = documents[place], set(cut.tolist())
-        remaining = [line for number, line in enumerate(document.text.split("\n")) if number not in cut_numbers]
-        text = "\n".join(remaining)
+        number, lines_of_text = len(cut_numbers), enumerate(document.text.split("\n"))
+        text = "\n".join(line for i, line in lines_of_text if i not in cut_numbers)
         if len(text.strip()) < cfg.min_document_characters:
-            outcomes[place] = Outcome(
-                None, "repeated lines: too little is left", detail=f"{len(cut_numbers)} lines repeated"
-            )
+            outcomes[place] = Outcome(None, "repeated lines: too little is left", detail=f"{number} lines repeated")
         else:
-            edited = document.edited(text)
-            outcomes[place] = Outcome(edited, edits=(("repeated line", len(cut_numbers)),))
+            outcomes[place] = Outcome(document.edited(text), edits=(("repeated line", number),))
     return outcomes
 
 
-def make_near_sketch(cfg: NearConfig) -> Callable[[Sequence[Document]], Sketch]:
-    """Returns a function from a block to its sketch: for each document a key per band, and its signature.
-
-    A document with fewer words than an n-gram is one n-gram; one without words has no keys.
-    """
+def make_near_sketch(cfg: NearConfig) -> Callable[[Sequence[Document]], hashes.Sketch]:
+    """Returns a function from a block to its sketch: a key per band, and the signature, of each document with words."""
     bands, rows = bands_and_rows(cfg)
 
-    def sketch(documents: Sequence[Document]) -> Sketch:
-        words = hash_words(documents)
+    def sketch(documents: Sequence[Document]) -> hashes.Sketch:
+        words = hashes.hash_words(documents)
         found = signatures(words, cfg)
         owners = np.flatnonzero([len(row) > 0 for row in words])
-        keys = band_keys(found[owners], bands, rows)
-        return Sketch(keys.ravel(), np.repeat(owners, bands), found)
+        keys = np.tile(hashes.mix64(np.arange(bands, dtype=np.uint64)), (len(owners), 1))  # of a band and its rows
+        for row in range(rows):
+            keys = (keys ^ found[owners, row : bands * rows : rows]) * np.uint64(hashes.MULTIPLIER)
+            keys ^= keys >> np.uint64(32)
+        return hashes.Sketch(hashes.mix64(keys).ravel(), np.repeat(owners, bands), found)
 
     return sketch
 
@@ -123,11 +119,11 @@ def signatures(words: Sequence[np.ndarray], cfg: NearConfig) -> np.ndarray:
     """Returns uint32[documents, permutations], the MinHash signatures. words: hashes of each document's words."""
     with importing("finding near duplicates", "rensa"):
         import rensa
-    flat, counts = ngram_table(words, cfg.ngram_words)
+    flat, counts = hashes.ngram_table(words, cfg.ngram_words)
     counts = np.asarray(counts, np.int64)
     short = [i for i, row in enumerate(words) if 0 < len(row) < cfg.ngram_words]
     if short:  # each is one n-gram, inserted at its position
-        grams = np.concatenate([ngram_hashes(words[i], len(words[i])) for i in short])
+        grams = np.concatenate([hashes.ngram_hashes(words[i], len(words[i])) for i in short])
         flat = np.insert(flat, (np.cumsum(counts) - counts)[short], grams)
         counts[short] = 1
     offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.uint64)
@@ -135,15 +131,6 @@ def signatures(words: Sequence[np.ndarray], cfg: NearConfig) -> np.ndarray:
     matrix = minhash.digest_matrix_from_flat_token_hashes(flat, offsets, cfg.permutations, cfg.seed)
     numbers = itertools.chain.from_iterable(matrix.to_rows())
     return np.fromiter(numbers, np.uint32, len(words) * cfg.permutations).reshape(len(words), cfg.permutations)
-
-
-def band_keys(found: np.ndarray, bands: int, rows: int) -> np.ndarray:
-    """Returns uint64[documents, bands], hashes of the band's index and its rows of the signature."""
-    keys = np.tile(mix64(np.arange(bands, dtype=np.uint64)), (len(found), 1))
-    for row in range(rows):
-        keys = (keys ^ found[:, row : bands * rows : rows]) * np.uint64(MULTIPLIER)
-        keys ^= keys >> np.uint64(32)
-    return mix64(keys)
 
 
 def bands_and_rows(cfg: NearConfig) -> tuple[int, int]:
@@ -189,3 +176,89 @@ def detection_table(cfg: NearConfig) -> list[tuple[float, float, float]]:
     found = detection_curve(jaccard, *bands_and_rows(cfg))
     passed = verification_curve(jaccard, cfg.threshold, cfg.permutations)
     return list(zip(jaccard.tolist(), found.tolist(), passed.tolist()))
+
+
+def make_substring(cfg: SubstringConfig) -> Stage:
+    """Returns a stage that cuts passages that occur earlier in the block; a newline parts words that would merge."""
+
+    def stage(documents: Sequence[Document]) -> list[Outcome]:
+        encoded = [document.text.encode("utf-8", "surrogatepass") for document in documents]
+        ends = np.cumsum([len(data) + 1 for data in encoded]) - 1  # of each text: position of its separator
+        flat = np.frombuffer(b"".join(data + b"\xff" for data in encoded), np.uint8)
+        starts, stops = repeated_passages(flat, cfg.min_bytes)
+        owners = np.searchsorted(ends, starts, side="right")
+        outcomes = [Outcome(document) for document in documents]
+        for owner in np.unique(owners).tolist():
+            mask, begin = owners == owner, int(ends[owner]) - len(encoded[owner])
+            spans = list(zip((starts[mask] - begin).tolist(), (stops[mask] - begin).tolist()))
+            outcomes[owner] = cut_passages(documents[owner], encoded[owner], spans, cfg)
+        return outcomes
+
+    return stage
+
+
+def cut_passages(document: Document, data: bytes, spans: Sequence[tuple[int, int]], cfg: SubstringConfig) -> Outcome:
+    """Returns the outcome: the document without the spans of its UTF-8 bytes, or dropped if little is left."""
+    text, place = "", 0
+    for start, stop in [*spans, (len(data), len(data))]:
+        piece = data[place:start].decode("utf-8", "surrogatepass")
+        text += ("\n" if text[-1:].isalnum() and piece[:1].isalnum() else "") + piece
+        place = stop
+    detail = f"{sum(stop - start for start, stop in spans)} bytes repeated"
+    if len(text.strip()) < cfg.min_document_characters:
+        return Outcome(None, "repeated passages: too little is left", detail=detail)
+    return Outcome(document.edited(text), edits=(("repeated passage", len(spans)),), detail=detail)
+
+
+def repeated_passages(flat: np.ndarray, min_bytes: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns (starts, stops), int64[k] each, sorted: the bytes to cut from UTF-8 texts, each followed by a separator.
+
+    A passage is within one text, and begins and ends between characters. If it overlaps its own first occurrence ("ha
+    ha ha ...") it is cut from the end of that occurrence.
+    """
+    if len(flat) > MAX_BLOCK_BYTES:
+        raise BadInput(f"a block of {len(flat):,} bytes is too large for a suffix array; at most {MAX_BLOCK_BYTES:,}")
+    places, first = repeated_windows(flat, min_bytes)
+    if not len(places):
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    starts, stops = merge_spans(np.maximum(places, first + min_bytes), places + min_bytes)
+    for _ in range(3):  # a character has at most three bytes that continue it
+        starts += (flat[starts] & 0xC0) == 0x80
+        stops -= (flat[stops] & 0xC0) == 0x80
+    nonempty = starts < stops
+    return starts[nonempty], stops[nonempty]
+
+
+def merge_spans(begins: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns sorted (begins, ends); spans that overlap or touch are one."""
+    order = np.argsort(begins, kind="stable")
+    begins, ends = begins[order], np.maximum.accumulate(ends[order])
+    splits = np.flatnonzero(begins[1:] > ends[:-1]) + 1
+    return begins[np.append(0, splits)], ends[np.append(splits - 1, len(ends) - 1)]
+
+
+def repeated_windows(flat: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns (places, first), int32[k] each: repeated windows of `size` bytes, and their first occurrence."""
+    with importing("finding repeated passages", "pydivsufsort"):
+        import pydivsufsort
+    nothing = np.zeros(0, np.int32), np.zeros(0, np.int32)
+    if len(flat) <= size:
+        return nothing
+    flat = np.array(flat)  # the package requires a writable array
+    order = pydivsufsort.divsufsort(flat)
+    linked = pydivsufsort.kasai(flat, order)[:-1] >= size  # suffix i of the order and the next begin with one window
+    if not linked.any():
+        return nothing
+    member = np.zeros(len(order), bool)
+    member[:-1] |= linked
+    member[1:] |= linked
+    places = order[member]
+    del order
+    begins = np.append(True, ~linked)[member]  # True if the window differs from the one before
+    group = np.flatnonzero(begins)
+    first = np.repeat(np.minimum.reduceat(places, group), np.diff(np.append(group, len(places))))
+    later = places > first
+    places, first = places[later], first[later]
+    stop = np.flatnonzero(flat == SEPARATOR).astype(np.int32)
+    inside = places + np.int32(size) <= stop[np.searchsorted(stop, places)]
+    return places[inside], first[inside]

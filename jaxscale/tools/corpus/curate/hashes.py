@@ -1,9 +1,8 @@
 """Hashes of words, word n-grams, lines and texts for deduplication, the same on every machine.
 
 A run of characters c_0 c_1 ... hashes to mix64(sum V[c_i] * M^i mod 2^64): a polynomial hash (Karp and Rabin, 1987),
-because all runs of a text can then be hashed at once by array operations. It is fast and well distributed, but
-not secure against deliberate collisions. Letters and their lower case are those of Python's version of Unicode, so a
-character that a later version assigns may hash differently under a newer Python.
+because all runs of a text can then be hashed at once by array operations. It is not secure against deliberate
+collisions. Letters are those of Python's version of Unicode, so a character may hash differently under a newer Python.
 """
 
 import functools
@@ -49,20 +48,25 @@ def word_hashes(text: str) -> np.ndarray:
 def word_hashes_of(texts: Sequence[str]) -> list[np.ndarray]:
     """Returns word_hashes of each text; several times faster for short texts, since array operations span many."""
     rows: list[np.ndarray] = []
-    begin, size = 0, 0
-    for end, text in enumerate(texts, 1):
-        size += len(text) + 1
-        if size < HASHED_TOGETHER and end < len(texts):
-            continue
-        group = texts[begin:end]
-        if len(group) == 1 or size > PIECE:
+    for part in groups([len(text) + 1 for text in texts], HASHED_TOGETHER):
+        group = texts[part]
+        sizes = [len(text) + 1 for text in group]
+        if len(group) == 1 or sum(sizes) > PIECE:
             rows += map(word_hashes, group)
         else:
             hashes, starts = runs_and_starts("\n".join(group))  # a newline is in no word
-            ends = starts.searchsorted(np.cumsum([len(part) + 1 for part in group]))
-            rows += np.split(hashes, ends[:-1])
-        begin, size = end, 0
+            rows += np.split(hashes, starts.searchsorted(np.cumsum(sizes))[:-1])
     return rows
+
+
+def groups(sizes: Sequence[int], least: int) -> Iterator[slice]:
+    """Yields slices of consecutive items, each as short as its sizes sum to `least`, the last one shorter."""
+    begin, total = 0, 0
+    for end, size in enumerate(sizes, 1):
+        total += size
+        if total >= least or end == len(sizes):
+            yield slice(begin, end)
+            begin, total = end, 0
 
 
 def hash_words(documents: Sequence[Document]) -> list[np.ndarray]:
@@ -81,7 +85,14 @@ def runs_and_starts(text: str) -> tuple[np.ndarray, np.ndarray]:
     starts += 1
     if inside.size and inside[0]:
         starts = np.concatenate([[0], starts])
-    return hash_runs(values, starts), starts
+    if not len(starts):
+        return np.zeros(0, np.uint64), starts
+    up, down = powers(len(values))
+    sums = values * up[: len(values)]
+    sums = np.add.accumulate(sums, out=sums)  # zeros between the words add nothing
+    sums = np.append(sums.take(starts[1:] - 1), sums[-1:])  # faster than reduceat, as words are short
+    sums[1:] -= sums[:-1]
+    return mix64(sums * down.take(starts)), starts
 
 
 def word_spans(text: str) -> np.ndarray:
@@ -122,23 +133,15 @@ def ngram_table(rows: Sequence[np.ndarray], n: int) -> tuple[np.ndarray, np.ndar
 
 
 def ngram_groups(rows: Sequence[np.ndarray], n: int) -> Iterator[tuple[slice, np.ndarray]]:
-    """Yields (slice of rows, uint64[k] their concatenated ngram_hashes), until all rows are done.
-
-    Several times faster than row by row for short rows: array operations span all rows of a group.
-    """
-    begin, size = 0, 0
-    for end, row in enumerate(rows, 1):
-        size += len(row)
-        if size < TOGETHER and end < len(rows):
-            continue
-        flat = np.concatenate(rows[begin:end])
-        ends = np.cumsum([len(row) for row in rows[begin:end]])
+    """Yields (slice of rows, uint64[k] their ngram_hashes); short rows are hashed together, several times faster."""
+    for part in groups([len(row) for row in rows], TOGETHER):
+        flat = np.concatenate(rows[part])
+        ends = np.cumsum([len(row) for row in rows[part]])
         whole = np.ones(len(flat), bool)
         across = (ends[:, None] - np.arange(1, n)).ravel()  # start of an n-gram that would span two rows
         whole[across[across >= 0]] = False
         hashes = ngram_hashes(flat, n)
-        yield slice(begin, end), hashes[whole[: len(hashes)]]
-        begin, size = end, 0
+        yield part, hashes[whole[: len(hashes)]]
 
 
 def text_hash(text: str, *, lower: bool = False) -> int:
@@ -147,10 +150,7 @@ def text_hash(text: str, *, lower: bool = False) -> int:
 
 
 def without_whitespace(text: str, lower: bool) -> bytes:
-    """Returns the UTF-8 text without whitespace, so that copies with other line breaks or indentation are equal.
-
-    Whitespace is that of ASCII, the no-break space and the ideographic space.
-    """
+    """Returns the UTF-8 text without ASCII whitespace, no-break and ideographic spaces: line breaks may differ."""
     if text.isascii():
         return text.encode("ascii").translate(LOWER if lower else None, WHITESPACE)
     data = (text.lower() if lower else text).encode("utf-8", "surrogatepass").translate(None, WHITESPACE)
@@ -158,36 +158,17 @@ def without_whitespace(text: str, lower: bool) -> bytes:
 
 
 def line_hashes(text: str, min_characters: int, *, lower: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (uint64[k], int64[k]): BLAKE2b hashes of lines of at least this length, and their line numbers.
-
-    Lines are what text.split("\n") gives; their whitespace counts neither for the hash nor for the length.
-    """
+    """Returns (uint64[k], int64[k]): hashes and numbers of lines with at least this many characters but whitespace."""
     hashes, places = [], []
     for place, line in enumerate(text.split("\n")):
         if len(line) < min_characters:
             continue
         packed = without_whitespace(line, lower)
-        if (
-            len(packed) < min_characters
-            or not line.isascii()
-            and len(packed.decode("utf-8", "surrogatepass")) < min_characters
-        ):
-            continue
-        hashes.append(hashlib.blake2b(packed, digest_size=8).digest())
-        places.append(place)
+        characters = len(packed) if line.isascii() else len(packed.decode("utf-8", "surrogatepass"))
+        if characters >= min_characters:
+            hashes.append(hashlib.blake2b(packed, digest_size=8).digest())
+            places.append(place)
     return np.frombuffer(b"".join(hashes), "<u8").astype(np.uint64), np.array(places, np.int64)
-
-
-def hash_runs(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """Returns uint64[runs], hashes of values[starts[i]:starts[i + 1]]. Zeros add nothing; only 0s precede run 0."""
-    if not len(starts):
-        return np.zeros(0, np.uint64)
-    up, down = powers(len(values))
-    sums = values * up[: len(values)]
-    sums = np.add.accumulate(sums, out=sums)
-    sums = np.append(sums.take(starts[1:] - 1), sums[-1:])  # faster than reduceat, as runs are short
-    sums[1:] -= sums[:-1]
-    return mix64(sums * down.take(starts))
 
 
 def powers(count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -207,22 +188,14 @@ def power_tables(bits: int) -> tuple[np.ndarray, np.ndarray]:
     return tables[0], tables[1]
 
 
-def numbered(points: np.ndarray) -> np.ndarray:
-    """Returns uint64[n], a random-looking number for each byte or code point."""
-    return mix64((points.astype(np.uint64) + np.uint64(1)) * np.uint64(MULTIPLIER))
-
-
-def lower_point(point: int) -> int:
-    """Returns the lower-cased code point; the first of two (only for the dotted I)."""
-    lowered = ord(chr(point).lower()[0])
-    return 0x3C3 if lowered == 0x3C2 else lowered  # the final sigma
-
-
 def letter_values(points: range) -> np.ndarray:
-    """Returns uint64[len(points)], the number of a letter's, number's or mark's lower-cased form, 0 for others."""
-    lowered = [lower_point(point) if unicodedata.category(chr(point))[0] in "LNM" else -1 for point in points]
-    lowered = np.array(lowered, np.int64)
-    return np.where(lowered < 0, np.uint64(0), numbered(lowered))
+    """Returns uint64[len(points)], a hash of a letter's, number's or mark's lower-cased form, 0 for others."""
+    is_in_word = lambda point: unicodedata.category(chr(point))[0] in "LNM"
+    lower = lambda point: ord(chr(point).lower()[0])  # only the dotted I becomes two characters
+    lowered = np.array([lower(point) if is_in_word(point) else -1 for point in points], np.int64)
+    lowered[lowered == 0x3C2] = 0x3C3  # the final sigma
+    hashes = mix64((lowered.astype(np.uint64) + np.uint64(1)) * np.uint64(MULTIPLIER))
+    return np.where(lowered < 0, np.uint64(0), hashes)
 
 
 @functools.cache

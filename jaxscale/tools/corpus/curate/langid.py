@@ -122,10 +122,7 @@ def scores(model: LanguageModel, texts: Sequence[bytes]) -> tuple[np.ndarray, np
 
 
 def identify(texts: Sequence[str], model: LanguageModel | None = None) -> list[tuple[str, float]]:
-    """Returns the language of each text and its probability, ('und', 0.0) for a text without features.
-
-    The probability is the library's: a softmax of the scores over the square root of the number of bytes.
-    """
+    """Returns each text's language and probability (the library's), ('und', 0.0) for a text without features."""
     model = model or load_model()
     encoded = [as_bytes(text) for text in texts]
     order = sorted(range(len(encoded)), key=lambda i: -len(encoded[i]))
@@ -146,16 +143,9 @@ def identify(texts: Sequence[str], model: LanguageModel | None = None) -> list[t
     return answers
 
 
-def named_language(tag: str) -> str:
-    """Returns the ISO 639 code in a language tag, 'en' for 'EN' and 'en-US'; '' if it has none."""
-    found = TAG.fullmatch(tag.strip().lower())
-    return found[1] if found and found[1] != UNKNOWN else ""
-
-
 def make_language(cfg: LanguageConfig) -> Stage:
     """Returns a stage that adds each document's language and score column "language", and drops by language."""
     keep = frozenset(cfg.keep)
-    head = cfg.head_chars or None
     if cfg.known != "trust" and (unknown := keep - set(load_model().labels)):  # labels from a file may include others
         raise BadInput(
             f"keep={cfg.keep}: the model does not know {sorted(unknown)}; it knows {sorted(set(load_model().labels))}"
@@ -168,9 +158,13 @@ def make_language(cfg: LanguageConfig) -> Stage:
             return Outcome(None, DOUBT, detail=language)
         return Outcome(dataclasses.replace(doc, language=language, scores=(*doc.scores, ("language", probability))))
 
+    def named_language(doc: Document) -> str:  # the code in a tag: 'en' for 'EN' and 'en-US'
+        tag = TAG.fullmatch(doc.language.strip().lower()) if cfg.known == "trust" else None
+        return tag[1] if tag and tag[1] != UNKNOWN else ""
+
     def stage(docs: Sequence[Document]) -> list[Outcome]:
-        named = [named_language(doc.language) if cfg.known == "trust" else "" for doc in docs]
-        found = iter(identify([doc.text[:head] for doc, language in zip(docs, named) if not language]))
-        return [judge(doc, *((language, 1.0) if language else next(found))) for doc, language in zip(docs, named)]
+        named = [(doc, named_language(doc)) for doc in docs]
+        found = iter(identify([doc.text[: cfg.head_chars or None] for doc, language in named if not language]))
+        return [judge(doc, *((language, 1.0) if language else next(found))) for doc, language in named]
 
     return stage

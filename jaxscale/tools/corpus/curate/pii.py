@@ -10,14 +10,13 @@ import functools
 import ipaddress
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from jaxscale.runtime.text.document import Document, Outcome, Stage, per_document
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
-from jaxscale.tools.corpus.curate.pii_national import NATIONAL_IDS, find_national_ids
-from jaxscale.tools.corpus.curate.pii_numbers import find_cards, find_ibans
+from jaxscale.tools.corpus.curate.pii_numbers import NATIONAL_IDS, find_cards, find_ibans, find_national_ids
 from jaxscale.tools.corpus.curate.pii_phone import find_phones
 
 Action = Literal["redact", "drop", "off"]
@@ -105,7 +104,7 @@ class PIIConfig:
                 )
 
 
-class Span(NamedTuple):
+class PiiSpan(NamedTuple):
     """Position and kind of personal data in a text."""
 
     start: int
@@ -118,30 +117,20 @@ def find_pii(
     countries: Sequence[str] = tuple(NATIONAL_IDS),
     kinds: Iterable[str] = KINDS,
     public_ips_only: bool = True,
-) -> list[Span]:
+) -> list[PiiSpan]:
     """Returns all personal data in the text, in order, without overlaps."""
     kinds = frozenset(kinds)
     found = []
     if "email" in kinds and "@" in text:
-        found += [Span(*span, "email") for span in find_emails(text)]
+        found += [PiiSpan(*span, "email") for span in find_emails(text)]
     if "ip" in kinds:
-        found += [Span(*span, "ip") for span in find_ips(text, public_ips_only)]
+        found += [PiiSpan(*span, "ip") for span in find_ips(text, public_ips_only)]
     ids = functools.partial(find_national_ids, countries=tuple(countries))
-    finders = (
-        ("iban", 8, find_ibans),
-        ("card", 12, find_cards),
-        ("national_id", FEWEST, ids),
-        ("phone", FEWEST, find_phones),
-    )
-    if wanted := [finder for finder in finders if finder[0] in kinds]:
-        found += find_in_rows(text, wanted)
-    return resolve_overlaps(found)
-
-
-def find_in_rows(text: str, finders: Sequence[tuple[str, int, Callable]]) -> Iterator[Span]:
-    """Yields the spans that the finders, each (kind, fewest digits, function), find in and just before each row."""
-    floor = 0
-    for row in ROW.finditer(text):
+    finders = (  # (kind, fewest digits, function)
+        ("iban", 8, find_ibans), ("card", 12, find_cards), ("national_id", FEWEST, ids), ("phone", FEWEST, find_phones),
+    )  # fmt: skip
+    floor, finders = 0, [finder for finder in finders if finder[0] in kinds]
+    for row in ROW.finditer(text) if finders else ():
         digits = sum(map(row[0].count, DIGITS))
         if digits < FEWEST:  # "2011 - 12 NCAA", the most common row by far
             continue
@@ -150,16 +139,16 @@ def find_in_rows(text: str, finders: Sequence[tuple[str, int, Callable]]) -> Ite
         start, end = max(floor, row.start() - LEAD) - base, row.end() - base
         for kind, fewest, finder in finders:
             if digits >= fewest:
-                for begin, finish in finder(window, start=start, end=end):
-                    yield Span(base + begin, base + finish, kind)
+                found += [PiiSpan(base + begin, base + finish, kind) for begin, finish in finder(window, start, end)]
         floor = row.end()
+    return resolve_overlaps(found)
 
 
-def resolve_overlaps(spans: list[Span]) -> list[Span]:
+def resolve_overlaps(spans: list[PiiSpan]) -> list[PiiSpan]:
     """Returns the spans sorted by position; of two that overlap, the first kind in KINDS wins, then the longer one."""
     if len(spans) < 2:
         return spans
-    selected: list[Span] = []
+    selected: list[PiiSpan] = []
     order = list(KINDS)
     for span in sorted(spans, key=lambda span: (order.index(span.kind), span.start - span.end, span.start)):
         place = bisect.bisect(selected, span)  # those before it begin earlier, and none of them overlaps another
@@ -169,7 +158,7 @@ def resolve_overlaps(spans: list[Span]) -> list[Span]:
     return selected
 
 
-def redact(text: str, spans: Sequence[Span], placeholders: dict[str, str]) -> str:
+def redact(text: str, spans: Sequence[PiiSpan], placeholders: dict[str, str]) -> str:
     """Returns the text with each span replaced by its kind's placeholder."""
     parts, place = [], 0
     for span in spans:
@@ -184,7 +173,7 @@ def make_pii(cfg: PIIConfig) -> Stage:
     placeholders = {kind: getattr(cfg, f"{kind}_placeholder") for kind in KINDS}
     kinds = [kind for kind in KINDS if actions[kind] != "off"]
 
-    def find(text: str) -> list[Span]:
+    def find(text: str) -> list[PiiSpan]:
         spans = find_pii(text, cfg.countries, kinds, cfg.public_ips_only)
         return [span for span in spans if text[span.start : span.end] != placeholders[span.kind]]
 
@@ -198,9 +187,7 @@ def make_pii(cfg: PIIConfig) -> Stage:
                 break
             text = redact(text, spans, placeholders)
             edits.update(KINDS[span.kind] for span in spans)
-        if not edits:
-            return Outcome(doc)
-        return Outcome(doc.edited(text), edits=tuple(sorted(edits.items())))
+        return Outcome(doc.edited(text), edits=tuple(sorted(edits.items()))) if edits else Outcome(doc)
 
     return per_document(judge)
 
@@ -224,12 +211,6 @@ def find_emails(text: str) -> Iterator[tuple[int, int]]:
             if name:
                 yield at - len(name), domain.end()
                 floor = domain.end()
-
-
-def is_public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
-    """True if the address is public: not private, local, reserved or for documentation (IANA's registries)."""
-    unicast = address.version == 4 or address in GLOBAL_UNICAST
-    return unicast and address.is_global and not address.is_multicast
 
 
 def find_ips(text: str, public_only: bool) -> Iterator[tuple[int, int]]:
@@ -264,9 +245,10 @@ def is_version(text: str, match: re.Match) -> bool:
 
 
 def is_address(written: str, public_only: bool) -> bool:
-    """True if the text is an address, and public if `public_only`."""
+    """True if the text is an address; with `public_only`, not one that is private, local or for documentation."""
     try:
         address = ipaddress.ip_address(written)
     except ValueError:  # 300.1.2.3, 01.2.3.4, a time of day
         return False
-    return is_public(address) or not public_only
+    unicast = address.version == 4 or address in GLOBAL_UNICAST
+    return not public_only or unicast and address.is_global and not address.is_multicast  # by IANA's registries

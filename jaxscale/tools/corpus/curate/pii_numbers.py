@@ -1,7 +1,12 @@
-"""Payment cards (Luhn check digit, issuer ranges) and IBANs (mod 97)."""
+"""Numbers with check digits: payment cards, IBANs and national identity numbers, each country's by its format.
+
+Where the proof is weak (a bare row of digits, one check digit), a word such as "SSN" or "Aadhaar" must stand nearby.
+"""
 
 import re
-from collections.abc import Container, Iterable, Iterator
+import string
+from collections.abc import Callable, Container, Iterable, Iterator
+from typing import NamedTuple
 
 # Groups as cards are printed: 4-4-4-4 and its longer and shorter variants, 4-6-5 and 4-6-4; or no gap at all.
 CARD = re.compile(
@@ -30,7 +35,7 @@ ISSUERS = (
 LOOSE_ISSUERS = (("50", "50", range(12, 20)), ("56", "58", range(12, 20)), ("0604", "0604", range(12, 20)),
                  ("60", "69", range(12, 20)))  # Maestro, RuPay  # fmt: skip
 SAID_CARD = re.compile(r"\b(?:cards?|credit|debit|visa|master ?card|maestro|amex|cc|ccn|pan)\b", re.IGNORECASE)
-CONTEXT_CHARS = 40
+CONTEXT_CHARS = 40  # characters before a number in which a word may explain it
 
 # Total length of a country's IBAN: SWIFT's IBAN registry (ISO 13616), release 99.
 IBAN_CHARS = {
@@ -74,11 +79,6 @@ def find_cards(text: str, start: int, end: int) -> Iterator[tuple[int, int]]:
             yield match.span()
 
 
-def mod_97(iban: str) -> bool:
-    """True if the two check digits of an upper-case IBAN are right (ISO 7064, MOD 97-10)."""
-    return int("".join(str(int(char, 36)) for char in iban[4:] + iban[:4])) % 97 == 1
-
-
 def find_ibans(text: str, start: int, end: int) -> Iterator[tuple[int, int]]:
     """Yields (start, end) of each IBAN that begins in text[start:end], written in one piece or in groups."""
     for match in IBAN_START.finditer(text, start):
@@ -89,5 +89,160 @@ def find_ibans(text: str, start: int, end: int) -> Iterator[tuple[int, int]]:
             continue
         pattern = rf"[A-Za-z]{{2}}[0-9]{{2}}(?:[ -]?[0-9A-Za-z]){{{chars - 4}}}(?![0-9A-Za-z])"
         whole = re.compile(pattern).match(text, match.start())  # re keeps what it compiled
-        if whole and mod_97(re.sub(r"[ -]", "", whole[0]).upper()):
+        iban = re.sub(r"[ -]", "", whole[0]).upper() if whole else ""
+        if whole and int("".join(str(int(char, 36)) for char in iban[4:] + iban[:4])) % 97 == 1:  # ISO 7064, MOD 97-10
             yield whole.span()
+
+
+class NationalId(NamedTuple):
+    """Format and check digit of one country's number."""
+
+    digits: int  # minimum; shorter rows are skipped
+    form: re.Pattern
+    proof: Callable[[str], bool]  # of the number without spaces, hyphens and full stops
+    bare: re.Pattern | None = None  # a weaker form that requires `context`
+    context: re.Pattern | None = None
+
+
+def word(pattern: str) -> re.Pattern:
+    return re.compile(rf"\b(?:{pattern})\b", re.IGNORECASE)
+
+
+def ssn(number: str) -> bool:
+    """US social security number: no area 000, 666 or 9xx, no group 00, no serial 0000 (SSA, "randomization", 2011).
+
+    Three numbers that were published in advertisements are also excluded.
+    """
+    area, group, serial = number[:3], number[3:5], number[5:]
+    if number in ("078051120", "219099999", "123456789"):
+        return False
+    return area not in ("000", "666") and area < "900" and group != "00" and serial != "0000"
+
+
+def nino(number: str) -> bool:
+    """UK National Insurance number: HMRC manual NIM39110 (letters and pairs that are never given out)."""
+    first, second = number[0], number[1]
+    if first in "DFIQUV" or second in "DFIQUVO":
+        return False
+    return number[:2] not in ("BG", "GB", "NK", "KN", "TN", "NT", "ZZ")
+
+
+def dni(number: str) -> bool:
+    """Spanish DNI and NIE: the letter is the number modulo 23 (Ministerio del Interior)."""
+    digits = str("XYZ".index(number[0])) + number[1:-1] if number[0] in "XYZ" else number[:-1]
+    return "TRWAGMYFPDXBNJZSQVHLCKE"[int(digits) % 23] == number[-1]
+
+
+def steuer_id(number: str) -> bool:
+    """German tax number: ISO 7064 MOD 11,10, and of the first ten digits one comes two or three times, no other twice.
+
+    Source: Bundeszentralamt fuer Steuern, section 139b AO, "Steueridentifikationsnummer".
+    """
+    counts = sorted(number[:10].count(digit) for digit in set(number[:10]))
+    if number[0] == "0" or counts[-1] not in (2, 3) or counts[:-1] != [1] * (len(counts) - 1):
+        return False
+    product = 10
+    for digit in number[:10]:
+        product = ((int(digit) + product - 1) % 10 + 1) * 2 % 11
+    return (11 - product) % 10 == int(number[10])
+
+
+def nir(number: str) -> bool:
+    """French social security number: key = 97 - number mod 97, Corsica's 2A and 2B read as 19 and 18 (INSEE)."""
+    return 97 - int(number[:13].replace("2A", "19").replace("2B", "18")) % 97 == int(number[13:])
+
+
+ODD = dict(zip("0123456789", (1, 0, 5, 7, 9, 13, 15, 17, 19, 21))) | dict(
+    zip(
+        "ABCDEFGHIJKLMNOPQRSTUVWXYZ",
+        (1, 0, 5, 7, 9, 13, 15, 17, 19, 21, 2, 4, 18, 20, 11, 3, 6, 8, 12, 14, 16, 10, 22, 25, 24, 23),
+    )
+)
+
+
+def codice_fiscale(number: str) -> bool:
+    """Italian tax code: the last letter is a sum over odd and even places (D.M. 23 December 1976)."""
+    odd = sum(ODD[char] for char in number[0:15:2])
+    even = sum(int(char) if char.isdigit() else ord(char) - 65 for char in number[1:15:2])
+    return chr(65 + (odd + even) % 26) == number[15]
+
+
+D5 = tuple(  # the dihedral group of order 10: a * b
+    tuple((a + b) % 5 + 5 * (b > 4) if a < 5 else (a - b) % 5 + 5 * (b < 5) for b in range(10)) for a in range(10)
+)
+PERMUTATION = (1, 5, 7, 6, 2, 8, 3, 0, 9, 4)
+
+
+def verhoeff(digits: str) -> bool:
+    """True if the last digit is Verhoeff's check digit of the others ("Error Detecting Decimal Codes", 1969)."""
+    check = 0
+    for place, digit in enumerate(reversed(digits)):
+        value = int(digit)
+        for _ in range(place % 8):
+            value = PERMUTATION[value]
+        check = D5[check][value]
+    return check == 0
+
+
+def aadhaar(number: str) -> bool:
+    """Indian Aadhaar: 12 digits, the first 2 to 9, Verhoeff (UIDAI). Three consecutive years do not match."""
+    years = all(number[i : i + 2] in ("20", "21") for i in (0, 4, 8))
+    return number[0] in "23456789" and not years and len(set(number)) > 2 and verhoeff(number)
+
+
+DIGIT_OR_LETTER = "[0-9LMNPQRSTUV]"  # letters replace digits in a codice fiscale that would not be unique
+EDGE, AFTER = r"(?<![0-9A-Za-z])(?<![0-9][.-])", r"(?![0-9A-Za-z])(?!-[0-9])"
+NATIONAL_IDS = {
+    "us": NationalId(
+        9, re.compile(rf"{EDGE}[0-9]{{3}}-[0-9]{{2}}-[0-9]{{4}}{AFTER}"), ssn,
+        re.compile(rf"{EDGE}[0-9]{{3}}([ .]?)[0-9]{{2}}\1[0-9]{{4}}{AFTER}"), word("ssn|social security|soc\\.? sec"),
+    ),
+    "gb": NationalId(6, re.compile(rf"{EDGE}[A-Z]{{2}} ?[0-9]{{2}} ?[0-9]{{2}} ?[0-9]{{2}} ?[A-D]{AFTER}"), nino),
+    "es": NationalId(7, re.compile(rf"{EDGE}(?:[XYZ]-?[0-9]{{7}}|[0-9]{{8}})-?[A-Z]{AFTER}"), dni),
+    "de": NationalId(
+        11, re.compile(rf"{EDGE}(?:[0-9]{{11}}|[0-9]{{2}} [0-9]{{3}} [0-9]{{3}} [0-9]{{3}}){AFTER}"), steuer_id
+    ),
+    "fr": NationalId(
+        14,
+        re.compile(
+            rf"{EDGE}[12] ?[0-9]{{2}} ?(?:0[1-9]|1[0-2]|[2-9][0-9]) ?(?:[0-9]{{2}}|2[AB]) ?[0-9]{{3}} ?[0-9]{{3}} ?"
+            rf"[0-9]{{2}}{AFTER}"
+        ),
+        nir,
+    ),
+    "it": NationalId(
+        6,
+        re.compile(
+            rf"{EDGE}[A-Z]{{6}}{DIGIT_OR_LETTER}{{2}}[ABCDEHLMPRST]{DIGIT_OR_LETTER}{{2}}[A-Z]{DIGIT_OR_LETTER}{{3}}"
+            rf"[A-Z]{AFTER}"
+        ),
+        codice_fiscale,
+    ),
+    "in": NationalId(
+        12, re.compile(rf"{EDGE}[0-9]{{4}}([ -])[0-9]{{4}}\1[0-9]{{4}}{AFTER}"), aadhaar,
+        re.compile(rf"{EDGE}[0-9]{{12}}{AFTER}"), word("aadhaar|aadhar|uidai|आधार"),
+    ),
+}  # fmt: skip
+
+LETTERED = frozenset(("gb", "es", "it"))  # a letter comes after the first digit
+NO_DIGITS = string.ascii_letters + string.punctuation + string.whitespace
+LONGEST = 24  # of the forms, with all their spaces
+
+
+def find_national_ids(text: str, start: int, end: int, countries: tuple[str, ...]) -> Iterator[tuple[int, int]]:
+    """Yields (start, end) of each national number that begins in text[start:end]; text should reach a bit further."""
+    row = text[start:end].lstrip(NO_DIGITS)
+    digits, letters = sum(map(row.count, "0123456789")), row != row.lower()
+    for country in countries:
+        kind = NATIONAL_IDS[country]
+        if digits < kind.digits or country in LETTERED and not letters:
+            continue
+        for form, needs_context in ((kind.form, False), (kind.bare, True)):
+            for match in form.finditer(text, start, end + LONGEST) if form else ():
+                if match.start() >= end:
+                    break
+                before = text[max(0, match.start() - CONTEXT_CHARS) : match.start()]
+                if needs_context and not (kind.context and kind.context.search(before)):
+                    continue
+                if kind.proof(re.sub(r"[ .-]", "", match[0])):
+                    yield match.span()

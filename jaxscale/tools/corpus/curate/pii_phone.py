@@ -79,19 +79,14 @@ MEASURE = re.compile(  # what says that a number counts something: "1 500 000 pe
 )
 
 
-def country_code(digits: str) -> str:
-    """Returns the assigned country code that the digits begin with, or ''. No code is a prefix of another."""
-    return next((digits[:n] for n in (1, 2, 3) if digits[:n] in COUNTRY_CODES), "")
-
-
 def is_number(groups: list[str], gaps: list[str], *, plus: bool, brackets: bool, extension: bool) -> bool:
     """True if groups of digits, separated by these gaps, are a telephone number by their shape alone."""
     digits = "".join(groups)
     if plus or digits.startswith("00"):
         national = digits if plus else digits[2:]
-        code = country_code(national)
+        has_code = any(national[:n] in COUNTRY_CODES for n in (1, 2, 3))
         enough = len(national) >= 8 if plus else len(national) >= 10 and len(groups) > 1
-        return bool(code) and enough and len(national) <= 15
+        return has_code and enough and len(national) <= 15
     short = groups[1:] if groups[0] == "1" else groups
     if [len(group) for group in short] == [3, 3, 4]:
         is_nanp = short[0][0] >= "2" and short[0][1] != "9" and short[1][0] >= "2"  # NANPA: N[0-8]X-NXX-XXXX
@@ -163,8 +158,7 @@ def is_other_number(before: str) -> bool:
 
 
 def is_named(before: str, after: str) -> bool:
-    """True if a word next to a number names it: "Tel.: ", "\
- ... fax"."""
+    """True if a word next to a number names it: "Tel.: ", "... fax"."""
     if AFTER.match(after):
         return True
     lowered = before.lower()

@@ -4,10 +4,15 @@ Gopher: Rae et al., arXiv:2112.11446, table A1 and section A1.1. C4: Raffel et a
 the lines of a page that are sentences; where the paper leaves a choice, its published code decides:
 https://github.com/tensorflow/datasets/blob/master/tensorflow_datasets/text/c4_utils.py
 FineWeb: Penedo et al., arXiv:2406.17557, section 3.6: lists, menus and duplicate lines.
+
+Two facts keep Gopher's filter of repetition cheap for the documents that pass, which are most. A sequence of four words
+occurs no more often than its first two. And each repeated sequence of six to ten words is made of repeated sequences of
+five: if those cover few enough characters, no longer one can break its rule.
 """
 
 import collections
 import functools
+import itertools
 import os
 import re
 import unicodedata
@@ -18,9 +23,9 @@ import numpy as np
 from jaxscale.runtime.text.document import Document, Outcome, Stage, drop_if, per_document
 from jaxscale.runtime.text.sources.records import text_lines
 from jaxscale.system.exits import BadInput
-from jaxscale.tools.corpus.curate.config import C4Config, FineWebConfig, GopherConfig
+from jaxscale.tools.corpus.curate.config import C4Config, FineWebConfig, GopherConfig, RepetitionConfig
 from jaxscale.tools.corpus.curate.english import cut
-from jaxscale.tools.corpus.curate.repetition import count_repeats
+from jaxscale.tools.corpus.curate.hashes import MULTIPLIER
 from jaxscale.tools.corpus.curate.words import TextStats, hash_of, stats_of
 
 BULLETS = ("•", "-")
@@ -31,6 +36,8 @@ POLICIES = ("terms of use", "privacy policy", "cookie policy", "uses cookies", "
 SENTENCE_ENDS = frozenset(".!?։؟۔।॥。！？．｡‼‽⁇⁈⁉⸮။።፧᙮᠃᠉꓿܀܁܂߹﹒﹖﹗꛳꛷᪨᪩᭚᭛᱾᱿")
 # ends of a sentence in the scripts of the web: Unicode's property Sentence_Terminal, https://unicode.org/reports/tr29
 SCRIPT_TERMINAL = tuple(".!?։؟۔।॥。！？．｡‼‽⁇⁈⁉⸮။።፧។៕᙮᠃᠉꓿܀܁܂؞؝߹﹒﹖﹗꛳꛷᪨᪩᭚᭛᱾᱿")
+# sequences are compared by a polynomial over the words' hashes
+POWERS = {width: np.uint64(pow(MULTIPLIER, width, 1 << 64)) for width in (1, 2, 4, 8)}
 
 
 def make_gopher(cfg: GopherConfig) -> Stage:
@@ -73,33 +80,151 @@ def gopher_fault(text: str, stats: TextStats, cfg: GopherConfig, stop_hashes: Se
     if cfg.min_alphabetic_words is not None and stats.alphabetic < cfg.min_alphabetic_words * total:
         return "gopher: too few words with a letter"
     if cfg.min_stop_words:
-        missing = cfg.min_stop_words
-        for stop_hash in stop_hashes:
-            missing -= bool((stats.hashes == stop_hash).any())
-            if not missing:
-                break
-        if missing:
+        present = (stop_hash for stop_hash in stop_hashes if (stats.hashes == stop_hash).any())
+        if len(list(itertools.islice(present, cfg.min_stop_words))) < cfg.min_stop_words:
             return "gopher: too few stop words"
     return ""
 
 
+def make_repetition(cfg: RepetitionConfig) -> Stage:
+    """Returns a stage that drops documents that break one of Gopher's rules of repetition."""
+    top, duplicate = cfg.ngram_rules("top"), cfg.ngram_rules("duplicate")
+
+    def fault(text: str, stats: TextStats) -> str:
+        if not text or text.isspace():
+            return "repetition: no text"
+        found = line_fault(text, cfg)
+        found = found or (top_fault(stats, len(text), top) if top else "")
+        return found or (duplicate_fault(stats, len(text), duplicate) if duplicate else "")
+
+    def repetition(documents: Sequence[Document]) -> list[Outcome]:
+        judged = zip(documents, stats_of(documents, cfg.words))
+        return [drop_if(document, fault(document.text, stats)) for document, stats in judged]
+
+    return repetition
+
+
+def count_repeats(parts: Sequence[str]) -> tuple[int, int]:
+    """Returns the number of parts that occurred before, and their characters."""
+    if len(seen := set(parts)) == len(parts):
+        return 0, 0
+    return len(parts) - len(seen), sum(map(len, parts)) - sum(map(len, seen))
+
+
+def line_fault(text: str, cfg: RepetitionConfig) -> str:
+    """Returns the rule on lines or paragraphs that the text breaks, or "". Empty lines are ignored; spaces count."""
+    lines = list(filter(None, text.split("\n")))
+    if len(set(lines)) == len(lines):
+        return ""  # then no paragraph is repeated either
+    paragraphs = list(filter(None, (part.strip("\n") for part in text.split("\n\n"))))
+    for what, most, most_chars, parts in (
+        ("paragraphs", cfg.max_duplicate_paragraphs, cfg.max_duplicate_paragraph_chars, paragraphs),
+        ("lines", cfg.max_duplicate_lines, cfg.max_duplicate_line_chars, lines),
+    ):
+        again, chars = count_repeats(parts)
+        if most is not None and again > most * len(parts):
+            return f"repetition: too many duplicate {what}"
+        if most_chars is not None and chars > most_chars * len(text):
+            return f"repetition: too many characters in duplicate {what}"
+    return ""
+
+
+def top_fault(stats: TextStats, characters: int, rules: Sequence[tuple[int, float]]) -> str:
+    """Returns the rule on the most frequent n-gram that is broken, or "". stats: at least two words."""
+    ends, pairs = stats.ends, ngram_keys(stats.hashes, 2)
+    ordered = np.sort(pairs)
+    lasts = np.flatnonzero(ordered[1:] != ordered[:-1])  # of each kind of pair but the last kind
+    often = len(ordered) - 1 - int(lasts[-1]) if len(lasts) else len(ordered)
+    if len(lasts):
+        often = max(often, 1 + int(lasts[0]), int((lasts[1:] - lasts[:-1]).max(initial=0)))
+    for n, most in rules:
+        if stats.total < n:
+            break
+        spans = ends[n:] - ends[:-n]  # characters of each sequence; the spaces between its words count too
+        least = int(most * characters / (int(spans.max()) + n - 1))  # to break the rule it must occur more often
+        if often <= least:
+            continue
+        frequent = ordered[least:] == ordered[: len(ordered) - least]
+        places = np.flatnonzero(is_member(pairs[: len(spans)], ordered[least:][frequent]))
+        if not len(places) or often * (int(spans.take(places).max()) + n - 1) <= most * characters:
+            continue
+        keys = ngram_keys(stats.hashes, n).take(places)
+        _, first, counts = np.unique(keys, return_index=True, return_counts=True)
+        place = places[first[counts == counts.max()].min()]  # the first one among equally frequent ones
+        if int(counts.max()) * (int(spans[place]) + n - 1) > most * characters:
+            return f"repetition: too many characters in the top {n}-gram"
+    return ""
+
+
+def duplicate_fault(stats: TextStats, characters: int, rules: Sequence[tuple[int, float]]) -> str:
+    """Returns the rule on repeated n-grams that is broken, or ""."""
+    shortest, allowed = rules[0][0], min(most for _, most in rules) * characters
+    keys = ngram_keys(stats.hashes, shortest)
+    ordered = np.sort(keys)
+    twice = ordered[1:] == ordered[:-1]
+    if not (repeats := np.count_nonzero(twice)):
+        return ""
+    ends = stats.ends
+    if repeats * int((ends[shortest:] - ends[:-shortest]).max()) <= allowed:  # as if all were the longest
+        return ""
+    places = np.flatnonzero(is_member(keys, ordered[1:][twice]))
+    found = keys.take(places)
+    order = found.argsort(kind="stable")
+    found = found.take(order)
+    again = places.take(order[1:][found[1:] == found[:-1]])  # each but the first of its kind
+    covered = np.zeros(stats.total, bool)
+    for at in range(shortest):
+        covered[again + at] = True
+    if stats.lengths[covered].sum() <= allowed:
+        return ""
+    for n, most in rules:
+        if repeated_characters(ngram_keys(stats.hashes, n), ends, n) > most * characters:
+            return f"repetition: too many characters in duplicate {n}-grams"
+    return ""
+
+
+def is_member(keys: np.ndarray, members: np.ndarray) -> np.ndarray:
+    """Returns bool, True for keys that are in `wanted`, which is sorted and not empty."""
+    return members.take(members.searchsorted(keys), mode="clip") == keys
+
+
+def repeated_characters(keys: np.ndarray, ends: np.ndarray, n: int) -> int:
+    """Returns the characters in n-grams that occurred before, left to right without overlaps."""
+    _, group, counts = np.unique(keys, return_inverse=True, return_counts=True)
+    places = np.flatnonzero(counts[group] > 1)
+    characters = free = 0
+    seen: set[int] = set()
+    for place, key in zip(places.tolist(), group[places].tolist()):
+        if place < free:
+            continue
+        if key in seen:
+            free = place + n
+            characters += int(ends[free] - ends[place])
+        seen.add(key)
+    return characters
+
+
+def ngram_keys(hashes: np.ndarray, n: int) -> np.ndarray:
+    """Returns uint64[max(0, words - n + 1)], a hash of each n-gram."""
+    if len(hashes) < n:
+        return hashes[:0]
+    keys, width, combined = hashes, 1, hashes
+    while True:  # n in binary: sequences of 1, 2, 4, 8 words, of which those in n are put one after another
+        if n & width:
+            combined = keys if not n % width else combined[: len(keys) - n % width] * POWERS[width] + keys[n % width :]
+        if n < 2 * width:
+            return combined
+        keys = keys[:-width] * POWERS[width] + keys[width:]
+        width *= 2
+
+
 def make_c4(cfg: C4Config) -> Stage:
-    """Returns a stage that removes lines, counted by reason, and drops pages that are not text.
-
-    Raises: BadInput if the file of bad words cannot be read or is empty.
-    """
-    bad_words = pattern_of(load_bad_words(cfg.bad_words)) if cfg.bad_words is not None else None
+    """Returns a stage that removes lines, counted by reason, and drops pages that are not text."""
+    bad_words = None
+    if cfg.bad_words is not None:
+        words = "|".join(map(re.escape, read_words(cfg.bad_words, "c4.bad_words")))
+        bad_words = re.compile(rf"(?<!\w)(?:{words})(?!\w)")  # whole words in lower-case text
     return per_document(lambda document: c4_outcome(document, cfg, bad_words))
-
-
-def load_bad_words(file: str) -> list[str]:
-    """Returns the entries of the file. Raises BadInput as read_words does."""
-    return read_words(file, "c4.bad_words")
-
-
-def pattern_of(words: Sequence[str]) -> re.Pattern[str]:
-    """Returns a pattern that finds any of the words, as whole words, in lower-case text."""
-    return re.compile(rf"(?<!\w)(?:{'|'.join(map(re.escape, words))})(?!\w)")
 
 
 def read_words(file: str, setting: str, remark: str = "") -> list[str]:
@@ -140,8 +265,7 @@ def c4_outcome(document: Document, cfg: C4Config, bad_words: re.Pattern[str] | N
         whole = line
         if has_citation:
             line, count = CITATION.subn("", line)
-            if count:
-                edits["c4: citation"] += count
+            edits["c4: citation"] += count
         if cfg.terminal_punctuation and (not line.endswith(cfg.end_marks) or line.endswith("...")):
             edits["c4: line without terminal punctuation"] += 1
             continue
@@ -166,7 +290,7 @@ def c4_outcome(document: Document, cfg: C4Config, bad_words: re.Pattern[str] | N
         return Outcome(None, "c4: no line left")
     if cleaned != text:
         document = document.edited(cleaned)
-    return Outcome(document, edits=tuple(sorted(edits.items())))
+    return Outcome(document, edits=tuple(sorted((+edits).items())))
 
 
 def has_sentences(lines: Sequence[str], least: int) -> bool:
@@ -183,14 +307,11 @@ def count_sentences(line: str, enough: int) -> int:
     """Returns the number of sentences of a line, up to `enough`: the first word after . ! or ? begins a new one."""
     count, ended = 1, False
     for piece in line.split():
-        for kind in (
-            ("word",) if piece.isalnum() else (_kinds if len(piece) > MAX_CACHED_CHARS else _known_kinds)(piece)
-        ):
-            if kind == "end":
-                ended = True
-            elif kind == "word":
+        kinds_of = _kinds if len(piece) > MAX_CACHED_CHARS else _known_kinds
+        for kind in ("word",) if piece.isalnum() else kinds_of(piece):
+            if kind == "word":
                 count += ended
-                ended = False
+            ended = kind == "end" or ended and kind == "mark"
         if count >= enough:
             break
     return count

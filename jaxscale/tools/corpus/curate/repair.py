@@ -1,12 +1,9 @@
-"""Text repair: one Unicode normal form, no control characters, no mojibake, bounded lines.
-
-Clean text passes three fast tests in C; only a text that fails one is repaired.
-"""
+"""Text repair: one Unicode normal form, no control characters, no mojibake, bounded lines; clean text costs little."""
 
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable
+from typing import Literal
 
 from jaxscale.runtime.text.document import Document, Outcome, Stage, per_document
 from jaxscale.runtime.text.sources.part import PREPARE, importing
@@ -47,37 +44,22 @@ def scan(text: str) -> tuple[str, bool]:
     return non_ascii, len(raw.translate(None, ASCII_CONTROL)) != len(raw)
 
 
-def fix_mojibake(text: str) -> str:
-    """Returns the text with wrong decodings undone by ftfy; quotes and character widths are unchanged."""
-    with importing("undoing mojibake", "ftfy", f"{PREPARE}, or set mojibake=False"):
-        import ftfy
-    return "\n".join(ftfy.fix_encoding(line) if MOJIBAKE.search(line) else line for line in text.split("\n"))
-
-
-def fit_line(line: str, chars: int, policy: str) -> Iterable[str]:
-    """Returns the lines that replace one of more than `chars` characters."""
-    if policy == "drop":
-        return ()
-    if policy == "cut":
-        return (line[:chars],)
-    parts, place = [], 0
-    while len(line) - place > chars:
-        space = line.rfind(" ", place + 1, place + chars + 1)
-        end = space if space > 0 else place + chars  # a word longer than the limit is split itself
-        parts.append(line[place:end])
-        place = end + (space > 0)
-    return (*parts, line[place:])
-
-
-def fit_lines(text: str, chars: int, policy: str, edits: Counter) -> str:
+def fit_lines(text: str, chars: int, policy: Literal["drop", "cut", "split"], edits: Counter) -> str:
     """Returns the text with no line longer than `chars`."""
     lines = []
     for line in text.split("\n"):
         if len(line) <= chars:
             lines.append(line)
             continue
-        lines += fit_line(line, chars, policy)
         edits[{"drop": "long line dropped", "cut": "long line cut", "split": "long line split"}[policy]] += 1
+        if policy == "cut":
+            lines.append(line[:chars])
+        elif policy == "split":
+            while len(line) > chars:
+                space = line.rfind(" ", 1, chars + 1)
+                lines.append(line[: space if space > 0 else chars])  # a word longer than the limit is split itself
+                line = line[space + 1 if space > 0 else chars :]
+            lines.append(line)
     return "\n".join(lines)
 
 
@@ -85,7 +67,10 @@ def repair_once(text: str, cfg: RepairConfig, edits: Counter) -> str | None:
     """Returns the text after one round of repairs, counted in `edits`; None if it is invalid and not to be repaired."""
     non_ascii, controls = scan(text)
     if non_ascii and cfg.mojibake and MOJIBAKE.search(non_ascii) and MOJIBAKE.search(text):
-        repaired = fix_mojibake(text)
+        with importing("undoing mojibake", "ftfy", f"{PREPARE}, or set mojibake=False"):
+            import ftfy  # its fix_encoding leaves quotes and character widths unchanged
+        lines = text.split("\n")
+        repaired = "\n".join(ftfy.fix_encoding(line) if MOJIBAKE.search(line) else line for line in lines)
         if repaired != text:
             edits["mojibake"] += 1
             text = repaired

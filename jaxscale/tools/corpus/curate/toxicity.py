@@ -32,9 +32,8 @@ def make_counter(words: Sequence[str]) -> Callable[[str], int]:
     """Returns a function that counts the entries in a text; whole words in scripts that separate words."""
     unspaced = [word for word in words if UNSPACED.search(word)]
     single = {word for word in words if WORD.fullmatch(word)}.difference(unspaced)
-    phrases = {
-        word: re.compile(rf"(?<!\w){re.escape(word)}(?!\w)") for word in words if word not in single | set(unspaced)
-    }
+    others = [word for word in words if word not in single | set(unspaced)]
+    phrases = {word: re.compile(rf"(?<!\w){re.escape(word)}(?!\w)") for word in others}
 
     def count(text: str) -> int:
         text = text.lower()
@@ -45,14 +44,9 @@ def make_counter(words: Sequence[str]) -> Callable[[str], int]:
     return count
 
 
-def load_listed_words(cfg: ToxicityConfig) -> list[str]:
-    """Returns the entries of the list. Raises BadInput as read_words does."""
-    return read_words(cfg.word_list, "toxicity.word_list", "#")
-
-
 def make_toxicity(cfg: ToxicityConfig) -> Stage:
     """Returns a stage that scores documents, and drops those above the threshold or with too many listed words."""
-    count = make_counter(load_listed_words(cfg)) if cfg.word_list else None
+    count = make_counter(read_words(cfg.word_list, "toxicity.word_list", "#")) if cfg.word_list else None
 
     def judge(doc: Document, score: float | None) -> Outcome:
         if count and (listed := count(doc.text)) > cfg.max_listed:

@@ -15,7 +15,7 @@ from jaxscale.runtime.text.document import Document, Outcome, Stage, drop_if
 from jaxscale.runtime.text.sources.files import ignore_line, list_files
 from jaxscale.runtime.text.sources.records import text_lines
 from jaxscale.system.exits import BadInput
-from jaxscale.tools.corpus.curate.filter_config import UrlConfig
+from jaxscale.tools.corpus.curate.config import UrlConfig
 from jaxscale.tools.corpus.curate.quality import read_words
 
 LISTED = "url: on a blocklist"
@@ -85,12 +85,8 @@ class Blocklist:
         flat = [key for url_keys in keys for key in url_keys]
         hashes = np.frombuffer(b"".join(map(key_hash, flat)), "<u8")
         is_listed = self.hashes.take(self.hashes.searchsorted(hashes), mode="clip") == hashes
-        found, begin = [], 0
-        for url_keys in keys:
-            hit = np.flatnonzero(is_listed[begin : begin + len(url_keys)])
-            found.append(url_keys[hit[0]] if len(hit) else "")
-            begin += len(url_keys)
-        return found
+        listed = iter(is_listed.tolist())
+        return [next(iter([key for key in url_keys if next(listed)]), "") for url_keys in keys]
 
 
 def key_hash(key: str) -> bytes:
@@ -99,10 +95,7 @@ def key_hash(key: str) -> bytes:
 
 
 def entries(path: str) -> Iterator[str]:
-    """Yields the entries of a list, normalized: plain lines, those of hosts files, and ||domain^.
-
-    Raises BadInput for a file that cannot be read, and for a line that is not an address.
-    """
+    """Yields the entries of a list, normalized. Raises BadInput for a line that is not an address."""
     for number, line in text_lines(path):
         line = line.partition("#")[0].strip()
         if not line or line.startswith("!"):

@@ -22,9 +22,7 @@ from jaxscale.tools.corpus.curate.hashes import MULTIPLIER, powers
 
 BATCH_CHARS = 1 << 15  # characters handled at a time: as many as stay in a core's cache
 MAX_REMEMBERED = 1 << 17  # odd pieces; about 30 MB with their tables
-MAX_REMEMBERED_CHARS = (
-    1 << 21
-)  # of these pieces, 14 each in running text: at most 100 MB with their tables, if all are words
+MAX_REMEMBERED_CHARS = 1 << 21  # of these pieces, 14 each in running text: at most 100 MB with their tables
 MASK = (1 << 64) - 1
 MIX = 0xBF58476D1CE4E5B9  # of a word's hash: a polynomial in MULTIPLIER, then mixed; both odd
 SPACE, LETTERS, DIGITS, MARK, DOT, OTHER = range(6)  # kinds of characters
@@ -100,11 +98,7 @@ POWERS, INVERSES = (table[: BATCH_CHARS + 64] for table in powers(BATCH_CHARS + 
 
 @dataclasses.dataclass(frozen=True)
 class TextStats:
-    """Word statistics of a document that the filter rules use.
-
-    Words are those of words_of, where each mark is a word that is not plain; or split at whitespace, and then all are
-    plain.
-    """
+    """Word statistics for the filter rules; of words_of, where each mark is a word, or of words split at whitespace."""
 
     hashes: np.ndarray  # uint64[n]: of each word, see hash_of
     lengths: np.ndarray  # int32[n]: characters
@@ -272,14 +266,9 @@ def _spaced_batch(texts: Sequence[str]) -> list[TextStats]:
     sizes = lasts - starts + 1
     lengths, ends = sizes.astype(np.int32), np.concatenate([ZERO, sizes.cumsum()])
     places = np.searchsorted(starts, np.cumsum([1, *(len(text) + 1 for text in texts)])).tolist()
+    total = lambda sums, a, b: int(sums[b] - sums[a])
     return [
-        TextStats(
-            hashes[a:b],
-            lengths[a:b],
-            b - a,
-            int(ends[b] - ends[a]),
-            int(alphabetic[b] - alphabetic[a]),
-        )
+        TextStats(hashes[a:b], lengths[a:b], b - a, total(ends, a, b), total(alphabetic, a, b))
         for a, b in zip(places, places[1:])
     ]
 
@@ -292,16 +281,11 @@ def letter_table() -> np.ndarray:
 
 def _piece_by_piece(text: str) -> TextStats:
     words = words_of(text)
-    kinds = {word: place for place, word in enumerate(dict.fromkeys(words))}
-    order = np.fromiter(map(kinds.__getitem__, words), np.intp, len(words))
-    hashes = np.array([hash_of(word) for word in kinds], np.uint64)
-    lengths = np.array([len(word) for word in kinds], np.int32)
-    facts = np.array([_facts(word) for word in kinds], np.int64).take(order)
+    hashes = np.array([hash_of(word) for word in words], np.uint64)
+    lengths = np.array([len(word) for word in words], np.int32)
+    facts = np.array([_facts(word) for word in words], np.int64)
     plain = facts & PLAIN
-    lengths = lengths.take(order)
-    return TextStats(
-        hashes.take(order), lengths, int(plain.sum()), int((plain * lengths).sum()), int((facts // ALPHABETIC).sum())
-    )
+    return TextStats(hashes, lengths, int(plain.sum()), int((plain * lengths).sum()), int((facts // ALPHABETIC).sum()))
 
 
 def _facts(word: str) -> int:
@@ -337,9 +321,8 @@ class _Memory:
         if row + len(cuts) > len(self.firsts):
             self.firsts, self.counts = (_longer(table, row + len(cuts)) for table in (self.firsts, self.counts))
         if last > len(self.hashes):
-            self.hashes, self.lengths, self.facts = (
-                _longer(table, last) for table in (self.hashes, self.lengths, self.facts)
-            )
+            tables = (self.hashes, self.lengths, self.facts)
+            self.hashes, self.lengths, self.facts = (_longer(table, last) for table in tables)
         self.hashes[first:last] = _hashes_of(words)
         self.lengths[first:last] = np.fromiter(map(len, words), np.int32, len(words))
         self.facts[first:last] = np.fromiter(map(_facts, words), np.int64, len(words))

@@ -21,10 +21,9 @@ from jaxscale.runtime.data.verified import remove
 from jaxscale.runtime.text.sources.part import importing
 from jaxscale.system.paths import write_text_atomic
 from jaxscale.tools.corpus.prepare.dedup import Join
-from jaxscale.tools.corpus.prepare.join import group_pairs, is_similar, save_array, split_items
-from jaxscale.tools.corpus.prepare.lookup import NumberedTasks, numbered_path
-from jaxscale.tools.corpus.prepare.shuffle import Shuffle
-from jaxscale.tools.corpus.prepare.sorted_records import read_runs
+from jaxscale.tools.corpus.prepare.lookup import numbered_path
+from jaxscale.tools.corpus.prepare.shuffle import Shuffle, read_runs
+from jaxscale.tools.corpus.prepare.sketches import group_pairs, is_similar, save_array, split_items
 from jaxscale.tools.corpus.prepare.tokens import documents_between, merge_by_key, shard_name, write_shard
 
 with importing("a --runner but local", "apache-beam", "pip install 'jaxscale[beam]', in a separate environment"):
@@ -46,17 +45,14 @@ class BeamExecutor(contextlib.AbstractContextManager):
     def __exit__(self, *_: Any) -> None:
         """Does nothing: each pipeline ends by itself."""
 
-    def run_all(self, function: Callable[[Any], Any], tasks: NumberedTasks) -> Iterator[Any]:
-        """Yields function(task) of each task, in order, once all are done.
-
-        Results are passed in files in the work folder, so that this process holds few of them.
-        """
-        folder = pathlib.Path(tasks.task.folder) / "results"
+    def run_all(self, function: Callable[[Any], Any], task: Any, count: int) -> Iterator[Any]:
+        """Yields function(task) of each task in order, once all are done; results are passed in files."""
+        folder = pathlib.Path(task.folder) / "results"
         remove(folder)  # left by a killed process
         with beam.Pipeline(options=self.options()) as pipeline:
-            done = spread_numbers(pipeline, len(tasks)) | "do" >> beam.Map(run_task_to_json, function, tasks.task)
+            done = spread_numbers(pipeline, count) | "do" >> beam.Map(run_task_to_json, function, task)
             _ = done | beam.GroupByKey() | "write" >> beam.Map(write_results, str(folder))
-        for number in range(-(-len(tasks) // RESULTS_IN_FILE)):
+        for number in range(-(-count // RESULTS_IN_FILE)):
             yield from json.loads(numbered_path(folder, number, ".json").read_text("utf-8"))
         remove(folder)
 
@@ -120,10 +116,7 @@ def signed(pairs: np.ndarray) -> list[tuple[int, int]]:
 
 
 def pair_group(group: tuple[int, Iterable[int]], neighbours: int) -> Iterator[tuple[int, int]]:
-    """Yields the pairs, still signed, of one key's items, which come in any order.
-
-    Without neighbours nothing is buffered; otherwise all items are sorted first, 16 bytes each.
-    """
+    """Yields the pairs, still signed, of one key's items in any order; with neighbours, all items are in memory."""
     items = group[1]
     if not neighbours:
         first = min(items, key=lambda item: item % (1 << 64))
@@ -142,7 +135,8 @@ def batches(group: Iterable[Any]) -> Iterator[list[Any]]:
 
 def with_block_of_first(pair: tuple[int, int]) -> tuple[int, tuple[int, int]]:
     """Returns (block of the first item, pair)."""
-    return int(split_items(unsigned([pair])[:, 1]).blocks[0]), pair
+    ((block,), _) = split_items(unsigned([pair])[:, 1])
+    return int(block), pair
 
 
 def attached(group: tuple[int, Iterable[tuple[int, int]]], join: Join) -> Iterator[tuple[int, Signed]]:
@@ -150,8 +144,8 @@ def attached(group: tuple[int, Iterable[tuple[int, int]]], join: Join) -> Iterat
     read = join.signatures()
     for pairs in batches(group[1]):
         rows = unsigned(pairs)
-        blocks = split_items(rows[:, 0]).blocks.tolist()
-        for block, pair, signature in zip(blocks, pairs, read(rows[:, 1])):
+        blocks, _ = split_items(rows[:, 0])
+        for block, pair, signature in zip(blocks.tolist(), pairs, read(rows[:, 1])):
             yield block, (pair, signature.tobytes())
 
 

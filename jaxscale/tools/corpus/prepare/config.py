@@ -9,33 +9,14 @@ from jaxscale.runtime.text.config import DocumentsConfig, Globs
 from jaxscale.runtime.text.tokenizer.config import EncodeConfig, TrainTokenizerConfig
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
-from jaxscale.tools.corpus.curate.config import (
-    C4Config,
-    ContaminationConfig,
-    ExactConfig,
-    FineWebConfig,
-    GopherConfig,
-    LanguageConfig,
-    LicenceConfig,
-    LineConfig,
-    NearConfig,
-    RepairConfig,
-    RepetitionConfig,
-    SubstringConfig,
-    ToxicityConfig,
-)
-from jaxscale.tools.corpus.curate.filter_config import ClassifierConfig, UrlConfig
+from jaxscale.tools.corpus.curate import config as curate
 from jaxscale.tools.corpus.curate.pii import PIIConfig
 
 STAGES = (
     "url_blocklist", "repair", "language", "gopher_repetition", "gopher_quality", "c4", "fineweb", "licence",
     "toxicity", "classifier", "substring", "decontaminate", "pii",
 )  # fmt: skip
-
-
 JOINS = ("exact_dedup", "line_dedup", "near_dedup")  # each compares all documents, so a pass ends before it
-
-
 TRAINED = "train"  # value of tokenizer.name
 
 
@@ -132,21 +113,21 @@ class PrepareConfig:
         ("repair", "language", "exact_dedup", "near_dedup"), f"in this order, of {', '.join((*STAGES, *JOINS))}"
     )
     read: RecipeReadConfig = setting(RecipeReadConfig)
-    url_blocklist: UrlConfig = setting(UrlConfig)
-    repair: RepairConfig = setting(RepairConfig)
-    language: LanguageConfig = setting(LanguageConfig)
-    gopher_repetition: RepetitionConfig = setting(RepetitionConfig)
-    gopher_quality: GopherConfig = setting(GopherConfig)
-    c4: C4Config = setting(C4Config)
-    fineweb: FineWebConfig = setting(FineWebConfig)
-    licence: LicenceConfig = setting(LicenceConfig)
-    toxicity: ToxicityConfig = setting(ToxicityConfig)
-    classifier: ClassifierConfig = setting(ClassifierConfig)
-    exact_dedup: ExactConfig = setting(ExactConfig)
-    line_dedup: LineConfig = setting(LineConfig)
-    near_dedup: NearConfig = setting(NearConfig)
-    substring: SubstringConfig = setting(SubstringConfig)
-    decontaminate: ContaminationConfig = setting(ContaminationConfig)
+    url_blocklist: curate.UrlConfig = setting(curate.UrlConfig)
+    repair: curate.RepairConfig = setting(curate.RepairConfig)
+    language: curate.LanguageConfig = setting(curate.LanguageConfig)
+    gopher_repetition: curate.RepetitionConfig = setting(curate.RepetitionConfig)
+    gopher_quality: curate.GopherConfig = setting(curate.GopherConfig)
+    c4: curate.C4Config = setting(curate.C4Config)
+    fineweb: curate.FineWebConfig = setting(curate.FineWebConfig)
+    licence: curate.LicenceConfig = setting(curate.LicenceConfig)
+    toxicity: curate.ToxicityConfig = setting(curate.ToxicityConfig)
+    classifier: curate.ClassifierConfig = setting(curate.ClassifierConfig)
+    exact_dedup: curate.ExactConfig = setting(curate.ExactConfig)
+    line_dedup: curate.LineConfig = setting(curate.LineConfig)
+    near_dedup: curate.NearConfig = setting(curate.NearConfig)
+    substring: curate.SubstringConfig = setting(curate.SubstringConfig)
+    decontaminate: curate.ContaminationConfig = setting(curate.ContaminationConfig)
     pii: PIIConfig = setting(PIIConfig)
     tokenizer: TokenizerConfig = setting(TokenizerConfig)
     write: WriteConfig = setting(WriteConfig)

@@ -18,49 +18,20 @@ import numpy as np
 
 from jaxscale.runtime.data.verified import remove
 from jaxscale.runtime.text.document import Document
-from jaxscale.tools.corpus.curate.duplicates import (
-    cut_lines,
-    drop_documents,
-    lines_at,
-    make_exact_sketch,
-    make_line_sketch,
-    make_near_sketch,
-)
-from jaxscale.tools.corpus.prepare.block_files import document_at, from_table, mark_done, read_done, read_table
+from jaxscale.tools.corpus.curate import duplicates
+from jaxscale.tools.corpus.prepare import lookup, shuffle, sketches
 from jaxscale.tools.corpus.prepare.config import PrepareConfig
 from jaxscale.tools.corpus.prepare.external_components import external_components
-from jaxscale.tools.corpus.prepare.join import (
-    MEMORY_BYTES,
-    MEMORY_FACTOR,
-    PLACE_BITS,
-    block_slice,
-    is_similar,
-    item_numbers,
-    num_partitions,
-    open_array,
-    pair_chunks,
-    signature_reader,
-    signatures_path,
-    sort_unique,
-    split_items,
-    write_sketch,
-)
-from jaxscale.tools.corpus.prepare.lookup import COLUMNS, Blocks, NumberedTasks, blocks_of
-from jaxscale.tools.corpus.prepare.shuffle import (
-    RunAll,
-    Shuffle,
-    ShuffleOutput,
-    input_runs,
-    merge_records,
-    run_shuffle,
-    write_once,
-)
-from jaxscale.tools.corpus.prepare.sorted_records import Run, merge_runs, open_run, read_chunks, save_rows, save_sorted
 from jaxscale.tools.corpus.prepare.tally import Tally
 
 NEIGHBOURS = 2  # to pair in a bucket of near duplicates; see pair_equal_keys
 PAIRING_BYTES = 300  # of memory per (key, item) that has copies; measured: 250 for pairs, and more to merge
 REASONS = {"exact_dedup": "exact duplicate", "near_dedup": "near duplicate"}
+SKETCH_MAKERS: dict[str, Callable] = {
+    "exact_dedup": duplicates.make_exact_sketch,
+    "line_dedup": duplicates.make_line_sketch,
+    "near_dedup": duplicates.make_near_sketch,
+}
 
 
 class Join(NamedTuple):
@@ -73,17 +44,17 @@ class Join(NamedTuple):
     threshold: float | None  # of near duplicates, whose pairs are verified
     blocks: int
     keys: int  # of all sketches
-    memory_bytes: int = MEMORY_BYTES  # per task
+    memory_bytes: int = sketches.MEMORY_BYTES  # per task
 
-    def read(self, block: int, begin: int = 0, end: int = 1 << 64) -> Run:
-        """Returns (key, item) of a block, with keys in [begin, end); see shuffle.Source."""
-        path = sketch_path(blocks_of(self.work, self.number)[block], self.name)
-        return open_run(path, begin, end, int(item_numbers(block, 0)))
+    def read(self, block: int, begin: int = 0, end: int = 1 << 64) -> shuffle.RecordRun:
+        """Returns (key, item) of a block, with keys in [begin, end)."""
+        path = sketch_path(lookup.blocks_of(self.work, self.number)[block], self.name)
+        return shuffle.open_run(path, begin, end, int(sketches.item_numbers(block, 0)))
 
     def signatures(self) -> Callable[[np.ndarray], np.ndarray]:
         """Returns a function from items to the signatures of their documents."""
-        blocks = blocks_of(self.work, self.number)
-        return signature_reader(lambda block: sketch_path(blocks[block], self.name))
+        blocks = lookup.blocks_of(self.work, self.number)
+        return sketches.signature_reader(lambda block: sketch_path(blocks[block], self.name))
 
     @property
     def neighbours(self) -> int:
@@ -99,15 +70,15 @@ class Join(NamedTuple):
 class Executor(AbstractContextManager, Protocol):
     """Runs tasks on this machine or a cluster. Tasks write their results to files and may run twice."""
 
-    def run_all(self, function: Callable[[Any], Any], tasks: NumberedTasks) -> Iterator[Any]:
-        """Yields function(task) of each task, in any order. Raises what a task raised."""
+    def run_all(self, function: Callable[[Any], Any], task: Any, count: int) -> Iterator[Any]:
+        """Yields function(task._replace(number=n)) for n below count, in any order. Raises what a task raised."""
         ...
 
     def find_pairs(self, join: Join) -> None:
         """Writes the pairs of a join, verified if there is a threshold, to files below join.pairs."""
         ...
 
-    def write_shards(self, shards: Shuffle) -> Iterator[str]:
+    def write_shards(self, shards: shuffle.Shuffle) -> Iterator[str]:
         """Yields the name of each finished shard, in any order; see tokens.write_shard."""
         ...
 
@@ -119,173 +90,152 @@ def sketch_path(base: str, join: str) -> pathlib.Path:
 
 def write_sketches(cfg: PrepareConfig, joins: Sequence[str], base: str, documents: Sequence[Document]) -> list[int]:
     """Writes a block's sketch for each of the joins. Returns the numbers of keys."""
-    makers = dict(exact_dedup=make_exact_sketch, line_dedup=make_line_sketch, near_dedup=make_near_sketch)
     counts = []
     for join in joins:
-        sketch = makers[join](getattr(cfg, join))(documents)
-        write_sketch(sketch_path(base, join), sketch)
+        sketch = SKETCH_MAKERS[join](getattr(cfg, join))(documents)
+        sketches.write_sketch(sketch_path(base, join), sketch)
         counts.append(len(sketch.keys))
     return counts
 
 
 def find_duplicates(
-    cfg: PrepareConfig, name: str, folder: pathlib.Path, blocks: Blocks, column: int, executor: Executor
+    cfg: PrepareConfig, name: str, folder: pathlib.Path, blocks: lookup.PassBlocks, column: int, executor: Executor
 ) -> dict[str, Any]:
-    """Writes folder/removed.npy, unless it exists: the documents or lines to remove. Returns the facts of its groups.
-
-    column: index of the join among those of the pass.
-    """
+    """Writes folder/removed.npy unless it exists; returns the facts of its groups. column: of the join in its pass."""
     done = folder / "removed.done.json"
-    if (found := read_done(done)) is not None:
+    if (found := lookup.read_done(done)) is not None:
         return found
     threshold = cfg.near_dedup.threshold if name == "near_dedup" else None
-    keys = blocks.total(COLUMNS + column)
+    keys = blocks.total(lookup.COLUMNS + column)
     join = Join(str(folder), blocks.folder, blocks.number, name, threshold, len(blocks), keys)
     folder.mkdir(parents=True, exist_ok=True)
     executor.find_pairs(join)
     paths = sorted(pathlib.Path(join.pairs).glob("*/*.npy"))
-    number = sum(open_array(path).shape[0] for path in paths)
+    number = sum(sketches.open_array(path).shape[0] for path in paths)
     remove(folder / "ranges")  # left by a killed process
-    max_rows = max(1, join.memory_bytes // (MEMORY_FACTOR * 16))
-    pairs = lambda: (part for path in paths for part in read_chunks(path, max_rows))
-    span = len(blocks) << PLACE_BITS
+    max_rows = max(1, join.memory_bytes // (sketches.MEMORY_FACTOR * 16))
+    pairs = lambda: (part for path in paths for part in shuffle.read_chunks(path, max_rows))
+    span = len(blocks) << sketches.PLACE_BITS
     facts = external_components(pairs, number, span, folder / "ranges", folder / "removed.npy", join.memory_bytes)
-    mark_done(done, facts, [folder / "removed.npy"])
+    lookup.mark_done(done, facts, [folder / "removed.npy"])
     for name in ("keys", "firsts", "items", "pairs", "ranges"):
         shutil.rmtree(folder / name, ignore_errors=True)
     return facts
 
 
-def find_pairs_by_shuffle(run_all: RunAll, join: Join) -> None:
+def find_pairs_by_shuffle(run_all: shuffle.RunAll, join: Join) -> None:
     """Writes the pairs of a join to join.pairs, for an executor without a built-in shuffle."""
     is_verified = join.threshold is not None
     folder = lambda name: f"{join.folder}/{name}"
     out = folder("keys/pairs") if is_verified else join.pairs
-    count = num_partitions(16 * join.keys, join.memory_bytes)
-    by_key = Shuffle(join, folder("keys"), join.blocks, count, out=out, memory_bytes=join.memory_bytes)
-    found = sum(run_shuffle(run_all, by_key, merge_records, write_pairs))
+    count = sketches.num_partitions(16 * join.keys, join.memory_bytes)
+    by_key = shuffle.Shuffle(join, folder("keys"), join.blocks, count, out=out, memory_bytes=join.memory_bytes)
+    found = sum(shuffle.run_shuffle(run_all, by_key, shuffle.merge_records, write_pairs))
     if not is_verified:
         return
     width = 2 + record_width(join)
-    count = num_partitions(8 * width * found, join.memory_bytes)
-    by_first = Shuffle(
-        ShuffleOutput(out),
+    count = sketches.num_partitions(8 * width * found, join.memory_bytes)
+    by_first = shuffle.Shuffle(
+        shuffle.ShuffleOutput(out),
         folder("firsts"),
         by_key.outputs,
         count,
-        span=join.blocks << PLACE_BITS,
+        span=join.blocks << sketches.PLACE_BITS,
         out=folder("firsts/attached"),
         options=(join,),
         memory_bytes=join.memory_bytes,
     )
-    for _ in run_shuffle(run_all, by_first, merge_records, write_attached_signatures):
-        pass
-    by_item = by_first._replace(
-        source=ShuffleOutput(by_first.out), folder=folder("items"), inputs=count, out=join.pairs
-    )
-    for _ in run_shuffle(run_all, by_item, merge_records, write_verified_pairs):
-        pass
+    list(shuffle.run_shuffle(run_all, by_first, shuffle.merge_records, write_attached_signatures))
+    source = shuffle.ShuffleOutput(by_first.out)
+    by_item = by_first._replace(source=source, folder=folder("items"), inputs=count, out=join.pairs)
+    list(shuffle.run_shuffle(run_all, by_item, shuffle.merge_records, write_verified_pairs))
 
 
-def write_pairs(task: Shuffle) -> int:
-    """Writes the pairs of a key range, in the last level by keys. Returns their number.
-
-    uint64[k, 2]: an item, and the first item that shares a key with it; reversed for candidates.
-    """
-    path, neighbours = task.path(task.level, task.number, ".npy"), task.source.neighbours
+def write_pairs(task: shuffle.Shuffle) -> int:
+    """Writes uint64[k, 2] (item, first item of its key), reversed for candidates; returns their number."""
+    join, max_rows = task.source, task.max_records(sketches.MEMORY_FACTOR * 16)
 
     def found_parts() -> Iterator[np.ndarray]:
-        for pairs in pair_chunks(merge_runs(input_runs(task), task.max_records(PAIRING_BYTES)), neighbours):
-            yield pairs if task.source.threshold is None else sort_unique(pairs[:, ::-1])
+        rows = shuffle.merge_runs(shuffle.input_runs(task), task.max_records(PAIRING_BYTES))
+        for pairs in sketches.pair_chunks(rows, join.neighbours):
+            yield pairs if join.threshold is None else sketches.sort_unique(pairs[:, ::-1])
 
-    return write_once(path, lambda: save_sorted(path, found_parts(), task.max_records(MEMORY_FACTOR * 16)))
+    return shuffle.write_once(task, lambda path: shuffle.save_sorted(path, found_parts(), max_rows))
 
 
-def write_attached_signatures(task: Shuffle) -> int:
+def write_attached_signatures(task: shuffle.Shuffle) -> int:
     """Writes (item, first, signature of the first), sorted by item, in the last level by first items."""
-    path, (join,) = task.path(task.level, task.number, ".npy"), task.options
+    (join,) = task.options
     width = 2 + record_width(join)
-    max_rows = task.max_records(MEMORY_FACTOR * 8 * width)
+    max_rows = task.max_records(sketches.MEMORY_FACTOR * 8 * width)
 
     def found_parts() -> Iterator[np.ndarray]:
         signatures = join.signatures()
-        for pairs in merge_runs(input_runs(task), max_rows):
-            found = pack_signatures(signatures(pairs[:, 0])).reshape(len(pairs), width - 2)
-            yield sort_unique(np.column_stack([pairs[:, ::-1], found]))
+        for pairs in shuffle.merge_runs(shuffle.input_runs(task), max_rows):
+            found = signatures(pairs[:, 0])
+            even = np.pad(found, ((0, 0), (0, found.shape[1] % 2)))  # two numbers are packed into one
+            packed = np.ascontiguousarray(even).view(np.uint64).reshape(len(pairs), width - 2)
+            yield sketches.sort_unique(np.column_stack([pairs[:, ::-1], packed]))
 
-    return write_once(path, lambda: save_sorted(path, found_parts(), max_rows))
+    return shuffle.write_once(task, lambda path: shuffle.save_sorted(path, found_parts(), max_rows))
 
 
-def write_verified_pairs(task: Shuffle) -> int:
+def write_verified_pairs(task: shuffle.Shuffle) -> int:
     """Writes the pairs whose signatures are similar, uint64[k, 2], in the last level by items."""
-    path, (join,) = task.path(task.level, task.number, ".npy"), task.options
+    (join,) = task.options
+    max_rows = task.max_records(sketches.MEMORY_FACTOR * 8 * (2 + record_width(join)))
 
     def found_parts() -> Iterator[np.ndarray]:
         signatures = join.signatures()
-        for records in merge_runs(input_runs(task), task.max_records(MEMORY_FACTOR * 8 * (2 + record_width(join)))):
+        for records in shuffle.merge_runs(shuffle.input_runs(task), max_rows):
             item_signatures = signatures(records[:, 0])
             first_signatures = np.ascontiguousarray(records[:, 2:]).view(np.uint32)[:, : item_signatures.shape[1]]
-            yield records[is_similar(item_signatures, first_signatures, join.threshold), :2]
+            yield records[sketches.is_similar(item_signatures, first_signatures, join.threshold), :2]
 
-    return write_once(path, lambda: save_rows(path, found_parts()))
-
-
-def pack_signatures(signatures: np.ndarray) -> np.ndarray:
-    """Returns uint64[k, record_width], signatures packed two numbers to one and padded with zeros."""
-    even = np.pad(signatures, ((0, 0), (0, signatures.shape[1] % 2)))
-    return np.ascontiguousarray(even).view(np.uint64)
+    return shuffle.write_once(task, lambda path: shuffle.save_rows(path, found_parts()))
 
 
 def record_width(join: Join) -> int:
     """Returns the number of 64-bit numbers in a signature."""
-    base = blocks_of(join.work, join.number)[0]
-    return -(-open_array(signatures_path(sketch_path(base, join.name))).shape[1] // 2)
+    base = lookup.blocks_of(join.work, join.number)[0]
+    return -(-sketches.open_array(sketches.signatures_path(sketch_path(base, join.name))).shape[1] // 2)
 
 
 def apply_joins(
     cfg: PrepareConfig, folders: dict[str, pathlib.Path], block: int, documents: Sequence[Document], tally: Tally
 ) -> list[Document]:
-    """Returns the documents of a block without the duplicates that the joins of one pass found.
-
-    folders: of each join, in order; a document that one join drops is not counted by the next.
-    """
+    """Returns a block's documents without the duplicates that the joins of one pass found. folders: of each join."""
     places = np.arange(len(documents))  # indices, in the block as the joins saw it, of the documents that remain
     remaining = list(documents)
     for join, folder in folders.items():
-        removed = open_array(folder / "removed.npy")
-        rows = block_slice(removed[0], block)
-        owners = split_items(removed[0, rows]).places
+        removed = sketches.open_array(folder / "removed.npy")
+        rows = sketches.block_slice(removed[0], block)
+        _, owners = sketches.split_items(removed[0, rows])
         if join == "line_dedup":
-            owners, lines = lines_at(documents, owners)
+            owners, lines = duplicates.lines_at(documents, owners)
         positions = np.searchsorted(places, owners)
-        remains = (
-            (positions < len(places)) & (places[np.minimum(positions, len(places) - 1)] == owners)
-            if len(places)
-            else []
-        )
+        remains = np.isin(owners, places)
         if join == "line_dedup":
-            outcomes = cut_lines(remaining, positions[remains], lines[remains], cfg.line_dedup)
+            outcomes = duplicates.cut_lines(remaining, positions[remains], lines[remains], cfg.line_dedup)
         else:
-            outcomes = drop_documents(remaining, positions[remains], REASONS[join])
+            outcomes = duplicates.drop_documents(remaining, positions[remains], REASONS[join])
         places = places[[outcome.document is not None for outcome in outcomes]]
         remaining = tally.record(join, remaining, outcomes)
     return remaining
 
 
 def cluster_facts(join: str, found: dict[str, Any], bases: Sequence[str]) -> dict[str, Any]:
-    """Returns the histogram of group sizes and excerpts of the largest groups, for the report.
-
-    found: of find_duplicates. bases: path prefixes of the blocks.
-    """
+    """Returns group sizes and excerpts of the largest groups. found: of find_duplicates. bases: paths of blocks."""
     groups = []
     for keeper, size in found["largest"]:
-        block, place = (int(part[0]) for part in split_items(np.array([keeper], np.uint64)))
+        block, place = (int(part[0]) for part in sketches.split_items(np.array([keeper], np.uint64)))
+        table = lookup.read_table(pathlib.Path(f"{bases[block]}.arrow"))
         if join == "line_dedup":
-            documents = from_table(read_table(pathlib.Path(f"{bases[block]}.arrow")))
-            ((owner,), (line,)) = lines_at(documents, np.array([place]))
+            documents = lookup.from_table(table)
+            ((owner,), (line,)) = duplicates.lines_at(documents, np.array([place]))
             document, text = documents[owner], documents[owner].text.split("\n")[line]
         else:
-            document = document_at(bases[block], place)
+            (document,) = lookup.from_table(table.slice(place, 1))
             text = document.text
         groups.append(dict(size=size, file=document.file, offset=document.offset, text=text[:1000]))
     return {"name": join, "sizes": found["sizes"], "largest": groups}

@@ -18,34 +18,26 @@ from jaxscale.runtime.text.sources.read import read_file
 from jaxscale.system.exits import BadInput
 from jaxscale.system.paths import write_bytes_atomic
 from jaxscale.tools.corpus.curate.classifier import train_classifier
-from jaxscale.tools.corpus.prepare.block_files import mark_done, read_done
 from jaxscale.tools.corpus.prepare.config import PrepareConfig
-from jaxscale.tools.corpus.prepare.progress import Progress
+from jaxscale.tools.corpus.prepare.lookup import mark_done, read_done
+from jaxscale.tools.corpus.prepare.progress import PrepareProgress
 
 WEIGHTS = "classifier.weights"
 
 
 def example_files(cfg: PrepareConfig, say: Callable[[str], None] = ignore_line) -> list[str]:
-    """Returns the input files of the classifier: its examples, or its weights.
-
-    say: as in list_files. Raises BadInput for missing files, and for a file that is in both good and bad examples.
-    """
-    classifier_cfg = cfg.classifier
+    """Returns the classifier's examples, or its weights. Raises BadInput for missing files and for equal ones."""
     if "classifier" not in cfg.stages:
         return []
-    if classifier_cfg.weights:
-        if not (path := pathlib.Path(classifier_cfg.weights).expanduser()).is_file():
-            raise BadInput(
-                f"classifier.weights={classifier_cfg.weights} does not exist; name another, or examples to train on"
-            )
+    if weights := cfg.classifier.weights:
+        if not (path := pathlib.Path(weights).expanduser()).is_file():
+            raise BadInput(f"classifier.weights={weights} does not exist; name another, or examples to train on")
         return [str(path)]
     good, bad = ([file.path for file in list_examples(cfg, kind, say)] for kind in ("good", "bad"))
     same = {file_identity(path): path for path in good}
-    if twice := [path for path in bad if file_identity(path) in same]:
-        raise BadInput(
-            f"{twice[0]} of classifier.bad is in classifier.good, as {same[file_identity(twice[0])]}; "
-            "remove it from one"
-        )
+    for path in bad:
+        if other := same.get(file_identity(path)):
+            raise BadInput(f"{path} of classifier.bad is in classifier.good, as {other}; remove it from one")
     return [*good, *bad]
 
 
@@ -58,7 +50,7 @@ def list_examples(cfg: PrepareConfig, kind: str, say: Callable[[str], None] = ig
     return files
 
 
-def ensure_classifier(cfg: PrepareConfig, folder: pathlib.Path, progress: Progress) -> dict[str, Any] | None:
+def ensure_classifier(cfg: PrepareConfig, folder: pathlib.Path, progress: PrepareProgress) -> dict[str, Any] | None:
     """Trains the classifier unless it is done. Returns the facts of train_classifier, or None if none is trained."""
     if "classifier" not in cfg.stages or cfg.classifier.weights:
         return None
@@ -75,10 +67,8 @@ def ensure_classifier(cfg: PrepareConfig, folder: pathlib.Path, progress: Progre
         write_bytes_atomic(path, content)
         mark_done(done, facts, [path])
         progress.end()
-    progress.say(
-        f"classifier: of held-out examples {facts['accuracy']:.1%} are classified correctly at 0.5 (balanced "
-        f"accuracy), ROC AUC {facts['auc']:.3f}"
-    )
+    correct, auc = f"{facts['accuracy']:.1%} are classified correctly at 0.5", f"ROC AUC {facts['auc']:.3f}"
+    progress.say(f"classifier: of held-out examples {correct} (balanced accuracy), {auc}")
     return facts
 
 

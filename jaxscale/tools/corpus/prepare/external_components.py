@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from jaxscale.system.paths import replacing
-from jaxscale.tools.corpus.prepare.join import components
+from jaxscale.tools.corpus.prepare.sketches import components
 
 PAIR_BYTES = 128  # of memory per pair, measured
 LARGEST = 5  # groups of duplicates in the report
@@ -35,17 +35,14 @@ class Ranges:
         folder.mkdir(parents=True)
 
     def add(self, rows: np.ndarray) -> None:
-        """Adds rows in any order; they are flushed when memory_bytes are buffered."""
+        """Adds rows in any order; they are appended to the files when memory_bytes are buffered."""
         rows = rows[np.argsort(rows[:, 0], kind="stable")]
         for number, part in enumerate(np.split(rows, np.searchsorted(rows[:, 0], self.bounds[1:]))):
             if len(part):
                 self.buffered[number].append(part.copy())
         self.buffered_bytes += rows.nbytes
-        if self.buffered_bytes > self.memory_bytes:
-            self.write()
-
-    def write(self) -> None:
-        """Appends the buffered rows to their files."""
+        if self.buffered_bytes <= self.memory_bytes:
+            return
         for number, parts in self.buffered.items():
             with open(self.folder / f"{number:06d}", "ab") as file:
                 file.writelines(part.data for part in parts)
@@ -66,13 +63,7 @@ class Ranges:
 
     def pop_rows(self, number: int) -> np.ndarray:
         """Removes and returns the rows of a range, uint64[k, 2]."""
-        path = self.folder / f"{number:06d}"
-        found = [np.zeros((0, 2), np.uint64), *self.buffered.pop(number, ())]
-        self.buffered_bytes -= sum(part.nbytes for part in found)
-        if path.exists():
-            found.append(np.fromfile(path, np.uint64).reshape(-1, 2))
-            path.unlink()
-        return np.concatenate(found)
+        return np.concatenate([np.zeros((0, 2), np.uint64), *self.pop_chunks(number)])
 
 
 def external_components(
@@ -92,22 +83,11 @@ def external_components(
     count = max(1, -(-num_pairs * PAIR_BYTES // memory_bytes))
     bounds = even_bounds(pairs(), count, span) if count > 1 else np.zeros(1, np.uint64)
     count = len(bounds)
-    edges, queries, resolved, answers, sizes = (
-        Ranges(folder / name, bounds, memory_bytes // 8) for name in ("edges", "asked", "known", "answers", "sizes")
-    )
+    names = ("edges", "asked", "known", "answers", "sizes")
+    edges, queries, resolved, answers, sizes = (Ranges(folder / name, bounds, memory_bytes // 8) for name in names)
     for part in pairs():
         edges.add(part)
-    num_removed = 0
-    for number in reversed(range(count)):
-        found = edges.pop_rows(number)
-        rows = np.stack(components(found[:, 0], found[:, 1]), axis=1)
-        is_local = rows[:, 0] >= bounds[number]
-        edges.add(rows[~is_local])
-        rows = rows[is_local]
-        is_resolved = rows[:, 1] >= bounds[number]
-        resolved.add(rows[is_resolved])
-        queries.add(rows[~is_resolved][:, ::-1])
-        num_removed += len(rows)
+    num_removed = sum(point_down(number, edges, resolved, queries) for number in reversed(range(count)))
     with replacing(output) as file:
         np.lib.format.write_array_header_1_0(file, {"descr": "<u8", "fortran_order": False, "shape": (2, num_removed)})
         start, written = file.tell(), 0
@@ -124,6 +104,21 @@ def external_components(
             sizes.add(np.stack([keepers, copies.astype(np.uint64)], axis=1))
     assert written == num_removed, (written, num_removed)
     return group_facts(sizes.pop_rows(number) for number in range(count))
+
+
+def point_down(number: int, edges: Ranges, resolved: Ranges, queries: Ranges) -> int:
+    """Finds the components within a range: links of lower items go back to `edges`. Returns the number of its items.
+
+    An item points to one of this range, in `resolved`, or to one of a lower range, in `queries`.
+    """
+    rows = np.stack(components(*edges.pop_rows(number).T), axis=1)
+    is_local = rows[:, 0] >= edges.bounds[number]
+    edges.add(rows[~is_local])
+    rows = rows[is_local]
+    is_resolved = rows[:, 1] >= edges.bounds[number]
+    resolved.add(rows[is_resolved])
+    queries.add(rows[~is_resolved][:, ::-1])
+    return len(rows)
 
 
 def even_bounds(pairs: Iterable[np.ndarray], count: int, span: int) -> np.ndarray:
@@ -151,6 +146,9 @@ def answer_queries(queries: np.ndarray, rows: np.ndarray) -> np.ndarray:
 def group_facts(ranges: Iterable[np.ndarray]) -> dict[str, Any]:
     """Returns a histogram of group sizes and the largest groups. ranges: (keeper, copies), keepers may repeat."""
     binned, largest = np.zeros(len(EDGES) - 1, np.int64), []
+    bins = zip(EDGES, EDGES[1:])
+    labels = [f"{start}" if stop == start + 1 else f"{start:,} to {stop - 1:,}" for start, stop in bins]
+    labels[-1] = f"{EDGES[-2]:,} or more"
     for rows in ranges:
         keepers, place = np.unique(rows[:, 0], return_inverse=True)
         copies = np.bincount(place, rows[:, 1].astype(np.float64), len(keepers)).astype(np.int64)  # exact below 2^53
@@ -158,12 +156,5 @@ def group_facts(ranges: Iterable[np.ndarray]) -> dict[str, Any]:
         order = np.lexsort((keepers, -copies))[:LARGEST]
         candidates = zip((-copies[order]).tolist(), keepers[order].tolist())
         largest = heapq.nsmallest(LARGEST, [*largest, *candidates])
-    sizes = [(bin_label(start, stop), int(n)) for start, stop, n in zip(EDGES, EDGES[1:], binned) if n]
+    sizes = [(label, int(n)) for label, n in zip(labels, binned) if n]
     return {"sizes": sizes, "largest": [(keeper, 1 - copies) for copies, keeper in largest]}
-
-
-def bin_label(start: int, stop: int) -> str:
-    """Returns a bin label such as '2', '5 to 9' or '1,000 or more'."""
-    if stop == start + 1:
-        return f"{start}"
-    return f"{start:,} or more" if stop == 1 << 62 else f"{start:,} to {stop - 1:,}"

@@ -8,15 +8,15 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 from jaxscale.system.exits import BadInput
 from jaxscale.system.open_files import require_open_files
 from jaxscale.tools.corpus.prepare.dedup import Join, find_pairs_by_shuffle
-from jaxscale.tools.corpus.prepare.shuffle import Shuffle
-from jaxscale.tools.corpus.prepare.tokens import write_shards_by_shuffle
+from jaxscale.tools.corpus.prepare.shuffle import Shuffle, run_shuffle
+from jaxscale.tools.corpus.prepare.tokens import merge_tokens, write_shard
 
 WATCH_SECONDS = 1.0
 PIPES = 2  # for each process: one to start it, one that shows that it ended
@@ -32,12 +32,10 @@ class LocalExecutor:
         self.context = RecordedContext()
         self.pool: concurrent.futures.ProcessPoolExecutor | None = None
 
-    def run_all(self, function: Callable[[Any], Any], tasks: Sequence[Any]) -> Iterator[Any]:
-        """Yields function(task) of all tasks as they finish, in any order. With one worker, in this process.
-
-        Raises: BadInput if a task raised it or a process was killed; otherwise what the task raised.
-        """
-        if self.workers == 1 or len(tasks) == 1:
+    def run_all(self, function: Callable[[Any], Any], task: Any, count: int) -> Iterator[Any]:
+        """See dedup.Executor. With one worker, in this process. Raises BadInput if a process was killed."""
+        tasks = (task._replace(number=number) for number in range(count))
+        if self.workers == 1 or count == 1:
             yield from map(function, tasks)
             return
         try:
@@ -55,7 +53,7 @@ class LocalExecutor:
 
     def write_shards(self, shards: Shuffle) -> Iterator[str]:
         """Yields the name of each finished shard."""
-        return write_shards_by_shuffle(self.run_all, shards)
+        return run_shuffle(self.run_all, shards, merge_tokens, write_shard)
 
     def __enter__(self) -> "LocalExecutor":
         return self
@@ -83,10 +81,7 @@ class RecordedContext(multiprocessing.context.SpawnContext):
 
 
 def start_pool(workers: int, context: RecordedContext) -> concurrent.futures.ProcessPoolExecutor:
-    """Returns a pool of single-threaded processes.
-
-    Raises BadInput if the limit on open files is too low for this many processes.
-    """
+    """Returns a pool of single-threaded processes. Raises BadInput if the limit on open files is too low for them."""
     require_open_files(PIPES * workers, f"pipes to {workers} --workers")
     saved = {name: os.environ.get(name) for name in (*THREADS, "TOKENIZERS_PARALLELISM")}
     os.environ.update(dict.fromkeys(THREADS, "1") | {"TOKENIZERS_PARALLELISM": "false"})
@@ -101,12 +96,12 @@ def start_pool(workers: int, context: RecordedContext) -> concurrent.futures.Pro
 
 
 def run_windowed(
-    pool: concurrent.futures.Executor, function: Callable[[Any], Any], tasks: Sequence[Any], window: int
+    pool: concurrent.futures.Executor, function: Callable[[Any], Any], tasks: Iterator[Any], window: int
 ) -> Iterator[Any]:
     """Yields results as they complete, with at most `window` tasks submitted at a time; raises what a task raised."""
-    remaining, waiting = iter(tasks), set()
+    waiting = set()
     while True:
-        waiting |= {pool.submit(function, task) for task in itertools.islice(remaining, window - len(waiting))}
+        waiting |= {pool.submit(function, task) for task in itertools.islice(tasks, window - len(waiting))}
         if not waiting:
             return
         done, waiting = concurrent.futures.wait(waiting, return_when=concurrent.futures.FIRST_COMPLETED)

@@ -5,15 +5,17 @@
     work/pieces.npy                             int64[pieces, 3]: index of the file, begin and end of the part
     work/pass0/000/000/000000012.done.json      piece 12 of the first pass is finished: its blocks and counts
     work/pass0/000/000/000000012-000003.arrow   its fourth block
-    work/pass0/blocks.npy                       int64[blocks, ...]: see Blocks
+    work/pass0/blocks.npy                       int64[blocks, ...]: see PassBlocks
 
 Tasks read these files after they are complete; their content is a function of the recipe and the input. No folder holds
 more than a few thousand files: FIRST_BLOCKS blocks of each of PIECES_IN_FOLDER pieces; a piece's other blocks have
-separate folders.
+separate folders. A `done` file lists its own sha256 and that of every file that a task wrote. A killed task leaves no
+done file; damaged files are made again.
 """
 
 import functools
 import json
+import mmap
 import os
 import pathlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,19 +25,25 @@ import numpy as np
 import pyarrow as pa
 
 from jaxscale import schema
-from jaxscale.runtime.data.verified import remove
+from jaxscale.runtime.data.verified import hash_mismatches, remove
+from jaxscale.runtime.text.document import Document
 from jaxscale.runtime.text.sources.files import SourceFile
 from jaxscale.runtime.text.sources.part import Part
-from jaxscale.system.paths import read_json, write_text_atomic
-from jaxscale.tools.corpus.prepare.block_files import read_table, write_table
+from jaxscale.system.digest import file_sha256, json_sha256
+from jaxscale.system.exits import BadInput
+from jaxscale.system.foreign import parse_json
+from jaxscale.system.paths import read_bytes, read_json, write_bytes_atomic, write_text_atomic
 from jaxscale.tools.corpus.prepare.config import JOINS, PrepareConfig
-from jaxscale.tools.corpus.prepare.join import open_array, save_array
+from jaxscale.tools.corpus.prepare.sketches import open_array, save_array
 
 PIECES_IN_FOLDER, FIRST_BLOCKS, FOLDER_FILES = 128, 8, 1024
 TOKENS, COLUMNS = 3, 4  # of blocks.npy: column of token counts; number of columns before those of joins
+OBJECT_BYTES = 512  # of memory per document in addition to its texts, approximately
+MAX_DOCUMENTS = 1 << 19  # in a block, whose Python objects are in memory
+TEXTS = ("text", "source", "file", "id", "url", "licence", "language")
 
 
-class Pass(NamedTuple):
+class PreparePass(NamedTuple):
     """One pass over all documents: `stages` in order, then the output that `ends` names."""
 
     stages: tuple[str, ...]
@@ -43,57 +51,40 @@ class Pass(NamedTuple):
     joins: tuple[str, ...] = ()
 
 
-def plan_passes(stages: Sequence[str], *, train_tokenizer: bool) -> list[Pass]:
+def plan_passes(stages: Sequence[str], *, train_tokenizer: bool) -> list[PreparePass]:
     """Returns the passes for the recipe's stages in order. Adjacent joins of whole documents share a pass."""
-    passes: list[Pass] = []
+    passes: list[PreparePass] = []
     stages_of_pass: list[str] = []
     joins: list[str] = []
     for name in [*stages, ""]:
         is_line_join = "line_dedup" in (name, *joins)  # else a line could be cut for a copy in a dropped document
         if joins and (name not in JOINS or is_line_join):
-            passes.append(Pass(tuple(stages_of_pass), "joins", tuple(joins)))
+            passes.append(PreparePass(tuple(stages_of_pass), "joins", tuple(joins)))
             stages_of_pass, joins = [], []
         if name in JOINS:
             joins.append(name)
         elif name:
             stages_of_pass.append(name)
     if not train_tokenizer:
-        return [*passes, Pass(tuple(stages_of_pass), "tokens")]
-    return [*passes, Pass(tuple(stages_of_pass), "sample"), Pass((), "tokens")]
+        return [*passes, PreparePass(tuple(stages_of_pass), "tokens")]
+    return [*passes, PreparePass(tuple(stages_of_pass), "sample"), PreparePass((), "tokens")]
 
 
-class Pieces(Sequence[tuple[SourceFile, Part]]):
-    """Pieces of the input, stored in 24 bytes each."""
+class InputPieces(NamedTuple):
+    """Pieces of the input, in input order."""
 
-    def __init__(self, files: Sequence[SourceFile], rows: np.ndarray):
-        self.files, self.rows = files, rows  # int64[pieces, 3]: index of the file, begin, end
-
-    @classmethod
-    def of(cls, files: Sequence[SourceFile], parts: Iterable[Iterable[Part]]) -> "Pieces":
-        """Returns the parts of all files in order."""
-        numbers = (
-            number for i, file_parts in enumerate(parts) for part in file_parts for number in (i, part.begin, part.end)
-        )
-        return cls(files, np.fromiter(numbers, np.int64).reshape(-1, 3))
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, number: Any) -> tuple[SourceFile, Part]:
-        file, begin, end = self.rows[number].tolist()
-        return self.files[file], Part(begin, end)
+    files: Sequence[SourceFile]
+    rows: np.ndarray  # int64[pieces, 3]: index of the file, begin, end
 
 
-def write_input(folder: pathlib.Path, cfg: PrepareConfig, pieces: Pieces) -> None:
+def write_input(folder: pathlib.Path, cfg: PrepareConfig, pieces: InputPieces) -> None:
     """Writes the recipe and input tables that tasks read."""
     for name in ("recipe.json", "files.arrow", "pieces.npy"):
         remove(folder / name)  # of a process that was killed; may be damaged
     write_text_atomic(folder / "recipe.json", json.dumps(schema.to_dict(cfg), sort_keys=True))
-    columns = {name: [getattr(file, name) for file in pieces.files] for name in SourceFile._fields}
-    texts = {
-        name: pa.array([os.fsencode(text) for text in column], pa.large_binary()) for name, column in columns.items()
-    }
-    write_table(folder / "files.arrow", pa.table(texts), packed=False)
+    columns = {name: [os.fsencode(getattr(file, name)) for file in pieces.files] for name in SourceFile._fields}
+    table = pa.table({name: pa.array(column, pa.large_binary()) for name, column in columns.items()})
+    write_table(folder / "files.arrow", table, packed=False)
     save_array(folder / "pieces.npy", pieces.rows)
 
 
@@ -104,7 +95,7 @@ def recipe_of(folder: str) -> PrepareConfig:
 
 
 @functools.lru_cache(maxsize=4)
-def passes_of(folder: str) -> list[Pass]:
+def passes_of(folder: str) -> list[PreparePass]:
     """Returns the passes of the preparation in a work folder."""
     cfg = recipe_of(folder)
     return plan_passes(cfg.stages, train_tokenizer=cfg.tokenizer.is_trained)
@@ -144,7 +135,7 @@ def block_base(folder: str, number: int, piece: int, index: int) -> pathlib.Path
     return parent / f"{piece:09d}-{index:06d}"
 
 
-class Blocks(Sequence[str]):
+class PassBlocks(Sequence[str]):
     """Path prefixes of the blocks of a pass, in input order; the position is the block's number.
 
     rows: int64[blocks, COLUMNS + joins]: piece, index in the piece, documents, tokens, and for each join of the pass
@@ -168,18 +159,18 @@ class Blocks(Sequence[str]):
         return int(self.rows[:, column].sum())
 
 
-def write_blocks(folder: str, number: int, found: np.ndarray) -> Blocks:
+def write_blocks(folder: str, number: int, found: np.ndarray) -> PassBlocks:
     """Saves the blocks of a pass, found in any order, for its tasks, and returns them."""
     rows = found[np.lexsort((found[:, 1], found[:, 0]))]
     remove(pass_folder(folder, number) / "blocks.npy")  # may be damaged, see write_input
     save_array(pass_folder(folder, number) / "blocks.npy", rows)
-    return Blocks(folder, number, rows)
+    return PassBlocks(folder, number, rows)
 
 
 @functools.lru_cache(maxsize=4)
-def blocks_of(folder: str, number: int) -> Blocks:
+def blocks_of(folder: str, number: int) -> PassBlocks:
     """Returns the blocks of a finished pass, memory-mapped."""
-    return Blocks(folder, number, open_array(pass_folder(folder, number) / "blocks.npy"))
+    return PassBlocks(folder, number, open_array(pass_folder(folder, number) / "blocks.npy"))
 
 
 def numbered_path(folder: str | os.PathLike[str], number: int, ending: str = "") -> pathlib.Path:
@@ -187,19 +178,102 @@ def numbered_path(folder: str | os.PathLike[str], number: int, ending: str = "")
     return pathlib.Path(folder) / f"{number // FOLDER_FILES:06d}" / f"{number:09d}{ending}"
 
 
-class NumberedTasks(Sequence[Any]):
-    """Tasks that differ only in their field `number`: 0, 1, ..., `length` - 1."""
+def group_blocks(documents: Iterable[Document], block_bytes: int) -> Iterator[list[Document]]:
+    """Yields lists of documents with about block_bytes of text, at least one document each; deterministic."""
+    block: list[Document] = []
+    size = 0
+    for document in documents:
+        block.append(document)
+        size += document.size + len(document.id) + len(document.url) + len(document.licence) + OBJECT_BYTES
+        size += len(document.ids)
+        if size >= block_bytes or len(block) == MAX_DOCUMENTS:
+            yield block
+            block, size = [], 0
+    if block:
+        yield block
 
-    def __init__(self, task: Any, length: int):
-        self.task, self.length = task, length
 
-    def __len__(self) -> int:
-        return self.length
+def to_table(documents: Sequence[Document], *, with_text: bool = True) -> pa.Table:
+    """Returns a table of the documents' fields, with a float32 column for each score."""
+    columns: dict[str, Any] = {}
+    if with_text:
+        columns["text"] = pa.array([replace_surrogates(document.text) for document in documents], pa.large_string())
+        if any(document.ids for document in documents):
+            columns["ids"] = pa.array([document.ids for document in documents], pa.large_binary())
+    for name in TEXTS[1:]:
+        words = [getattr(document, name) for document in documents]
+        if not "".join(words).isascii():
+            words = list(map(replace_surrogates, words))
+        columns[name] = pa.array(words, pa.string())
+    columns["offset"] = pa.array([document.offset for document in documents], pa.int64())
+    scores = [dict(document.scores) for document in documents]
+    for name in sorted({name for document_scores in scores for name in document_scores}):
+        columns[f"score.{name}"] = pa.array([document_scores.get(name) for document_scores in scores], pa.float32())
+    return pa.table(columns)
 
-    def __getitem__(self, number: Any) -> Any:
-        if not 0 <= number < self.length:
-            raise IndexError(number)
-        return self.task._replace(number=number)
 
-    def __iter__(self) -> Iterator[Any]:
-        return (self.task._replace(number=number) for number in range(self.length))
+def from_table(table: pa.Table) -> list[Document]:
+    """Returns the inverse of to_table; scores come back as float32."""
+    names = [name for name in table.column_names if name.startswith("score.")]
+    scores = [table.column(name).to_pylist() for name in names]
+    labels = [name.removeprefix("score.") for name in names]
+    columns = (*TEXTS, "offset", *(["ids"] if "ids" in table.column_names else []))
+    fields = [table.column(name).to_pylist() for name in columns]
+    return [
+        Document(
+            **dict(zip(columns, values)),
+            scores=tuple((label, column[i]) for label, column in zip(labels, scores) if column[i] is not None),
+        )
+        for i, values in enumerate(zip(*fields))
+    ]
+
+
+def replace_surrogates(text: str) -> str:
+    """Returns the text with lone surrogates, which UTF-8 cannot encode, as question marks."""
+    return text if text.isascii() else text.encode(errors="replace").decode()
+
+
+def write_table(path: pathlib.Path, table: pa.Table, *, packed: bool = True) -> None:
+    """Writes an Arrow file atomically. packed: compressed, so that readers cannot map a part of it."""
+    sink = pa.BufferOutputStream()
+    options = pa.ipc.IpcWriteOptions(compression="lz4" if packed else None)
+    with pa.ipc.new_file(sink, table.schema, options=options) as writer:
+        writer.write_table(table)
+    write_bytes_atomic(path, sink.getvalue())
+
+
+def read_table(path: pathlib.Path) -> pa.Table:
+    """Returns the table of an Arrow file, memory-mapped; without compression only the parts in use are read."""
+    with open(path, "rb") as file:
+        return pa.ipc.open_file(pa.py_buffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))).read_all()
+
+
+def mark_done(
+    path: pathlib.Path, result: dict[str, Any], files: Iterable[pathlib.Path], folder: pathlib.Path | None = None
+) -> None:
+    """Writes the done file of a task. files: its outputs, below `folder` (default: the done file's folder)."""
+    folder = folder or path.parent
+    plain = {"result": result, "files": {str(file.relative_to(folder)): file_sha256(str(file)) for file in files}}
+    write_bytes_atomic(path, json.dumps({**plain, "sha256": json_sha256(plain)}).encode())
+
+
+def read_done(path: pathlib.Path, *folders: pathlib.Path) -> dict[str, Any] | None:
+    """Returns the result in a done file; None if it or a file of it (in `folders`) is missing or damaged."""
+    try:
+        found = parse_json(read_bytes(path))
+    except FileNotFoundError:
+        return None
+    except BadInput:
+        found = None
+    folders = folders or (path.parent,)
+    if isinstance(found, dict) and found.pop("sha256", None) == json_sha256(found):
+        missing = dict(found["files"])
+        for folder in folders:
+            bad = hash_mismatches({str(folder / name): sha256 for name, sha256 in missing.items()})
+            missing = {name: sha256 for name, sha256 in missing.items() if str(folder / name) in bad}
+        if not missing:
+            return found["result"]
+        for name in missing:
+            remove(folders[0] / name)
+    remove(path)
+    return None

@@ -13,8 +13,8 @@ from jaxscale.system.redact import in_html
 from jaxscale.tools.corpus.curate.config import ContaminationConfig, NearConfig
 from jaxscale.tools.corpus.curate.duplicates import detection_table
 from jaxscale.tools.corpus.prepare.config import RecipeReadConfig
-from jaxscale.tools.corpus.prepare.fertility import FertilityRow
-from jaxscale.tools.corpus.prepare.tally import SCORE_BINS, Sample, Tally
+from jaxscale.tools.corpus.prepare.tally import SCORE_BINS, Tally
+from jaxscale.tools.corpus.prepare.tokens import FertilityRow
 
 FACTS, PAGE = "report.json", "report.html"
 
@@ -67,9 +67,10 @@ def read_facts(output: pathlib.Path) -> dict[str, Any]:
 def report_page(facts: Mapping[str, Any]) -> str:
     """Returns the page. facts: 'manifest', 'tally' (Tally.to_json), 'clusters', 'fertility', as in report.json."""
     tally, manifest = Tally.from_json(facts["tally"]), facts["manifest"]
+    warnings = "".join(f'<div class="warn">{escape(line)}</div>' for line in find_warnings(tally, manifest, facts))
     sections = [
         summary_section(manifest, tally),
-        warnings_section(find_warnings(tally, manifest, facts)),
+        f"<h2>Warnings</h2>{warnings or '<p>None.</p>'}",
         funnel_section(tally, manifest["recipe"]["stages"]),
         reasons_section(tally, "dropped", "Dropped documents"),
         reasons_section(tally, "edited", "Edited documents"),
@@ -127,13 +128,6 @@ def summary_section(manifest: Mapping[str, Any], tally: Tally) -> str:
     return f"<h1>Data report</h1>{table(('', ''), rows)}"
 
 
-def warnings_section(lines: Sequence[str]) -> str:
-    """Section of warnings to check before training on this set."""
-    if not lines:
-        return "<h2>Warnings</h2><p>None.</p>"
-    return "<h2>Warnings</h2>" + "".join(f'<div class="warn">{escape(line)}</div>' for line in lines)
-
-
 def funnel_section(tally: Tally, stages: Sequence[str]) -> str:
     """Table of documents and bytes before and after each stage, by source."""
     sources = sorted({key[2] for key in tally.counts if key[:2] == ("in", "read")})
@@ -153,32 +147,23 @@ def funnel_section(tally: Tally, stages: Sequence[str]) -> str:
 
 def reasons_section(tally: Tally, kind: str, title: str) -> str:
     """Section with counts by reason and source, and samples. kind: 'dropped' or 'edited'."""
-    numbers: collections.Counter = collections.Counter()
+    reasons: dict[tuple[str, str], collections.Counter] = collections.defaultdict(collections.Counter)
     for key, n in tally.counts.items():
         if key[0] == kind and key[-1] == "documents":
-            numbers[key[1], key[3], key[2]] += n
-    reasons = collections.Counter()
-    for (stage, reason, _), n in numbers.items():
-        reasons[stage, reason] += n
-    if not reasons:
-        return ""
-    parts = [f"<h2>{title}</h2>"]
-    for (stage, reason), n in sorted(reasons.items(), key=lambda item: (-item[1], item[0])):
-        by_source = {source: m for (s, r, source), m in numbers.items() if (s, r) == (stage, reason)}
-        where = ", ".join(f"{escape(source)} {m:,}" for source, m in sorted(by_source.items()))
-        shown = "".join(sample_html(sample) for sample in tally.samples.get((stage, reason), ()))
+            reasons[key[1], key[3]][key[2]] += n
+    parts = []
+    for (stage, reason), by_source in sorted(reasons.items(), key=lambda item: (-item[1].total(), item[0])):
+        where = ", ".join(f"{escape(source)} {n:,}" for source, n in sorted(by_source.items()))
         parts.append(
-            f"<details><summary><b>{escape(stage)}</b>: {escape(reason)} - {n:,} documents "
-            f'<span class="muted">({where})</span></summary>{shown}</details>'
+            f"<details><summary><b>{escape(stage)}</b>: {escape(reason)} - {by_source.total():,} documents "
+            f'<span class="muted">({where})</span></summary>'
         )
-    return "".join(parts)
-
-
-def sample_html(sample: Sample) -> str:
-    """One dropped or edited document."""
-    where = f'<p class="muted">{escape(sample.source)}: {escape(sample.file)} at {sample.offset:,}</p>'
-    after = "" if sample.after is None else f"<p>became</p><pre>{escape(sample.after)}</pre>"
-    return f"{where}<pre>{escape(sample.before)}</pre>{after}"
+        for sample in tally.samples.get((stage, reason), ()):
+            parts.append(f'<p class="muted">{escape(sample.source)}: {escape(sample.file)} at {sample.offset:,}</p>')
+            parts.append(f"<pre>{escape(sample.before)}</pre>")
+            parts.append("" if sample.after is None else f"<p>became</p><pre>{escape(sample.after)}</pre>")
+        parts.append("</details>")
+    return f"<h2>{title}</h2>{''.join(parts)}" if parts else ""
 
 
 def reading_section(tally: Tally) -> str:
@@ -189,23 +174,15 @@ def reading_section(tally: Tally) -> str:
 
 def histogram_section(tally: Tally) -> str:
     """Histograms of lengths as read and of languages as saved and as dropped."""
-    lengths, languages = collections.Counter(), collections.Counter()
-    for key, n in tally.counts.items():
-        if key[0] == "length":
-            lengths[int(key[2])] += n
-        if key[0] == "language":
-            languages[key[2] or "not identified"] += n
-    ordered = [(f"under {units.size(2**power)}", lengths[power]) for power in sorted(lengths)]
-    parts = [f"<h2>Lengths, as read</h2>{bars(ordered)}"] if ordered else []
-    parts += [f"<h2>Languages, as kept</h2>{bars(largest_first(languages))}"] if languages else []
-    dropped = dropped_languages(tally)
-    parts += [f"<h2>Languages, as dropped</h2>{bars(largest_first(dropped))}"] if dropped else []
-    return "".join(parts)
-
-
-def dropped_languages(tally: Tally) -> collections.Counter:
-    """Returns {language: documents dropped for it}."""
-    return collections.Counter({key[3]: n for key, n in tally.counts.items() if key[:2] == ("detail", "language")})
+    lengths = sorted((int(power), n) for power, n in tally.sums("length", by=2).items())
+    languages = {name or "not identified": n for name, n in tally.sums("language", by=2).items()}
+    dropped = tally.sums("detail", "language", by=3)
+    parts = {
+        "Lengths, as read": [(f"under {units.size(2**power)}", n) for power, n in lengths],
+        "Languages, as kept": largest_first(languages),
+        "Languages, as dropped": largest_first(dropped),
+    }
+    return "".join(f"<h2>{title}</h2>{bars(rows)}" for title, rows in parts.items() if rows)
 
 
 def bars(rows: Sequence[tuple[str, int]]) -> str:
@@ -268,10 +245,7 @@ def threshold_sentence(cfg: NearConfig) -> str:
 
 def classifier_section(tally: Tally, model: Mapping[str, Any] | None) -> str:
     """Section with the number of documents and the shares of held-out examples above each classifier threshold."""
-    bins: collections.Counter = collections.Counter()
-    for key, n in tally.counts.items():
-        if key[:2] == ("score", "classifier"):
-            bins[int(key[3])] += n
+    bins = {int(place): n for place, n in tally.sums("score", "classifier", by=3).items()}
     if not bins:
         return ""
     holdout_shares = {round(SCORE_BINS * least): (good, bad) for least, good, bad in (model["kept"] if model else ())}
@@ -292,23 +266,18 @@ def classifier_section(tally: Tally, model: Mapping[str, Any] | None) -> str:
 
 def contamination_section(tally: Tally) -> str:
     """Table of evaluation items found in the documents."""
-    hits: collections.Counter = collections.Counter()
-    for key, n in tally.counts.items():
-        if key[:2] == ("detail", "decontaminate"):
-            hits[key[3]] += n
-    if not hits:
-        return ""
-    return f"<h2>Evaluation items found</h2>{table(('item', 'documents'), largest_first(hits))}"
+    hits = largest_first(tally.sums("detail", "decontaminate", by=3))
+    return f"<h2>Evaluation items found</h2>{table(('item', 'documents'), hits)}" if hits else ""
 
 
 def fertility_section(rows: Sequence[Mapping[str, Any]]) -> str:
     """Table of tokenizer fertility by source and language."""
     if not rows:
         return ""
-    names = FertilityRow._fields
     plain = lambda value: "-" if value is None else f"{value:.3f}" if isinstance(value, float) else value
-    shown = [[plain(row[name]) for name in names] for row in rows[:MOST_ROWS]]
-    return f"<h2>Tokenizer, by source and language</h2>{table([n.replace('_', ' ') for n in names], shown)}"
+    shown = [[plain(row[name]) for name in FertilityRow._fields] for row in rows[:MOST_ROWS]]
+    head = [name.replace("_", " ") for name in FertilityRow._fields]
+    return f"<h2>Tokenizer, by source and language</h2>{table(head, shown)}"
 
 
 def find_warnings(tally: Tally, manifest: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
@@ -320,16 +289,21 @@ def find_warnings(tally: Tally, manifest: Mapping[str, Any], facts: Mapping[str,
     lines += [text for names, text in MISSING if not set(names) & set(stages)]
     decontaminate = schema.from_dict(ContaminationConfig, manifest["recipe"].get("decontaminate", {}))
     lines += evaluation_warnings(decontaminate, facts.get("evaluation"))
-    return [*lines, *retention_warnings(tally, manifest), *source_warnings(manifest), *tokenizer_warnings(facts)]
+    lines += [*retention_warnings(tally, manifest), *source_warnings(manifest)]
+    for row in facts.get("fertility", ()):
+        if row["source"] != "all" and (row["bytes_per_token"] or 9) < FEW_BYTES_PER_TOKEN and row["documents"] >= 10:
+            what = f"{row['source']} in {row['language'] or 'unknown language'}"
+            lines.append(
+                f"the tokenizer has {row['bytes_per_token']:.2f} bytes a token for {what}: rows hold little text"
+            )
+    return lines
 
 
 def evaluation_warnings(cfg: ContaminationConfig, item_counts: Mapping[str, int] | None) -> list[str]:
-    """Returns warnings about the evaluation items. looked_for: count_items, or None without that stage."""
-    if item_counts is None:
-        return []
-    if not cfg.is_named:
+    """Returns warnings about the evaluation items. item_counts: of count_items, or None without that stage."""
+    if item_counts is not None and not cfg.is_named:
         return ["decontaminate.files names no evaluation items, and none were looked for"]
-    if not item_counts["too_short"]:
+    if item_counts is None or not item_counts["too_short"]:
         return []
     least = min(cfg.ngram_words, cfg.short_words or cfg.ngram_words)
     return [
@@ -346,7 +320,7 @@ def retention_warnings(tally: Tally, manifest: Mapping[str, Any]) -> Iterator[st
         yield f"only {share_saved:.1%} of the documents are kept; look at the largest drops below"
     if share_saved > HIGH_RETENTION and len(manifest["recipe"]["stages"]) > 1:
         yield f"{share_saved:.1%} of the documents are kept: the text was clean already, or the rules do not match it"
-    if languages := dropped_languages(tally):
+    if languages := tally.sums("detail", "language", by=3):
         listed = ", ".join(f"{name} {n:,}" for name, n in largest_first(languages)[:MOST_LANGUAGES])
         yield f"documents dropped by language: {listed}; set language.keep to keep a language"
     for join in ("exact_dedup", "near_dedup"):
@@ -355,10 +329,9 @@ def retention_warnings(tally: Tally, manifest: Mapping[str, Any]) -> Iterator[st
             yield f"{1 - after / before:.0%} of the documents before {join} were duplicates"
     if hits := tally.total("dropped", "decontaminate") + tally.total("edited", "decontaminate"):
         yield f"{hits:,} documents held text of evaluation items; the list is below"
-    unknown = sum(n for key, n in tally.counts.items() if key[0] == "language" and not key[2])
-    total = sum(n for key, n in tally.counts.items() if key[0] == "language")
-    if "language" in manifest["recipe"]["stages"] and unknown:
-        yield f"the language of {unknown:,} of {total:,} kept documents is not known"
+    languages = tally.sums("language", by=2)
+    if "language" in manifest["recipe"]["stages"] and languages[""]:
+        yield f"the language of {languages['']:,} of {languages.total():,} kept documents is not known"
 
 
 def source_warnings(manifest: Mapping[str, Any]) -> Iterator[str]:
@@ -374,11 +347,3 @@ def source_warnings(manifest: Mapping[str, Any]) -> Iterator[str]:
     synthetic = sum(manifest["sources"][name]["tokens"] for name, source in sources.items() if source["synthetic"])
     if tokens and synthetic > LARGE_SYNTHETIC * tokens:
         yield f"{synthetic / tokens:.0%} of the tokens are marked as synthetic"
-
-
-def tokenizer_warnings(facts: Mapping[str, Any]) -> Iterator[str]:
-    """Yields warnings for sources and languages with few bytes per token."""
-    for row in facts.get("fertility", ()):
-        if row["source"] != "all" and (row["bytes_per_token"] or 9) < FEW_BYTES_PER_TOKEN and row["documents"] >= 10:
-            what = f"{row['source']} in {row['language'] or 'unknown language'}"
-            yield f"the tokenizer has {row['bytes_per_token']:.2f} bytes a token for {what}: rows hold little text"

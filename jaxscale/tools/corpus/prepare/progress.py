@@ -35,7 +35,7 @@ def read_running(folder: pathlib.Path) -> list[RunningPiece]:
     return found
 
 
-class Progress:
+class PrepareProgress:
     """Prints progress: one updated line on a terminal, otherwise a line every 30 seconds."""
 
     def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic):
@@ -49,13 +49,8 @@ class Progress:
         self.lock = threading.Lock()  # of ticks against other output
 
     @contextlib.contextmanager
-    def ticking(
-        self, status: Callable[[], str], running: Callable[[], Sequence[RunningPiece]] = list
-    ) -> Iterator[None]:
-        """Updates the line periodically, since one piece can be a large file.
-
-        so_far: more text for the line. running: progress of unfinished pieces.
-        """
+    def ticking(self, status: Callable[[], str], running: Callable[[], Sequence[RunningPiece]]) -> Iterator[None]:
+        """Updates the line periodically: one piece can be a large file. status: more text for the line."""
         self.status, self.running, stop = status, running, threading.Event()
 
         def tick() -> None:
@@ -90,24 +85,26 @@ class Progress:
 
     def add(self, result: Mapping[str, Any] | None) -> None:
         """Counts a finished piece and updates the line if it is due. result: of work.run_task."""
+        result = result or {}
         with self.lock:
-            self.count(result)
+            self.done += 1
+            if result.get("was_done"):  # by an earlier process: does not count towards the speed
+                self.earlier += 1
+            elif result:
+                self.count(result["tally"]["counts"], result.get("earlier", {}))
             if self.clock() - self.shown > (SECONDS if self.on_terminal else LINE_SECONDS):
                 self.show()
 
-    def count(self, result: Mapping[str, Any] | None) -> None:
-        """Adds the counts of a finished piece."""
-        self.done += 1
-        fresh = not (result or {}).get("was_done")  # work of an earlier process does not count towards the speed
-        self.earlier += not fresh
-        before = (result or {}).get("earlier", {}) if fresh else {}
-        self.seen -= before.get("documents", 0)
-        self.bytes -= before.get("bytes", 0)
-        for *name, number in result["tally"]["counts"] if result and fresh else ():
-            if name[:2] == ["in", "read"]:
-                self.seen += number * (name[-1] == "documents")
-                self.judged += number * (name[-1] == "documents")
-                self.bytes += number * (name[-1] == "bytes")
+    def count(self, counts: Sequence[Sequence[Any]], earlier: Mapping[str, int]) -> None:
+        """Adds the counts of a piece, less the documents and bytes that an earlier process read."""
+        self.seen -= earlier.get("documents", 0)
+        self.bytes -= earlier.get("bytes", 0)
+        for *name, number in counts:
+            if name[:2] == ["in", "read"] and name[-1] == "bytes":
+                self.bytes += number
+            elif name[:2] == ["in", "read"]:
+                self.seen += number
+                self.judged += number
             elif name[0] == "dropped" and name[-1] == "documents":
                 self.dropped += number
 

@@ -9,20 +9,15 @@ from jaxscale.runtime.text.document import Document, Outcome
 from jaxscale.runtime.text.sources.part import FIXES, ReadLosses, summarize_losses
 from jaxscale.runtime.text.tokenizer.loss import KINDS, LETTERS, TextLoss
 
-DETAIL_STAGES = (
-    "decontaminate",
-    "language",
-)  # stages whose details (evaluation items, languages) are counted individually
-SCORE_COLUMNS = {
-    "classifier": "quality"
-}  # {stage: score} for histograms; a dropped document's score is its outcome's detail
+DETAIL_STAGES = ("decontaminate", "language")  # their details (evaluation items, languages) are counted individually
+SCORE_COLUMNS = {"classifier": "quality"}  # for histograms; a dropped document's score is its outcome's detail
 SCORE_BINS = 20
 SAMPLES = 5  # saved per reason
 SAMPLE_FILES = 3  # file names in a line
 SAMPLE_CHARACTERS = 1500
 
 
-class Sample(NamedTuple):
+class TallySample(NamedTuple):
     """Excerpt of a document that a stage dropped or edited."""
 
     order: int  # a hash: the smallest are saved, so samples do not depend on the processing order
@@ -51,7 +46,7 @@ class Tally:
 
     def __init__(self):
         self.counts: Counter = Counter()
-        self.samples: dict[tuple[str, str], list[Sample]] = {}
+        self.samples: dict[tuple[str, str], list[TallySample]] = {}
 
     def record(self, stage: str, documents: Sequence[Document], outcomes: Sequence[Outcome]) -> list[Document]:
         """Counts the outcomes of `stage` and returns the documents that remain."""
@@ -64,7 +59,9 @@ class Tally:
             if outcome.document is not document or outcome.edits:
                 self.count_change(stage, document, outcome)
         if stage in SCORE_COLUMNS:
-            self.add_scores(stage, documents, outcomes)
+            for document, (after, _, _, detail) in zip(documents, outcomes):
+                score = float(detail) if after is None else dict(after.scores)[SCORE_COLUMNS[stage]]
+                self.counts["score", stage, document.source, str(min(int(score * SCORE_BINS), SCORE_BINS - 1))] += 1
         self.add_documents(("out", stage), remaining)
         return remaining
 
@@ -86,12 +83,6 @@ class Tally:
                 self.counts["detail", stage, reason, detail] += 1
             self.sample(stage, reason, document, after)
 
-    def add_scores(self, stage: str, documents: Sequence[Document], outcomes: Sequence[Outcome]) -> None:
-        """Counts documents by score bin."""
-        for document, (after, _, _, detail) in zip(documents, outcomes):
-            score = float(detail) if after is None else dict(after.scores)[SCORE_COLUMNS[stage]]
-            self.counts["score", stage, document.source, str(min(int(score * SCORE_BINS), SCORE_BINS - 1))] += 1
-
     def sample(self, stage: str, reason: str, before: Document, after: Document | None) -> None:
         """Saves the document as a sample if its order is among the smallest."""
         name = f"{before.file}|{before.offset}|{stage}|{reason}".encode(errors="surrogatepass")
@@ -100,7 +91,7 @@ class Tally:
         if len(samples) == SAMPLES and order >= samples[-1].order:
             return
         texts = excerpt(before.text, None if after is None else after.text)
-        samples.append(Sample(order, before.source, before.file, before.offset, *texts))
+        samples.append(TallySample(order, before.source, before.file, before.offset, *texts))
         samples.sort()
         del samples[SAMPLES:]
 
@@ -113,15 +104,12 @@ class Tally:
 
     def left_out(self, prefix: str) -> ReadLosses | None:
         """Returns what reading skipped, or None. where: prefix of setting names in the message."""
-        skipped, places = Counter(), {}
-        for key, number in self.counts.items():
-            if key[0] == "read":
-                skipped[key[2]] += number
+        places = {}
         for (stage, reason), samples in self.samples.items():
             if stage == "read":
                 places[reason] = list(dict.fromkeys(sample.file for sample in samples))[:SAMPLE_FILES]
-        size = sum(n for key, n in self.counts.items() if key[:2] == ("in", "read") and key[-1] == "bytes")
-        return summarize_losses(skipped, self.total("in", "read"), size, prefix, places)
+        sizes = self.sums("in", "read", by=-1)
+        return summarize_losses(self.sums("read", by=2), sizes["documents"], sizes["bytes"], prefix, places)
 
     def add_documents(self, name: tuple[str, ...], documents: Sequence[Document]) -> None:
         """Counts documents and bytes by source."""
@@ -132,35 +120,35 @@ class Tally:
             self.counts[*name, source, "documents"] += len(sizes_of_source)
             self.counts[*name, source, "bytes"] += sum(sizes_of_source)
 
-    def add_lengths(self, documents: Sequence[Document]) -> None:
-        """Counts documents by the bit length of their size in bytes."""
-        self.counts.update(("length", document.source, str(document.size.bit_length())) for document in documents)
-
-    def add_languages(self, documents: Sequence[Document]) -> None:
-        """Counts documents by language, '' if it was not identified."""
-        self.counts.update(("language", document.source, document.language) for document in documents)
-
     def add_loss(self, loss: TextLoss) -> None:
         """Counts the tokenizer's loss on a sample."""
         self.counts.update({("lost", "texts"): loss.texts, ("lost", "characters"): loss.characters})
         self.counts.update({("lost", kind): number for kind, number in loss.kinds.items()})
         self.counts.update({("lost letter", letter): number for letter, number in loss.letters.most_common(LETTERS)})
         if loss.example:
-            self.samples.setdefault(("tokenizer", "lost"), []).append(Sample(0, "", "", 0, *loss.example))
+            self.samples.setdefault(("tokenizer", "lost"), []).append(TallySample(0, "", "", 0, *loss.example))
             self.samples["tokenizer", "lost"] = sorted(self.samples["tokenizer", "lost"])[:SAMPLES]
 
     @property
     def loss(self) -> TextLoss:
         """Sum of the tokenizer's losses on all samples."""
         kinds = Counter({kind: self.counts["lost", kind] for kind in KINDS if self.counts["lost", kind]})
-        letters = Counter({key[1]: number for key, number in self.counts.items() if key[0] == "lost letter"})
+        letters = self.sums("lost letter", by=1)
         found = self.samples.get(("tokenizer", "lost"))
         example = (found[0].before, found[0].after or "") if found else None
         return TextLoss(self.counts["lost", "texts"], self.counts["lost", "characters"], kinds, letters, example)
 
+    def sums(self, *name: str, by: int) -> Counter:
+        """Returns the sums of all counts whose key begins with `name`, by one element of the key."""
+        found: Counter = Counter()
+        for key, number in self.counts.items():
+            if key[: len(name)] == name:
+                found[key[by]] += number
+        return found
+
     def total(self, *name: str) -> int:
         """Returns the number of documents in all counts whose key begins with `name`."""
-        return sum(n for key, n in self.counts.items() if key[: len(name)] == name and key[-1] == "documents")
+        return self.sums(*name, by=-1)["documents"]
 
     def merge(self, other: "Tally") -> None:
         """Adds another tally."""
@@ -181,7 +169,7 @@ class Tally:
         tally = cls()
         tally.counts.update({tuple(name): number for *name, number in value["counts"]})
         for stage, reason, samples in value["samples"]:
-            tally.samples[stage, reason] = [Sample(*sample) for sample in samples]
+            tally.samples[stage, reason] = [TallySample(*sample) for sample in samples]
         return tally
 
 

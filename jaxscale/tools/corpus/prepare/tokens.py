@@ -1,16 +1,15 @@
-"""Tokenizes blocks in the order of a seeded shuffle and gathers them into shards.
+"""Tokenizes blocks in the order of a seeded shuffle and gathers them into shards, each a range of shuffle keys."""
 
-Each shard takes its range of shuffle keys from every block; many blocks are shuffled in levels (shuffle.py).
-"""
-
+import base64
 import contextlib
 import functools
 import hashlib
+import itertools
 import pathlib
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from typing import BinaryIO, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -24,11 +23,10 @@ from jaxscale.runtime.text.tokenizer.base import EncodedBlock, Tokenizer, frame_
 from jaxscale.runtime.text.tokenizer.load import load_tokenizer
 from jaxscale.runtime.text.tokenizer.loss import TextLoss, measure_loss
 from jaxscale.system.paths import make_private, replacing, sync_folder, write_bytes_atomic
-from jaxscale.tools.corpus.prepare.block_files import mark_done, read_done, read_table, to_table, write_table
+from jaxscale.tools.corpus.curate.hashes import hash_words
+from jaxscale.tools.corpus.prepare import lookup
 from jaxscale.tools.corpus.prepare.config import PrepareConfig, TokenizerConfig
-from jaxscale.tools.corpus.prepare.fertility import measure
-from jaxscale.tools.corpus.prepare.lookup import Blocks, blocks_of, recipe_of
-from jaxscale.tools.corpus.prepare.shuffle import RunAll, Shuffle, run_shuffle
+from jaxscale.tools.corpus.prepare.shuffle import Shuffle
 
 MERGE_BATCH_FILES = 16  # files' tokens in memory during a merge: 128 MB for blocks of 16 MiB
 SHARDS_IN_FOLDER = 1000  # five files each; more shards go into subfolders of this many
@@ -64,25 +62,22 @@ def tokenize_block(
     encoded = tokenizer.encode_block([document.text for document in documents if not document.ids])
     block = frame_documents(encoded, tokenizer, dtype_for(tokenizer.vocab_size - 1))
     ids, lengths = merge_ids(block, documents) if any(is_whole) else block
-    rows = to_table(documents, with_text=False)
+    rows = lookup.to_table(documents, with_text=False)
     rows = rows.append_column("key", pa.array(keys[order]))
     rows = rows.append_column("tokens", pa.array(lengths))
     rows = rows.append_column("bytes", pa.array([document.size for document in documents], pa.int64()))
     if any(is_whole):
         rows = rows.append_column(IS_WHOLE, pa.array(is_whole))
     write_bytes_atomic(f"{base}.ids", ids.data)
-    write_table(pathlib.Path(f"{base}.arrow"), rows, packed=False)  # not compressed: each shard reads a part of it
+    lookup.write_table(pathlib.Path(f"{base}.arrow"), rows, packed=False)  # each shard reads a part of it
     loss = measure_loss(tokenizer, [one.text for one in documents if not one.ids])
-    return len(ids), measure(tokenizer, documents[:FERTILITY_DOCUMENTS]), loss
+    return len(ids), measure_fertility(tokenizer, documents[:FERTILITY_DOCUMENTS]), loss
 
 
 def merge_ids(block: EncodedBlock, documents: Sequence[Document]) -> EncodedBlock:
     """Returns the encoded texts merged, in document order, with the documents that came as token ids."""
-    encoded = iter(block.split())
-    parts = [
-        np.frombuffer(document.ids, "<u4").astype(block.ids.dtype) if document.ids else next(encoded)
-        for document in documents
-    ]
+    encoded, dtype = iter(block.split()), block.ids.dtype
+    parts = [np.frombuffer(one.ids, "<u4").astype(dtype) if one.ids else next(encoded) for one in documents]
     return EncodedBlock(np.concatenate(parts), np.array([len(part) for part in parts], np.int64))
 
 
@@ -100,12 +95,12 @@ class TokenBlocks(NamedTuple):
 
     def base(self, number: int) -> str:
         """Returns the path of a block without its suffix."""
-        return blocks_of(self.folder, self.number)[number]
+        return lookup.blocks_of(self.folder, self.number)[number]
 
     @property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of the blocks."""
-        cfg = recipe_of(self.folder).tokenizer
+        cfg = lookup.recipe_of(self.folder).tokenizer
         return tokenizer_of(cfg.path(self.folder), cfg)
 
     @property
@@ -114,40 +109,25 @@ class TokenBlocks(NamedTuple):
         return np.dtype(dtype_for(self.tokenizer.vocab_size - 1))
 
 
-def shard_shuffle(blocks: Blocks, count: int) -> Shuffle:
-    """Returns the shuffle that makes `count` shards of the blocks of a pass."""
-    source, between = TokenBlocks(blocks.folder, blocks.number), f"{blocks.folder}/shuffled"
-    return Shuffle(source, between, len(blocks), count, merges_first=True)
-
-
 def shard_name(number: int, count: int) -> str:
     """Returns 'shard-00001-of-00042', or '00003/shard-03000-of-04200' if one folder would hold too many."""
     folder = f"{number // SHARDS_IN_FOLDER:05d}/" if count > SHARDS_IN_FOLDER else ""
     return f"{folder}shard-{number:05d}-of-{count:05d}"
 
 
-def write_shards_by_shuffle(run_all: RunAll, shuffle: Shuffle) -> Iterator[str]:
-    """Yields the names of finished shards, for an executor without a built-in shuffle."""
-    yield from run_shuffle(run_all, shuffle, merge_tokens, write_shard)
-
-
 def merge_tokens(task: Shuffle) -> None:
     """Runs a task before the last level: writes BASE.ids and BASE.arrow, in the format of a block."""
-    base, done = task.path(task.level, task.number), task.path(task.level, task.number, ".done.json")
-    if read_done(done) is not None:
+    done, *files = (task.path(task.level, task.number, ending) for ending in (".done.json", ".ids", ".arrow"))
+    if lookup.read_done(done) is not None:
         return
-    base.parent.mkdir(parents=True, exist_ok=True)
-    files = [pathlib.Path(f"{base}{ending}") for ending in (".ids", ".arrow")]
+    done.parent.mkdir(parents=True, exist_ok=True)
     with replacing(files[0]) as ids_file, replacing(files[1]) as rows_file:
         write_merged(task, ids_file, rows_file)
-    mark_done(done, {}, files)
+    lookup.mark_done(done, {}, files)
 
 
 def write_merged(task: Shuffle, ids_file: BinaryIO, rows_file: BinaryIO) -> None:
-    """Writes the merged ids and rows of a task in key order, in parts, so that memory does not grow with its inputs.
-
-    Its input files, MAX_FAN_IN at most, stay open, two descriptors each.
-    """
+    """Writes the merged ids and rows of a task in key order, in parts, so that memory stays bounded."""
     numbers, begin, end = task.inputs_of_task()
     parts = -(-len(numbers) // MERGE_BATCH_FILES)
     bounds = [begin + (end - begin) * part // parts for part in range(parts + 1)]
@@ -156,11 +136,11 @@ def write_merged(task: Shuffle, ids_file: BinaryIO, rows_file: BinaryIO) -> None
         found = [open_input(number) for number in numbers]
         schema = pa.unify_schemas([documents.rows.schema for documents in found])  # some blocks have no scores
         writer = stack.enter_context(pa.ipc.new_file(rows_file, schema))
-        for first, last in zip(bounds, bounds[1:]):
+        for first, last in itertools.pairwise(bounds):
             ids, rows = merge_by_key([documents.between(first, last) for documents in found])
             ids_file.write(np.ascontiguousarray(ids).data)
-            shuffle = pa.concat_tables([schema.empty_table(), rows], promote_options="default")
-            writer.write_table(shuffle.combine_chunks())
+            rows = pa.concat_tables([schema.empty_table(), rows], promote_options="default")
+            writer.write_table(rows.combine_chunks())
 
 
 def total(rows: pa.Table, column: str) -> int:
@@ -169,21 +149,23 @@ def total(rows: pa.Table, column: str) -> int:
 
 
 def write_shard(task: Shuffle, collect: Callable[[], tuple[np.ndarray, pa.Table]] | None = None) -> str:
-    """Writes the shard to work/shards/NAME atomically and returns its name. Memory: one shard's tokens.
-
-    collect: returns (ids, rows) of the shard; None reads them from the files of the shuffle.
-    """
+    """Writes work/shards/NAME atomically, returns NAME. collect: returns (ids, rows); None: read from the shuffle."""
     work, name = pathlib.Path(task.source.folder), shard_name(task.number, task.outputs)
     final = work / "shards" / name
     folder, plain_name = final.parent, final.name
     done = folder / f"{plain_name}.done.json"
-    if final.is_dir() and read_done(done, final, (work.parent / name).parent) is not None:
+    if final.is_dir() and lookup.read_done(done, final, (work.parent / name).parent) is not None:
         return name  # files that were moved to the output are checked there
     remove(final)
     folder.mkdir(parents=True, exist_ok=True)
     temporary = pathlib.Path(tempfile.mkdtemp(prefix=f".{plain_name}.", dir=folder))  # others may write it too
-    ids, rows = collect() if collect else read_task(task)
-    cfg, tokenizer = recipe_of(task.source.folder), task.source.tokenizer
+    if collect is None:
+        numbers, begin, end = task.inputs_of_task()
+        dtype = task.source.dtype
+        ids, rows = merge_by_key([documents_between(input_base(task, one), begin, end, dtype) for one in numbers])
+    else:
+        ids, rows = collect()
+    cfg, tokenizer = lookup.recipe_of(task.source.folder), task.source.tokenizer
     ends = dict(vocab_size=tokenizer.vocab_size, eos_id=tokenizer.eos_id)
     writer = ShardWriter(temporary, plain_name, **ends, sources=tuple(cfg.sources))
     lengths = rows.column("tokens").to_numpy()
@@ -201,7 +183,7 @@ def write_shard(task: Shuffle, collect: Callable[[], tuple[np.ndarray, pa.Table]
     }
     others = [name for name in ("key", "tokens", "source", "bytes", IS_WHOLE) if name in rows.column_names]
     writer.finish(tokenizer.token_bytes, header, lineage=rows.drop_columns(others))
-    mark_done(done, {}, sorted(temporary.iterdir()), temporary)
+    lookup.mark_done(done, {}, sorted(temporary.iterdir()), temporary)
     try:
         temporary.rename(final)
     except OSError:
@@ -210,14 +192,6 @@ def write_shard(task: Shuffle, collect: Callable[[], tuple[np.ndarray, pa.Table]
         shutil.rmtree(temporary)  # the other process made it, with the same bytes
     sync_folder(folder)
     return name
-
-
-def read_task(task: Shuffle) -> tuple[np.ndarray, pa.Table]:
-    """Returns (concatenated ids, a row for each document), in key order, of the files that a task reads."""
-    numbers, begin, end = task.inputs_of_task()
-    return merge_by_key(
-        [documents_between(input_base(task, number), begin, end, task.source.dtype) for number in numbers]
-    )
 
 
 def input_base(task: Shuffle, number: int) -> str:
@@ -230,7 +204,7 @@ class OpenDocuments:
 
     def __init__(self, base: str, dtype: np.dtype):
         self.dtype = dtype
-        self.rows = read_table(pathlib.Path(f"{base}.arrow"))
+        self.rows = lookup.read_table(pathlib.Path(f"{base}.arrow"))
         self.keys = self.rows.column("key").to_numpy()
         self.ends = np.cumsum(self.rows.column("tokens").to_numpy())
         self.file = open(f"{base}.ids", "rb")
@@ -264,9 +238,7 @@ def merge_by_key(found: Sequence[tuple[np.ndarray, pa.Table]]) -> tuple[np.ndarr
     some = [(ids, rows) for ids, rows in found if len(rows)]
     if not some:
         return found[0]
-    parts: list[np.ndarray] = []
-    for ids, rows in some:
-        parts += split_ids(ids, rows.column("tokens").to_numpy())
+    parts = [part for ids, rows in some for part in split_ids(ids, rows.column("tokens").to_numpy())]
     rows = pa.concat_tables([rows for _, rows in some], promote_options="default")
     order = np.argsort(rows.column("key").to_numpy(), kind="stable")
     return np.concatenate([parts[i] for i in order]), rows.take(order)
@@ -282,3 +254,63 @@ def move_shards(folder: pathlib.Path, names: Sequence[str], output: pathlib.Path
             path.rename(target / path.name)
     for target in {(output / name).parent for name in names} | {output}:
         sync_folder(target)
+
+
+class FertilityRow(NamedTuple):
+    """One line of the report. A ratio with a zero denominator is None."""
+
+    source: str
+    language: str
+    documents: int
+    tokens: int
+    bytes_per_token: float | None
+    tokens_per_word: float | None
+    fallback_share: float | None  # of tokens: bytes of a longer character, or unknown
+    returned_share: float | None  # of documents whose text is unchanged after encoding and decoding
+    vocabulary_share: float | None  # of ids that text can produce
+
+
+FertilitySums = dict[tuple[str, str], list[np.ndarray]]  # (source, language) -> [counts, packed bits of the ids seen]
+
+
+def measure_fertility(tokenizer: Tokenizer, documents: Sequence[Document]) -> list[list[Any]]:
+    """Returns counts by source and language, as plain data. Decodes every text, so pass a sample."""
+    block = tokenizer.encode_block([document.text for document in documents])
+    sums: FertilitySums = {}
+    for document, words, ids in zip(documents, hash_words(documents), block.split(), strict=True):
+        used = np.zeros(tokenizer.vocab_size, bool)
+        used[ids] = True
+        returned = int(tokenizer.decode(ids) == document.text)
+        counts = [1, document.size, len(words), len(ids), int(tokenizer.fallback[ids].sum()), returned]
+        add_counts(sums, (document.source, document.language), counts, np.packbits(used))
+    return [[*key, *counts.tolist(), base64.b64encode(bits.tobytes()).decode()] for key, (counts, bits) in sums.items()]
+
+
+def add_counts(sums: FertilitySums, key: tuple[str, str], counts: Sequence[int], bits: np.ndarray) -> None:
+    """Adds counts to those of the key."""
+    total = sums.setdefault(key, [np.zeros(len(counts), np.int64), np.zeros_like(bits)])
+    total[0] += counts
+    total[1] |= bits
+
+
+def add_fertility(sums: FertilitySums, measured: Iterable[Sequence[Any]]) -> None:
+    """Adds what measure_fertility returned for a block."""
+    for source, language, *counts, bits in measured:
+        add_counts(sums, (source, language), counts, np.frombuffer(base64.b64decode(bits), np.uint8))
+
+
+def fertility_rows(sums: FertilitySums, tokenizer: Tokenizer) -> list[FertilityRow]:
+    """Returns a row for each source and language, sorted, and last the sum if there are several."""
+    named = [(*key, *sums[key]) for key in sorted(sums)]
+    if len(named) > 1:
+        counts, packed = (list(column) for column in zip(*sums.values()))
+        named.append(("all", "", np.sum(counts, axis=0), np.bitwise_or.reduce(packed)))
+    is_text_id = tokenizer.token_bytes > 0
+    found = []
+    for source, language, counts, packed in named:
+        documents, text_bytes, words, tokens, fallback, returned = counts.tolist()
+        used = np.unpackbits(packed, count=tokenizer.vocab_size).astype(bool) & is_text_id
+        ratios = ((text_bytes, tokens), (tokens, words), (fallback, tokens), (returned, documents))
+        ratios += ((int(used.sum()), int(is_text_id.sum())),)
+        found.append(FertilityRow(source, language, documents, tokens, *(a / b if b else None for a, b in ratios)))
+    return found

@@ -1,7 +1,7 @@
 """Tasks of a preparation: one piece of the input, or one block of the previous pass, through the stages of a pass.
 
-A task is a pure function of its arguments and the work folder, so it can run in any process, on any machine, and again.
-Output files are named by pass, piece and block (lookup.py); `done` files are written last and list the others.
+A task is a pure function of its arguments and the work folder, so it can run anywhere, and again. Files are named by
+pass, piece and block (lookup.py); `done` files are written last and list the others.
 
     000000012-000003.arrow            the fourth block of piece 12: documents after the stages
     000000012-000003.near_dedup.*     its sketch for a join
@@ -28,29 +28,19 @@ from jaxscale.system.exits import BadInput
 from jaxscale.system.paths import write_text_atomic
 from jaxscale.tools.corpus.curate.classifier import make_classifier
 from jaxscale.tools.corpus.curate.contamination import make_contamination
+from jaxscale.tools.corpus.curate.duplicates import make_substring
 from jaxscale.tools.corpus.curate.langid import make_language
 from jaxscale.tools.corpus.curate.licence import make_licence
 from jaxscale.tools.corpus.curate.pii import make_pii
-from jaxscale.tools.corpus.curate.quality import make_c4, make_fineweb, make_gopher
+from jaxscale.tools.corpus.curate.quality import make_c4, make_fineweb, make_gopher, make_repetition
 from jaxscale.tools.corpus.curate.repair import make_repair
-from jaxscale.tools.corpus.curate.repetition import make_repetition
-from jaxscale.tools.corpus.curate.substring import make_substring
 from jaxscale.tools.corpus.curate.toxicity import make_toxicity
 from jaxscale.tools.corpus.curate.urls import make_urls
-from jaxscale.tools.corpus.prepare.block_files import (
-    from_table,
-    group_blocks,
-    mark_done,
-    read_done,
-    read_table,
-    to_table,
-    write_table,
-)
+from jaxscale.tools.corpus.prepare import lookup
 from jaxscale.tools.corpus.prepare.config import STAGES, PrepareConfig
 from jaxscale.tools.corpus.prepare.dedup import apply_joins, sketch_path, write_sketches
-from jaxscale.tools.corpus.prepare.join import signatures_path
-from jaxscale.tools.corpus.prepare.lookup import Pass, block_base, blocks_of, done_path, passes_of, piece_of, recipe_of
 from jaxscale.tools.corpus.prepare.progress import RUNNING
+from jaxscale.tools.corpus.prepare.sketches import signatures_path
 from jaxscale.tools.corpus.prepare.tally import Tally
 from jaxscale.tools.corpus.prepare.tokens import tokenize_block, tokenizer_of
 
@@ -92,9 +82,9 @@ class BlockResult(NamedTuple):
 
 def run_task(task: Task) -> dict[str, Any]:
     """Runs the task unless it is done, and returns the content of its done file."""
-    cfg, step = recipe_of(task.folder), passes_of(task.folder)[task.pass_number]
-    done = done_path(*task)
-    if (finished := read_done(done)) is not None:
+    cfg, step = lookup.recipe_of(task.folder), lookup.passes_of(task.folder)[task.pass_number]
+    done = lookup.done_path(*task)
+    if (finished := lookup.read_done(done)) is not None:
         return finished | {"was_done": True}
     found: dict[str, Any] = {}  # result of the last block
     tally, blocks, files, block_marks = Tally(), [], [], []
@@ -102,21 +92,21 @@ def run_task(task: Task) -> dict[str, Any]:
     for index, documents in enumerate(input_blocks(cfg, task, tally, running)):
         if index:  # a piece with several blocks gets a done file for each
             if not was_done:
-                mark_done(block_marks[-1], found, outputs)
+                lookup.mark_done(block_marks[-1], found, outputs)
             running.write(found, was_done)
-        base = block_base(*task, index)
+        base = lookup.block_base(*task, index)
         base.parent.mkdir(parents=True, exist_ok=True)
         block_marks.append(pathlib.Path(f"{base}.kept.json"))
-        earlier = read_done(block_marks[-1])
+        earlier = lookup.read_done(block_marks[-1])
         was_done = earlier is not None
         found = earlier or process_block(cfg, task, base, documents, index)
-        outputs = block_files(base, step) if found["blocks"] else []
+        outputs = output_files(base, step) if found["blocks"] else []
         blocks += found["blocks"]
         files += outputs
         tally.merge(Tally.from_json(found["tally"]))
     result = {"number": task.number, "blocks": blocks, "tally": tally.to_json()}
     done.parent.mkdir(parents=True, exist_ok=True)
-    mark_done(done, result, files)
+    lookup.mark_done(done, result, files)
     for path in (*block_marks, running.path):
         path.unlink(missing_ok=True)
     return result | {"earlier": dict(running.earlier)}
@@ -125,14 +115,25 @@ def run_task(task: Task) -> dict[str, Any]:
 def process_block(
     cfg: PrepareConfig, task: Task, base: pathlib.Path, documents: list[Document], index: int
 ) -> dict[str, Any]:
-    """Runs the stages on a block. Returns 'blocks' (one, or none if no document is left) and 'tally'."""
-    tally = Tally()
+    """Runs the stages on a block and writes it. Returns 'blocks' (one; none without documents) and 'tally'."""
+    tally, step = Tally(), lookup.passes_of(task.folder)[task.pass_number]
     if task.pass_number == 0:
-        tally.add_lengths(documents)
+        tally.counts.update(("length", document.source, str(document.size.bit_length())) for document in documents)
         tally.add_documents(("in", "read"), documents)
-    for name in passes_of(task.folder)[task.pass_number].stages:
+    for name in step.stages:
         documents = tally.record(name, documents, stage_of(task.folder, name)(documents))
-    blocks = [write_block(cfg, task, base, documents, index, tally)] if documents else []
+    blocks = []
+    if documents and step.ends == "tokens":
+        tally.counts.update(("language", document.source, document.language) for document in documents)
+        tally.add_documents(("written",), documents)
+        path, place = cfg.tokenizer.path(task.folder), (task.number, index)
+        tokens, fertility, loss = tokenize_block(cfg, path, base, documents, place)
+        tally.add_loss(loss)
+        blocks = [BlockResult(index, len(documents), tokens, fertility=fertility)]
+    elif documents:
+        keys = write_sketches(cfg, step.joins, str(base), documents)
+        lookup.write_table(pathlib.Path(f"{base}.arrow"), lookup.to_table(documents))
+        blocks = [BlockResult(index, len(documents), keys=keys)]
     return {"blocks": blocks, "tally": tally.to_json()}
 
 
@@ -145,15 +146,9 @@ class PieceProgress:
         self.documents = self.bytes = 0
         self.earlier = Counter()  # documents and bytes of blocks that an earlier process finished
 
-    def set_share(self, share: float) -> None:
-        """Sets the share of the piece that is read."""
-        self.share = share
-
     def write(self, found: Mapping[str, Any], was_done: bool) -> None:
         """Writes the progress file. found: result of the finished block; was_done: by an earlier process."""
-        read = Counter()
-        for *name, number in found["tally"]["counts"]:
-            read.update({name[-1]: number} if name[:2] == ["in", "read"] else {})
+        read = Tally.from_json(found["tally"]).sums("in", "read", by=-1)
         if was_done:
             self.resumed_share = self.share
             self.earlier += read
@@ -164,7 +159,7 @@ class PieceProgress:
         write_text_atomic(self.path, json.dumps([self.share, self.resumed_share, self.documents, self.bytes]))
 
 
-def block_files(base: pathlib.Path, step: Pass) -> list[pathlib.Path]:
+def output_files(base: pathlib.Path, step: lookup.PreparePass) -> list[pathlib.Path]:
     """Returns the files that a pass writes for a block."""
     if step.ends == "tokens":
         return [pathlib.Path(f"{base}{ending}") for ending in (".ids", ".arrow")]
@@ -176,25 +171,23 @@ def block_files(base: pathlib.Path, step: Pass) -> list[pathlib.Path]:
 def input_blocks(cfg: PrepareConfig, task: Task, tally: Tally, running: PieceProgress) -> Iterator[list[Document]]:
     """Yields the blocks that the stages process, read from the input or, after joins, from the previous pass."""
     if task.pass_number == 0:
-        file, part = piece_of(task.folder, task.number)
+        file, part = lookup.piece_of(task.folder, task.number)
         skipped: Counter = Counter()
-        part = part._replace(on_progress=running.set_share)
-        yield from group_blocks(read_documents(cfg, task.folder, file, skipped, part), cfg.block_bytes)
+        part = part._replace(on_progress=lambda share: setattr(running, "share", share))
+        yield from lookup.group_blocks(read_documents(cfg, task.folder, file, skipped, part), cfg.block_bytes)
         tally.add_skipped(file.source, file.name, part.begin, skipped)
         return
     before = task.pass_number - 1
-    documents = from_table(read_table(pathlib.Path(f"{blocks_of(task.folder, before)[task.number]}.arrow")))
-    folders = {join: join_folder(task.folder, before, join) for join in passes_of(task.folder)[before].joins}
+    base = lookup.blocks_of(task.folder, before)[task.number]
+    documents = lookup.from_table(lookup.read_table(pathlib.Path(f"{base}.arrow")))
+    folders = {join: join_folder(task.folder, before, join) for join in lookup.passes_of(task.folder)[before].joins}
     yield apply_joins(cfg, folders, task.number, documents, tally)
 
 
 def read_documents(
     cfg: PrepareConfig, folder: str, file: SourceFile, skipped: Counter, part: Part
 ) -> Iterator[Document]:
-    """Yields the documents of a part of a file; token ids are also decoded, so that stages can judge the text.
-
-    Raises: BadInput as read_file and read_ids do, and for labels, which shards do not support.
-    """
+    """Yields the documents of a part of a file, decoded if they are token ids. Raises BadInput, also for labels."""
     read_cfg = cfg.read_cfg(file.source)
     choice = FieldChoice("text")  # default for a damaged file that is skipped: read_file counts it
     with handle_damage(file.path, read_cfg, Counter()):
@@ -217,39 +210,15 @@ def read_documents(
             yield Document(text, file.source, file.name, offset, id, url, licence, language, ids=content)
 
 
-def write_block(
-    cfg: PrepareConfig, task: Task, base: pathlib.Path, documents: Sequence[Document], index: int, tally: Tally
-) -> BlockResult:
-    """Writes a block in the format of its pass. place: index of the block in its piece."""
-    step = passes_of(task.folder)[task.pass_number]
-    if step.ends == "tokens":
-        tally.add_languages(documents)
-        tally.add_documents(("written",), documents)
-        position = (task.number, index)
-        tokens, fertility, loss = tokenize_block(cfg, cfg.tokenizer.path(task.folder), base, documents, position)
-        tally.add_loss(loss)
-        return BlockResult(index, len(documents), tokens, fertility=fertility)
-    keys = write_sketches(cfg, step.joins, str(base), documents)
-    write_table(pathlib.Path(f"{base}.arrow"), to_table(documents))
-    return BlockResult(index, len(documents), keys=keys)
-
-
 def join_folder(folder: str, number: int, join: str) -> pathlib.Path:
     """Returns the folder with the results of a join after pass `number`."""
     return pathlib.Path(folder) / "joins" / f"{number}-{join}"
 
 
-def block_rows(result: Mapping[str, Any]) -> Iterator[tuple[int, ...]]:
-    """Yields the rows of lookup.Blocks for a result of run_task."""
-    for found in result["blocks"]:
-        block = BlockResult(*found)
-        yield (result["number"], block.index, block.documents, block.tokens, *block.keys)
-
-
 @functools.lru_cache(maxsize=64)
 def stage_of(folder: str, name: str) -> Stage:
     """Returns the stage, cached per process: some load a model."""
-    return make_stage(recipe_of(folder), name)
+    return make_stage(lookup.recipe_of(folder), name)
 
 
 def make_stage(cfg: PrepareConfig, name: str) -> Stage:

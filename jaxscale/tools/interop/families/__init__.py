@@ -20,19 +20,16 @@ from jaxscale.core.models.llama_config import BLOCKS
 from jaxscale.core.models.model import make_model
 from jaxscale.system.exits import BadInput
 from jaxscale.system.foreign import short
-from jaxscale.tools.interop.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
-from jaxscale.tools.interop.families.experts import MIXTRAL, OLMOE, QWEN3_MOE
-from jaxscale.tools.interop.families.family import Family, LayerStack, TensorPair, TensorSpec, bind_spec, matches_any
+from jaxscale.tools.interop.families.experts import DEEPSEEK_V2, DEEPSEEK_V3, MIXTRAL, OLMOE, QWEN3_MOE
+from jaxscale.tools.interop.families.family import HfFamily, TensorPair, TensorSpec, matches_any, matrix_shape
 from jaxscale.tools.interop.families.gemma import GEMMA1, GEMMA2, GEMMA3, GEMMA3_VISION
 from jaxscale.tools.interop.families.gpt2 import GPT2
-from jaxscale.tools.interop.families.llama_like import LLAMA, MISTRAL, OLMO2, QWEN2, QWEN3
-from jaxscale.tools.interop.families.phi3 import PHI3
-from jaxscale.tools.interop.families.settings import PASSTHROUGH, refuse_unread, unread
-from jaxscale.tools.interop.families.unsupported import UNSUPPORTED
+from jaxscale.tools.interop.families.llama_like import LLAMA, MISTRAL, OLMO2, PHI3, QWEN2, QWEN3
+from jaxscale.tools.interop.families.settings import PASSTHROUGH, UNSUPPORTED, refuse_unread, unread
 from jaxscale.units import or_list
 
 __all__ = [
-    "FAMILIES", "Family", "Match", "TensorPair", "TensorSpec", "family_for", "family_of", "match", "notes", "read",
+    "FAMILIES", "HfFamily", "TensorPair", "TensorSpec", "family_for", "family_of", "match", "notes", "read",
     "tensors", "untracked_leaves", "write",
 ]  # fmt: skip
 
@@ -40,7 +37,7 @@ ALL = (
     LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, GEMMA1, GEMMA2, GEMMA3, GEMMA3_VISION, PHI3, MIXTRAL, QWEN3_MOE, OLMOE,
     DEEPSEEK_V2, DEEPSEEK_V3, GPT2,
 )  # fmt: skip
-FAMILIES: dict[str, Family] = {family.model_type: family for family in ALL}
+FAMILIES: dict[str, HfFamily] = {family.model_type: family for family in ALL}
 # Settings of execution, which no config.json holds.
 EXECUTION = (
     "compute_dtype", "embed_compute_dtype", "matmul_precision", "matmul_dtype", "attention", "scan_layers", "remat",
@@ -49,15 +46,7 @@ EXECUTION = (
 LOAD = "blocks/mlp/router_load"
 
 
-@dataclasses.dataclass(frozen=True)
-class Match:
-    """A checkpoint's tensors mapped to our leaves."""
-
-    pairs: list[TensorPair]
-    left_out: list[str]  # names of tensors that the model does not use
-
-
-def family_of(hf: Mapping[str, Any]) -> Family:
+def family_of(hf: Mapping[str, Any]) -> HfFamily:
     """Returns the family of a config.json. Raises BadInput if it is not supported."""
     model_type = hf.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
@@ -77,11 +66,8 @@ def family_of(hf: Mapping[str, Any]) -> Family:
     return family
 
 
-def read(hf: Mapping[str, Any]) -> tuple[Family, AnyModelConfig, dict[str, Any]]:
-    """Returns (family, our settings, passed-through keys) of a config.json.
-
-    Raises BadInput for settings that our models do not support.
-    """
+def read(hf: Mapping[str, Any]) -> tuple[HfFamily, AnyModelConfig, dict[str, Any]]:
+    """Returns (family, our settings, passed-through keys) of a config.json. Raises BadInput if unsupported."""
     family = family_of(hf)
     if hf.get("quantization_config"):
         raise BadInput("config.json: quantization_config is not supported; convert the model's unquantized weights")
@@ -110,17 +96,14 @@ def notes(hf: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def write(family: Family, cfg: AnyModelConfig, passthrough: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def write(family: HfFamily, cfg: AnyModelConfig, passthrough: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Returns the config.json of our model. passthrough: as returned by `read`, or from the caller."""
     named = dict(architectures=[family.architectures[0]], model_type=family.model_type)
     return named | family.write_config(cfg) | dict(passthrough or {})
 
 
-def family_for(cfg: AnyModelConfig, origin: str | None = None) -> Family:
-    """Returns the first family whose config.json represents all of cfg; origin: model_type to try first.
-
-    Raises BadInput naming the settings that the nearest family cannot represent.
-    """
+def family_for(cfg: AnyModelConfig, origin: str | None = None) -> HfFamily:
+    """Returns the first family that represents cfg, `origin` first. Raises BadInput with the settings that none has."""
     first = FAMILIES.get(origin or "")
     nearest: dict[str, Any] | None = None
     for family in ([FAMILIES[first.exported_as or first.model_type]] if first else []) + list(ALL):
@@ -133,28 +116,27 @@ def family_for(cfg: AnyModelConfig, origin: str | None = None) -> Family:
     raise BadInput(f"no Hugging Face family has {named}; the families are {or_list(sorted(FAMILIES))}")
 
 
-def lost_settings(family: Family, cfg: AnyModelConfig) -> dict[str, Any] | None:
+def lost_settings(family: HfFamily, cfg: AnyModelConfig) -> dict[str, Any] | None:
     """Returns {setting: value} lost in a round trip through config.json; None for another kind of model."""
     if type(cfg) is not type(family.read_config({})):
         return None
-    restored, settings = (settings_of(one) for one in (family.read_config(family.write_config(cfg)), cfg))
-    if ("experts.number" in restored) != (
-        "experts.number" in settings
-    ) or "latent.kv_rank" in restored.keys() - settings.keys():
+    restored, settings = settings_of(family.read_config(family.write_config(cfg))), settings_of(cfg)
+    more = restored.keys() - settings.keys()
+    if "latent.kv_rank" in more or ("experts.number" in restored) != ("experts.number" in settings):
         return None
     return {name: value for name, value in settings.items() if name not in EXECUTION and restored.get(name) != value}
 
 
 def settings_of(cfg: AnyModelConfig) -> dict[str, Any]:
     """Returns {setting: value} that define the model, with nested settings flattened."""
-    found = {field.name: getattr(cfg, field.name) for field in dataclasses.fields(cfg)}
-    if (latent := found.get("latent")) is not None:
-        del found["latent"]
-        found |= {f"latent.{field.name}": getattr(latent, field.name) for field in dataclasses.fields(latent)}
-    if (experts := found.get("experts")) is None:
+    found: dict[str, Any] = {field.name: getattr(cfg, field.name) for field in dataclasses.fields(cfg)}
+    experts = found.get("experts")
+    for group in ("latent", "experts"):
+        if (nested := found.get(group)) is not None:
+            del found[group]
+            found |= {f"{group}.{field.name}": getattr(nested, field.name) for field in dataclasses.fields(nested)}
+    if experts is None:
         return found
-    del found["experts"]
-    found |= {f"experts.{field.name}": getattr(experts, field.name) for field in dataclasses.fields(experts)}
     training_only = dict.fromkeys(("experts.bias_rate", "experts.capacity_factor"), True)
     unread = {"mlp_dim": not experts.first_dense, "experts.group_best": experts.groups == 1} | training_only
     return {name: value for name, value in found.items() if not unread.get(name)}
@@ -169,39 +151,48 @@ def leaf_shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {name: shape[1:] if name.partition("/")[0] in cfg.layer_stacks else shape for name, shape in named.items()}
 
 
-def tensors(family: Family, cfg: AnyModelConfig, base: str | None = None) -> list[TensorPair]:
-    """Returns every tensor of our model under the family's names, layer by layer.
-
-    base: prefix of the names; None: the family's first.
-    """
+def tensors(family: HfFamily, cfg: AnyModelConfig, base: str | None = None) -> list[TensorPair]:
+    """Returns every tensor of our model under the family's names, layer by layer. base: prefix; None: the first."""
     shapes = leaf_shapes(cfg)
-    base = family.prefixes[0] if base is None else base
+    prefix = family.prefixes[0] if base is None else base
     rope_dim = getattr(cfg, "rope_dim", 0)
-    make = lambda row, *place: bind_spec(row, family, shapes, base, *place, rope_dim=rope_dim)
+
+    def bind(
+        row: TensorSpec, leaves: tuple[str, ...], first: int = 0, at: int | None = None, expert: int | None = None
+    ) -> TensorPair:  # at: of the layer in its stack, which begins with layer `first` of the model
+        sizes = tuple(shapes[name] if expert is None else shapes[name][1:] for name in leaves)
+        flats = [matrix_shape(shape, row.inputs) for shape in sizes]
+        fused = (*flats[0][:-1], sum(flat[-1] for flat in flats))
+        hf_name = row.hf_name.format(layer=None if at is None else first + at, expert=expert)
+        hf_name = hf_name if row.hf_name in family.unprefixed else prefix + hf_name
+        if at is not None and not cfg.scan_layers:
+            leaves, at = tuple(name.replace("/", f"/{at}/", 1) for name in leaves), None
+        hf_shape = fused[::-1] if row.transposed else fused
+        return TensorPair(leaves, at, sizes, hf_name, hf_shape, row, expert, rope_dim if row.interleaved else 0)
+
     once = [row for row in family.rows if not row.per_layer and set(row.leaves) <= set(shapes)]
     covered = {name for row in once for name in row.leaves} | {LOAD}
-    pairs, first = [make(row) for row in once], 0
+    pairs, first = [bind(row, row.leaves) for row in once], 0
     for name, layers in cfg.layer_stacks.items():
-        stack = LayerStack(name, first, layers, cfg.scan_layers)
-        rows = [
-            row for row in family.rows if stack.contains(row) and set(map(stack.leaf_name, row.leaves)) <= set(shapes)
-        ]
-        covered |= {stack.leaf_name(leaf) for row in rows for leaf in row.leaves}
-        for layer in range(first, first + layers):
-            pairs += [make(row, stack, layer) for row in rows if not row.per_expert]
-            expert_specs = [row for row in rows if row.per_expert]
-            number = cfg.experts.number if expert_specs and cfg.experts is not None else 0
-            pairs += [make(row, stack, layer, expert) for expert in range(number) for row in expert_specs]
+        rows = []  # (spec, its leaves in this stack)
+        for row in family.rows:
+            leaves = tuple(f"{name}/{leaf.partition('/')[2]}" for leaf in row.leaves)
+            others = [leaf for leaf in row.leaves if leaf.partition("/")[0] not in (name, BLOCKS)]
+            if row.per_layer and not others and (name == BLOCKS or not row.per_expert) and set(leaves) <= set(shapes):
+                rows.append((row, leaves))
+                covered |= set(leaves)
+        number = 0 if getattr(cfg, "experts", None) is None else cfg.experts.number
+        for at in range(layers):
+            pairs += [bind(row, leaves, first, at) for row, leaves in rows if not row.per_expert]
+            experts = [(row, leaves) for row, leaves in rows if row.per_expert]
+            pairs += [bind(row, leaves, first, at, expert) for expert in range(number) for row, leaves in experts]
         first += layers
     assert covered >= set(shapes), f"{family.model_type} has no row for {sorted(set(shapes) - covered)}"
     return pairs
 
 
 def untracked_leaves(cfg: AnyModelConfig) -> dict[str, tuple[int, ...]]:
-    """Returns {leaf: shape} of leaves that no file has: router loads, which training updates.
-
-    Their initial value is 1 / number of experts, the last axis.
-    """
+    """Returns {leaf: shape} of router loads, which no file has and training updates."""
     experts = getattr(cfg, "experts", None)
     if experts is None:
         return {}
@@ -211,11 +202,8 @@ def untracked_leaves(cfg: AnyModelConfig) -> dict[str, tuple[int, ...]]:
     return {LOAD.replace("/", f"/{layer}/", 1): (number,) for layer in range(layers)}
 
 
-def match(family: Family, cfg: AnyModelConfig, names: Collection[str]) -> Match:
-    """Matches a checkpoint's tensor names, with any of the family's prefixes.
-
-    Raises BadInput for missing and unknown tensors.
-    """
+def match(family: HfFamily, cfg: AnyModelConfig, names: Collection[str]) -> tuple[list[TensorPair], list[str]]:
+    """Returns (pairs of a checkpoint's tensor names, with any prefix; unused names). Raises BadInput for others."""
     names = set(names)
     attempts = [tensors(family, cfg, base) for base in family.prefixes]
     pairs = max(attempts, key=lambda pairs: len(names & {pair.hf_name for pair in pairs}))
@@ -227,23 +215,17 @@ def match(family: Family, cfg: AnyModelConfig, names: Collection[str]) -> Match:
     if missing := sorted(known - names):
         raise BadInput(f"the checkpoint has no {first_names(missing)}, which config.json calls for")
     unknown = sorted(names - known - set(left_out))
+    layer_of = lambda name: int(found[1]) if (found := re.match(r"(?:.*\.)?layers\.(\d+)\.", name)) else -1
     if extra_layers := [name for name in unknown if family.extra_layers and layer_of(name) >= cfg.num_layers]:
         raise BadInput(
             f"the checkpoint has {first_names(extra_layers)}: {family.extra_layers}, which are not supported and would "
-            "be lost; to "
-            "convert the model without them, take their names out of model.safetensors.index.json"
+            "be lost; to convert the model without them, take their names out of model.safetensors.index.json"
         )
     if unknown:
         raise BadInput(
             f"the checkpoint has {first_names(unknown)}, which a {family.model_type} with this config.json has not"
         )
-    return Match(pairs, left_out)
-
-
-def layer_of(name: str) -> int:
-    """Returns the layer number in a Hugging Face tensor name; -1 without one."""
-    found = re.match(r"(?:.*\.)?layers\.(\d+)\.", name)
-    return int(found[1]) if found else -1
+    return pairs, left_out
 
 
 def first_names(names: list[str]) -> str:

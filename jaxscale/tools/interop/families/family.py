@@ -1,7 +1,4 @@
-"""Families of Hugging Face models: settings and tensor names, one table for both directions.
-
-Our weights have input axes first; a torch Linear stores [out, in], with heads and head_dim as one axis.
-"""
+"""Families of Hugging Face models: settings and tensor names, one table for both directions."""
 
 import dataclasses
 import math
@@ -12,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from jaxscale.core.models import AnyModelConfig
-from jaxscale.core.models.llama_config import BLOCKS
 from jaxscale.system.exits import BadInput
 
 Shape = tuple[int, ...]
@@ -51,33 +47,6 @@ class TensorSpec:
 
 
 @dataclasses.dataclass(frozen=True)
-class FusedExperts:
-    """A tensor of all experts of a layer, [experts, concatenated outputs, in], which transformers 5 may save."""
-
-    hf_name: str  # after the family's prefix, as in TensorSpec
-    rows: tuple[str, ...]  # hf_name of the specs that it concatenates, in order
-
-
-@dataclasses.dataclass(frozen=True)
-class LayerStack:
-    """Layers with equal parameter shapes."""
-
-    name: str  # in our parameter tree
-    first: int  # index of its first layer in the model
-    layers: int
-    scanned: bool
-
-    def contains(self, row: TensorSpec) -> bool:
-        """True if the spec may belong to these layers; its leaves are not checked."""
-        return row.per_layer and (self.name == BLOCKS or not row.per_expert) and all(map(self.leaf_name, row.leaves))
-
-    def leaf_name(self, name: str) -> str:
-        """Returns the name of a spec's leaf in these layers; '' if it belongs to others."""
-        stack, _, inner = name.partition("/")
-        return f"{self.name}/{inner}" if stack in (self.name, BLOCKS) else ""
-
-
-@dataclasses.dataclass(frozen=True)
 class TensorPair:
     """One Hugging Face tensor and its leaves, with shapes: the unit of reading and writing."""
 
@@ -99,26 +68,27 @@ class TensorPair:
         """Returns the leaves, as views where possible. Raises BadInput for another shape."""
         self.check(self.hf_name, tensor.shape, self.hf_shape)
         flat = tensor.T if self.row.transposed else tensor
-        ends = np.cumsum([output_size(shape, self.row.inputs) for shape in self.leaf_shapes])[:-1]
+        ends = np.cumsum([math.prod(shape[self.row.inputs :]) for shape in self.leaf_shapes])[:-1]
         parts = np.split(flat, ends, axis=-1) if len(ends) else [flat]
         leaves = (part.reshape(shape) for part, shape in zip(parts, self.leaf_shapes, strict=True))
-        return tuple(self.permute_last(leaf, deinterleaved_order(self.interleaved_dims)) for leaf in leaves)
+        return tuple(map(self.deinterleave, leaves))
 
     def to_hf(self, leaves: Sequence[np.ndarray]) -> np.ndarray:
         """Returns the Hugging Face tensor: the exact inverse of to_leaves."""
         for name, leaf, shape in zip(self.leaves, leaves, self.leaf_shapes, strict=True):
             self.check(name, leaf.shape, shape)
-        leaves = [self.permute_last(leaf, np.argsort(deinterleaved_order(self.interleaved_dims))) for leaf in leaves]
+        leaves = (self.deinterleave(leaf, inverse=True) for leaf in leaves)
         parts = [leaf.reshape(matrix_shape(leaf.shape, self.row.inputs)) for leaf in leaves]
         flat = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
         return flat.T if self.row.transposed else flat
 
-    def permute_last(self, leaf: np.ndarray, order: np.ndarray) -> np.ndarray:
-        """Permutes the interleaved entries at the end of the last axis."""
+    def deinterleave(self, leaf: np.ndarray, inverse: bool = False) -> np.ndarray:
+        """Separates the interleaved pairs at the end of the last axis into two halves."""
         if not self.interleaved_dims:
             return leaf
+        order = np.arange(self.interleaved_dims).reshape(-1, 2).T.reshape(-1)
         first = leaf.shape[-1] - self.interleaved_dims
-        return np.take(leaf, [*range(first), *(first + order)], axis=-1)
+        return np.take(leaf, [*range(first), *(first + (np.argsort(order) if inverse else order))], axis=-1)
 
     def check(self, name: str, shape: Shape, expected: Shape) -> None:
         """Raises BadInput unless the shapes are equal."""
@@ -127,7 +97,7 @@ class TensorPair:
 
 
 @dataclasses.dataclass(frozen=True)
-class Family:
+class HfFamily:
     """A class of transformers models: config keys and tensor names."""
 
     model_type: str  # of its config.json
@@ -140,53 +110,16 @@ class Family:
     unprefixed: tuple[str, ...] = ("lm_head.weight",)  # names without prefix
     left_out: tuple[str, ...] = ()  # patterns of names that are not parameters of the language model
     exported_as: str = ""  # model_type of the family that writes its models
-    fused: tuple[FusedExperts, ...] = ()  # alternatives to one tensor per expert
+    # {name: hf_names of specs} of tensors of all experts of a layer, [experts, concatenated outputs, in], which
+    # transformers 5 may save in place of one tensor per expert
+    fused: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     renames: tuple[tuple[str, str], ...] = ()  # (pattern, replacement) for names of transformers 5
     extra_layers: str = ""  # description of layers after the last one, which are refused
 
 
-def deinterleaved_order(size: int) -> np.ndarray:
-    """Returns the indices of the first entry of each interleaved pair, then of the second."""
-    return np.arange(size).reshape(-1, 2).T.reshape(-1)
-
-
-def output_size(shape: Shape, inputs: int) -> int:
-    """Returns the size of the axes after the inputs."""
-    return math.prod(shape[inputs:])
-
-
 def matrix_shape(shape: Shape, inputs: int) -> Shape:
     """Returns (inputs, outputs), or (entries,) without inputs."""
-    return (math.prod(shape[:inputs]), output_size(shape, inputs)) if inputs else (math.prod(shape),)
-
-
-def bind_spec(
-    row: TensorSpec,
-    family: Family,
-    shapes: Mapping[str, Shape],
-    base: str,
-    stack: LayerStack | None = None,
-    layer: int | None = None,
-    expert: int | None = None,
-    rope_dim: int = 0,
-) -> TensorPair:
-    """Returns the pair of a spec, for one layer of a stack and one expert.
-
-    Args: shapes: of our leaves, without the layer axis. layer, expert: Hugging Face's numbers. rope_dim: rotated
-    dimensions of a head.
-    """
-    names, at = row.leaves, None
-    if stack is not None:
-        assert layer is not None, "a stack has layers"
-        names, at = tuple(stack.leaf_name(name) for name in names), layer - stack.first
-    leaf_shapes = tuple(shapes[name] if expert is None else shapes[name][1:] for name in names)
-    if stack is not None and not stack.scanned:
-        names, at = tuple(name.replace("/", f"/{at}/", 1) for name in names), None
-    flats = [matrix_shape(shape, row.inputs) for shape in leaf_shapes]
-    fused = (*flats[0][:-1], sum(flat[-1] for flat in flats))
-    hf_shape = fused[::-1] if row.transposed else fused
-    hf_name = ("" if row.hf_name in family.unprefixed else base) + row.hf_name.format(layer=layer, expert=expert)
-    return TensorPair(names, at, leaf_shapes, hf_name, hf_shape, row, expert, rope_dim if row.interleaved else 0)
+    return (math.prod(shape[:inputs]), math.prod(shape[inputs:])) if inputs else (math.prod(shape),)
 
 
 def matches_any(name: str, patterns: Sequence[str]) -> bool:

@@ -6,35 +6,16 @@ from typing import Any
 
 from jaxscale.core.models.llama_config import LlamaConfig
 from jaxscale.system.exits import BadInput
-from jaxscale.tools.interop.families.family import Family, TensorSpec
-from jaxscale.tools.interop.families.llama_like import (  # fmt: skip
-    BIASES,
-    LAYER,
-    LEFT_OUT,
-    NORMS_BEFORE,
-    QK_NORMS,
-    llama_family,
-    read_biases,
-    write_biases,
-)
-from jaxscale.tools.interop.families.rope_scaling import read_layer_type_rope, read_rope
-from jaxscale.tools.interop.families.settings import (  # fmt: skip
-    FULL,
-    SLIDING,
-    expected_layer_types,
-    number,
-    read_windows,
-    refuse_unless,
-    refuse_unread,
-    write_layer_types,
-)
+from jaxscale.tools.interop.families import llama_like as llama
+from jaxscale.tools.interop.families import settings
+from jaxscale.tools.interop.families.family import HfFamily, TensorSpec
 
 GELU = "gelu_pytorch_tanh"
 NORMS_AROUND = (
-    TensorSpec("blocks/attention_norm", LAYER + "input_layernorm.weight"),
-    TensorSpec("blocks/attention_out_norm", LAYER + "post_attention_layernorm.weight"),
-    TensorSpec("blocks/mlp_norm", LAYER + "pre_feedforward_layernorm.weight"),
-    TensorSpec("blocks/mlp_out_norm", LAYER + "post_feedforward_layernorm.weight"),
+    TensorSpec("blocks/attention_norm", llama.LAYER + "input_layernorm.weight"),
+    TensorSpec("blocks/attention_out_norm", llama.LAYER + "post_attention_layernorm.weight"),
+    TensorSpec("blocks/mlp_norm", llama.LAYER + "pre_feedforward_layernorm.weight"),
+    TensorSpec("blocks/mlp_out_norm", llama.LAYER + "post_feedforward_layernorm.weight"),
 )
 # Of transformers' GemmaConfig, Gemma2Config and Gemma3TextConfig; published Gemma 3 files leave most keys out.
 GEMMA1_DEFAULTS = dict(
@@ -54,35 +35,32 @@ GEMMA3_DEFAULTS = GEMMA2_DEFAULTS | dict(
     final_logit_softcapping=None, attn_logit_softcapping=None,
 )  # fmt: skip
 SHARED_SETTINGS = dict(zero_centred_norms=True, activation="gelu_tanh", scaled_embeddings=True)
-GEMMA2_ARGS: dict[str, Any] = dict(
-    allowed=dict(hidden_activation=(GELU,), use_bidirectional_attention=(None, False)),
-    written=dict(hidden_activation=GELU),
-    config_keys=dict(attention_softcap="attn_logit_softcapping", logit_softcap="final_logit_softcapping"),
-)
+GEMMA2_CHOICES = dict(hidden_activation=(GELU,), use_bidirectional_attention=(None, False))
 
 
 def gemma2_shared_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of Gemma 2 and 3 that are not copied by CONFIG_KEYS."""
+    """Settings of Gemma 2 and 3."""
     scalar, usual = hf["query_pre_attn_scalar"], hf["sliding_window_pattern"]
-    types = hf["layer_types"] or expected_layer_types(hf["num_hidden_layers"], every=usual)
-    query_scalar = None if scalar == hf["head_dim"] else number(hf, "query_pre_attn_scalar")
-    found = SHARED_SETTINGS | read_biases(hf) | dict(norm_placement="both", query_scalar=query_scalar)
-    return found | read_windows(hf, types, usual)
+    types = hf["layer_types"] or settings.expected_layer_types(hf["num_hidden_layers"], every=usual)
+    query_scalar = None if scalar == hf["head_dim"] else settings.number(hf, "query_pre_attn_scalar")
+    softcaps = dict(attention_softcap=hf["attn_logit_softcapping"], logit_softcap=hf["final_logit_softcapping"])
+    found = SHARED_SETTINGS | llama.read_biases(hf) | dict(norm_placement="both", query_scalar=query_scalar)
+    return found | softcaps | settings.read_windows(hf, types, usual)
 
 
 def gemma2_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Settings of Gemma 2. transformers reads sliding_window_pattern only for Gemma 3."""
     if hf["layer_types"] is None:
-        refuse_unless(hf, sliding_window_pattern=(2,))
-    base, scaling = read_rope(hf)
+        settings.refuse_unless(hf, sliding_window_pattern=(2,))
+    base, scaling = settings.read_rope(hf)
     return gemma2_shared_settings(hf) | dict(rope_base=base, rope_scaling=scaling)
 
 
 def gemma3_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Settings of Gemma 3: QK-norm, and a separate RoPE base for sliding-window layers."""
-    base, scaling = read_layer_type_rope(hf, FULL)
+    base, scaling = settings.read_layer_type_rope(hf, settings.FULL)
     found = gemma2_shared_settings(hf) | dict(qk_norm=True)
-    local_base, local_scaling = read_layer_type_rope(hf, SLIDING)
+    local_base, local_scaling = settings.read_layer_type_rope(hf, settings.SLIDING)
     if local_scaling is not None:
         raise BadInput("config.json: a RoPE scaling of sliding_attention is not supported; only full_attention's")
     if "global_every" in found or "global_first" in found:
@@ -95,41 +73,42 @@ def gemma3_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
 def gemma2_keys(cfg: LlamaConfig) -> dict[str, Any]:
     """Inverse of gemma2_shared_settings."""
     scalar = cfg.head_dim if cfg.query_scalar is None else cfg.query_scalar
-    found = write_biases(cfg) | dict(
+    found = llama.write_biases(cfg) | dict(
+        attn_logit_softcapping=cfg.attention_softcap,
+        final_logit_softcapping=cfg.logit_softcap,
         query_pre_attn_scalar=int(scalar) if scalar == int(scalar) else scalar,
         sliding_window=cfg.attention_window,
-        layer_types=write_layer_types(cfg),
+        layer_types=settings.write_layer_types(cfg),
     )
     return found if cfg.global_every is None else found | dict(sliding_window_pattern=cfg.global_every)
 
 
-GEMMA1 = llama_family(  # its "gelu" has always been the tanh form
+GEMMA1 = llama.llama_family(  # its "gelu" has always been the tanh form
     "gemma",
     "GemmaForCausalLM",
-    NORMS_BEFORE + BIASES,
+    llama.BODY + llama.NORMS_BEFORE + llama.BIASES,
     GEMMA1_DEFAULTS,
-    allowed=dict(hidden_act=("gelu", GELU), hidden_activation=(None, GELU), use_bidirectional_attention=(None, False)),
-    written=dict(hidden_act=GELU, hidden_activation=GELU),
-    settings=lambda hf: SHARED_SETTINGS | read_biases(hf),
-    keys=write_biases,
+    dict(hidden_act=(GELU, "gelu"), hidden_activation=(GELU, None), use_bidirectional_attention=(None, False)),
+    settings=lambda hf: SHARED_SETTINGS | llama.read_biases(hf),
+    keys=llama.write_biases,
 )
-GEMMA2 = llama_family(
+GEMMA2 = llama.llama_family(
     "gemma2",
     "Gemma2ForCausalLM",
-    NORMS_AROUND + BIASES,
+    llama.BODY + NORMS_AROUND + llama.BIASES,
     GEMMA2_DEFAULTS,
-    settings=gemma2_settings,
-    keys=gemma2_keys,
-    **GEMMA2_ARGS,
+    GEMMA2_CHOICES,
+    gemma2_settings,
+    gemma2_keys,
 )
-GEMMA3 = llama_family(
+GEMMA3 = llama.llama_family(
     "gemma3_text",
     "Gemma3ForCausalLM",
-    NORMS_AROUND + QK_NORMS + BIASES,
+    llama.BODY + NORMS_AROUND + llama.QK_NORMS + llama.BIASES,
     GEMMA3_DEFAULTS,
-    settings=gemma3_settings,
-    keys=lambda cfg: gemma2_keys(cfg) | dict(rope_local_base_freq=cfg.local_rope_base or cfg.rope_base),
-    **GEMMA2_ARGS,
+    GEMMA2_CHOICES,
+    gemma3_settings,
+    lambda cfg: gemma2_keys(cfg) | dict(rope_local_base_freq=cfg.local_rope_base or cfg.rope_base),
 )
 
 
@@ -138,15 +117,16 @@ def read_vision(hf: Mapping[str, Any]) -> LlamaConfig:
     text = hf.get("text_config") or {}
     cfg = GEMMA3.read_config({"model_type": GEMMA3.model_type, **text})
     assert isinstance(cfg, LlamaConfig), "llama_family reads LlamaConfig"
-    refuse_unless(hf, tie_word_embeddings=(cfg.tied_embeddings,))  # transformers reads this one, not text_config's
-    refuse_unread(GEMMA3, text)
+    # transformers reads this one, not text_config's
+    settings.refuse_unless(hf, tie_word_embeddings=(cfg.tied_embeddings,))
+    settings.refuse_unread(GEMMA3, text)
     return cfg
 
 
 IMAGE_TOKENS = (
     "image_token_index", "image_token_id", "boi_token_index", "boi_token_id", "eoi_token_index", "eoi_token_id",
 )  # fmt: skip
-GEMMA3_VISION = Family(
+GEMMA3_VISION = HfFamily(
     "gemma3",
     ("Gemma3ForConditionalGeneration",),
     read_vision,
@@ -155,5 +135,5 @@ GEMMA3_VISION = Family(
     keys=("tie_word_embeddings", "vision_config", "mm_tokens_per_image", *IMAGE_TOKENS),
     exported_as=GEMMA3.model_type,
     prefixes=("language_model.model.", "model.language_model."),  # transformers 4 up to 4.51, and later
-    left_out=(r"(model\.)?(vision_tower|multi_modal_projector)\..*", *LEFT_OUT),
+    left_out=(r"(model\.)?(vision_tower|multi_modal_projector)\..*", *llama.LEFT_OUT),
 )

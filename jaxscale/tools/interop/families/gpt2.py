@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxscale.core.models.gpt2_bert_t5_config import Gpt2Config
-from jaxscale.tools.interop.families.family import Family, TensorSpec
+from jaxscale.tools.interop.families.family import HfFamily, TensorSpec
 from jaxscale.tools.interop.families.settings import refuse_unless
 
 DEFAULTS = dict(  # of transformers' GPT2Config, for keys that a config.json leaves out
@@ -26,10 +26,9 @@ def read_config(hf: Mapping[str, Any]) -> Gpt2Config:
     """Returns the settings for a config.json of GPT-2. Dropout is a setting of the run: 0."""
     hf = {**DEFAULTS, **hf}
     refuse_unless(hf, activation_function=("gelu_new", "gelu_pytorch_tanh"), scale_attn_weights=(True,))
-    refuse_unless(
-        hf, scale_attn_by_inverse_layer_idx=(False,), add_cross_attention=(False,), tie_word_embeddings=(True,)
-    )
-    refuse_unless(hf, n_inner=(None, 4 * hf["n_embd"]), **{name: (hf[key],) for name, key in ALIASES.items()})
+    refuse_unless(hf, scale_attn_by_inverse_layer_idx=(False,), add_cross_attention=(False,))
+    aliases = {name: (hf[key],) for name, key in ALIASES.items()}
+    refuse_unless(hf, tie_word_embeddings=(True,), n_inner=(None, 4 * hf["n_embd"]), **aliases)
     return Gpt2Config(**{setting: hf[key] for setting, key in CONFIG_KEYS.items()})
 
 
@@ -61,7 +60,7 @@ ROWS = (
     TensorSpec("scale_final", "ln_f.weight"),
     TensorSpec("bias_final", "ln_f.bias"),
 )
-GPT2 = Family(
+GPT2 = HfFamily(
     "gpt2",
     ("GPT2LMHeadModel", "GPT2Model"),
     read_config,

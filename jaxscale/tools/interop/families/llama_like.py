@@ -1,27 +1,41 @@
 """Llama-like families of transformers, each a table of tensor specs, keys and settings.
 
 Llama 2 and 3 (LlamaForCausalLM). Mistral: every layer with a sliding window or none. OLMo-2: norms of outputs only,
-QK-norm over all heads. Qwen2 and Qwen3: with biases, or with QK-norm.
+QK-norm over all heads. Qwen2 and Qwen3: with biases, or with QK-norm. Phi-3: with fused matrices.
 """
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxscale.core.models.llama_config import LlamaConfig
-from jaxscale.tools.interop.families.family import Family, TensorSpec
-from jaxscale.tools.interop.families.rope_scaling import ROPE, read_rope, write_rope
-from jaxscale.tools.interop.families.settings import FULL, SLIDING, read_windows, refuse_unless, write_layer_types
+from jaxscale.system.exits import BadInput
+from jaxscale.tools.interop.families.family import HfFamily, TensorSpec
+from jaxscale.tools.interop.families.settings import (
+    FULL,
+    MAX_POSITIONS,
+    ORIGINAL_POSITIONS,
+    ROPE,
+    SLIDING,
+    read_rope,
+    read_windows,
+    refuse_unless,
+    write_layer_types,
+    write_rope,
+)
 
 LAYER = "layers.{layer}."
+
+
+def linear(leaf: str, module: str, inputs: int = 1, interleaved: bool = False) -> TensorSpec:
+    """Returns the spec of a torch Linear of a layer. inputs, interleaved: see TensorSpec."""
+    return TensorSpec(f"blocks/{leaf}", f"{LAYER}{module}.weight", inputs, transposed=True, interleaved=interleaved)
+
+
 BODY = (
     TensorSpec("embedding", "embed_tokens.weight", inputs=1),
-    TensorSpec("blocks/attention/wq", LAYER + "self_attn.q_proj.weight", 1, transposed=True),
-    TensorSpec("blocks/attention/wk", LAYER + "self_attn.k_proj.weight", 1, transposed=True),
-    TensorSpec("blocks/attention/wv", LAYER + "self_attn.v_proj.weight", 1, transposed=True),
-    TensorSpec("blocks/attention/wo", LAYER + "self_attn.o_proj.weight", 2, transposed=True),
-    TensorSpec("blocks/mlp/gate", LAYER + "mlp.gate_proj.weight", 1, transposed=True),
-    TensorSpec("blocks/mlp/up", LAYER + "mlp.up_proj.weight", 1, transposed=True),
-    TensorSpec("blocks/mlp/down", LAYER + "mlp.down_proj.weight", 1, transposed=True),
+    *(linear(f"attention/w{name}", f"self_attn.{name}_proj") for name in "qkv"),
+    linear("attention/wo", "self_attn.o_proj", inputs=2),
+    *(linear(f"mlp/{name}", f"mlp.{name}_proj") for name in ("gate", "up", "down")),
     TensorSpec("final_norm", "norm.weight"),
     TensorSpec("head", "lm_head.weight", 1, transposed=True),
 )
@@ -46,6 +60,7 @@ CONFIG_KEYS = dict(  # setting: key, of all families here
     num_kv_heads="num_key_value_heads", head_dim="head_dim", mlp_dim="intermediate_size", norm_eps="rms_norm_eps",
     tied_embeddings="tie_word_embeddings",
 )  # fmt: skip
+SILU = dict(hidden_act=("silu",))
 
 
 def read_biases(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -59,33 +74,37 @@ def write_biases(cfg: LlamaConfig) -> dict[str, Any]:
     return dict(attention_bias=cfg.out_bias)
 
 
+def read_window(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Setting for a sliding_window of all layers; None: full attention."""
+    return dict(attention_window=hf["sliding_window"])
+
+
+def write_window(cfg: LlamaConfig) -> dict[str, Any]:
+    """Inverse of read_window."""
+    return dict(sliding_window=cfg.attention_window)
+
+
 def llama_family(
     model_type: str,
     architecture: str,
     rows: tuple[TensorSpec, ...],
     defaults: Mapping[str, Any],
-    *,
-    allowed: Mapping[str, tuple],
-    written: Mapping[str, Any],
-    config_keys: Mapping[str, str] | None = None,
+    choices: Mapping[str, tuple] = SILU,
     settings: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda hf: {},
     keys: Callable[[LlamaConfig], dict[str, Any]] = lambda cfg: {},
-    body: tuple[TensorSpec, ...] = BODY,
-    more_keys: tuple[str, ...] = (),
     **more: Any,
-) -> Family:
-    """Returns a family whose models are a LlamaConfig, with `rows` in addition to `body`.
+) -> HfFamily:
+    """Returns a family whose models are a LlamaConfig.
 
-    Args: defaults: transformers' values of absent keys. allowed: supported values of keys. written: constant keys.
-    config_keys: {setting: key} in addition to CONFIG_KEYS. settings: computes further settings, with rope_base if RoPE
-    is not read by read_rope. keys: its inverse. more_keys: further keys that `settings` reads. more: fields of Family.
+    Args: defaults: transformers' values of absent keys. choices: {key: supported values}, of which the first is written
+    unless it is None. settings: computes settings in addition to those of CONFIG_KEYS, with rope_base if RoPE is not
+    read by read_rope. keys: its inverse. more: fields of HfFamily.
     """
-    config_keys = {**CONFIG_KEYS, **(config_keys or {})}
 
     def read_config(hf: Mapping[str, Any]) -> LlamaConfig:
         hf = {**defaults, **hf}
-        refuse_unless(hf, **allowed)
-        found = {setting: hf[key] for setting, key in config_keys.items()}
+        refuse_unless(hf, **choices)
+        found = {setting: hf[key] for setting, key in CONFIG_KEYS.items()}
         found["num_kv_heads"] = found["num_kv_heads"] or found["num_heads"]
         found["head_dim"] = found["head_dim"] or hf["hidden_size"] // found["num_heads"]
         found |= settings(hf)
@@ -94,44 +113,36 @@ def llama_family(
         return LlamaConfig(**found)
 
     def write_config(cfg: LlamaConfig) -> dict[str, Any]:
-        return {
-            **written,
-            **{key: getattr(cfg, setting) for setting, key in config_keys.items()},
-            **write_rope(cfg),
-            **keys(cfg),
-        }
+        written = {key: values[0] for key, values in choices.items() if values[0] is not None}
+        written |= {key: getattr(cfg, setting) for setting, key in CONFIG_KEYS.items()}
+        return written | write_rope(cfg) | keys(cfg)
 
-    known = tuple(dict.fromkeys((*defaults, *allowed, *ROPE, *more_keys)))
-    rows, names = body + rows, (architecture,)
-    return Family(model_type, names, read_config, write_config, rows, known, left_out=LEFT_OUT, **more)
+    known = tuple(dict.fromkeys((*defaults, *choices, *ROPE)))
+    return HfFamily(model_type, (architecture,), read_config, write_config, rows, known, left_out=LEFT_OUT, **more)
 
 
 LLAMA = llama_family(
     "llama",
     "LlamaForCausalLM",
-    NORMS_BEFORE + BIASES,
+    BODY + NORMS_BEFORE + BIASES,
     SHARED | dict(attention_bias=False, mlp_bias=False),
-    allowed=dict(hidden_act=("silu",), mlp_bias=(False,)),
-    written=dict(hidden_act="silu", mlp_bias=False),
-    settings=read_biases,
-    keys=write_biases,
+    SILU | dict(mlp_bias=(False,)),
+    read_biases,
+    write_biases,
 )
 MISTRAL = llama_family(
     "mistral",
     "MistralForCausalLM",
-    NORMS_BEFORE,
+    BODY + NORMS_BEFORE,
     SHARED | dict(intermediate_size=14336, num_key_value_heads=8, sliding_window=4096),  # of MistralConfig
-    allowed=dict(hidden_act=("silu",)),
-    written=dict(hidden_act="silu"),
-    config_keys=dict(attention_window="sliding_window"),
+    settings=read_window,
+    keys=write_window,
 )
 OLMO2 = llama_family(
     "olmo2",
     "Olmo2ForCausalLM",
-    NORMS_AFTER + QK_NORMS + BIASES,
+    BODY + NORMS_AFTER + QK_NORMS + BIASES,
     SHARED | dict(vocab_size=50304, rms_norm_eps=1e-5, attention_bias=False),  # of Olmo2Config
-    allowed=dict(hidden_act=("silu",)),
-    written=dict(hidden_act="silu"),
     settings=lambda hf: read_biases(hf) | dict(norm_placement="after", qk_norm=True, qk_norm_over="all_heads"),
     keys=write_biases,
 )
@@ -143,8 +154,8 @@ QWEN_DEFAULTS = dict(  # of transformers' Qwen2Config; Qwen3Config has heads of 
 )  # fmt: skip
 
 
-def qwen_windows(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Sliding-window settings of a Qwen, whose later layers may have a window."""
+def qwen_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Sliding windows of a Qwen, whose later layers may have one."""
     first, window = hf["max_window_layers"], hf["sliding_window"] if hf["use_sliding_window"] else None
     later = FULL if window is None else SLIDING
     types = hf["layer_types"] or [later if layer >= first else FULL for layer in range(hf["num_hidden_layers"])]
@@ -152,29 +163,77 @@ def qwen_windows(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def qwen_keys(cfg: LlamaConfig) -> dict[str, Any]:
-    """Inverse of qwen_windows."""
+    """Inverse of qwen_settings."""
     windowed = cfg.attention_window is not None
     found = dict(use_sliding_window=windowed, sliding_window=cfg.attention_window, layer_types=write_layer_types(cfg))
     return found | dict(max_window_layers=cfg.global_first if windowed else cfg.num_layers)
 
 
+def qwen2_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of Qwen2, whose QKV always have biases."""
+    refuse_unless(hf, attention_bias=(False,))
+    return qwen_settings(hf) | dict(qkv_bias=True)
+
+
 QWEN2 = llama_family(
     "qwen2",
     "Qwen2ForCausalLM",
-    NORMS_BEFORE + BIASES,
+    BODY + NORMS_BEFORE + BIASES,
     QWEN_DEFAULTS,
-    allowed=dict(hidden_act=("silu",), attention_bias=(False,)),
-    written=dict(hidden_act="silu"),
-    settings=lambda hf: qwen_windows(hf) | dict(qkv_bias=True),
+    settings=qwen2_settings,
     keys=qwen_keys,
 )
 QWEN3 = llama_family(
     "qwen3",
     "Qwen3ForCausalLM",
-    NORMS_BEFORE + QK_NORMS + BIASES,
+    BODY + NORMS_BEFORE + QK_NORMS + BIASES,
     QWEN_DEFAULTS | dict(head_dim=128),
-    allowed=dict(hidden_act=("silu",)),
-    written=dict(hidden_act="silu"),
-    settings=lambda hf: qwen_windows(hf) | read_biases(hf) | dict(qk_norm=True),
+    settings=lambda hf: qwen_settings(hf) | read_biases(hf) | dict(qk_norm=True),
     keys=lambda cfg: qwen_keys(cfg) | write_biases(cfg),
+)
+# Phi-3 (arXiv:2404.14219): fused QKV, fused gate and up projections, and longrope.
+PHI3_LEAVES = ("blocks/attention/wq", "blocks/attention/wk", "blocks/attention/wv", "blocks/mlp/gate", "blocks/mlp/up")
+PHI3_FUSED = (
+    TensorSpec(PHI3_LEAVES[:3], LAYER + "self_attn.qkv_proj.weight", 1, transposed=True),
+    TensorSpec(PHI3_LEAVES[3:], LAYER + "mlp.gate_up_proj.weight", 1, transposed=True),
+)
+PHI3_DEFAULTS = SHARED | dict(  # of Phi3Config
+    vocab_size=32064, hidden_size=3072, intermediate_size=8192, rms_norm_eps=1e-5, sliding_window=None,
+    original_max_position_embeddings=4096, max_position_embeddings=4096,
+)  # fmt: skip
+
+
+def phi3_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of RoPE: longrope, also under its first name 'su', or none."""
+    rope = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
+    name = rope.pop("rope_type", rope.pop("type", "default"))
+    if name in ("su", "yarn"):  # this class computes longrope for both
+        name = "longrope"
+    if name not in ("default", "longrope"):
+        raise BadInput(f"config.json: RoPE scaling {name!r} is not supported for phi3; it may be 'default', 'longrope'")
+    base, scaling = read_rope({**hf, "rope_scaling": None, "rope_parameters": {**rope, "rope_type": name}})
+    return read_window(hf) | dict(rope_base=base, rope_scaling=scaling)
+
+
+def phi3_keys(cfg: LlamaConfig) -> dict[str, Any]:
+    """RoPE keys of this class. transformers 4 accepts no others, and takes the factor from the two lengths."""
+    scaling = cfg.rope_scaling
+    if scaling is None or scaling.name != "longrope":
+        return write_window(cfg) | {"rope_scaling": None}  # another scaling does not round-trip
+    written = write_rope(cfg)
+    rope = {"type": "longrope"} | {name: written["rope_scaling"][name] for name in ("short_factor", "long_factor")}
+    if scaling.attention_factor is not None:
+        rope["attention_factor"] = scaling.attention_factor
+    if written[MAX_POSITIONS] / scaling.original_max_len != scaling.factor:
+        rope["factor"] = scaling.factor
+    return write_window(cfg) | {"rope_scaling": rope, ORIGINAL_POSITIONS: scaling.original_max_len}
+
+
+PHI3 = llama_family(
+    "phi3",
+    "Phi3ForCausalLM",
+    tuple(row for row in BODY if row.leaf_names not in PHI3_LEAVES) + PHI3_FUSED + NORMS_BEFORE,
+    PHI3_DEFAULTS,
+    settings=phi3_settings,
+    keys=phi3_keys,
 )

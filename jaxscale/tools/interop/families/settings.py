@@ -1,14 +1,21 @@
-"""Checks values and unread keys of a config.json, and reads sliding windows."""
+"""Checks values and unread keys of a config.json, and reads and writes sliding windows and RoPE.
 
+RoPE base and scaling are read in the formats of transformers 4 and 5.
+"""
+
+import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
+from jaxscale.core.models import AnyModelConfig
 from jaxscale.core.models.llama_config import LlamaConfig
+from jaxscale.kernels.config import BY_LENGTH, RopeName, RopeScaling
+from jaxscale.kernels.rope import dynamic_ntk_base, longrope_factors
 from jaxscale.system.exits import BadInput
 from jaxscale.system.foreign import short
-from jaxscale.tools.interop.families.family import Family
+from jaxscale.tools.interop.families.family import HfFamily
 from jaxscale.units import or_list
 
 SLIDING, FULL = "sliding_attention", "full_attention"  # values of layer_types
@@ -35,6 +42,35 @@ IGNORED = {
     "summary_type", "summary_use_proj", "task_specific_params", "text_config", "tokenizer_class", "torchscript",
     "transformers_version", "unsloth_fixed", "unsloth_version",
 }  # fmt: skip
+# Frequently requested models that are not supported, with the missing feature.
+INDEXED = "sparse attention with an indexer"
+UNCOMPARED = "the attention of DeepSeek-V3, and was not compared with its reference code"
+HYBRID = "layers that are not attention (a hybrid)"
+RECURRENT = "no attention"
+PART = "RoPE over a part of a head"
+SHARED_GATE = "a gate on its shared expert"
+UNSUPPORTED = dict(
+    gpt_oss="sinks in its attention, and biases and limits in its experts",
+    llama4="layers without RoPE, and experts whose inputs are multiplied by the router's scores",
+    llama4_text="layers without RoPE, and experts whose inputs are multiplied by the router's scores",
+    qwen2_moe=SHARED_GATE, phimoe="another router (SparseMixer)", dbrx="LayerNorm, and clipped queries",
+    granitemoe="factors on what each block adds", granitemoeshared="factors on what each block adds",
+    deepseek_v32=INDEXED, kimi_k2=UNCOMPARED, glm4_moe_lite=UNCOMPARED,
+    glm4_moe=PART, minimax_m2=PART, jetmoe="experts in its attention",
+    qwen3_next=HYBRID, qwen3_5=HYBRID, qwen3_5_text=HYBRID, qwen3_5_moe=HYBRID, qwen3_5_moe_text=HYBRID, jamba=HYBRID,
+    bamba=HYBRID, nemotron_h=HYBRID, falcon_h1=HYBRID, zamba2=HYBRID, granitemoehybrid=HYBRID, lfm2=HYBRID,
+    lfm2_moe=HYBRID, minimax=HYBRID, olmo_hybrid=HYBRID, mamba=RECURRENT, mamba2=RECURRENT,
+)  # fmt: skip
+MAX_POSITIONS, ORIGINAL_POSITIONS = "max_position_embeddings", "original_max_position_embeddings"
+ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", ORIGINAL_POSITIONS)
+LENGTH = "original_max_len"  # the setting of the key ORIGINAL_POSITIONS; all others have the names of their keys
+SCALINGS: dict[str, tuple[str, ...]] = dict(  # settings of each scaling, in addition to the factor
+    linear=(),
+    dynamic=(),
+    llama3=("low_freq_factor", "high_freq_factor", LENGTH),
+    yarn=("beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim", LENGTH),
+    longrope=("short_factor", "long_factor", "attention_factor", LENGTH),
+)
 
 
 def refuse_unless(hf: Mapping[str, Any], **allowed: tuple) -> None:
@@ -61,10 +97,7 @@ def expected_layer_types(num_layers: int, first: int = 0, every: int | None = No
 
 
 def read_windows(hf: Mapping[str, Any], types: Sequence[str], usual: int | None = None) -> dict[str, Any]:
-    """Returns attention_window, global_every and global_first for these layer_types.
-
-    usual: the family's default global_every. Raises BadInput for other patterns, or if sliding_window is missing.
-    """
+    """Returns attention_window, global_every (default `usual`), global_first. Raises BadInput for other layer_types."""
     types, length = list(types), hf["num_hidden_layers"]
     if len(types) != length:
         raise BadInput(f"config.json: layer_types has {len(types)} entries and num_hidden_layers is {length}")
@@ -89,15 +122,155 @@ def write_layer_types(cfg: LlamaConfig) -> list[str]:
     return [SLIDING if local else FULL for local in np.asarray(cfg.local_layers).tolist()]
 
 
-def refuse_unread(family: Family, hf: Mapping[str, Any]) -> None:
+def refuse_unread(family: HfFamily, hf: Mapping[str, Any]) -> None:
     """Raises BadInput for an unread key that changes the model in transformers."""
-    refuse_unless(
-        {"model_type": family.model_type} | dict(hf),
-        **{key: allowed for key, allowed in READ_BY_ALL.items() if key not in family.keys},
-    )
+    others = {key: allowed for key, allowed in READ_BY_ALL.items() if key not in family.keys}
+    refuse_unless({"model_type": family.model_type} | dict(hf), **others)
 
 
-def unread(family: Family, hf: Mapping[str, Any]) -> list[str]:
+def unread(family: HfFamily, hf: Mapping[str, Any]) -> list[str]:
     """Returns the keys with a value that the family does not know."""
     known = {*family.keys, *READ_BY_ALL, *PASSTHROUGH, *IGNORED}
     return sorted(key for key, value in hf.items() if key not in known and value is not None)
+
+
+def read_rope(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+    """Returns (rope_base, rope_scaling) from rope_theta and rope_scaling (transformers 4) or rope_parameters (5).
+
+    If both are present, rope_parameters is ignored, as in transformers 5. Raises BadInput for unsupported scalings.
+    """
+    scaling, parameters = hf.get("rope_scaling") or {}, hf.get("rope_parameters") or {}
+    rope = {"rope_theta": hf["rope_theta"], **(scaling or parameters)}
+    if nested := [key for key, value in rope.items() if isinstance(value, Mapping)]:
+        raise BadInput(
+            f"config.json: rope_parameters of {nested[0]} alone are not supported for {hf.get('model_type')}"
+        )
+    found, unread = parse_rope(rope, hf), parameters.get("rope_theta", rope["rope_theta"])
+    if scaling and "rope_theta" not in scaling and unread != rope["rope_theta"]:
+        raise BadInput(
+            f"config.json: rope_scaling overrides rope_parameters, whose rope_theta={short(unread)} transformers "
+            f"then does not read: it takes {short(rope['rope_theta'])}; write one of the two, with rope_theta in it"
+        )
+    return found
+
+
+def read_layer_type_rope(hf: Mapping[str, Any], layers: str) -> tuple[float, RopeScaling | None]:
+    """read_rope for one layer type of Gemma 3. rope_scaling is merged into the rope_parameters of full_attention."""
+    parameters = hf.get("rope_parameters") or {}
+    if misplaced := [key for key in parameters if key not in (FULL, SLIDING)]:
+        raise BadInput(
+            f"config.json: rope_parameters has {misplaced[0]} next to the layer types, where transformers does not "
+            f"read it for {hf.get('model_type')}; put it into {FULL} and {SLIDING}"
+        )
+    usual = {"rope_theta": hf["rope_theta" if layers == FULL else "rope_local_base_freq"]}
+    added = (hf.get("rope_scaling") or {}) if layers == FULL else {}
+    rope = {**usual, **(parameters.get(layers) or {"rope_type": "default"}), **added}
+    rope.pop("truncate", None)  # transformers reads it next to the layer types, where it cannot be
+    rope.setdefault(ORIGINAL_POSITIONS, hf.get(MAX_POSITIONS))  # nor does it read this one outside
+    return parse_rope(rope, hf)
+
+
+def parse_rope(rope: Mapping[str, Any], hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+    """Returns (rope_base, rope_scaling) from RoPE's keys. Args: hf: the whole config.json."""
+    base, name = number(rope, "rope_theta"), rope.get("rope_type", rope.get("type", "default"))
+    if rope.get("type", name) != name:
+        raise BadInput(
+            f"config.json: RoPE has type={short(rope['type'])}, and transformers reads its rope_type={short(name)}; "
+            "write rope_type alone"
+        )
+    if rope.get("partial_rotary_factor", hf.get("partial_rotary_factor")) not in (None, 1.0):
+        raise BadInput("config.json: partial_rotary_factor is not supported: RoPE rotates whole heads")
+    if name == "default":
+        return base, None
+    if name not in SCALINGS:
+        known = or_list([repr(one) for one in ("default", *get_args(RopeName))])
+        raise BadInput(f"config.json: RoPE scaling {short(name)} is not supported; it may be {known}")
+    return base, RopeScaling(name=name, **read_scaling(name, rope, hf))
+
+
+def read_scaling(name: str, rope: Mapping[str, Any], hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings of a RoPE scaling."""
+    if name == "linear":
+        return dict(factor=number(rope, "factor"))
+    if name == "llama3":
+        factors = {key: number(rope, key) for key in ("factor", "low_freq_factor", "high_freq_factor")}
+        return factors | {LENGTH: original_of(rope, hf)}
+    if name == "dynamic":  # transformers takes max_position_embeddings as the original length
+        if hf.get(MAX_POSITIONS) is None:
+            raise BadInput(f"config.json: RoPE scaling 'dynamic' needs {MAX_POSITIONS}")
+        return {"factor": number(rope, "factor"), LENGTH: hf[MAX_POSITIONS]}
+    found: dict[str, Any] = {}
+    for key in ("short_factor", "long_factor") if name == "longrope" else ():
+        if not isinstance(rope[key], list) or any(type(one) not in (int, float) for one in rope[key]):
+            raise BadInput(f"config.json: {key}={short(rope[key])} must be a list of numbers; fetch it again")
+        found[key] = tuple(map(float, rope[key]))
+    found[LENGTH] = original_of(rope, hf)
+    if rope.get("factor") is not None:
+        found["factor"] = number(rope, "factor")
+    elif hf.get(MAX_POSITIONS) is not None:
+        found["factor"] = hf[MAX_POSITIONS] / found[LENGTH]
+    else:
+        raise BadInput(f"config.json: RoPE scaling has no factor, and no {MAX_POSITIONS} to derive it from")
+    if rope.get("attention_factor") is not None:
+        found["attention_factor"] = number(rope, "attention_factor")
+    if name == "longrope":
+        return found
+    found |= {key: number(rope, key) for key in ("beta_fast", "beta_slow") if rope.get(key)}  # yarn: 0 is absent
+    scales = [key for key in ("mscale", "mscale_all_dim") if rope.get(key)]
+    if len(scales) == 2 and "attention_factor" not in found:
+        found |= {key: number(rope, key) for key in scales}
+    return found | ({"truncate": rope["truncate"]} if "truncate" in rope else {})
+
+
+def original_of(rope: Mapping[str, Any], hf: Mapping[str, Any]) -> int:
+    """Returns the context before the extension. Raises BadInput if it is absent or contradictory."""
+    name = rope.get("rope_type", rope.get("type"))
+    original = rope.get(ORIGINAL_POSITIONS, hf.get(MAX_POSITIONS))
+    if name == "longrope":  # Phi-3's files have it only outside
+        original = rope.get(ORIGINAL_POSITIONS, hf.get(ORIGINAL_POSITIONS, hf.get(MAX_POSITIONS)))
+    if original is None or hf.get(ORIGINAL_POSITIONS, original) != original:
+        raise BadInput(
+            f"config.json: RoPE scaling {name!r} needs {ORIGINAL_POSITIONS}, in rope_scaling and nowhere else"
+        )
+    return original
+
+
+def write_rope(cfg: LlamaConfig) -> dict[str, Any]:
+    """Returns rope_theta and rope_scaling, which transformers 4 and 5 both read.
+
+    With max_position_embeddings where it affects the result: the original length of dynamic, and in transformers 4 the
+    factor of yarn and longrope.
+    """
+    scaling = cfg.rope_scaling
+    if scaling is None:
+        return dict(rope_theta=cfg.rope_base, rope_scaling=None)
+    rope: dict[str, Any] = dict(rope_type=scaling.name, factor=scaling.factor)
+    for setting in SCALINGS[scaling.name]:
+        value = getattr(scaling, setting)
+        if value is not None and setting != "truncate":
+            rope[ORIGINAL_POSITIONS if setting == LENGTH else setting] = (
+                list(value) if isinstance(value, tuple) else value
+            )
+    if not scaling.truncate:
+        rope["truncate"] = False  # older releases do not know this key
+    written: dict[str, Any] = dict(rope_theta=cfg.rope_base, rope_scaling=rope)
+    if scaling.name == "dynamic":
+        written[MAX_POSITIONS] = scaling.original_max_len
+    elif scaling.name in ("yarn", "longrope"):
+        written[MAX_POSITIONS] = round(scaling.factor * scaling.original_max_len)
+    return written
+
+
+def with_static_rope(cfg: AnyModelConfig) -> AnyModelConfig:
+    """Returns cfg with length-dependent scaling resolved for its row_len, so that other tools compute the same for any
+    length: dynamic becomes a larger rope_base, and longrope uses one list of factors.
+    """
+    scaling = getattr(cfg, "rope_scaling", None)
+    if not isinstance(cfg, LlamaConfig) or scaling is None or scaling.row_len is None or scaling.name not in BY_LENGTH:
+        return cfg
+    if scaling.name == "dynamic":
+        base = dynamic_ntk_base(cfg.rope_dim, cfg.rope_base, scaling)
+        return dataclasses.replace(cfg, rope_base=base, rope_scaling=None)
+    chosen = longrope_factors(scaling)
+    one = dataclasses.replace(scaling, short_factor=chosen, long_factor=chosen, row_len=None)
+    return dataclasses.replace(cfg, rope_scaling=one)

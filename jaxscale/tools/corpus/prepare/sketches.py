@@ -1,18 +1,16 @@
 """Sort-merge join over the sketches of all blocks: finds items with equal keys, one key range at a time.
 
-A block's sketch is a file of (key, item) sorted by key. shuffle.py partitions all sketches by key range, a task
-for each. The result depends neither on the number of ranges nor on the order in which blocks finish.
+A block's sketch is a file of (key, item) sorted by key. shuffle.py partitions all sketches by key range, a task for
+each, and shuffle.py reads a partition in parts that fit in memory.
 
 An item is block << 32 | index of the document or line in the block, so items are in input order and the first copy has
 the smallest item. Sketch files store block 0, since a block's number is unknown when it is sketched.
-
-All copies of a key are in one partition; records.py reads a partition in parts that fit in memory.
 """
 
 import os
 import pathlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -28,13 +26,6 @@ MEMORY_FACTOR = 4  # bytes of memory per byte of a partition
 ReadSignatures = Callable[[np.ndarray], np.ndarray]  # items -> uint32[items, permutations] of their documents
 
 
-class ItemPositions(NamedTuple):
-    """Block and index in the block of each item."""
-
-    blocks: np.ndarray  # int64[k]
-    places: np.ndarray  # int64[k]: index of the document or line in the block
-
-
 def item_numbers(block: int, places: Any) -> np.ndarray:
     """Returns uint64[n], the items of a block. Raises BadInput if a number needs too many bits."""
     places = np.asarray(places, np.uint64)
@@ -44,10 +35,10 @@ def item_numbers(block: int, places: Any) -> np.ndarray:
     return np.uint64(block) << np.uint64(PLACE_BITS) | places
 
 
-def split_items(items: np.ndarray) -> ItemPositions:
-    """Returns (blocks, places) of the items, the inverse of item_numbers."""
+def split_items(items: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns (blocks, places in them), int64[k] each, of the items: the inverse of item_numbers."""
     blocks, places = items >> np.uint64(PLACE_BITS), items & np.uint64((1 << PLACE_BITS) - 1)
-    return ItemPositions(blocks.astype(np.int64), places.astype(np.int64))
+    return blocks.astype(np.int64), places.astype(np.int64)
 
 
 def block_slice(items: np.ndarray, block: int) -> slice:
@@ -57,10 +48,7 @@ def block_slice(items: np.ndarray, block: int) -> slice:
 
 
 def write_sketch(path: str | os.PathLike[str], sketch: Sketch) -> None:
-    """Writes a block's sketch atomically: uint64[m, 2] of sorted (key, item), as a .npy file.
-
-    Signatures are in a second file (signatures_path), which is written first: a sketch implies its signatures.
-    """
+    """Writes a block's sketch, uint64[m, 2] of sorted (key, item), after its signatures: a sketch implies them."""
     rows = np.stack([sketch.keys, item_numbers(0, sketch.places)], axis=1)
     if sketch.signatures is not None:
         save_array(signatures_path(path), np.ascontiguousarray(sketch.signatures, np.uint32))
@@ -91,8 +79,7 @@ def open_array(path: str | os.PathLike[str]) -> np.memmap:
 def num_partitions(total_bytes: int, memory_bytes: int) -> int:
     """Returns the number of partitions with which the join of total_bytes of sketches fits in memory_bytes.
 
-    Keys are hashes, so partition sizes differ only by chance, for which 20% is left free; a key with very many copies
-    is read in parts.
+    Keys are hashes, so partition sizes differ only by chance, for which 20% is left free.
     """
     return max(1, -(-total_bytes * MEMORY_FACTOR * 5 // (memory_bytes * 4)))
 
@@ -139,20 +126,14 @@ def sort_unique(rows: np.ndarray) -> np.ndarray:
 
 
 def group_pairs(items: np.ndarray, neighbours: int, max_items: int) -> Iterator[np.ndarray]:
-    """Yields the pairs of one key's items given in any order, `max_items` at a time.
-
-    A pair that spans two parts may occur twice.
-    """
+    """Yields the pairs of one key's items, given in any order, `max_items` at a time; some may occur twice."""
     items = np.sort(items)
     rows = (items[begin : begin + max_items] for begin in range(0, len(items), max_items))
     yield from pair_chunks((np.stack([np.zeros_like(part), part], axis=1) for part in rows), neighbours)
 
 
 def signature_reader(sketch_of: Callable[[int], str | os.PathLike[str]]) -> ReadSignatures:
-    """Returns a function from items to the signatures of their documents.
-
-    sketch_of: path of a block's sketch. Each call opens each block once, so sorted items are fastest.
-    """
+    """Returns a function from items to the signatures of their documents. sketch_of: path of a block's sketch."""
 
     def read(items: np.ndarray) -> np.ndarray:
         blocks, documents = split_items(items)
