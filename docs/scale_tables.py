@@ -116,8 +116,8 @@ def compiled(row: Row) -> dict[str, Any] | str:
     from jaxscale.settings import config_file
     from jaxscale.system.exits import BadInput
     from jaxscale.tools.planning.topology import open_topology
-    from jaxscale.tools.preflight.overlap_table import overlap
     from jaxscale.tools.preflight.preflight import preflight
+    from jaxscale.tools.preflight.step_report import overlap
 
     try:
         settings = {name: str(value) for name, value in row.settings.items()}
@@ -135,7 +135,7 @@ def compiled(row: Row) -> dict[str, Any] | str:
         "dcn_gb": round(sum(one.slow_bytes for one in report.traffic) / 1e9, 2),
         "at_least_s": line.at_least_s,
         "exposed_s": sum(line.exposed_s.values()),
-        "covered": overlap(report.collectives).covered,
+        "covered": overlap(report.collectives)[1],
         "links_s": sum(line.links_s.values()),
         "mfu_at_most": line.mfu_ceiling,
         "compile_seconds": round(report.compile_seconds, 1),

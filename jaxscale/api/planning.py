@@ -16,7 +16,7 @@ from jaxscale.tools.planning.plan import PlanOptions, make_plan
 from jaxscale.tools.planning.run_plan import RunPlan
 from jaxscale.tools.planning.topology import Topology, open_topology
 from jaxscale.tools.preflight import preflight as compiled
-from jaxscale.tools.preflight.step_report import Report
+from jaxscale.tools.preflight.step_report import PreflightReport
 
 DEFAULT_OPTIONS = PlanOptions()
 
@@ -80,7 +80,7 @@ def preflight(
     save_executable: str | None = None,
     say: Callable[[str], None] = lambda line: None,
     workdir: str | None = None,
-) -> Report:
+) -> PreflightReport:
     """Compiles the training step for chips that need not be present, and reports its memory: `jaxscale preflight`.
 
     Args: name: of the config, in the report. fresh: ignore earlier results. save_executable: a file for the compiled

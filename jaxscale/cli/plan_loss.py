@@ -22,9 +22,9 @@ from jaxscale.settings.help_text import command
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, put
 from jaxscale.tools.planning.best_size import Approach, three_approaches
-from jaxscale.tools.planning.loss_curve import SMOOTHED, Band, coverage, curve_shape, fraction_inside, make_band
+from jaxscale.tools.planning.loss_curve import SMOOTHED, LossBand, coverage, curve_shape, fraction_inside, make_band
 from jaxscale.tools.planning.loss_fit import PULL_AT
-from jaxscale.tools.planning.loss_law import INTERVAL, LossLaw, Noise, Prediction, fit, write_forecast
+from jaxscale.tools.planning.loss_law import INTERVAL, Interval, LossLaw, SeedNoise, fit, write_forecast
 from jaxscale.tools.planning.scaling_ladder import Ladder, LadderRun, find_runs, read_ladder, schedule_of, target_budget
 
 MIN_DRAWS = 200
@@ -83,12 +83,12 @@ class Forecast(NamedTuple):
     params: int
     tokens: int
     flops: float
-    end: Prediction
-    band: Band | None
+    end: Interval
+    band: LossBand | None
     no_band_reason: str  # or ""
     covered: dict[str, float]  # fraction of each ladder run's curve inside the others' band around its end
     largest: tuple[str, float] | None  # the largest run, and the fraction of its curve inside the others' forecast
-    noise: Noise | None  # as given, or measured from seeds
+    noise: SeedNoise | None  # as given, or measured from seeds
     ways: list[Approach]  # to the best size for its operations
 
 
@@ -97,7 +97,7 @@ class Fitting(NamedTuple):
 
     draws: int
     seed: int
-    noise: Noise | None
+    noise: SeedNoise | None
 
 
 @command(ForecastFlags)
@@ -111,7 +111,7 @@ def main(arguments: Arguments) -> None:
     ladder = read_ladder(find_runs(flags.runs), cfg, budget, flags.to)
     for folder, reason in ladder.left_out:
         put(f"left out {folder}: {reason}")
-    given = None if flags.noise is None else Noise(flags.noise, math.inf)
+    given = None if flags.noise is None else SeedNoise(flags.noise, math.inf)
     forecast = make_forecast(ladder, cfg, budget, Fitting(flags.draws, flags.seed, given or ladder.noise))
     put(*forecast_lines(forecast))
     if flags.json:

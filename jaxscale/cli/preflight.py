@@ -24,13 +24,12 @@ from jaxscale.system.exits import BadInput, Exit, put
 from jaxscale.system.paths import write_json, write_text_atomic
 from jaxscale.tools.planning.topology import Topology, open_topology
 from jaxscale.tools.preflight import search
-from jaxscale.tools.preflight.overlap_table import collective_lines
 from jaxscale.tools.preflight.preflight import preflight
 from jaxscale.tools.preflight.search import Candidate, Tried, winner
-from jaxscale.tools.preflight.step_report import Report, report_lines, summary_rows
+from jaxscale.tools.preflight.step_report import PreflightReport, collective_lines, report_lines, summary_rows
 from jaxscale.units import INDENT
 
-Compile = Callable[[RunConfig], Report]
+Compile = Callable[[RunConfig], PreflightReport]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

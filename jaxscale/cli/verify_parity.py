@@ -35,7 +35,7 @@ from jaxscale.program.budget import resolve_budget
 from jaxscale.runtime.data.pipeline import open_data
 from jaxscale.runtime.hosts.row_placement import put_rows
 from jaxscale.system.exits import BadInput
-from jaxscale.tools.qualify.compilations import CompileLog
+from jaxscale.tools.qualify.timing import CompileLog
 
 NUM_STEPS = 20  # with compared losses
 GRADIENT_STEPS = 5  # with compared gradients; later parameters differ too much by rounding

@@ -1,6 +1,7 @@
 """A working mesh, found by arithmetic, for a config whose mesh does not divide its model or batch."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -47,11 +48,16 @@ def fitting_program(
 
 def suggest_mesh(cfg: RunConfig, devices: Sequence[Any], make: Callable[[RunConfig], Program]) -> str:
     """Returns the flags of a mesh that `make` accepts, as text; '' if none is found. Other axes are unchanged."""
+
+    def preference(candidate: RunConfig) -> tuple[float, ...]:
+        # the batch unchanged, the least tensor, the nearest batch, the most sharded state
+        batch_change = abs(math.log(candidate.rows_per_step / cfg.rows_per_step))
+        return batch_change > 0, candidate.mesh.tensor, batch_change, candidate.mesh.data
+
     try:
         mesh = make_mesh(MeshConfig(), devices[:1])
         alone = shard_model(cfg.model, resolve_plan(cfg.model, mesh, parallel_settings(cfg)), cfg.lora)
-        candidates = candidate_configs(cfg, alone, len(devices))
-        candidates = sorted(candidates, key=lambda candidate: mesh_preference(cfg, candidate))
+        candidates = sorted(candidate_configs(cfg, alone, len(devices)), key=preference)
     except BadInput:  # refused for another reason than the mesh
         return ""
     for candidate in candidates[:MAX_TRIES]:
@@ -72,25 +78,17 @@ def suggest_mesh(cfg: RunConfig, devices: Sequence[Any], make: Callable[[RunConf
     return ""
 
 
-def all_meshes(num_devices: int) -> Iterator[dict[str, int]]:
-    """Yields sizes of data, fsdp and tensor whose product is the number of devices."""
-    for tensor in units.divisors(num_devices):
-        if tensor <= MAX_TENSOR:
-            for data in units.divisors(num_devices // tensor):
-                yield {"data": data, "fsdp": num_devices // tensor // data, "tensor": tensor}
-
-
 def candidate_configs(cfg: RunConfig, alone: ShardedModel, num_devices: int) -> Iterator[RunConfig]:
-    """Yields the config on each mesh that divides its parameters and positions, with the nearest batch size.
-
-    alone: the model on one device.
-    """
+    """Yields the config on each mesh that divides it, with the nearest batch. alone: the model on one device."""
     others = {axis: getattr(cfg.mesh, axis) for axis in MESH_AXES if axis not in ("data", "fsdp", "tensor")}
     other_devices = math.prod(others.values())
     if other_devices < 1 or num_devices % other_devices:
         return
-    for mesh in all_meshes(num_devices // other_devices):
-        shape = others | mesh
+    for tensor, data in itertools.product(units.divisors(num_devices // other_devices), repeat=2):
+        fsdp, remainder = divmod(num_devices // other_devices, tensor * data)
+        if remainder or tensor > MAX_TENSOR:
+            continue
+        shape = others | {"data": data, "fsdp": fsdp, "tensor": tensor}
         tables = (alone.plan.rules.params, alone.plan.rules.moments)
         if any(check_divides(alone.shapes, alone.axes, table, shape) for table in tables):
             continue
@@ -106,9 +104,3 @@ def candidate_configs(cfg: RunConfig, alone: ShardedModel, num_devices: int) -> 
             batch_tokens=cfg.batch_tokens if rows == cfg.rows_per_step else rows * cfg.seq_len,
             train=dataclasses.replace(cfg.train, num_microbatches=parts),
         )
-
-
-def mesh_preference(cfg: RunConfig, candidate: RunConfig) -> tuple[float, ...]:
-    """Sort key, the best first: the batch unchanged, the least tensor, the nearest batch, the most sharded state."""
-    batch_change = abs(math.log(candidate.rows_per_step / cfg.rows_per_step))
-    return batch_change > 0, candidate.mesh.tensor, batch_change, candidate.mesh.data

@@ -217,7 +217,7 @@ _xla_megascale_transfer_type="ALL_REDUCE"}
     assert (found.kind, found.axes, found.group_size) == ("all-reduce", ("data",), 2)
     assert (found.wire_bytes, found.dcn_bytes, found.crosses_slices) == (1024, 1024, True)
     plain = body.replace("xla_megascale_runtime", "tf_rendezvous")
-    assert facts_of(plain).collectives == []
+    assert not facts_of(plain).collectives
 
 
 def test_types_are_read_with_their_memory_and_their_bytes():

@@ -15,8 +15,8 @@ from jaxscale.kernels.config import WindowLayers
 from jaxscale.tools.planning.links import make_torus
 from jaxscale.tools.planning.topology import link_domains, open_topology
 from jaxscale.tools.preflight.hlo import read_hlo
-from jaxscale.tools.preflight.overlap_table import collective_rows
 from jaxscale.tools.preflight.roofline import roofline
+from jaxscale.tools.preflight.step_report import collective_rows
 
 
 def make_step(mesh, num_layers, width):

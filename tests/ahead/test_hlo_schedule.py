@@ -6,12 +6,13 @@ import json
 import pytest
 from hlo_samples import LOOP, LOOP_CALL, facts_of
 
-from jaxscale.tools.preflight.hlo_schedule import Item, item_from_json
+from jaxscale import schema
+from jaxscale.tools.preflight.hlo_schedule import ScheduleItem
 
 GATHER = "replica_groups=[2,4]<=[8], dimensions={0}"
 OPERANDS = "  %l = f32[4,5] custom-call()\n  %r = f32[5,6] custom-call()\n"
 DOT = "f32[4,6] dot(%l, %r), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
-WORK = Item("work", flops={"f32": 240.0})
+WORK = ScheduleItem("work", flops={"f32": 240.0})
 SPARSECORE = f"""\
 %offloaded (x: f32[16]) -> f32[64] {{
   %x = f32[16]{{0}} parameter(0)
@@ -39,7 +40,7 @@ FUSIONS = f"""\
   ROOT %s = bf16[64]{{0}} custom-call(%x, %g), custom_call_target="AsyncCollectiveDone"
 }}
 """
-STARTED, ENDED = Item("start", 0), Item("done", 0)
+STARTED, ENDED = ScheduleItem("start", 0), ScheduleItem("done", 0)
 BETWEEN_SLICES = (
     'is_host_transfer=true, frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime",'
     '_xla_host_transfer_rendezvous="ppermute.18_0",_xla_megascale_target="{1,2}x{0:3}",'
@@ -50,7 +51,7 @@ BETWEEN_SLICES = (
 @pytest.mark.parametrize(
     ("body", "before", "expected"),
     [
-        (f"  %g = f32[64]{{0}} all-gather(%p), {GATHER}\n  %d = {DOT}", "", (Item("blocking", 0), WORK)),
+        (f"  %g = f32[64]{{0}} all-gather(%p), {GATHER}\n  %d = {DOT}", "", (ScheduleItem("blocking", 0), WORK)),
         (
             f"  %s = (f32[16]{{0}}, f32[64]{{0}}) all-gather-start(%p), {GATHER}\n  %d = {DOT}\n"
             "  %e = f32[64]{0} all-gather-done(%s)",
@@ -63,7 +64,7 @@ BETWEEN_SLICES = (
             f"  %d = {DOT}\n"
             "  %e = f32[64]{0} all-gather-done(%s)",
             "",
-            (Item("blocking", 0), WORK),
+            (ScheduleItem("blocking", 0), WORK),
         ),
         (
             f"  %s = ((f32[16]{{0}}), f32[64]{{0}}) call-start(%p), to_apply=%offloaded\n  %d = {DOT}\n"
@@ -110,7 +111,7 @@ def test_loops_and_branches_keep_their_order_and_their_runs():
         limit=7, start=0, stride=1, direction="LT", work=body + f"  %g = f32[16] all-gather(%x), {GATHER}"
     )
     found = facts_of(LOOP_CALL.format(start=0), before=loop)
-    assert found.schedule == (Item("runs", times=7, items=(WORK, Item("blocking", 0))),)
+    assert found.schedule == (ScheduleItem("runs", times=7, items=(WORK, ScheduleItem("blocking", 0))),)
     assert (found.collectives[0].times, found.collectives[0].computation) == (7, "body")
 
 
@@ -145,5 +146,5 @@ def test_one_branch_of_a_conditional_runs(how, flops):
 
 
 def test_a_schedule_is_kept_as_plain_data():
-    item = Item("runs", times=3, items=(WORK, Item("start", 2)))
-    assert item_from_json(json.loads(json.dumps(dataclasses.asdict(item)))) == item
+    item = ScheduleItem("runs", times=3, items=(WORK, ScheduleItem("start", 2)))
+    assert schema.from_dict(ScheduleItem, json.loads(json.dumps(dataclasses.asdict(item)))) == item

@@ -8,9 +8,8 @@ from jaxscale.core.axes.pipeline_schedules import ScheduleSize
 from jaxscale.kernels.hardware import Chip
 from jaxscale.tools.planning.links import DCN, Phase
 from jaxscale.tools.preflight.hlo import Collective, HloFacts
-from jaxscale.tools.preflight.hlo_schedule import Item
-from jaxscale.tools.preflight.roofline import roofline
-from jaxscale.tools.preflight.timeline import simulate
+from jaxscale.tools.preflight.hlo_schedule import ScheduleItem
+from jaxscale.tools.preflight.roofline import roofline, simulate
 
 CHIP = Chip(
     "made up", 100.0, 1000, 10.0, "this test", ici_bandwidth=6.0, ici_dims=3, dcn_bandwidth=0.5, fp8_flops=200.0
@@ -29,23 +28,23 @@ def facts(*collectives, schedule=(), **flops):
 
 
 def work(seconds):
-    return Item("work", flops={"bf16": 100.0 * seconds})
+    return ScheduleItem("work", flops={"bf16": 100.0 * seconds})
 
 
 def start(number):
-    return Item("start", number)
+    return ScheduleItem("start", number)
 
 
 def done(number):
-    return Item("done", number)
+    return ScheduleItem("done", number)
 
 
 def blocking(number):
-    return Item("blocking", number)
+    return ScheduleItem("blocking", number)
 
 
 def runs(times, *items):
-    return Item("runs", times=times, items=items)
+    return ScheduleItem("runs", times=times, items=items)
 
 
 def test_each_resource_is_busy_for_its_work_over_its_speed():

@@ -27,7 +27,7 @@ from jaxscale.tools.preflight.search import (
     ranked,
     winner,
 )
-from jaxscale.tools.preflight.step_report import Report
+from jaxscale.tools.preflight.step_report import PreflightReport
 
 GB = 10**9
 LIMIT = 10 * GB
@@ -46,7 +46,7 @@ def topology():
 @pytest.fixture
 def report():
     """One that fits, whose figures the tests replace by their own."""
-    return Report(
+    return PreflightReport(
         config="tiny", topology="simulated:8", platform="cpu", chip="simulated CPU", num_devices=8, num_hosts=1,
         num_slices=1, layout="fsdp=8", settings={}, memory=(), host_bytes=0, peak_bytes=0, code_bytes=0,
         chip_bytes=LIMIT,

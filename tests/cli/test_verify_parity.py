@@ -18,7 +18,7 @@ from jaxscale.cli.attempt import COLLECTIVE_TIMEOUT, simulated_devices_env
 from jaxscale.cli.parity_layouts import ParallelLayout, expert_layouts, tensor_layout
 from jaxscale.config import RunConfig
 from jaxscale.core.config import PipelineConfig
-from jaxscale.tools.qualify.compilations import CompileLog
+from jaxscale.tools.qualify.timing import CompileLog
 
 SIZES = dict(vocab_size=263, num_layers=2, embed_dim=32)  # 263 is prime
 LLAMA = SIZES | dict(name="llama", num_heads=8, num_kv_heads=4, head_dim=8, mlp_dim=64)

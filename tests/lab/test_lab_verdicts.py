@@ -300,7 +300,7 @@ def test_a_ladder_foretells_a_size_ten_times_as_large_and_says_where_it_does_not
     assert "inside the interval" in last and "it was not trained (--target=10 does)" in not_made
     assert "0.3" in of_all.partition(" / N ** ")[2] and "along these tokens a parameter" in of_all
     found = ladder.law_of(results)
-    of_target = lambda times: ladder.in_words("the target", ladder.compare(found, end(times)))
+    of_target = lambda times: ladder.in_words("the target", ladder.foretell(found, end(times)))
     assert "inside the interval" in of_target(1.0) and "outside the interval" in of_target(1.3)
     assert "Of the last rung nothing is foretold" in ladder.conclude(results[:4], end(1.0)).verdict[0]
 

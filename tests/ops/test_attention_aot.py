@@ -27,8 +27,8 @@ from jaxscale.tools.planning.links import make_torus
 from jaxscale.tools.planning.topology import link_domains, open_topology
 from jaxscale.tools.preflight.hlo import read_hlo
 from jaxscale.tools.preflight.hlo_text import parse_module, parse_shapes
-from jaxscale.tools.preflight.overlap_table import collective_rows
 from jaxscale.tools.preflight.roofline import roofline
+from jaxscale.tools.preflight.step_report import collective_rows
 
 pytestmark = pytest.mark.aot
 COLLECTIVES = r"all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"

@@ -1,6 +1,7 @@
 """Approaches 1 and 2 give the exponents of laws with known answers back, and say where runs tell nothing."""
 
 import csv
+import functools
 import math
 import os
 
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxscale.tools.planning import envelope, isoflop, scaling
-from jaxscale.tools.planning.loss_law import Point
+from jaxscale.tools.planning.loss_law import SAME, Point
 from jaxscale.tools.planning.scaling import BESIROGLU, lowest_params, predicted_loss, train_flops
 
 OTHER = scaling.LossFit(1.5, 20.0, 40.0, 0.25, 0.21, "made up")
@@ -32,6 +33,18 @@ def of_equal_flops(law=BESIROGLU, budgets=BUDGETS, factors=(0.3, 0.5, 1, 2, 3), 
     for flops in budgets:
         sizes = [factor * lowest_params(flops, law) for factor in factors]
         found += [point(size, flops / 6 / size, law, rng.normal(0, noise)) for size in sizes]
+    return found
+
+
+def curves_of_ends(points):
+    """Curves through the ends of runs, one of each size that has two."""
+    found = []
+    for group in isoflop.group_by(points, lambda point: point.params, SAME):
+        ends = sorted(group, key=lambda point: point.compute)
+        if len(ends) > 1:
+            per_token = math.exp(np.mean([math.log(end.compute / end.tokens) for end in ends]))
+            tokens, losses = ([getattr(end, name) for end in ends] for name in ("tokens", "loss"))
+            found.append(envelope.Curve(group[0].params, per_token, tokens, losses))
     return found
 
 
@@ -84,7 +97,7 @@ def test_the_envelope_gives_a_known_law_back(name, sizes):
 def test_curves_through_ends_of_runs_and_those_that_are_over_fix_no_edge():
     sizes, amounts = lowest_params(1e20) * 2.0 ** np.arange(-2, 3), (1e17, 1e19, 1e20, 1e22)
     ends = [point(size, flops / 6 / size) for size in sizes for flops in amounts]
-    curves = envelope.curves_of_ends([*ends, point(3e12, 1e9)])
+    curves = curves_of_ends([*ends, point(3e12, 1e9)])
     assert [len(curve.tokens) for curve in curves] == [4] * 5
     for curve in curves:  # far apart, so that the smoothing leaves them where they are
         np.testing.assert_allclose(np.exp(envelope.smooth(curve)), [curve.tokens, curve.losses], rtol=1e-9)
@@ -149,13 +162,14 @@ def test_too_few_runs_are_refused_with_what_is_missing():
 
 def test_the_laws_of_2020():
     """arXiv:2001.08361: by its figures' own numbers, and where it differs from the newer law."""
-    assert scaling.kaplan_of_params(8.8e13) == scaling.kaplan_of_tokens(5.4e13) == 1.0
-    assert scaling.kaplan_of_flops(3.1e8 * 86_400e15) == 1.0
-    assert scaling.kaplan_of_params(2e9) / scaling.kaplan_of_params(1e9) == pytest.approx(2**-0.076)
-    assert scaling.kaplan_of_tokens(2e9) / scaling.kaplan_of_tokens(1e9) == pytest.approx(2**-0.095)
+    laws = (scaling.KAPLAN_PARAMS, scaling.KAPLAN_TOKENS, scaling.KAPLAN_FLOPS)
+    by_params, by_tokens, by_flops = (functools.partial(scaling.kaplan_power, law) for law in laws)
+    assert by_params(8.8e13) == by_tokens(5.4e13) == by_flops(3.1e8 * 86_400e15) == 1.0
+    assert by_params(2e9) / by_params(1e9) == pytest.approx(2**-0.076)
+    assert by_tokens(2e9) / by_tokens(1e9) == pytest.approx(2**-0.095)
     assert scaling.kaplan_loss(1e9, 1e30) == pytest.approx((6.4e13 / 1e9) ** 0.076)  # data without end
     assert scaling.kaplan_loss(1e30, 1e9) == pytest.approx((1.8e13 / 1e9) ** 0.103, rel=1e-3)
-    assert scaling.kaplan_loss(1e9, 2e10) > scaling.kaplan_of_params(1e9) * 0.98
+    assert scaling.kaplan_loss(1e9, 2e10) > by_params(1e9) * 0.98
     day = scaling.kaplan_alternative(scaling.PF_DAY)
     assert day.params == 1.3e9 and day.tokens == pytest.approx(1.1e10, rel=0.01)
     ten = scaling.kaplan_alternative(10 * scaling.PF_DAY)
@@ -174,7 +188,7 @@ def test_chinchillas_own_points():
     points = [Point(params, flops / 6 / params, loss) for params, flops, loss in rows]
     points = sorted(points, key=lambda point: point.loss)[:-5]  # as arXiv:2404.10102 leaves them out
     assert len(points) == 240
-    first = envelope.envelope(envelope.curves_of_ends(points))
+    first = envelope.envelope(curves_of_ends(points))
     assert [round(value, 3) for value in first.params_exponent] == [0.484, 0.542, 0.605]
     budgets = (1e19, 3e19, 6e19, 1e20, 3e20, 6e20, 1e21, 3e21)
     second = isoflop.parabolas(points, budgets=budgets, within=0.12)

@@ -8,7 +8,7 @@ import pytest
 
 from jaxscale.program.budget import resolve_budget
 from jaxscale.tools.planning.loss_curve import PARTS, coverage, curve_shape, fraction_inside, make_band
-from jaxscale.tools.planning.loss_law import Prediction, fit
+from jaxscale.tools.planning.loss_law import Interval, fit
 from jaxscale.tools.planning.scaling_ladder import check_healthy, find_runs, read_ladder, schedule_of, target_budget
 
 TARGET = made_ladder.config(128, 1600)
@@ -197,7 +197,7 @@ def test_a_curve_that_goes_wrong_leaves_the_band(ladder, tmp_path):
     rows = [row | ({"loss": 1.05 * row["loss"]} if "loss" in row else {}) for row in made_ladder.rows_of(folder)]
     made_ladder.write_rows(folder, rows)
     (run,) = read_ladder([str(folder)], TARGET, BUDGET).rungs
-    end = Prediction(0.999 * run.loss, run.loss, 1.001 * run.loss)
+    end = Interval(0.999 * run.loss, run.loss, 1.001 * run.loss)
     assert (
         fraction_inside(make_band(end, curve_shape(ladder.rungs, schedule_of(TARGET, BUDGET)), run.tokens), run) < 0.2
     )

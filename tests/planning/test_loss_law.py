@@ -11,7 +11,16 @@ import scipy.stats
 
 from jaxscale.system.exits import BadInput
 from jaxscale.tools.planning.loss_fit import PULL_AT, Problem
-from jaxscale.tools.planning.loss_law import INTERVAL, LossLaw, Noise, Point, Terms, check_enough, fit, write_forecast
+from jaxscale.tools.planning.loss_law import (
+    INTERVAL,
+    LossLaw,
+    Point,
+    SeedNoise,
+    Terms,
+    check_enough,
+    fit,
+    write_forecast,
+)
 
 # arXiv:2203.15556, equation 10 with the numbers of appendix D.3; and their revision in arXiv:2404.10102, table 1
 CHINCHILLA = Terms(E=1.69, A=406.4, B=410.7, alpha=0.34, beta=0.28)
@@ -158,7 +167,7 @@ def test_a_ladder_that_fixes_no_law_is_told_what_it_lacks(made, told):
 
 
 def test_five_runs_are_enough_where_their_noise_is_told():
-    told = Noise(0.005, math.inf)
+    told = SeedNoise(0.005, math.inf)
     check_enough(points(REPLICATION, SIZES[:1], np.geomspace(2e8, 2e10, 5)), told)
     with pytest.raises(BadInput, match="the ladder has 4"):
         check_enough(points(REPLICATION, SIZES[:2], TOKENS[:2]), told)
@@ -212,14 +221,14 @@ def share_of_made_laws(places, ladders, noise=None, draws=60):
 @pytest.mark.soak
 def test_intervals_of_few_runs_hold_the_truth_of_most_made_laws():
     # of 4 at 90%: 2 or fewer are 1 in 20
-    assert share_of_made_laws(FIVE, 4, Noise(0.005, math.inf), draws=20) >= 0.7
+    assert share_of_made_laws(FIVE, 4, SeedNoise(0.005, math.inf), draws=20) >= 0.7
     assert share_of_made_laws(SEVEN, 4, draws=20) >= 0.7
 
 
 @pytest.mark.soak
 def test_intervals_of_few_runs_hold_nine_in_ten():
     # of 100: three standard deviations of a share of 0.9 are 0.09
-    assert share_of_made_laws(FIVE, 100, Noise(0.005, math.inf)) >= 0.81
+    assert share_of_made_laws(FIVE, 100, SeedNoise(0.005, math.inf)) >= 0.81
     assert share_of_made_laws(SEVEN, 100) >= 0.81
 
 

@@ -244,21 +244,26 @@ def test_rate_and_warmup_are_asked_of_the_optimizers_whose_rules_are_known():
 
 def test_both_rules_for_the_rate_agree_at_the_published_batch_and_part_from_there():
     for run in scaling.RUNS:
-        assert scaling.linear_rule(run, run.batch_tokens) == run.peak_lr
-        four = 4 * run.batch_tokens
-        assert scaling.linear_rule(run, four) == pytest.approx(2 * scaling.square_root_rule(run, four))
-        span, lines = cautions.rate_range(run.params, 20 * run.params, run.batch_tokens)
-        assert span.low <= run.peak_lr <= span.high and any(run.name in line for line in lines)
+        size = (run.params, 20 * run.params)
+        for times, root in ((1, 1), (4, 2)):
+            span, lines = cautions.rate_range(*size, times * run.batch_tokens)
+            assert span.low <= run.peak_lr <= span.high
+            (line,) = [line for line in lines if line.startswith(f"{run.name}: ")]
+            assert f"{root * run.peak_lr:.2g} by the square-root rule, {times * run.peak_lr:.2g} by the linear" in line
 
 
 def test_published_formulas_have_their_constants():
     """Each is worked out by hand, in powers of ten."""
     assert scaling.rate_by_flops(1e20) == pytest.approx(0.3118 * 10**-2.5)
-    assert scaling.batch_by_flops(1e20) == pytest.approx(0.2920 * 10**6.542)
-    assert scaling.rate_by_params(1e9) == pytest.approx(0.003239 - 0.0001395 * 20.7232658)
-    assert scaling.rate_by_params(2e9) is None
-    assert scaling.rate_by_size(1e9, 1e11) == pytest.approx(1.79 * 10 ** (-6.417 + 3.377))
-    assert scaling.batch_by_tokens(1e11) == pytest.approx(0.58 * 10**6.281)
+    said = lambda params, tokens: dict(line.rsplit(": ", 1) for line in cautions.rate_range(params, tokens, 1e6)[1])
+    rates = said(1e9, 1e11)
+    assert rates["0.003239 - 0.0001395 ln N (arXiv:2001.08361)"] == f"{0.003239 - 0.0001395 * 20.7232658:.2g}"
+    assert rates["1.79 N^-0.713 D^0.307 (arXiv:2503.04715)"] == f"{1.79 * 10 ** (-6.417 + 3.377):.2g}"
+    assert not any("ln N" in formula for formula in said(2e9, 1e11))
+    large = cautions.batch_too_large(1e9, 1e11, 1e9)
+    assert f"0.58 D^0.571, says {units.count(0.58 * 10**6.281)}" in large.why
+    by_flops = 0.2920 * 10**6.542  # tokens, for 1e20 FLOPs
+    assert 2**-0.5 < propose_for_flops(1e20, "test").values()["batch_tokens"] / by_flops < 2**0.5
     assert scaling.critical_batch(10.0) == pytest.approx(2.1e8 * 10**-4.8)
 
 

@@ -13,8 +13,15 @@ from no_packages import no_distribution
 
 from jaxscale.kernels.hardware import CHIPS
 from jaxscale.tools.planning import topology
-from jaxscale.tools.planning.gpu_target import CARDS, target_config
-from jaxscale.tools.planning.topology import FAMILIES, legal_shapes, link_domains, open_topology, parse_topology
+from jaxscale.tools.planning.topology import (
+    CARDS,
+    FAMILIES,
+    legal_shapes,
+    link_domains,
+    open_topology,
+    parse_topology,
+    target_config,
+)
 
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu: jaxscale[tpu]")
 needs_cuda = pytest.mark.skipif(

@@ -8,7 +8,16 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxscale.tools.qualify import overlap
-from jaxscale.tools.qualify.overlap import Event, Roles, common, length, overlap_figures, read_overlap, roles_of, union
+from jaxscale.tools.qualify.overlap import (
+    Roles,
+    TraceEvent,
+    common,
+    length,
+    overlap_figures,
+    read_overlap,
+    roles_of,
+    union,
+)
 
 ROLES = Roles(
     frozenset({"dot.1"}), frozenset({"all-gather.1", "ag-start", "ag-done", "lone-done"}),
@@ -34,7 +43,7 @@ ENTRY %main (x: f32[4,8], y: f32[8,8]) -> f32[8,8] {
 
 
 def ns(device, op, begin, end):
-    return Event(device, op, begin * 1e9, end * 1e9)
+    return TraceEvent(device, op, begin * 1e9, end * 1e9)
 
 
 @pytest.mark.parametrize(("target", "product"), [("tpu_custom_call", True), ("mosaic_gpu_v2", True), ("TopK", False)])

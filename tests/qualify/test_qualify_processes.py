@@ -16,11 +16,11 @@ from xla_flags import xla_flags
 PROGRAM = """
 import sys
 from jaxscale.cli import qualify
-from jaxscale.tools.qualify import link_bandwidth as links, products
+from jaxscale.tools.qualify import axis_bandwidth as links, products
 
 width, *flags, port, count, number = sys.argv[1:]
 products.CPU_WIDTH, products.CPU_MEMORY_BYTES = int(width) if number == "1" else 64, 2**20
-links.REPEATS, links.default_sizes = 1, lambda device: [2**12, 2**14]
+links.LINK_REPEATS, links.default_sizes = 1, lambda device: [2**12, 2**14]
 process = [f"--coordinator=localhost:{port}", f"--num_processes={count}", f"--process_id={number}"]
 print("exit", int(qualify.main([*flags, *process])), flush=True)
 """

@@ -12,8 +12,8 @@ from jaxscale.program.budget import resolve_budget
 from jaxscale.tools.planning.links import make_torus
 from jaxscale.tools.planning.topology import link_domains, open_topology
 from jaxscale.tools.preflight.hlo import read_hlo
-from jaxscale.tools.preflight.overlap_table import collective_rows
 from jaxscale.tools.preflight.roofline import roofline
+from jaxscale.tools.preflight.step_report import collective_rows
 
 pytestmark = [
     pytest.mark.aot,

@@ -13,7 +13,7 @@ from jaxscale.runtime.monitor.goodput import TimeLedger
 from jaxscale.runtime.monitor.history import read_history
 from jaxscale.runtime.run.opening import open_run
 from jaxscale.runtime.training import loop
-from jaxscale.tools.qualify.compilations import CompileLog
+from jaxscale.tools.qualify.timing import CompileLog
 
 MESH = {"mesh.data": 4, "mesh.fsdp": 2, "train.num_microbatches": 2}
 QUIET = {"monitor.progress": "off", "monitor.log_every_steps": 1, "eval.num_rows": 0, "checkpoint.save_every_steps": 0}

@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxscale import units
 from jaxscale.tools.lab.estimate import Critical, Estimate, NotTold, critical_batch, mean, noise_scale, tokens_to
-from jaxscale.tools.lab.experiment import SMALL, Conclusion, Drawing, Options, Run, curves_of, drawing, line, mean_line
+from jaxscale.tools.lab.experiment import SMALL, Conclusion, Drawing, Options, Run, curves_of, drawing, line, rate_plot
 from jaxscale.tools.lab.rate import BATCH, FACTORS, RATE, bounds, floor_of, inside, over_rates
 from jaxscale.tools.lab.trial import Base, Result, Trial, groups_of
 from jaxscale.tools.planning.scaling import critical_batch as published_batch
@@ -70,10 +70,7 @@ def of_batch(result: Result) -> int:
 
 
 def best_rates(results: Sequence[Result], key: Callable[[Result], Any]) -> list[Result]:
-    """Returns the runs at the rate with the lowest mean loss, for each group by `key`.
-
-    Rates at which a run diverged are excluded.
-    """
+    """Returns the runs at the rate with the lowest mean loss and none diverged, for each group by `key`."""
     found = []
     for group in groups_of(results, key).values():
         by_rate = groups_of(group, lambda r: float(r.at(RATE))).values()
@@ -83,21 +80,15 @@ def best_rates(results: Sequence[Result], key: Callable[[Result], Any]) -> list[
 
 
 def conclude(results: Sequence[Result], still: Sequence[Result]) -> Conclusion:
-    """Returns the Conclusion of these results, with each batch at its best rate.
-
-    still: results of noise_trials, the smaller batch first.
-    """
+    """Returns the Conclusion. still: results of noise_trials, the smaller batch first."""
     best, tried = best_rates(results, of_batch), dict(sorted(groups_of(results, of_batch).items()))
     by_batch = dict(sorted(groups_of(best, of_batch).items()))
     target = max(ending(r) for r in best) * MARGIN
     reached = {
         b: mean(found) for b, runs in by_batch.items() if (found := [t for r in runs if (t := to_loss(r, target))])
     }
-    verdict = [
-        f"Tokens to a training loss of {target:.3f}: "
-        + ", ".join(f"{count(tokens.value)} at {count(batch)} a step" for batch, tokens in reached.items())
-        + "."
-    ]
+    amounts = ", ".join(f"{count(tokens.value)} at {count(batch)} a step" for batch, tokens in reached.items())
+    verdict = [f"Tokens to a training loss of {target:.3f}: {amounts}."]
     law: Critical | None = None
     try:
         law = critical_batch(list(reached), [tokens.value for tokens in reached.values()])
@@ -139,12 +130,11 @@ def drawn(
         for batch, runs in by_batch.items()
         for one in curves_of(name(batch), runs, places[batch], by=by(batch), smoothed=True)
     ]
-    rates = [one for batch, runs in tried.items() for one in mean_line(name(batch), runs, RATE, places[batch])]
     a_token = next(iter(by_batch.values()))[0].trial.cfg.flops_per_token
     note = f"A token takes {a_token:.3g} FLOPs at every batch, so over FLOPs the curves are the same."
     return [
         drawing("Tokens to one loss", fits, "tokens a step", log_below=True, numbers="count"),
-        drawing("Loss over the learning rate", rates, "learning rate", log_below=True, unit="nats, held out"),
+        rate_plot({name(batch): runs for batch, runs in tried.items()}),
         drawing("Training loss over tokens, smoothed", curves(lambda _: 1), "tokens", unit="nats", note=note),
         drawing(
             "Training loss over steps, smoothed", curves(lambda batch: batch), "steps of the optimizer",

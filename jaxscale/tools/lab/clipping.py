@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from jaxscale.tools.lab.estimate import mean
-from jaxscale.tools.lab.experiment import SMALL, Conclusion, Options, Run, curves_of, drawing, mean_line
+from jaxscale.tools.lab.experiment import SMALL, Conclusion, Options, Run, curves_of, drawing, rate_plot
 from jaxscale.tools.lab.rate import RATE, over_rates
 from jaxscale.tools.lab.trial import Base, Result, Trial, groups_of
 from jaxscale.tools.reporting.page_tables import n
@@ -33,7 +33,7 @@ def answer(base: Base, options: Options, run: Run) -> Conclusion:
 
 def conclude(results: Sequence[Result]) -> Conclusion:
     """Returns the Conclusion of these results."""
-    verdict, rows, lines, norms, highest, best = [], [], [], [], {}, {}
+    verdict, rows, norms, named, highest, best = [], [], [], {}, {}, {}
     for place, (clip, runs) in enumerate(groups_of(results, lambda r: float(r.at(CLIP))).items()):
         name = f"clipped at {clip:g}" if clip else "not clipped"
         by_rate = dict(sorted(groups_of(runs, lambda r: float(r.at(RATE))).items()))
@@ -43,7 +43,7 @@ def conclude(results: Sequence[Result]) -> Conclusion:
         if steady:
             best[name] = min((mean([r.loss for r in by_rate[rate]]) for rate in steady), key=lambda end: end.value)
             norms += curves_of(f"{name}, rate {max(steady):.3g}", by_rate[max(steady)], place, "grad_norm")
-        lines += mean_line(name, runs, RATE, place)
+        named[name] = runs
         rows += [
             [
                 name, n(f"{rate:.3g}"), n(f"{sum(r.diverged for r in of)} of {len(of)}"),
@@ -62,7 +62,7 @@ def conclude(results: Sequence[Result]) -> Conclusion:
         with_it, without = best.values()
         verdict.append(f"At its best rate a run ends at {with_it} nats with clipping, at {without} without.")
     drawings = [
-        drawing("Loss over the learning rate", lines, "learning rate", log_below=True, unit="nats, held out"),
+        rate_plot(named),
         drawing("Gradient norm before clipping", norms, "tokens", log=True),
     ]
     head = ("", "learning rate", "diverged", "held-out loss", "largest norm")

@@ -93,10 +93,7 @@ def coordinate_check(
 
 
 def slopes(table: Sequence[Coordinate], step: int, of: str = "change") -> dict[str, float]:
-    """Returns {kind: slope of log(change), or log(size), against log(width) after this step}, by least squares.
-
-    0: independent of the width; 1: proportional to it.
-    """
+    """Returns {kind: slope of log(change), or log(size), over log(width) after this step}; 0: no dependence."""
     at = {kind: [row for row in table if row.kind == kind and row.step == step] for kind in KINDS}
     logs = lambda values: np.log(np.maximum(np.array(values, float), np.finfo(float).tiny))
     line = lambda rows: np.polyfit(logs([row.width for row in rows]), logs([getattr(row, of) for row in rows]), 1)
@@ -133,10 +130,7 @@ def scaled(name: str, size: int, embed_dim: int, width: int) -> int:
 
 
 def changes(program: Program, measure: Callable[..., jax.Array], steps: int, seed: int) -> np.ndarray:
-    """Returns float[steps, kinds, 2]: size and change of each of KINDS after each step of a run with this seed.
-
-    measure: measure_changes() of the program, compiled.
-    """
+    """Returns float[steps, kinds, 2]: size and change of each kind. measure: measure_changes(), compiled."""
     batch = random_batch(program.cfg, seed)
     state = make_width_program(dataclasses.replace(program.cfg, seed=seed), steps).init()
     before = jax.tree.map(jnp.copy, state.params)  # the step donates its state

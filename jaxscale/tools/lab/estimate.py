@@ -61,12 +61,7 @@ def t_of(freedom: int) -> float:
 
 
 def apart(losses: Mapping[Any, Mapping[int, float]], one: Any, other: Any) -> Estimate:
-    """Returns the mean loss of setting `one` minus that of `other`, over the seeds that all settings share.
-
-    losses: {setting: {seed: loss}}. Runs of one seed read the same batches, so losses are compared seed by seed. The
-    noise is the residual after setting and seed effects, pooled over all settings: a few seeds of two settings are too
-    few to estimate it.
-    """
+    """Returns the mean loss of `one` minus that of `other`, seed by seed; the noise is pooled over all settings."""
     seeds = sorted(set.intersection(*(set(of) for of in losses.values())))
     table = np.array([[of[seed] for seed in seeds] for of in losses.values()])
     means = dict(zip(losses, table.mean(axis=1)))
@@ -132,10 +127,7 @@ class Power(NamedTuple):
 
 
 def power(xs: Sequence[float], ys: Sequence[float]) -> Power:
-    """Fits a power law by least squares of logarithms, with an interval for the exponent.
-
-    The interval comes from the scatter of the points about the fit.
-    """
+    """Fits a power law by least squares of logarithms; the interval is of the scatter about the fit."""
     x, y = np.log(xs), np.log(ys)
     found: Any = stats.linregress(x, y)  # scipy is untyped; the result has slope, intercept and stderr
     slope, freedom = float(found.slope), len(xs) - 2
@@ -155,10 +147,7 @@ class Critical(NamedTuple):
 
 
 def critical_batch(batches: Sequence[float], tokens: Sequence[float]) -> Critical:
-    """Fits the law to (batch, tokens to a loss) pairs, by least squares of logarithms; both are in tokens.
-
-    Raises NotTold with fewer than three pairs, and if all batches are far from the critical batch.
-    """
+    """Fits the law to batches and tokens to a loss, both in tokens. Raises NotTold if they do not determine it."""
     if len(batches) < 3:
         raise NotTold("a critical batch needs three batches that reached the loss")
     x, y = np.asarray(batches, float), np.log(tokens)
@@ -212,10 +201,7 @@ def running_mean(values: Sequence[float], half: int) -> np.ndarray:
 
 
 def tokens_to(target: float, tokens: Sequence[float], losses: Sequence[float], half: int = 8) -> float | None:
-    """Returns the tokens at which the smoothed loss first reaches `target`, or None if it never does.
-
-    half: points on each side in the moving average.
-    """
+    """Returns the tokens at which the loss, smoothed over `half` points on each side, reaches `target`, or None."""
     if not len(losses):
         return None
     smooth = running_mean(losses, half)

@@ -3,11 +3,11 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxscale.tools.lab.estimate import running_mean
-from jaxscale.tools.lab.trial import Base, Result, Trial
+from jaxscale.tools.lab.trial import RATE, Base, Result, Trial
 from jaxscale.tools.reporting.axes import Axis, axis_over
 from jaxscale.tools.reporting.page_tables import Cell
 from jaxscale.tools.reporting.plots import COLORS, Plot, PlotBand, PlotLine, color_of
@@ -75,7 +75,7 @@ def drawing(
 
 
 def line(
-    label: str, points: Mapping[Any, float] | Sequence[tuple[float, float]], place: int = 0, style: str = "line"
+    label: str, points: Mapping[Any, float] | Iterable[tuple[float, float]], place: int = 0, style: str = "line"
 ) -> PlotLine:
     """Returns a line through the points in order of x. points: {x: y}, or (x, y) pairs. place: index of its color."""
     ordered = sorted(points.items() if isinstance(points, Mapping) else points)
@@ -92,10 +92,7 @@ def over_seeds(results: Sequence[Result], name: str) -> dict[int, dict[float, fl
 
 
 def mean_line(label: str, results: Sequence[Result], name: str, place: int) -> list[PlotLine]:
-    """Returns loss over a setting: a dot for each run, and a line through the means.
-
-    Diverged runs have no dot, and values at which a run diverged have no mean.
-    """
+    """Returns loss over a setting: a dot per run, and a line through the means where no run diverged."""
     points = [(float(r.at(name)), r.loss) for r in results if not r.diverged]
     whole = {x: [y for at, y in points if at == x] for x, _ in points}
     lost = {float(r.at(name)) for r in results if r.diverged}
@@ -103,41 +100,39 @@ def mean_line(label: str, results: Sequence[Result], name: str, place: int) -> l
     return [line(label, points, place, "dots"), line(label, means, place)]
 
 
-def curve_line(
-    label: str,
-    result: Result,
-    place: int,
-    metric: str = "loss",
-    by: float = 1.0,
-    style: str = "line",
-    smoothed: bool = False,
-) -> PlotLine:
-    """Returns a line of a metric over tokens, which are divided by `by`.
+def rate_plot(
+    groups: Mapping[str, Sequence[Result]], title: str = "Loss over the learning rate", unit: str = "nats, held out"
+) -> Drawing:
+    """Returns the plot of loss over the learning rate, with the lines of mean_line() for each group."""
+    lines = [one for place, (name, runs) in enumerate(groups.items()) for one in mean_line(name, runs, RATE, place)]
+    return drawing(title, lines, "learning rate", log_below=True, unit=unit)
 
-    smoothed: applies a moving average over a twentieth of the run.
-    """
-    tokens, values = result.curve(metric)
-    if smoothed:
-        values = list(map(float, running_mean(values, max(1, len(values) // SMOOTHED))))
-    return PlotLine(label, [t / by for t in tokens], values, color_of(place % COLORS), style)
+
+def curve_plot(title: str, groups: Mapping[str, tuple[int, Sequence[Result]]]) -> Drawing:
+    """Returns the plot of smoothed training losses over tokens. groups: {label: (place of its color, runs)}."""
+    lines = [one for name, (place, runs) in groups.items() for one in curves_of(name, runs, place, smoothed=True)]
+    return drawing(title, lines, "tokens", unit="nats", focused=True)
 
 
 def curves_of(
     label: str, results: Sequence[Result], place: int, metric: str = "loss", by: float = 1.0, smoothed: bool = False
 ) -> list[PlotLine | PlotBand]:
-    """Returns the mean of a metric over the seeds that did not diverge, and a band from lowest to highest.
+    """Returns the mean over tokens / `by` of a metric of the seeds that did not diverge, and a band of their range.
 
-    If all diverged, returns the first run up to the point where it diverged.
+    If all diverged, returns the first run up to the point where it diverged. smoothed: applies a moving average over a
+    twentieth of the run.
     """
-    shown = [r for r in results if not r.diverged] or [until_lost(r) for r in results[:1]]
-    return banded([curve_line(label, r, place, metric, by, smoothed=smoothed) for r in shown])
+    lines = []
+    for result in [r for r in results if not r.diverged] or [until_lost(r) for r in results[:1]]:
+        tokens, values = result.curve(metric)
+        if smoothed:
+            values = list(map(float, running_mean(values, max(1, len(values) // SMOOTHED))))
+        lines.append(PlotLine(label, [t / by for t in tokens], values, color_of(place % COLORS)))
+    return banded(lines)
 
 
 def until_lost(result: Result) -> Result:
-    """Returns the result up to the first loss far above that of a uniform guess.
-
-    Later losses would compress the other curves of a plot.
-    """
+    """Returns the result up to the first loss far above that of a uniform guess; later ones would compress a plot."""
     rows, most = result.history.rows, LOST * math.log(result.trial.cfg.model.vocab_size)
     selected = itertools.takewhile(lambda row: row.get("loss") is None or row["loss"] <= most, rows)
     return result._replace(history=dataclasses.replace(result.history, rows=tuple(selected)))

@@ -49,16 +49,10 @@ def point_of(result: Result) -> Point:
     return Point(cfg.model.num_params, tokens, result.loss, result.folder, cfg.flops_per_token * tokens)
 
 
-def curve_of(result: Result) -> Curve:
-    """Returns the training loss curve of a run."""
-    cfg = result.trial.cfg
-    return curve_of_run(cfg.model.num_params, cfg.flops_per_token, *result.curve())
-
-
 def smooth_line(curve: Curve, place: int) -> PlotLine:
     """Returns the smoothed curve that the approaches compare, over FLOPs."""
     log_tokens, log_losses = smooth(curve)
-    points = list(zip(np.exp(log_tokens) * curve.flops_per_token, np.exp(log_losses)))
+    points = zip(np.exp(log_tokens) * curve.flops_per_token, np.exp(log_losses))
     return line(f"{count(curve.params)} parameters", points, place)
 
 
@@ -73,7 +67,7 @@ def conclude(results: Sequence[Result]) -> Conclusion:
     if not finished:
         return Conclusion(["All runs diverged."], SMALL, PREDICTED, [], (), [])
     points, budgets = [point for _, point in finished], sorted({float(r.at(BUDGET)) for r, _ in finished})
-    curves = [curve_of(result) for result, _ in finished]
+    curves = [curve_of_run(p.params, r.trial.cfg.flops_per_token, *r.curve()) for r, p in finished]
     said = f"{FARTHER:g} times the largest tried"
     ways = three_approaches(points, curves, FARTHER * budgets[-1], description=said, budgets=budgets, within=0.25)
     bests = [(way.name, {o.flops: o.params for o in way.law.optima}) for way in ways if way.law is not None]
@@ -93,10 +87,8 @@ def conclude(results: Sequence[Result]) -> Conclusion:
             "FLOPs", log_below=True, log=True, numbers="count",
         ),
     ]  # fmt: skip
-    texts = lambda flops, p: (
-        f"{flops:.3g}", count(p.params), count(p.tokens), plain(p.tokens / p.params), f"{p.loss:.4f}"
-    )  # fmt: skip
-    rows = [list(map(n, texts(float(r.at(BUDGET)), p))) for r, p in finished]
+    texts = lambda p: (count(p.params), count(p.tokens), plain(p.tokens / p.params), f"{p.loss:.4f}")
+    rows = [list(map(n, (f"{float(r.at(BUDGET)):.3g}", *texts(p)))) for r, p in finished]
     lost = len(results) - len(finished)
     limits = (
         *SMALL,
@@ -111,10 +103,7 @@ def conclude(results: Sequence[Result]) -> Conclusion:
 
 
 def kaplan_texts(held: Sequence[tuple[Result, Point]]) -> list[str]:
-    """Describes power laws without a loss floor, compared with those of arXiv:2001.08361.
-
-    Fits the lowest loss over FLOPs, and the largest size's loss over tokens. Empty with fewer than three of either.
-    """
+    """Describes power laws without a loss floor and arXiv:2001.08361's; [] with fewer than three points."""
     budgets = groups_of([r for r, _ in held], lambda r: float(r.at(BUDGET)))
     lowest = {flops: min(r.loss for r in runs) for flops, runs in budgets.items()}
     largest = max(p.params for _, p in held)
@@ -129,10 +118,7 @@ def kaplan_texts(held: Sequence[tuple[Result, Point]]) -> list[str]:
 
 
 def lowest_text(held: Sequence[tuple[Result, Point]]) -> str:
-    """Describes the size with the lowest loss at each budget.
-
-    Also states if it is the smallest or largest size tried, and therefore only a bound.
-    """
+    """Describes the size with the lowest loss at each budget, and whether it is only a bound."""
     parts = []
     for flops, runs in sorted(groups_of([r for r, _ in held], lambda r: float(r.at(BUDGET))).items()):
         by_size = groups_of(runs, lambda r: r.trial.cfg.model.num_params)

@@ -10,7 +10,7 @@ from jaxscale.tools.lab.experiment import SMALL, Conclusion, Drawing, Options, R
 from jaxscale.tools.lab.isoflop import point_of
 from jaxscale.tools.lab.sizes import larger, train_tokens_of
 from jaxscale.tools.lab.trial import Base, Result, Trial, distinct, groups_of
-from jaxscale.tools.planning.loss_law import LossLaw, Point, Prediction, fit
+from jaxscale.tools.planning.loss_law import Interval, LossLaw, Point, fit
 from jaxscale.tools.planning.scaling import KAPLAN_FLOPS, kaplan_loss
 from jaxscale.tools.planning.scaling_ladder import estimate_noise
 from jaxscale.tools.reporting.page_tables import n
@@ -36,23 +36,18 @@ class Tried(NamedTuple):
     """Prediction of a law for a size outside its data, and the measured loss."""
 
     point: Point  # parameters, tokens and measured mean loss; NaN if not trained
-    said: Prediction
+    said: Interval
     seen: Estimate | None
     times: float  # parameters, relative to the largest run behind the law
     flops_times: float
 
 
-def tokens_for(base: Base, params: int) -> int:
-    """Returns the tokens, in whole steps, that give `params` the config's ratio of tokens to parameters."""
-    tokens = train_tokens_of(base) * params / base.cfg.model.num_params
-    return max(1, round(tokens / base.cfg.tokens_per_step)) * base.cfg.tokens_per_step
-
-
 def rung(base: Base, times: float, seeds: Sequence[int]) -> list[Trial]:
-    """Returns the trials of one size, one for each seed."""
-    settings = larger(base.cfg, times)
+    """Returns the trials of one size, one for each seed, with the config's ratio of tokens to parameters."""
+    cfg, settings = base.cfg, larger(base.cfg, times)
     params = base.with_settings(settings).cfg.model.num_params
-    settings["train_tokens"] = tokens_for(base, params)
+    steps = round(train_tokens_of(base) * params / cfg.model.num_params / cfg.tokens_per_step)
+    settings["train_tokens"] = max(1, steps) * cfg.tokens_per_step
     return [base.with_settings(settings, seed, at={SIZE: params}) for seed in seeds]
 
 
@@ -97,7 +92,7 @@ def conclude(results: Sequence[Result], target: Sequence[Result] = ()) -> Conclu
             continue
         try:
             law = law_of(of)
-            one = compare(law, runs) if runs else foretold(law)
+            one = foretell(law, runs)
         except BadInput as error:
             few = f"{error}".partition(":")[0]  # the remaining text names flags of `jaxscale plan`
             verdict.append(f"Of {name} nothing is foretold: {few}; give more --sizes or --seeds.")
@@ -120,7 +115,11 @@ def conclude(results: Sequence[Result], target: Sequence[Result] = ()) -> Conclu
         "neither was tuned at each.",
         *([f"{len(lost)} of {len(results) + len(target)} runs diverged and are left out."] if lost else []),
     )
-    rows = [row_of(r) for r in (*finished, *(r for r in target if not r.diverged))]
+    rows = []
+    for r in (*finished, *(r for r in target if not r.diverged)):
+        point, model = point_of(r), r.trial.cfg.model
+        sizes_text = (count(point.params), str(model.num_layers), str(model.embed_dim), count(point.tokens))
+        rows.append([*map(n, (*sizes_text, f"{point.compute:.3g}", f"{point.loss:.4f}"))])
     head = ("parameters", "layers", "width", "tokens", "FLOPs", "held-out loss")
     return Conclusion(verdict, limits, PREDICTED, drawn(finished, target, tried, laws), head, rows)
 
@@ -131,21 +130,16 @@ def law_of(runs: Sequence[Result]) -> LossLaw:
     return fit([point_of(r) for r in runs], noise=estimate_noise(repeated))
 
 
-def compare(law: LossLaw, runs: Sequence[Result]) -> Tried:
-    """Compares a law's prediction with runs of a size that it was not fitted to."""
-    point, seen = point_of(runs[0]), mean([r.loss for r in runs])
+def foretell(law: LossLaw, runs: Sequence[Result]) -> Tried:
+    """Compares a law's prediction with runs not fitted; without runs, predicts FAR times its largest run."""
     most = max(law.points, key=lambda known: known.compute)
-    said = law.predict(point.params, point.tokens)
-    return Tried(point, said, seen, point.params / most.params, point.compute / most.compute)
-
-
-def foretold(law: LossLaw) -> Tried:
-    """Returns the law's prediction at FAR times the parameters and tokens of its largest run."""
-    most = max(law.points, key=lambda known: known.compute)
-    point = Point(FAR * most.params, FAR * most.tokens, math.nan)
-    return Tried(
-        point, law.predict(point.params, point.tokens), None, FAR, point.compute / (6 * most.params * most.tokens)
-    )
+    if runs:
+        point, seen = point_of(runs[0]), mean([r.loss for r in runs])
+        times, flops_times = point.params / most.params, point.compute / most.compute
+    else:
+        point, seen = Point(FAR * most.params, FAR * most.tokens, math.nan), None
+        times, flops_times = FAR, point.compute / (6 * most.params * most.tokens)
+    return Tried(point, law.predict(point.params, point.tokens), seen, times, flops_times)
 
 
 def in_words(name: str, one: Tried) -> str:
@@ -185,10 +179,7 @@ def law_text(law: LossLaw) -> str:
 
 
 def kaplan_text(points: Sequence[Point]) -> str:
-    """Describes power laws through the rungs without a loss floor.
-
-    Compares them with the laws of arXiv:2001.08361 at the same sizes and tokens.
-    """
+    """Describes power laws through the rungs without a loss floor, next to those of arXiv:2001.08361."""
     sizes, losses = [p.params for p in points], [p.loss for p in points]
     theirs = power(sizes, [kaplan_loss(p.params, p.tokens) for p in points]).exponent.value
     by_size, by_flops = power(sizes, losses).exponent, power([p.compute for p in points], losses).exponent
@@ -196,16 +187,6 @@ def kaplan_text(points: Sequence[Point]) -> str:
         f"Without a floor the loss goes along these rungs as N ** {by_size} and C ** {by_flops}, where "
         f"arXiv:2001.08361 has N ** {theirs:.3f} by its L(N, D) and C ** -{KAPLAN_FLOPS[1]:.3f} by its L(C)."
     )
-
-
-def row_of(result: Result) -> list:
-    """Returns the table cells of a run."""
-    point, model = point_of(result), result.trial.cfg.model
-    texts = (
-        count(point.params), str(model.num_layers), str(model.embed_dim), count(point.tokens), f"{point.compute:.3g}",
-        f"{point.loss:.4f}",
-    )  # fmt: skip
-    return [*map(n, texts)]
 
 
 def drawn(

@@ -8,7 +8,7 @@ from jaxscale.core.optim.config import OptimConfig
 from jaxscale.system.exits import BadInput
 from jaxscale.tools.lab.batch import best_rates, ending, to_loss
 from jaxscale.tools.lab.estimate import apart, mean
-from jaxscale.tools.lab.experiment import SMALL, Conclusion, Options, Run, curves_of, drawing, mean_line
+from jaxscale.tools.lab.experiment import SMALL, Conclusion, Options, Run, curve_plot, rate_plot
 from jaxscale.tools.lab.rate import OPTIMIZER, RATE, bounds, inside, middle_rate, over_rates
 from jaxscale.tools.lab.trial import Base, Result, Trial, groups_of
 from jaxscale.tools.reporting.page_tables import n
@@ -77,25 +77,17 @@ def conclude(results: Sequence[Result]) -> Conclusion:
         [
             name, n(f"{runs[0].at(RATE):.3g}"), n(str(ends[name])),
             n(count(tokens[name]) if name in tokens else "never"),
-            n(duration(tokens[name] / rate_of(runs)) if name in tokens else "never"),
+            n(duration(tokens[name] / tokens_per_second(runs)) if name in tokens else "never"),
         ]
         for name, runs in best.items()
     ]  # fmt: skip
-    lines = [one for at, (name, runs) in enumerate(by_name.items()) for one in mean_line(name, runs, RATE, at)]
-    places = {name: place for place, name in enumerate(by_name)}
-    drawings = [
-        drawing("Loss over the learning rate", lines, "learning rate", log_below=True, unit="nats, held out"),
-        drawing(
-            "Training loss, each at its best rate, smoothed",
-            [one for name, runs in best.items() for one in curves_of(name, runs, places[name], smoothed=True)],
-            "tokens", unit="nats", focused=True,
-        ),
-    ]  # fmt: skip
+    at_best = {name: (list(by_name).index(name), runs) for name, runs in best.items()}
+    drawings = [rate_plot(by_name), curve_plot("Training loss, each at its best rate, smoothed", at_best)]
     head = ("optimizer", "best rate tried", "held-out loss", f"tokens to {first}'s end", "seconds of steps to it")
     return Conclusion(verdict, LIMITS, PREDICTED, drawings, head, rows)
 
 
-def rate_of(runs: Sequence[Result]) -> float:
+def tokens_per_second(runs: Sequence[Result]) -> float:
     """Returns tokens per second, from the time of the steps only."""
     tokens = sum(r.history.latest("tokens_seen") or 0 for r in runs)
     return tokens / max(sum(r.seconds for r in runs), 1e-9)

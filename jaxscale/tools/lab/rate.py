@@ -5,13 +5,13 @@ from typing import Any
 
 from jaxscale.core.optim.config import OptimConfig
 from jaxscale.tools.lab.estimate import Optimum, Power, optimum, power
-from jaxscale.tools.lab.experiment import SMALL, Conclusion, Drawing, Options, Run, drawing, line, mean_line, over_seeds
-from jaxscale.tools.lab.trial import Base, Result, Trial, groups_of
+from jaxscale.tools.lab.experiment import SMALL, Conclusion, Drawing, Options, Run, drawing, line, over_seeds, rate_plot
+from jaxscale.tools.lab.trial import RATE, Base, Result, Trial, groups_of
 from jaxscale.tools.reporting.page_tables import Cell, n
 from jaxscale.tools.reporting.page_text import count, plain
 from jaxscale.tools.reporting.plots import PlotLine, with_points
 
-RATE, BATCH, OPTIMIZER = "optim.peak_lr", "batch_tokens", "optim.name"
+BATCH, OPTIMIZER = "batch_tokens", "optim.name"
 TIMES = (1, 2, 4, 8)  # relative to the config's batch
 FACTORS = (0.25, 0.5, 1, 2, 4)  # relative to the rate that the square root rule gives for a batch
 # Center of the rates to try, relative to AdamW's; a best rate at the end of the range is reported as a bound.
@@ -59,10 +59,7 @@ def over_rates(
     seeds: Iterable[int],
     also: Mapping[str, Any] | None = None,
 ) -> list[Trial]:
-    """Returns a trial for each rate and seed.
-
-    also: the settings to change, if they differ from `settings`, which then only label the trial.
-    """
+    """Returns a trial for each rate and seed. also: settings to change, if `settings` only label the trial."""
     optim = base.cfg.optim
     trials = []
     for rate in rates:
@@ -73,10 +70,7 @@ def over_rates(
 
 
 def inside(results: Sequence[Result], options: Options, run: Run, key: Callable[[Result], Any]) -> Sequence[Result]:
-    """Runs further rates while the best rate of a group by `key` is the lowest or highest tried; returns all results.
-
-    Rates given by the user are not extended.
-    """
+    """Runs further rates while a group's best is at an end of them, unless given; returns all results."""
     for _ in range(0 if options.rates else FURTHER):
         further = [trial for runs in groups_of(results, key).values() for trial in beyond(runs)]
         if not further:
@@ -86,30 +80,22 @@ def inside(results: Sequence[Result], options: Options, run: Run, key: Callable[
 
 
 def beyond(runs: Sequence[Result]) -> list[Trial]:
-    """Returns a trial for each seed at the next rate beyond the range, if the best rate is at an end of it.
-
-    Empty if the best rate is inside the range, or if a run diverged at the highest rate and that end is the best.
-    """
+    """Returns a trial per seed at the next rate if the best is at an end of those tried, where none diverged."""
     rates = sorted({float(r.at(RATE)) for r in runs})
     curves = list(over_seeds(runs, RATE).values())
     edge = optimum(curves).edge if curves else "lowest"
     if not edge or edge == "highest" and any(r.diverged for r in runs if float(r.at(RATE)) == rates[-1]):
         return []
     rate = rates[-1] * STEP if edge == "highest" else rates[0] / STEP
-    return [at_rate(trial, rate) for trial in {r.seed: r.trial for r in runs}.values()]
-
-
-def at_rate(trial: Trial, rate: float) -> Trial:
-    """Returns the trial with another rate."""
-    settings = {RATE: rate} | floor_of(trial.base.cfg.optim, rate)
-    return trial.base.with_settings(settings, trial.seed, also=trial.overrides, at={**trial.at, RATE: rate})
+    settings = {RATE: rate} | floor_of(runs[0].trial.base.cfg.optim, rate)
+    return [
+        trial.base.with_settings(settings, trial.seed, also=trial.overrides, at={**trial.at, RATE: rate})
+        for trial in {r.seed: r.trial for r in runs}.values()
+    ]
 
 
 def best_rate(runs: Sequence[Result]) -> tuple[Optimum | None, list[Cell]]:
-    """Returns (the best rate, cells) of runs that differ in rate and seed.
-
-    The cells are the best rate, its loss, and the rates at which a run diverged. The best rate is None if all did.
-    """
+    """Returns (the best rate or None, cells: it, its loss, the rates at which a run diverged)."""
     lost = sorted({float(r.at(RATE)) for r in runs if r.diverged})
     curves = list(over_seeds(runs, RATE).values())
     best = optimum(curves) if curves else None
@@ -149,17 +135,12 @@ def conclude(results: Sequence[Result]) -> Conclusion:
     rows: list[list[str | Cell]] = []
     best_lines: list[PlotLine] = []
     for place, (name, name_runs) in enumerate(groups_of(results, lambda r: r.at(OPTIMIZER)).items()):
-        best: dict[int, Optimum] = {}
-        lines: list[PlotLine] = []
-        for number, (batch, batch_runs) in enumerate(sorted(groups_of(name_runs, lambda r: int(r.at(BATCH))).items())):
-            lines += mean_line(f"{count(batch)} tokens a step", batch_runs, RATE, number)
-            found, cells = best_rate(batch_runs)
-            if found:
-                best[batch] = found
-            rows.append([name, n(count(batch)), *cells])
-        drawings.append(
-            drawing(f"{name}: loss over the learning rate", lines, "learning rate", log_below=True, unit="nats")
-        )
+        batches = dict(sorted(groups_of(name_runs, lambda r: int(r.at(BATCH))).items()))
+        found = {batch: best_rate(runs) for batch, runs in batches.items()}
+        best = {batch: optimum for batch, (optimum, _) in found.items() if optimum}
+        rows += [[name, n(count(batch)), *cells] for batch, (_, cells) in found.items()]
+        labelled = {f"{count(batch)} tokens a step": runs for batch, runs in batches.items()}
+        drawings.append(rate_plot(labelled, f"{name}: loss over the learning rate", unit="nats"))
         best_lines += with_points([line(name, {batch: o.x.value for batch, o in best.items()}, place)])
         verdict.append(f"With {name} {in_words(best)}")
     drawings.append(drawing("Best rate of each batch", best_lines, "tokens a step", log_below=True, log=True))
@@ -168,10 +149,7 @@ def conclude(results: Sequence[Result]) -> Conclusion:
 
 
 def in_words(best: dict[int, Optimum]) -> str:
-    """Describes the scaling of the best rate, and the rules that fit.
-
-    'the best rate goes with the batch to the power 0.45 (0.3 to 0.6): square root fits within the interval, ...'
-    """
+    """Describes the scaling of the best rate: 'the best rate goes with the batch to the power 0.45: ...'."""
     bracketed = {batch: found for batch, found in best.items() if not found.edge}
     edges = "".join(f" {text}" for text in bounded({f"{count(batch)} tokens": o for batch, o in best.items()}))
     if len(bracketed) < 3:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from jaxscale.program.budget import resolve_budget
-from jaxscale.tools.lab.experiment import Conclusion, Options, Run, curve_line, drawing
+from jaxscale.tools.lab.experiment import Conclusion, Options, Run, drawing, line
 from jaxscale.tools.lab.trial import Base, Result, Trial
 from jaxscale.tools.reporting.page_tables import n
 from jaxscale.tools.reporting.plots import Mark
@@ -25,16 +25,11 @@ PREDICTED = (
 def resume_trials(base: Base, options: Options) -> list[Trial]:
     """Returns one uninterrupted run, and one for each kill."""
     trial = base.with_settings({}, 0)
-    steps = total_steps(trial)
+    steps = resolve_budget(trial.cfg, None).total_steps
     also = {"checkpoint.save_every_steps": max(2, steps // SAVES), "monitor.log_every_steps": 1}
     of = lambda name, **more: base.with_settings({}, 0, also, at={CASE: name}, **more)
     kills = [max(1, round(steps * part)) for part in KILLS]
     return [of(WHOLE), *(of(f"killed after step {step}", kill_at=step) for step in kills)]
-
-
-def total_steps(trial: Trial) -> int:
-    """Returns the steps of a run whose length is not given in epochs."""
-    return resolve_budget(trial.cfg, None).total_steps
 
 
 def answer(base: Base, options: Options, run: Run) -> Conclusion:
@@ -45,24 +40,22 @@ def answer(base: Base, options: Options, run: Run) -> Conclusion:
 def conclude(results: Sequence[Result]) -> Conclusion:
     """Returns the Conclusion of these results, of which the first is the uninterrupted run."""
     whole, *killed = results
-    verdict, rows, curves, marks = [], [], [curve_line(WHOLE, whole, 0)], []
+    verdict, rows, curves, marks = [], [], [line(WHOLE, zip(*whole.curve()))], []
     for place, result in enumerate(killed, 1):
         name, diffs, compared = result.at(CASE), different(whole, result), len(values_of(whole))
-        again = again_from(result)
+        events = result.history.events
+        again = next((event.get("step") for event in events if event.get("event") == "resumed"), None)
         from_text = "from the beginning" if again is None else f"from its checkpoint of step {again}"
-        if starts_of(result) < 2:
-            verdict.append(f"{name}: it ended before it could be killed; give it more steps, by train_tokens.")
-        elif diffs:
-            step, _ = diffs[0]
-            verdict.append(
-                f"{name}, it went on {from_text}: {len(diffs)} of {compared} values differ, the first at step {step}."
-            )
+        if diffs:
+            outcome = f"{len(diffs)} of {compared} values differ, the first at step {diffs[0][0]}."
         else:
-            verdict.append(
-                f"{name}, it went on {from_text}: all {compared} values of {', '.join(COMPARED)} are the same bits."
-            )
+            outcome = f"all {compared} values of {', '.join(COMPARED)} are the same bits."
+        if sum(event.get("event") in BEGINS for event in events) < 2:  # starts of its process
+            verdict.append(f"{name}: it ended before it could be killed; give it more steps, by train_tokens.")
+        else:
+            verdict.append(f"{name}, it went on {from_text}: {outcome}")
         rows.append([name, n("0" if again is None else str(again)), n(str(compared)), n(str(len(diffs)))])
-        curves.append(curve_line(name, result, place, style="dash"))
+        curves.append(line(name, zip(*result.curve()), place, "dash"))
         tokens = result.trial.cfg.tokens_per_step
         marks.append(Mark((result.trial.kill_at or 0) * tokens, name, "trouble"))
     drawings = [drawing("Training loss", curves, "tokens", unit="nats", marks=marks, note="Red: a kill.")]
@@ -80,13 +73,3 @@ def different(one: Result, other: Result) -> list[tuple[int, str]]:
     """Returns the sorted (step, metric) pairs that differ, including those that only one run has."""
     left, right = values_of(one), values_of(other)
     return sorted(at for at in {*left, *right} if left.get(at) != right.get(at))
-
-
-def starts_of(result: Result) -> int:
-    """Returns the number of times the run's process started."""
-    return sum(event.get("event") in BEGINS for event in result.history.events)
-
-
-def again_from(result: Result) -> int | None:
-    """Returns the step of the checkpoint that the run resumed from, or None."""
-    return next((event.get("step") for event in result.history.events if event.get("event") == "resumed"), None)

@@ -89,19 +89,13 @@ def run_all(trials: Sequence[Trial], work: Any, *, jobs: int, say: Callable[[str
 
 
 def shares(jobs: int) -> list[tuple[int, ...]]:
-    """Splits the cores of this process between `jobs` runs.
-
-    XLA starts as many threads as the cores that a process may use.
-    """
+    """Splits the cores between `jobs` runs: XLA starts as many threads as cores that a process may use."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     return [tuple(cores[place::jobs]) if jobs <= len(cores) else tuple(cores) for place in range(jobs)]
 
 
 def start(trial: Trial, work: Any, cores: tuple[int, ...]) -> Going:
-    """Starts the trial's process, with its output in its folder.
-
-    It has its own session, so Ctrl-C does not reach it: run_all sends it one SIGTERM.
-    """
+    """Starts the trial's process in its own session, so that Ctrl-C does not reach it: run_all sends SIGTERM."""
     folder = folder_of(trial, work)
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / OUTPUT).open("ab") as output:
@@ -115,12 +109,10 @@ def start(trial: Trial, work: Any, cores: tuple[int, ...]) -> Going:
 
 def is_due(one: Going) -> bool:
     """Returns True if a trial with kill_at has reached that step and was not killed yet."""
-    if one.trial.kill_at is None or (one.folder / KILLED).exists():
+    file, kill_at = one.folder / "metrics.jsonl", one.trial.kill_at
+    if kill_at is None or (one.folder / KILLED).exists() or not file.exists():
         return False
-    file = one.folder / "metrics.jsonl"
-    if not file.exists():
-        return False
-    return any(row.get("step", 0) >= one.trial.kill_at for row in read_lines(file, []))
+    return any(row.get("step", 0) >= kill_at for row in read_lines(file, []))
 
 
 def kill(one: Going) -> None:
@@ -132,8 +124,7 @@ def kill(one: Going) -> None:
 
 def check_ended(one: Going) -> None:
     """Raises Stop if the process failed, that is, if its exit code is not in ENDS."""
-    code = one.process.returncode
-    if code not in ENDS:
+    if (code := one.process.returncode) not in ENDS:
         lines = (one.folder / OUTPUT).read_text("utf-8", "replace").splitlines()[-LAST_LINES:]
         shown = "".join(f"\n    {line}" for line in lines)
         known = Exit(code) if code in list(Exit) else Exit.ERROR
@@ -149,10 +140,7 @@ def progress_line(trial: Trial, work: Any, done: int, total: int, took: float, l
 
 
 def default_jobs(platform: str | None) -> int:
-    """Returns the number of parallel runs: one per core on CPUs, one on an accelerator, which a process takes whole.
-
-    platform: value of JAX_PLATFORMS. If it is empty, the machine's device files decide.
-    """
+    """Returns the parallel runs: one per core, or one on an accelerator. platform: JAX_PLATFORMS, if set."""
     has_accelerator = any(os.path.exists(file) for file in (*TPU_FILES, "/dev/nvidia0"))
     if has_accelerator if not platform else platform.split(",")[0] != "cpu":
         return 1

@@ -4,13 +4,12 @@ from collections.abc import Mapping, Sequence
 
 from jaxscale.tools.lab.batch import best_rates
 from jaxscale.tools.lab.estimate import Estimate, apart, mean
-from jaxscale.tools.lab.experiment import SMALL, Conclusion, Options, Run, curves_of, drawing, line, mean_line
+from jaxscale.tools.lab.experiment import SMALL, Conclusion, Options, Run, curve_plot, drawing, line, rate_plot
 from jaxscale.tools.lab.rate import RATE, bounds, inside, over_rates
 from jaxscale.tools.lab.sizes import inner_flops, shaped
 from jaxscale.tools.lab.trial import Base, Result, Trial, groups_of
 from jaxscale.tools.reporting.page_tables import n
 from jaxscale.tools.reporting.page_text import count, percent
-from jaxscale.tools.reporting.plots import COLORS
 
 LAYERS, WIDTH = "layers", "width"
 TIMES = (0.5, 1, 2, 4, 8)  # relative to the config's layers
@@ -59,18 +58,13 @@ def conclude(results: Sequence[Result]) -> Conclusion:
     flat = [r for runs in best.values() for r in runs]
     over_ratio = [line("each run", [(ratio_of(r), r.loss) for r in flat], 0, "dots")]
     over_ratio.append(line("mean", {ratio_of(runs[0]): means[at].value for at, runs in best.items()}, 0))
-    over_rate = [
-        one for at, (layers, runs) in enumerate(shapes.items()) for one in mean_line(names[layers], runs, RATE, at)
-    ]
-    curves = [
-        one
-        for at, (layers, runs) in enumerate(best.items())
-        for one in curves_of(names[layers], runs, at % COLORS, smoothed=True)
-    ]
     drawings = [
         drawing("Loss over width / layers", over_ratio, "width / layers", log_below=True, unit="nats, held out"),
-        drawing("Loss over the learning rate", over_rate, "learning rate", log_below=True, unit="nats, held out"),
-        drawing("Training loss, each at its best rate, smoothed", curves, "tokens", unit="nats", focused=True),
+        rate_plot({names[layers]: runs for layers, runs in shapes.items()}),
+        curve_plot(
+            "Training loss, each at its best rate, smoothed",
+            {names[layers]: (place, runs) for place, (layers, runs) in enumerate(best.items())},
+        ),
     ]
     rows = [[*map(n, row_of(runs[0], means[layers]))] for layers, runs in best.items()]
     head = (
@@ -120,10 +114,8 @@ def in_words(
     if behind[others[0]].low is None:
         text = [f"{lowest}; higher: {', '.join(far)}; one seed does not tell whether that is more than noise."]
     else:
-        text = [
-            f"{lowest}; {'not told from it: ' + ', '.join(close) if close else 'no other is within the noise of it'}."
-        ]
-        text += [f"Higher beyond the noise: {', '.join(far)}."] if far else []
+        within = f"not told from it: {', '.join(close)}" if close else "no other is within the noise of it"
+        text = [f"{lowest}; {within}.", *([f"Higher beyond the noise: {', '.join(far)}."] if far else [])]
     most = behind[others[-1]].value / means[first].value
     spread = max(ratios.values()) / min(ratios.values())
     text.append(

@@ -27,10 +27,7 @@ def check_varied(model: AnyModelConfig) -> LlamaConfig:
 
 
 def train_tokens_of(base: Base) -> int:
-    """Returns the tokens of the config's run.
-
-    Raises BadInput if train_tokens is not an integer, or if the row length or the batch has a ramp.
-    """
+    """Returns the tokens of the config's run. Raises BadInput unless they are a number, without ramps."""
     tokens = base.cfg.train_tokens
     if base.cfg.seq_len_ramp or base.cfg.batch_ramp:
         raise BadInput("laws are of runs of one size of row and batch; leave seq_len_ramp and batch_ramp out")

@@ -17,7 +17,7 @@ from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Exit
 from jaxscale.tools.reporting.status import BEGINS
 
-LOSS = "validation/loss"
+LOSS, RATE = "validation/loss", "optim.peak_lr"
 DIGEST = 10  # hex digits in a trial's name: 40 bits, enough for a few thousand runs in a folder
 LABEL = 60  # characters of the label in a name, before the digest
 CHANCE = 0.99  # times log(vocabulary), the loss of a uniform guess
@@ -50,11 +50,7 @@ class Base:
         at: Mapping[str, Any] | None = None,
         kill_at: int | None = None,
     ) -> "Trial":
-        """Returns a trial with these settings and this seed, an offset from the config's seed.
-
-        also: further settings, which the label leaves out. at: settings for the label, if not `settings`. kill_at: see
-        Trial.
-        """
+        """Returns a trial. seed: an offset. also: settings not in its label. at: the label's, if not `settings`."""
         changed = UNGUARDED | {name: as_text(value) for name, value in {**(also or {}), **settings}.items()}
         overrides = dict(self.overrides) | changed | {"seed": str(self.cfg.seed + seed)}
         return Trial(self, dict(settings) if at is None else at, overrides, seed, kill_at)
@@ -141,20 +137,14 @@ def distinct(trials: Iterable[Trial]) -> list[Trial]:
 
 
 def folder_of(trial: Trial, work: Any) -> Any:
-    """Returns the folder of a trial's run, which may not exist yet.
-
-    Folders are found by digest, so experiments share them.
-    """
+    """Returns the folder of a trial's run, found by digest: experiments share them. It may not exist yet."""
     folder = paths.as_path(work) / "runs"
     found = sorted(folder.glob(f"*-{trial.digest}"))
     return found[0] if found else folder / trial.name
 
 
 def outcome_of(folder: Any) -> int | None:
-    """Returns the exit code, one of ENDS, of a run that has ended; None if it has to be started or resumed.
-
-    The run may have been started anywhere: only its folder is read.
-    """
+    """Returns the exit code, one of ENDS, of the run in a folder; None if it has to be started or resumed."""
     try:
         history = read_history(str(folder))
     except BadInput:  # the folder has no run

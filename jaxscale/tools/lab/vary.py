@@ -5,11 +5,10 @@ from collections.abc import Sequence
 
 from jaxscale.system.exits import BadInput
 from jaxscale.tools.lab.estimate import Estimate, mean, optimum
-from jaxscale.tools.lab.experiment import SMALL, Conclusion, Options, Run, curves_of, drawing, mean_line, over_seeds
+from jaxscale.tools.lab.experiment import SMALL, Conclusion, Options, Run, curve_plot, drawing, mean_line, over_seeds
 from jaxscale.tools.lab.trial import Base, Result, Trial, groups_of
 from jaxscale.tools.reporting.page_tables import n
 from jaxscale.tools.reporting.page_text import percent
-from jaxscale.tools.reporting.plots import COLORS
 
 
 def vary_trials(base: Base, options: Options) -> list[Trial]:
@@ -46,27 +45,12 @@ def conclude(results: Sequence[Result]) -> Conclusion:
     verdict = [winner(steady)] if steady else ["Every setting lost a run."]
     if lost:
         verdict.append(f"Runs diverged at {'; '.join(lost)}.")
-    drawings = [
-        drawing(
-            "Training loss, smoothed",
-            [
-                one
-                for place, (name, runs) in enumerate(groups.items())
-                for one in curves_of(name, runs, place % COLORS, smoothed=True)
-            ],
-            "tokens", unit="nats", focused=True,
-        )
-    ]  # fmt: skip
+    placed = {name: (place, runs) for place, (name, runs) in enumerate(groups.items())}
+    drawings = [curve_plot("Training loss, smoothed", placed)]
     names = list(results[0].trial.at)
     if len(names) == 1 and all(is_positive(r.at(names[0])) for r in results):
-        over = drawing(
-            "Held-out loss",
-            mean_line("runs, and their mean", results, names[0], 0),
-            names[0],
-            log_below=True,
-            unit="nats",
-        )
-        drawings.insert(0, over)
+        lines = mean_line("runs, and their mean", results, names[0], 0)
+        drawings.insert(0, drawing("Held-out loss", lines, names[0], log_below=True, unit="nats"))
         curves = list(over_seeds(results, names[0]).values())
         if curves and len({r.at(names[0]) for r in results}) > 1:
             best = optimum(curves)
@@ -95,10 +79,8 @@ def winner(steady: dict[str, Estimate]) -> str:
     if not others:
         return f"{said}; nothing else was tried that held."
     if (high := steady[best].high) is None:
-        second = others[0]
-        gap = steady[second].value / steady[best].value - 1
-        return f"{said}, {percent(gap)} below {second}; one seed does not tell whether that is more than noise."
+        gap = steady[others[0]].value / steady[best].value - 1
+        return f"{said}, {percent(gap)} below {others[0]}; one seed does not tell whether that is more than noise."
     close = [name for name in others if (low := steady[name].low) is not None and low <= high]
-    return (
-        f"{said}; {'seeds do not tell it from ' + '; '.join(close) if close else 'all others end higher beyond noise'}."
-    )
+    rest = f"seeds do not tell it from {'; '.join(close)}" if close else "all others end higher beyond noise"
+    return f"{said}; {rest}."

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jaxscale.tools.lab.estimate import mean, power
-from jaxscale.tools.lab.experiment import SMALL, Conclusion, Options, Run, drawing, line, mean_line
-from jaxscale.tools.lab.rate import RATE, best_rate, inside, over_rates
+from jaxscale.tools.lab.experiment import SMALL, Conclusion, Options, Run, drawing, line, rate_plot
+from jaxscale.tools.lab.rate import best_rate, inside, over_rates
 from jaxscale.tools.lab.sizes import wider
 from jaxscale.tools.lab.trial import Base, Result, Trial, distinct, groups_of, is_number
 from jaxscale.tools.reporting.page_tables import n
@@ -79,16 +79,12 @@ def conclude(results: Sequence[Result], looked_at: Sequence[Result]) -> Conclusi
     """Returns the Conclusion of these results. looked_at: results of coordinate_trials."""
     verdict, drawings, rows, bests, ends = [], [], [], [], {}
     for place, (form, runs) in enumerate(groups_of(results, lambda r: r.at(FORM)).items()):
-        best, lines = {}, []
-        for number, (width, width_runs) in enumerate(sorted(groups_of(runs, lambda r: int(r.at(WIDTH))).items())):
-            lines += mean_line(f"width {width}", width_runs, RATE, number)
-            found, cells = best_rate(width_runs)
-            if found:
-                best[width] = found
-            rows.append([form, n(str(width)), *cells])
-        drawings.append(
-            drawing(f"{form}: loss over the learning rate", lines, "learning rate", log_below=True, unit="nats")
-        )
+        widths = dict(sorted(groups_of(runs, lambda r: int(r.at(WIDTH))).items()))
+        found = {width: best_rate(width_runs) for width, width_runs in widths.items()}
+        best = {width: optimum for width, (optimum, _) in found.items() if optimum}
+        rows += [[form, n(str(width)), *cells] for width, (_, cells) in found.items()]
+        labelled = {f"width {width}": width_runs for width, width_runs in widths.items()}
+        drawings.append(rate_plot(labelled, f"{form}: loss over the learning rate", unit="nats"))
         ends[form] = {width: found.y for width, found in best.items()}
         bests += with_points([line(form, {width: found.x.value for width, found in best.items()}, place)])
         bracketed = {width: found.x.value for width, found in best.items() if not found.edge}
@@ -141,10 +137,7 @@ def check(form: str, runs: Sequence[Result]) -> tuple[str, list[PlotLine]]:
 
 
 def size_of(run: Result, kind: str) -> float:
-    """Returns the root mean square of activations after STEPS steps, averaged over layers.
-
-    NaN if the run has no values or any is not finite.
-    """
+    """Returns the RMS of activations after STEPS steps, averaged over layers; NaN if any is not finite."""
     kind_values = lambda row: [value for name, value in row.items() if name.startswith(f"stats/{kind}_rms/")]
     last = [value for row in run.history.rows if row["step"] > STEPS for value in kind_values(row)]
     return mean(last).value if last and all(map(is_number, last)) else math.nan

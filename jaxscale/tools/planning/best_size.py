@@ -1,7 +1,7 @@
 """The compute-optimal size by the three approaches of arXiv:2203.15556, as text."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxscale.system.exits import BadInput
@@ -36,27 +36,24 @@ def three_approaches(
     Args: points: ends of runs. curves: their training. description: of these FLOPs, such as '10 times the largest
     tried'. budgets, within: of parabolas(). law: of the points, if already fitted.
     """
-    return [
-        size_law_result(CURVES, lambda: envelope(curves), flops, description),
-        size_law_result(EQUAL, lambda: parabolas(points, budgets=budgets, within=within), flops, description),
-        Approach(LOSS, None, loss_law_text(points, flops, law)),
-    ]
-
-
-def size_law_result(name: str, make: Callable[[], SizeLaw], flops: float, description: str) -> Approach:
-    """Returns the result of a SizeLaw for this many FLOPs."""
-    try:
-        law = make()
-    except BadInput as error:
-        return Approach(name, None, f"{name}: {error}.")
-    a, size, tokens = law.params_exponent, law.params(flops), law.tokens(flops)
-    return Approach(
-        name,
-        law,
-        f"{name}: the best size grows as C ** {a.middle:.2f} ({a.low:.2f} to {a.high:.2f}); at {flops:.2g} FLOPs, "
-        f"{description}, it is {count(size.middle)} ({count(size.low)} to {count(size.high)}) parameters and "
-        f"{count(tokens.middle)} tokens.",
-    )
+    found = []
+    for name, make in (
+        (CURVES, lambda: envelope(curves)),
+        (EQUAL, lambda: parabolas(points, budgets=budgets, within=within)),
+    ):
+        try:
+            size_law = make()
+        except BadInput as error:
+            found.append(Approach(name, None, f"{name}: {error}."))
+            continue
+        a, size, tokens = size_law.params_exponent, size_law.params(flops), size_law.tokens(flops)
+        text = (
+            f"{name}: the best size grows as C ** {a.middle:.2f} ({a.low:.2f} to {a.high:.2f}); at {flops:.2g} FLOPs, "
+            f"{description}, it is {count(size.middle)} ({count(size.low)} to {count(size.high)}) parameters and "
+            f"{count(tokens.middle)} tokens."
+        )
+        found.append(Approach(name, size_law, text))
+    return [*found, Approach(LOSS, None, loss_law_text(points, flops, law))]
 
 
 def loss_law_text(points: Sequence[Point], flops: float, law: LossLaw | None = None) -> str:

@@ -14,6 +14,7 @@ MAX_SECONDS = 118 * cost.DAY  # BLOOM, 176B parameters on 384 A100: arXiv:2211.0
 MAX_TOKENS = 36e12  # Qwen3: arXiv:2505.09388, section 3.1
 MIN_POSITIONS = 1024  # of a row on one device, our choice: below it matmuls end before keys and values arrive
 MAX_EXPOSED = 0.2  # fraction of a step, our choice
+NEAR = 2.5  # factor within which published sizes are compared
 
 
 class Caution(NamedTuple):
@@ -50,31 +51,30 @@ def warmup_too_short(params: float, warmup_steps: int, warmup_tokens: float, b2:
 def rate_range(params: float, tokens: float, batch_tokens: float) -> tuple[cost.Range, list[str]]:
     """Returns (learning rates of published runs and formulas for this size and batch, a line for each)."""
     rates, lines = [], []
-    for run in scaling.near_runs(params):
-        linear, root = scaling.linear_rule(run, batch_tokens), scaling.square_root_rule(run, batch_tokens)
-        rates += [run.peak_lr, linear, root]
-        lines.append(
-            f"{run.name}: {run.peak_lr:.2g} at {units.count(run.batch_tokens)} tokens; for this batch {root:.2g} by "
-            f"the square-root rule, {linear:.2g} by the linear rule ({run.source})"
-        )
-    for rate, text in (
+    for run in scaling.RUNS:
+        if 1 / NEAR <= run.params / params <= NEAR:
+            times = batch_tokens / run.batch_tokens
+            linear, root = run.peak_lr * times, run.peak_lr * times**0.5
+            rates += [run.peak_lr, linear, root]
+            lines.append(
+                f"{run.name}: {run.peak_lr:.2g} at {units.count(run.batch_tokens)} tokens; for this batch {root:.2g} "
+                f"by the square-root rule, {linear:.2g} by the linear rule ({run.source})"
+            )
+    formulas = [
         (scaling.rate_by_flops(scaling.train_flops(params, tokens)), "0.3118 C^-0.125 (arXiv:2401.02954)"),
-        (scaling.rate_by_params(params), "0.003239 - 0.0001395 ln N (arXiv:2001.08361)"),
-        (scaling.rate_by_size(params, tokens), "1.79 N^-0.713 D^0.307 (arXiv:2503.04715)"),
-    ):
-        if rate is not None:
-            rates.append(rate)
-            lines.append(f"{text}: {rate:.2g}")
+        (1.79 * params**-0.713 * tokens**0.307, "1.79 N^-0.713 D^0.307 (arXiv:2503.04715)"),
+    ]
+    if params <= 1.5e9:  # appendix D.6
+        formulas.insert(1, (0.003239 - 0.0001395 * math.log(params), "0.003239 - 0.0001395 ln N (arXiv:2001.08361)"))
+    lines += [f"{text}: {rate:.2g}" for rate, text in formulas]
+    rates += [rate for rate, _ in formulas]
     return cost.Range(min(rates), max(rates)), lines
 
 
 def rate_outside(
     params: float, tokens: float, batch_tokens: float, peak_lr: float, optimizer: str = "adamw"
 ) -> Caution | None:
-    """A peak learning rate outside the published range for the size, scaled to the batch by both rules.
-
-    optimizer: of scaling.TIMES_ADAMW.
-    """
+    """A peak rate outside the published range for the size and batch. optimizer: of scaling.TIMES_ADAMW."""
     span, lines = rate_range(params, tokens, batch_tokens)
     if (factors := scaling.TIMES_ADAMW[optimizer]) != (1.0, 1.0):
         low, high = factors
@@ -205,19 +205,16 @@ def batch_too_large(params: float, tokens: float, batch_tokens: float) -> Cautio
         f"a batch of {units.count(batch_tokens)} tokens is beyond the critical batch",
         f"2.1e8 L^-4.8 = {units.count(critical)} tokens at the loss of {loss:.2f} nats where it would end; larger "
         "batches save steps and cost tokens. A newer fit of the best batch, 0.58 D^0.571, says "
-        f"{units.count(scaling.batch_by_tokens(tokens))}",
+        f"{units.count(0.58 * tokens**0.571)}",
         f"set batch_tokens to about {units.count(critical)}, or begin with a smaller batch",
         "arXiv:1812.06162; arXiv:2001.08361, figure 10; arXiv:2503.04715",
     )
 
 
 def save_interval(interval: float, save_seconds: float, num_chips: float, wall_seconds: float) -> Caution | None:
-    """An interval between checkpoints that loses more than 1% of the time compared with the best one.
-
-    A run shorter than an interval has one checkpoint, at its end.
-    """
+    """An interval between checkpoints that loses more than 1% of the time compared with the best one."""
     mtbf = cost.mean_seconds_between_failures(num_chips)
-    best = min(cost.best_save_interval(save_seconds, mtbf), wall_seconds)
+    best = min(cost.best_save_interval(save_seconds, mtbf), wall_seconds)  # at the latest at the end of the run
     interval = min(interval, wall_seconds)
     lost_fraction, min_lost = (cost.lost_share(seconds, save_seconds, mtbf) for seconds in (interval, best))
     if lost_fraction - min_lost < 0.01:
@@ -272,10 +269,7 @@ def bubble_too_large(schedule: ScheduleSize, num_layers: int) -> Caution | None:
 
 
 def wrong_axis_across_slices(crossing: str, number: int, seconds: Mapping[str, float]) -> Caution | None:
-    """The axis of pipeline and data that sends more crosses slices or hosts.
-
-    crossing: that axis, of size `number` across them. seconds: per step on the links between them, for either axis.
-    """
+    """The axis of pipeline and data that sends more crosses `number` slices or hosts. seconds: per step, of either."""
     (other,) = set(seconds) - {crossing}
     if seconds[crossing] <= 2 * seconds[other]:
         return None
@@ -324,9 +318,8 @@ def dtype_mismatch(dtype: str, chip: Chip) -> Caution | None:
         )
     if dtype == "float32" and chip.fp32_flops is not None and has_matrix_units(chip):
         shorter = "bfloat16" if chip.bfloat16 else "float16"
-        slower = (
-            "as TF32 at half of that at best" if chip.bfloat16 else f"at most {chip.fp32_flops / 1e12:.3g} in float32"
-        )
+        float32 = f"at most {chip.fp32_flops / 1e12:.3g} in float32"
+        slower = "as TF32 at half of that at best" if chip.bfloat16 else float32
         return Caution(
             f"model.compute_dtype='float32' on {chip.name}",
             f"its matrix units do {chip.peak_flops / 1e12:.0f} TFLOP/s in {shorter}, {slower}; activations take twice "

@@ -5,18 +5,14 @@ from typing import NamedTuple
 
 from jaxscale import units
 
-HOUR, DAY, MONTH_HOURS = 3600.0, 86400.0, 730.0
+HOUR, DAY = 3600.0, 86400.0
 GOODPUT = 0.90  # arXiv:2407.21783, section 3.3.4: more than 90% effective training time over 54 days
 GOODPUT_SOURCE = "arXiv:2407.21783, section 3.3.4: more than 90% of the time on 16,384 H100"
 # 419 unexpected interruptions in 54 days on 16,384 GPUs: arXiv:2407.21783, section 3.3.4 and table 5.
 FAILURES_PER_CHIP_HOUR = 419 / (54 * 24 * 16_384)
 FAILURES_SOURCE = "arXiv:2407.21783, table 5: 419 unexpected interruptions in 54 days on 16,384 H100"
-PUE = {"tpu": 1.10, "gpu": 1.56, "cpu": 1.56}
-PUE_SOURCE = {
-    "tpu": "1.10, Google's data centres (cnbc.com, 2022-04-13)",
-    "gpu": "1.56, the average of operators' largest sites (Uptime Institute's survey of 2024)",
-    "cpu": "1.56, the average of operators' largest sites (Uptime Institute's survey of 2024)",
-}
+LARGE_SITES = 1.56, "1.56, the average of operators' largest sites (Uptime Institute's survey of 2024)"
+PUE = {"tpu": (1.10, "1.10, Google's data centres (cnbc.com, 2022-04-13)"), "gpu": LARGE_SITES, "cpu": LARGE_SITES}
 STORAGE_DOLLARS_PER_GB_MONTH = 0.020
 STORAGE_SOURCE = "$0.020 a GB and month: cloud.google.com/storage/pricing, standard storage in us-central1"
 SAVE_BYTES_PER_SECOND = 1e9  # of one host, assumed
@@ -58,10 +54,7 @@ def mean_seconds_between_failures(num_chips: float) -> float:
 
 
 def best_save_interval(save_seconds: float, between_failures: float) -> float:
-    """Returns the seconds between checkpoints that lose the least time: sqrt(2 x save x MTBF), to first order.
-
-    Source: Young, CACM 17(9), 1974; Daly, Future Generation Computer Systems 22(3), 2006.
-    """
+    """Returns sqrt(2 x save x MTBF) seconds (Young, CACM 17(9), 1974; Daly, FGCS 22(3), 2006)."""
     return math.sqrt(2 * save_seconds * between_failures)
 
 

@@ -18,8 +18,8 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxscale.system.exits import BadInput
-from jaxscale.tools.planning.isoflop import MIN_GROUPS, Optimum, SizeLaw, group_by
-from jaxscale.tools.planning.loss_law import SAME, Point
+from jaxscale.tools.planning.isoflop import MIN_GROUPS, BestSize, Lines, SizeLaw, group_by
+from jaxscale.tools.planning.loss_law import SAME
 from jaxscale.units import count
 
 NUM_FLOPS = 1500  # FLOP counts at which curves are compared, as in the paper
@@ -48,24 +48,10 @@ def curve_of_run(params: float, flops_per_token: float, tokens: Sequence[float],
     return Curve(params, flops_per_token, tokens[begin:], losses[begin:])
 
 
-def curves_of_ends(points: Sequence[Point]) -> list[Curve]:
-    """Returns curves through the ends of runs, one per size with at least two."""
-    found = []
-    for group in group_by(points, lambda point: point.params, SAME):
-        ordered = sorted(group, key=lambda point: point.compute)
-        if len(ordered) > 1:
-            per_token = math.exp(float(np.mean([math.log(p.compute / p.tokens) for p in ordered])))
-            found.append(Curve(group[0].params, per_token, [p.tokens for p in ordered], [p.loss for p in ordered]))
-    return found
-
-
 def envelope(curves: Sequence[Curve], *, draws: int = 400, seed: int = 0) -> SizeLaw:
-    """Returns approach 1, deterministic for the same curves and seed. Its optima are the edges.
-
-    Raises BadInput if fewer than three sizes overtake a smaller one.
-    """
+    """Returns approach 1, its optima the edges. Raises BadInput for fewer than three edges."""
     known = [curve for curve in curves if len(curve.tokens) > 1]
-    edges, left_out = SmoothedCurves.of(known).edges() if known else ([], [])
+    edges, left_out = find_edges(known) if known else ([], [])
     if len(edges) < MIN_GROUPS:
         raise BadInput(
             f"approach 1 needs {MIN_GROUPS + 1} sizes, each with the lowest curve for some FLOPs, and "
@@ -73,13 +59,11 @@ def envelope(curves: Sequence[Curve], *, draws: int = 400, seed: int = 0) -> Siz
             + "".join(f"; {reason}" for reason in left_out[:3])
             + "; add sizes between or outside these, or longer runs"
         )
-    return SizeLaw(1, tuple(edges), tuple(left_out), tuple(lines_through(edges, draws, np.random.default_rng(seed))))
+    return SizeLaw(tuple(edges), tuple(left_out), tuple(lines_through(edges, draws, np.random.default_rng(seed))))
 
 
-def lines_through(
-    edges: Sequence[Optimum], draws: int, rng: np.random.Generator
-) -> list[tuple[float, float, float, float]]:
-    """Returns slope and intercept of log N over log C, then of log D: of the edges, then of each draw.
+def lines_through(edges: Sequence[BestSize], draws: int, rng: np.random.Generator) -> list[Lines]:
+    """Returns the lines through the edges, then those of each draw.
 
     Sizes are chosen and FLOPs observed, so log C is fitted over log N and the line inverted. A draw resamples
     residuals, scaled by Student's factor for the uncertainty of few edges. D follows from N and C.
@@ -103,71 +87,55 @@ def lines_through(
     ]
 
 
-class SmoothedCurves(NamedTuple):
-    """Smoothed curves at common FLOP counts."""
+def losses_by_size(curves: Sequence[Curve]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Returns (FLOPs [C], lowest smoothed loss of each size [S, C], its parameters [S], its FLOPs per token [S]).
 
-    flops_C: np.ndarray
-    params_R: np.ndarray
-    per_token_R: np.ndarray  # FLOPs
-    losses_RC: np.ndarray  # infinite outside a curve
-
-    @classmethod
-    def of(cls, curves: Sequence[Curve]) -> "SmoothedCurves":
-        """Returns the curves. Raises BadInput for a loss or token count without a logarithm."""
-        for curve in curves:
-            if not (min(*curve.tokens, *curve.losses) > 0 and np.isfinite(curve.losses).all()):
-                raise BadInput(
-                    f"a curve of {curve.params:.3g} parameters has tokens or losses that are not above 0; leave it out"
-                )
-        ends = [(curve.flops_per_token * curve.tokens[0], curve.flops_per_token * curve.tokens[-1]) for curve in curves]
-        flops_C = np.geomspace(min(begin for begin, _ in ends), max(end for _, end in ends), NUM_FLOPS)
-        losses_RC = np.full((len(curves), NUM_FLOPS), math.inf)
-        for row, (curve, (begin, end)) in enumerate(zip(curves, ends)):
-            covers = (flops_C >= begin * (1 - 1e-9)) & (flops_C <= end * (1 + 1e-9))
-            losses_RC[row, covers] = np.exp(np.interp(np.log(flops_C[covers] / curve.flops_per_token), *smooth(curve)))
-        params_R, per_token_R = (np.array(values, float) for values in zip(*(curve[:2] for curve in curves)))
-        return cls(flops_C, params_R, per_token_R, losses_RC)
-
-    def edges(self) -> tuple[list[Optimum], list[str]]:
-        """Returns (FLOPs where a size overtakes a smaller one, reasons for what was left out)."""
-        losses_SC, params_S, per_token_S = self.sizes()
-        some = np.isfinite(losses_SC).any(axis=0)
-        flops_C, losses_SC = self.flops_C[some], losses_SC[:, some]
-        best_C, found, left_out = losses_SC.argmin(axis=0), [], []
-        winners = np.unique(best_C)
-        for small, large in pairwise(winners):
-            above_C = best_C >= large
-            # With noise sizes alternate near an edge: minimise the FLOP counts on its wrong side.
-            wrong_C = np.cumsum(np.where(above_C, 1, -1)) - np.where(above_C, 1, -1)  # up to a constant
-            at = int(np.argmin(wrong_C))
-            both = slice(max(at - 1, 0), at + 1)
-            if not 0 < at or not np.isfinite(losses_SC[small : large + 1, both]).all():
-                larger, smaller = count(float(params_S[large])), count(float(params_S[small]))
-                left_out.append(
-                    f"{larger} parameters overtake {smaller} where not all "
-                    "curves up to that size have begun, or some have ended"
-                )
-                continue
-            flops, params, per_token = map(
-                geometric_mean, (flops_C[both], params_S[[small, large]], per_token_S[[small, large]])
+    The smallest size is first. Losses are infinite outside the curves. Raises BadInput for a loss or token count
+    without a logarithm.
+    """
+    for curve in curves:
+        if not (min(*curve.tokens, *curve.losses) > 0 and np.isfinite(curve.losses).all()):
+            raise BadInput(
+                f"a curve of {curve.params:.3g} parameters has tokens or losses that are not above 0; leave it out"
             )
-            found.append(Optimum(flops, params, flops / per_token, float(losses_SC[best_C[at], at])))
-        for index, name in ((0, "smallest"), (len(params_S) - 1, "largest")):
-            if len(winners) and index in (winners[0], winners[-1]):
-                fraction = float(np.mean(best_C == index))
-                left_out.append(f"the {name} size is lowest at {fraction:.0%} of the FLOPs: the best may be outside")
-        return found, left_out
-
-    def sizes(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns (lowest loss of each size [S, C], its parameters, its FLOPs per token), smallest size first."""
-        groups = group_by(range(len(self.params_R)), lambda row: self.params_R[row], SAME)
-        first = [group[0] for group in groups]
-        return np.array([self.losses_RC[g].min(axis=0) for g in groups]), self.params_R[first], self.per_token_R[first]
+    ends = [(curve.flops_per_token * curve.tokens[0], curve.flops_per_token * curve.tokens[-1]) for curve in curves]
+    flops_C = np.geomspace(min(begin for begin, _ in ends), max(end for _, end in ends), NUM_FLOPS)
+    losses_RC = np.full((len(curves), NUM_FLOPS), math.inf)
+    for row, (curve, (begin, end)) in enumerate(zip(curves, ends)):
+        covers = (flops_C >= begin * (1 - 1e-9)) & (flops_C <= end * (1 + 1e-9))
+        losses_RC[row, covers] = np.exp(np.interp(np.log(flops_C[covers] / curve.flops_per_token), *smooth(curve)))
+    rows = group_by(range(len(curves)), lambda row: curves[row].params, SAME)
+    first = np.array([curves[group[0]][:2] for group in rows], float)
+    return flops_C, np.array([losses_RC[group].min(axis=0) for group in rows]), first[:, 0], first[:, 1]
 
 
-def geometric_mean(values: np.ndarray) -> float:
-    """Returns the geometric mean."""
-    return float(np.exp(np.log(values).mean()))
+def find_edges(curves: Sequence[Curve]) -> tuple[list[BestSize], list[str]]:
+    """Returns (FLOPs where a size overtakes a smaller one, reasons for what was left out)."""
+    flops_C, losses_SC, params_S, per_token_S = losses_by_size(curves)
+    some = np.isfinite(losses_SC).any(axis=0)
+    flops_C, losses_SC = flops_C[some], losses_SC[:, some]
+    best_C, found, left_out = losses_SC.argmin(axis=0), [], []
+    winners = np.unique(best_C)
+    geometric_mean = lambda values: float(np.exp(np.log(values).mean()))
+    for small, large in pairwise(winners):
+        # With noise sizes alternate near an edge: minimise the FLOP counts on its wrong side.
+        sides_C = np.where(best_C >= large, 1, -1)
+        at = int(np.argmin(np.cumsum(sides_C) - sides_C))  # up to a constant
+        both = slice(max(at - 1, 0), at + 1)
+        if not 0 < at or not np.isfinite(losses_SC[small : large + 1, both]).all():
+            left_out.append(
+                f"{count(float(params_S[large]))} parameters overtake {count(float(params_S[small]))} where not all "
+                "curves up to that size have begun, or some have ended"
+            )
+            continue
+        values = (flops_C[both], params_S[[small, large]], per_token_S[[small, large]])
+        flops, params, per_token = map(geometric_mean, values)
+        found.append(BestSize(flops, params, flops / per_token, float(losses_SC[best_C[at], at])))
+    for index, name in ((0, "smallest"), (len(params_S) - 1, "largest")):
+        if len(winners) and index in (winners[0], winners[-1]):
+            fraction = float(np.mean(best_C == index))
+            left_out.append(f"the {name} size is lowest at {fraction:.0%} of the FLOPs: the best may be outside")
+    return found, left_out
 
 
 def smooth(curve: Curve) -> tuple[np.ndarray, np.ndarray]:

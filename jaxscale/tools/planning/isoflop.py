@@ -15,21 +15,14 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from jaxscale.system.exits import BadInput
-from jaxscale.tools.planning.loss_law import INTERVAL, SAME, Point
+from jaxscale.tools.planning.loss_law import INTERVAL, SAME, Interval, Point
 
 T = TypeVar("T")
+Lines = tuple[float, float, float, float]  # slope and intercept of log N over log C, then of log D
 MIN_GROUPS = 3  # two points determine a line without an error
 
 
-class Interval(NamedTuple):
-    """A value with its 90% interval."""
-
-    low: float
-    middle: float
-    high: float
-
-
-class Optimum(NamedTuple):
+class BestSize(NamedTuple):
     """The lowest loss for this many FLOPs, and its size."""
 
     flops: float
@@ -42,12 +35,9 @@ class Optimum(NamedTuple):
 class SizeLaw:
     """Lines of log N and log D over log C."""
 
-    approach: int
-    optima: tuple[Optimum, ...]
+    optima: tuple[BestSize, ...]
     left_out: tuple[str, ...]  # groups without an optimum, with the reason
-    draws: tuple[
-        tuple[float, float, float, float], ...
-    ]  # slope and intercept of log N, then of log D; the fit is first
+    draws: tuple[Lines, ...]  # the fit is first
 
     @property
     def params_exponent(self) -> Interval:
@@ -93,37 +83,27 @@ def parabolas(
     """
     rng, groups = np.random.default_rng(seed), equal_flops_groups(points, budgets, within)
     found = [(group, parabola_minimum(group, np.ones(len(group)))) for group in groups]
-    optima = [optimum for _, optimum in found if isinstance(optimum, Optimum)]
+    optima = [optimum for _, optimum in found if isinstance(optimum, BestSize)]
     left_out = [reason for _, reason in found if isinstance(reason, str)]
     if len(optima) < MIN_GROUPS:
         raise BadInput(
             f"approach 2 needs {MIN_GROUPS} amounts of FLOPs with a best size, and the runs have {len(optima)}"
             + "".join(f"; {reason}" for reason in left_out[:3])
         )
-    used = [group for group, optimum in found if isinstance(optimum, Optimum)]
+    used = [group for group, optimum in found if isinstance(optimum, BestSize)]
 
-    def draw() -> list[Optimum]:
-        chosen = [used[place] for place in rng.integers(0, len(used), len(used))]
-        tried = [parabola_minimum(group, rng.exponential(size=len(group))) for group in chosen]
-        return [optimum for optimum in tried if isinstance(optimum, Optimum)]
-
-    return fit_lines(2, optima, left_out, draw, draws)
-
-
-def fit_lines(
-    approach: int, optima: Sequence[Optimum], left_out: Sequence[str], draw: Callable[[], list[Optimum]], draws: int
-) -> SizeLaw:
-    """Returns lines through the optima, and through those of each draw with at least two amounts of FLOPs."""
     lines = [lines_through(optima)]
     for _ in range(draws):
-        drawn = draw()
+        chosen = [used[place] for place in rng.integers(0, len(used), len(used))]
+        tried = [parabola_minimum(group, rng.exponential(size=len(group))) for group in chosen]
+        drawn = [optimum for optimum in tried if isinstance(optimum, BestSize)]
         if len({optimum.params for optimum in drawn}) >= 2 and len({optimum.flops for optimum in drawn}) >= 2:
             lines.append(lines_through(drawn))
-    return SizeLaw(approach, tuple(optima), tuple(left_out), tuple(lines))
+    return SizeLaw(tuple(optima), tuple(left_out), tuple(lines))
 
 
-def lines_through(optima: Sequence[Optimum]) -> tuple[float, float, float, float]:
-    """Returns slope and intercept of log N over log C, then of log D, by least squares."""
+def lines_through(optima: Sequence[BestSize]) -> Lines:
+    """Returns lines through the optima, by least squares."""
     log_flops = np.log([optimum.flops for optimum in optima])
     lines = [np.polyfit(log_flops, np.log(values), 1) for values in zip(*[(o.params, o.tokens) for o in optima])]
     (a, a_start), (b, b_start) = lines
@@ -149,7 +129,7 @@ def group_by(points: Iterable[T], key: Callable[[T], float], within: float) -> l
     return groups
 
 
-def parabola_minimum(group: Sequence[Point], weights: np.ndarray) -> Optimum | str:
+def parabola_minimum(group: Sequence[Point], weights: np.ndarray) -> BestSize | str:
     """Returns the minimum of a parabola of loss in log N, or why there is none."""
     log_params = np.log([point.params for point in group])
     flops = math.exp(float(np.mean(np.log([point.compute for point in group]))))
@@ -165,4 +145,4 @@ def parabola_minimum(group: Sequence[Point], weights: np.ndarray) -> Optimum | s
         return f"{name}: the lowest loss is at the edge of its sizes"
     line = np.polyfit(log_params - center, np.log([point.tokens for point in group]), 1, w=roots)
     loss = float(intercept - slope**2 / (4 * curvature))
-    return Optimum(flops, math.exp(best + center), math.exp(float(np.polyval(line, best))), loss)
+    return BestSize(flops, math.exp(best + center), math.exp(float(np.polyval(line, best))), loss)

@@ -14,22 +14,22 @@ import numpy as np
 from scipy.special import stdtrit
 
 from jaxscale.system.exits import BadInput
-from jaxscale.tools.planning.loss_law import INTERVAL, Prediction
-from jaxscale.tools.planning.scaling_ladder import LadderRun, Schedule
+from jaxscale.tools.planning.loss_law import INTERVAL, Interval
+from jaxscale.tools.planning.scaling_ladder import LadderRun, ScheduleShape
 
 SMOOTHED = 0.05  # fraction of a run in the averaging window of the training loss
 PARTS = np.linspace(0.15, 1.0, 35)  # of the run; before them the loss depends on steps, not on the fraction
 MIN_CURVES = 3
 
 
-class Shape(NamedTuple):
+class CurveShape(NamedTuple):
     """Log of (smoothed training loss / held-out loss at the end) at PARTS of the run, float64[parts] each."""
 
     middle: np.ndarray
     half_width: np.ndarray  # half width of the band
 
 
-class Band(NamedTuple):
+class LossBand(NamedTuple):
     """Expected range of the smoothed training loss, nats per token."""
 
     tokens: tuple[int, ...]
@@ -46,7 +46,7 @@ def smoothed(rung: LadderRun) -> np.ndarray | None:
     return np.log([rung.losses[window].mean() / rung.loss for window in windows])
 
 
-def curve_shape(rungs: Sequence[LadderRun], schedule: Schedule) -> Shape:
+def curve_shape(rungs: Sequence[LadderRun], schedule: ScheduleShape) -> CurveShape:
     """Returns the shape of runs with this schedule.
 
     The band is Student's prediction interval for one more run: quantiles of a few curves would be too narrow. Raises
@@ -71,11 +71,11 @@ def curve_shape(rungs: Sequence[LadderRun], schedule: Schedule) -> Shape:
     return student_interval(np.array(curves))
 
 
-def student_interval(curves: np.ndarray) -> Shape:
+def student_interval(curves: np.ndarray) -> CurveShape:
     """Returns the mean and the prediction interval of one more curve, from float64[runs, parts]."""
     number = len(curves)
     width = float(stdtrit(number - 1, INTERVAL[1])) * math.sqrt(1 + 1 / number)
-    return Shape(curves.mean(axis=0), width * curves.std(axis=0, ddof=1))
+    return CurveShape(curves.mean(axis=0), width * curves.std(axis=0, ddof=1))
 
 
 def coverage(rungs: Sequence[LadderRun]) -> dict[str, float]:
@@ -90,12 +90,12 @@ def coverage(rungs: Sequence[LadderRun]) -> dict[str, float]:
     return found
 
 
-def make_band(end: Prediction, shape: Shape, tokens: int) -> Band:
+def make_band(end: Interval, shape: CurveShape, tokens: int) -> LossBand:
     """Returns the band of a run; the errors of end and shape are added as independent."""
     below, above = math.log(end.middle / end.low), math.log(end.high / end.middle)
     middle = math.log(end.middle) + shape.middle
     column = lambda values: tuple(float(value) for value in np.exp(values))
-    return Band(
+    return LossBand(
         tuple(round(part * tokens) for part in PARTS),
         column(middle - np.hypot(shape.half_width, below)),
         column(middle),
@@ -103,7 +103,7 @@ def make_band(end: Prediction, shape: Shape, tokens: int) -> Band:
     )
 
 
-def fraction_inside(band: Band, rung: LadderRun) -> float | None:
+def fraction_inside(band: LossBand, rung: LadderRun) -> float | None:
     """Returns the fraction of a finished run's curve in its band; None if the curve has gaps."""
     curve = smoothed(rung)
     if curve is None:

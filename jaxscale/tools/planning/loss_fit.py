@@ -5,6 +5,7 @@ least_squares takes 20 ms a descent; all 800 of a forecast take 0.4 s here (2026
 continues from the optima with scipy's L-BFGS.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
@@ -20,6 +21,7 @@ DESCENTS = 64  # best grid starts to descend from
 GAIN = 1e-10  # relative gain below which a descent ends
 MAX_STEPS = 100_000  # the slowest of 10,000 draws of ladders with 0.5 to 10% noise took 12,000
 Form = Literal["both", "params", "tokens"]
+NAMES = {"both": ("params", "tokens"), "params": ("params",), "tokens": ("tokens",)}  # with a term in each form
 
 
 class Problem(NamedTuple):
@@ -40,8 +42,7 @@ class Problem(NamedTuple):
     @classmethod
     def of(cls, points: Sequence[Any], form: Form) -> "Problem":
         """Returns the problem of these loss_law.Points."""
-        names = {"both": ("params", "tokens"), "params": ("params",), "tokens": ("tokens",)}[form]
-        x = np.log([[getattr(point, name) for point in points] for name in names])
+        x = np.log([[getattr(point, name) for point in points] for name in NAMES[form]])
         centre, target = x.mean(axis=1), np.log([point.loss for point in points])
         x = x - centre[:, None]
         starts = grid(len(x), float(np.exp(target.min())), float(np.exp(target.mean())))
@@ -94,46 +95,32 @@ class Problem(NamedTuple):
         """Returns (thetas, losses) at the optima, by damped Newton steps of all draws together.
 
         The curvature is of the parabola that majorises the Huber loss (reweighted least squares), so a full step seldom
-        overshoots; one that does is rejected and damped more. A parameter whose slope presses it against a bound is
-        fixed.
+        overshoots; one that does is rejected and damped more.
         """
-        least, most = self.bounds
-        thetas = np.clip(thetas, least, most)
-        losses, slopes, curves = self.model(thetas, weights, pulls, targets)
+        thetas = np.clip(thetas, *self.bounds)
+        losses, slopes, curves = state = self.model(thetas, weights, pulls, targets)
         damping, active = np.full(len(thetas), 1e-3), np.arange(len(thetas))
         for _ in range(MAX_STEPS):
-            current, slope, curve = thetas[active], slopes[active], curves[active]
-            free = ~((current <= least) & (slope > 0) | (current >= most) & (slope < 0))
-            diagonal = np.where(free, damping[active][:, None] * np.einsum("rii->ri", curve), 1.0)
-            damped = curve * (free[:, :, None] & free[:, None]) + diagonal[:, :, None] * np.eye(len(least))
-            steps = np.linalg.solve(damped, (slope * free)[:, :, None])[:, :, 0]
-            candidates = np.clip(current - steps, least, most)
-            moved, found = candidates - current, self.model(candidates, weights[active], pulls[active], targets[active])
-            predicted = -(slope * moved).sum(1) - 0.5 * np.einsum("rp,rpq,rq->r", moved, curve, moved)
+            current = (thetas[active], slopes[active], curves[active], damping[active])
+            candidates, predicted = newton_step(*current, self.bounds)
+            found = self.model(candidates, weights[active], pulls[active], targets[active])
             gained = losses[active] - found[0]
-            ended = (np.abs(predicted) <= GAIN * (1 + losses[active])) & (damping[active] < 0.1) | (
-                damping[active] > 1e12
-            )
+            is_flat = (np.abs(predicted) <= GAIN * (1 + losses[active])) & (damping[active] < 0.1)
+            ended = is_flat | (damping[active] > 1e12)
             better = gained > 0
-            thetas[active[better]] = candidates[better]
-            for values, new in zip((losses, slopes, curves), found):
+            for values, new in zip((thetas, *state), (candidates, *found)):
                 values[active[better]] = new[better]
             factor = np.where(better & (gained > predicted / 4), 0.1, np.where(better, 2.0, 4.0))
             damping[active] = np.maximum(damping[active] * factor, 1e-12)
             active = active[~ended]
             if not len(active):
-                break
-        if len(active):
-            raise RuntimeError(f"{len(active)} of {len(thetas)} descents did not converge in {MAX_STEPS} steps")
-        return thetas, losses
+                return thetas, losses
+        raise RuntimeError(f"{len(active)} of {len(thetas)} descents did not converge in {MAX_STEPS} steps")
 
     def model(
         self, thetas: np.ndarray, weights: np.ndarray, pulls: np.ndarray, targets: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns (losses [draws], gradients [draws, p], positive curvatures [draws, p, p]), p = 1 + 2 powers.
-
-        Each row of thetas has its own weights and targets, float64[draws, points], and pulls.
-        """
+        """Returns (losses [draws], gradients [draws, p], positive curvatures [draws, p, p]), p = 1 + 2 powers."""
         powers = self.powers
         parts = log_terms(thetas, self.x)
         fitted = np.logaddexp.reduce(parts, axis=1)
@@ -150,16 +137,32 @@ class Problem(NamedTuple):
 
     def terms(self, theta: np.ndarray) -> tuple[float, float, float, float, float]:
         """Returns E, A, B, alpha, beta, from N = D = 1; 0 for terms that the form lacks."""
-        powers = self.powers
-        factors = np.exp(theta[1 : 1 + powers] + theta[1 + powers :] * self.centre)
-        found = dict(zip({"both": "AB", "params": "A", "tokens": "B"}[self.form], factors))
-        found |= dict(zip({"both": "ab", "params": "a", "tokens": "b"}[self.form], theta[1 + powers :]))
-        A, B, alpha, beta = (float(found.get(name, 0.0)) for name in "ABab")
+        exponents = theta[1 + self.powers :]
+        factors = np.exp(theta[1 : 1 + self.powers] + exponents * self.centre)
+        found = dict(zip(NAMES[self.form], zip(factors.tolist(), exponents.tolist())))
+        (A, alpha), (B, beta) = (found.get(name, (0.0, 0.0)) for name in NAMES["both"])
         return float(np.exp(theta[0])), A, B, alpha, beta
 
     def residuals(self, theta: np.ndarray) -> np.ndarray:
         """Returns the residuals of the points in log L, float64[points]."""
         return self.target - np.logaddexp.reduce(log_terms(theta[None], self.x)[0])
+
+
+def newton_step(
+    thetas: np.ndarray, slopes: np.ndarray, curves: np.ndarray, damping: np.ndarray, bounds: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns (thetas after a damped Newton step, the gain that it predicts).
+
+    A parameter whose slope presses it against a bound is fixed.
+    """
+    least, most = bounds
+    free = ~((thetas <= least) & (slopes > 0) | (thetas >= most) & (slopes < 0))
+    diagonal = np.where(free, damping[:, None] * np.einsum("rii->ri", curves), 1.0)
+    damped = curves * (free[:, :, None] & free[:, None]) + diagonal[:, :, None] * np.eye(len(least))
+    steps = np.linalg.solve(damped, (slopes * free)[:, :, None])[:, :, 0]
+    candidates = np.clip(thetas - steps, least, most)
+    moved = candidates - thetas
+    return candidates, -(slopes * moved).sum(1) - 0.5 * np.einsum("rp,rpq,rq->r", moved, curves, moved)
 
 
 def log_terms(thetas: np.ndarray, x: np.ndarray) -> np.ndarray:
@@ -174,17 +177,13 @@ def log_terms(thetas: np.ndarray, x: np.ndarray) -> np.ndarray:
 def grid(powers: int, least: float, mean: float) -> np.ndarray:
     """Returns float64[starts, 1 + 2 powers]: E as a fraction of the least loss, the terms' shares of the remainder,
     exponents."""
-    fractions, exponents = (0.02, 0.2, 0.4, 0.6, 0.8, 0.95), (0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5)
-    shares = (0.1, 0.3, 0.5, 0.7, 0.9) if powers == 2 else (1.0,)
-    found = []
-    for fraction in fractions:
-        remainder = mean - fraction * least
-        for share in shares:
-            split = (share, 1 - share)[:powers]
-            levels = [math.log(fraction * least), *(math.log(remainder * s) for s in split)]
-            for power in np.ndindex(*(len(exponents),) * powers):
-                found.append([*levels, *(exponents[i] for i in power)])
-    return np.array(found)
+    exponents = itertools.product((0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5), repeat=powers)
+    splits = [(share, 1 - share) for share in (0.1, 0.3, 0.5, 0.7, 0.9)] if powers == 2 else [(1.0,)]
+    fractions = (0.02, 0.2, 0.4, 0.6, 0.8, 0.95)
+    return np.array([
+        [math.log(fraction * least), *(math.log((mean - fraction * least) * share) for share in split), *power]
+        for fraction, split, power in itertools.product(fractions, splits, exponents)
+    ])  # fmt: skip
 
 
 def huber(off: np.ndarray) -> np.ndarray:

@@ -46,7 +46,7 @@ class Point(NamedTuple):
         return 6 * self.params * self.tokens if self.flops is None else self.flops
 
 
-class Noise(NamedTuple):
+class SeedNoise(NamedTuple):
     """Spread between runs that differ only in the seed."""
 
     off: float  # standard deviation of log L
@@ -69,8 +69,8 @@ class Terms(NamedTuple):
         return self.E + in_params + in_tokens
 
 
-class Prediction(NamedTuple):
-    """Nats per token."""
+class Interval(NamedTuple):
+    """A value with its 90% interval."""
 
     low: float
     middle: float
@@ -87,11 +87,11 @@ class LossLaw:
     without_pull: Terms  # with a nearly flat prior on the exponents
     draws: tuple[Terms, ...]  # of the bootstrap
     noise: tuple[float, ...]  # residuals of the ladder in log L, scaled to a new run's
-    freedom: float  # degrees of freedom of this noise: runs minus parameters of the law, or those of a Noise
+    freedom: float  # degrees of freedom of this noise: runs minus parameters of the law, or those of a SeedNoise
     left_out_error: float | None  # log of (measured / forecast) of the run with most FLOPs, from the others
     line: tuple[float, float] | None  # form params: log D = line[0] + line[1] log N in the ladder
 
-    def predict(self, params: float, tokens: float, seed: int = 0) -> Prediction:
+    def predict(self, params: float, tokens: float, seed: int = 0) -> Interval:
         """Returns (low, middle, high) of a run's final loss. Raises BadInput if the ladder does not determine it."""
         self.check_reach(params, tokens)
         middle = self.terms.loss(params, tokens)
@@ -103,9 +103,8 @@ class LossLaw:
         low, high = middle * np.exp(np.quantile(off, INTERVAL))
         # Extrapolation is not better than the error on the ladder's own largest run.
         missed = abs(self.left_out_error or 0.0)
-        return Prediction(
-            min(float(low), middle * math.exp(-missed)), middle, max(float(high), middle * math.exp(missed))
-        )
+        low, high = min(float(low), middle * math.exp(-missed)), max(float(high), middle * math.exp(missed))
+        return Interval(low, middle, high)
 
     def check_reach(self, params: float, tokens: float) -> None:
         """Raises BadInput if this run varies in a direction for which the law has no term."""
@@ -131,10 +130,7 @@ class LossLaw:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain data for JSON."""
-        low_high = {
-            name: [float(value) for value in np.quantile([getattr(draw, name) for draw in self.draws], INTERVAL)]
-            for name in Terms._fields
-        }
+        low_high = dict(zip(Terms._fields, np.quantile(np.array(self.draws), INTERVAL, axis=0).T.tolist()))
         return {
             "form": self.form,
             **self.terms._asdict(),
@@ -147,11 +143,10 @@ class LossLaw:
         }
 
 
-def fit(points: Sequence[Point], *, draws: int = 400, seed: int = 0, noise: Noise | None = None) -> LossLaw:
+def fit(points: Sequence[Point], *, draws: int = 400, seed: int = 0, noise: SeedNoise | None = None) -> LossLaw:
     """Returns the law of the points, deterministic for the same points and seed; 400 draws of 9 runs take about 1 s.
 
-    noise: of a run, if known; the interval includes at least this. Raises BadInput, in one line with what is missing,
-    for a ladder that determines no law.
+    noise: of a run, if known. Raises BadInput with what is missing, for a ladder that determines no law.
     """
     points = tuple(points)
     check_enough(points, noise)
@@ -170,9 +165,8 @@ def fit(points: Sequence[Point], *, draws: int = 400, seed: int = 0, noise: Nois
         weights, moved = np.ones_like(weights), rng.normal(0, noise.off, moved.shape)
         off, freedom = rng.normal(0, noise.off, 1000), noise.freedom
     thetas = problem.best_each(theta, weights[:, places], pulls, moved[:, places])
-    free = problem._replace(width=FREE).best_each(
-        theta, np.ones((1, len(points))), np.full((1, problem.powers), PULL_AT)
-    )
+    flat_prior, equal = problem._replace(width=FREE), np.ones((1, len(points)))
+    free = flat_prior.best_each(theta, equal, np.full((1, problem.powers), PULL_AT))
     return LossLaw(
         points=points,
         form=form,
@@ -191,7 +185,7 @@ def run_names(points: Sequence[Point]) -> list[str]:
     return [point.run or f"point {place}" for place, point in enumerate(points)]
 
 
-def check_enough(points: Sequence[Point], noise: Noise | None) -> None:
+def check_enough(points: Sequence[Point], noise: SeedNoise | None) -> None:
     """Raises BadInput if there are too few runs for a valid interval, or a loss is invalid."""
     if bad := [point for point in points if not (point.loss > 0 and math.isfinite(point.loss))]:
         raise BadInput(f"the loss of {bad[0].run or 'a run'} is {bad[0].loss}; leave it out")

@@ -91,11 +91,7 @@ def measured_on_chip(measurements: Sequence[Measured], device_kind: str) -> list
 
 
 def interpolate_rate(measurements: Sequence[Measured], dtype: str, pass_flops: float) -> tuple[float, list[Measured]]:
-    """Returns (FLOP/s over all devices that a pass of this size can expect, the measurements used).
-
-    Interpolates between two sizes on logarithmic axes; constant beyond the ends. Uses measurements of the same dtype,
-    or all if there are none.
-    """
+    """Returns (FLOP/s of such a pass, measurements used): between sizes of this dtype, on logarithmic axes."""
     same_dtype = [one for one in measurements if one.dtype == dtype] or list(measurements)
     ordered = sorted(same_dtype, key=lambda one: one.pass_flops)
     below = [one for one in ordered if one.pass_flops <= pass_flops]
@@ -112,8 +108,6 @@ def interpolate_rate(measurements: Sequence[Measured], dtype: str, pass_flops: f
 def from_record(record: dict[str, Any], *, platform: str, num_devices: int, memory_bytes: int) -> Measured:
     """Returns the measurement in a record that `jaxscale bench step` prints."""
     flops = record["gflops"] * 1e9
-    step_flops = flops * record["step_s"]
-    parts = record["num_microbatches"]
     return Measured(
         spec=record["spec"],
         device_kind=record["devices"].partition(" x ")[2],
@@ -121,7 +115,7 @@ def from_record(record: dict[str, Any], *, platform: str, num_devices: int, memo
         num_devices=num_devices,
         memory_bytes=memory_bytes,
         dtype=record["dtype"],
-        pass_flops=step_flops / parts,
+        pass_flops=flops * record["step_s"] / record["num_microbatches"],
         step_seconds=record["step_s"],
         flops_per_second=flops,
         date=record["date"],

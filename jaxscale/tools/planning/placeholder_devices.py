@@ -5,7 +5,8 @@ They have the attributes that mesh and shardings read (coordinates, hosts, slice
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+import types
+from typing import Any
 
 from jaxscale.kernels.hardware import CHIPS, Chip, find_chip
 from jaxscale.kernels.host_memory import HOST
@@ -13,23 +14,6 @@ from jaxscale.tools.planning.measured import Measured
 from jaxscale.tools.planning.topology import PLANNED, Topology, TopologyName, parse_topology
 
 THIS_MACHINE = "here"
-
-
-class MemoryKind(NamedTuple):
-    """A memory space of a device, as JAX names it."""
-
-    kind: str
-
-
-class NoClient:
-    """Client of placeholder devices: JAX asks which are local before it places arrays on a host."""
-
-    def process_index(self) -> int:
-        """Returns no process."""
-        return -1
-
-
-NO_CLIENT = NoClient()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,18 +27,16 @@ class PlannedDevice:
     slice_index: int
     coords: tuple[int, ...]
     core_on_chip: int = 0
-    client: NoClient = NO_CLIENT
+    # JAX asks which devices are local before it places arrays on a host: none of these
+    client = types.SimpleNamespace(process_index=lambda: -1)
 
-    def addressable_memories(self) -> list[MemoryKind]:
+    def addressable_memories(self) -> list[Any]:
         """Returns device memory, and host memory where offloading is supported (TPU)."""
-        return [MemoryKind("device"), *([MemoryKind(HOST)] if self.platform == "tpu" else [])]
+        return [types.SimpleNamespace(kind=kind) for kind in ("device", HOST)[: 1 + (self.platform == "tpu")]]
 
 
 def open_machine(text: str) -> Topology:
-    """Returns the named machine with placeholder devices. Names are those of topology.PLANNED.
-
-    Raises BadInput with the nearest valid name for an unknown chip or shape.
-    """
+    """Returns the machine of a name of topology.PLANNED. Raises BadInput with the nearest valid name."""
     name = parse_topology(text, planned=True)
     kind = PLANNED[name.family].device_kind
     if name.platform == "tpu":
@@ -66,7 +48,7 @@ def open_machine(text: str) -> Topology:
 
 def tpu_slices(name: TopologyName, kind: str) -> Topology:
     """Returns TPU slices, with chips in libtpu's order."""
-    x_size, y_size, z_size = (*name.shape, 1, 1)[:3]
+    x_size, y_size, *_ = (*name.shape, 1)
     cores = CHIPS[kind].devices_per_chip
     slice_devices = math.prod(name.shape) * cores
     slice_hosts = CHIPS[kind].num_hosts(slice_devices)
@@ -76,7 +58,6 @@ def tpu_slices(name: TopologyName, kind: str) -> Topology:
         for index in range(slice_devices):
             chip, core = divmod(index, cores)
             coords = (chip % x_size, chip // x_size % y_size, chip // x_size // y_size)
-            assert coords[2] < z_size
             host = slice_index * slice_hosts + index // per_host
             devices.append(PlannedDevice(len(devices), "tpu", kind, host, slice_index, coords, core))
     hosts = name.num_slices * slice_hosts
@@ -84,15 +65,9 @@ def tpu_slices(name: TopologyName, kind: str) -> Topology:
 
 
 def measured_machine(measured: Measured) -> Topology:
-    """Returns the machine that `jaxscale bench step --save` ran on.
-
-    A device that is not in the chip table gets the measured rate as its peak, so its MFU means nothing: check
-    find_chip.
-    """
-    kind, number = measured.device_kind, measured.num_devices
-    chip = find_chip(kind) or Chip(
-        f"{kind} of this machine", measured.flops_per_second / number, measured.memory_bytes, 0.0, "measured here"
-    )
-    platform = measured.platform
+    """Returns the machine of a measurement. An unknown chip gets the measured rate as its peak."""
+    kind, number, platform = measured.device_kind, measured.num_devices, measured.platform
+    rate, name = measured.flops_per_second / number, f"{kind} of this machine"
+    chip = find_chip(kind) or Chip(name, rate, measured.memory_bytes, 0.0, "measured here")
     devices = [PlannedDevice(i, platform, kind, 0, 0, (i, 0, 0)) for i in range(number)]
     return Topology(THIS_MACHINE, platform, chip, devices, 1, 1)

@@ -1,7 +1,9 @@
 """The plan of a run: what config, machine and options imply without compilation, computed once, as plain data."""
 
 import dataclasses
+import itertools
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -33,7 +35,7 @@ from jaxscale.tools.planning.communication import slice_crossing
 from jaxscale.tools.planning.cost import Range
 from jaxscale.tools.planning.measured import CompiledStep, Measured
 from jaxscale.tools.planning.memory import find_microbatches, memory_rows, usable_memory
-from jaxscale.tools.planning.run_plan import Data, Device, Machine, Money, RunPlan, Saves, Time, Work
+from jaxscale.tools.planning.run_plan import Data, DeviceMemory, Money, PlannedMachine, RunPlan, Saves, Time, Work
 from jaxscale.tools.planning.speed import Speed, plan_speed
 from jaxscale.tools.planning.topology import Topology, link_domains
 
@@ -98,10 +100,10 @@ def make_plan(
     return dataclasses.replace(plan, cautions=find_cautions(plan, cfg, program, topology, options))
 
 
-def plan_machine(topology: Topology, program: Program) -> Machine:
+def plan_machine(topology: Topology, program: Program) -> PlannedMachine:
     """Returns the machine and the mesh on it."""
     devices = len(topology.devices)
-    return Machine(
+    return PlannedMachine(
         topology=topology.name,
         platform=topology.platform,
         chip=topology.chip.name,
@@ -141,10 +143,10 @@ def plan_work(cfg: RunConfig, budget: Budget, program: Program) -> Work:
     )
 
 
-def plan_device(program: Program, topology: Topology, compiled: CompiledStep | None) -> Device:
+def plan_device(program: Program, topology: Topology, compiled: CompiledStep | None) -> DeviceMemory:
     """Returns the memory that a device needs and has."""
     need, (usable, usable_source) = memory_need(program), usable_memory(topology)
-    return Device(
+    return DeviceMemory(
         memory=memory_rows(program, need),
         memory_bytes=need.total,
         host_bytes=host_bytes(program.abstract_state),
@@ -158,7 +160,9 @@ def plan_device(program: Program, topology: Topology, compiled: CompiledStep | N
 
 def plan_money(options: PlanOptions, topology: Topology, num_chips: float, wall: Range | None) -> Money:
     """Returns chip-hours, dollars and energy of this wall time, if known."""
-    chip, pue = topology.chip, options.pue or cost.PUE[topology.platform]
+    chip, (pue, source) = topology.chip, cost.PUE[topology.platform]
+    if options.pue:
+        pue, source = options.pue, "as given by --pue"
     price = chip.price if options.price is None else Price(options.price, "now", "as given by --price")
     hours = wall and wall.times(num_chips / cost.HOUR)
     power = cost.megawatt_hours(chip.watts, num_chips, 1.0, pue) if chip.watts else None
@@ -168,13 +172,13 @@ def plan_money(options: PlanOptions, topology: Topology, num_chips: float, wall:
         dollars=hours.times(price.dollars_per_hour) if hours and price else None,
         watts=chip.watts,
         pue=pue,
-        pue_source="as given by --pue" if options.pue else cost.PUE_SOURCE[topology.platform],
+        pue_source=source,
         megawatt_hours=wall.times(power) if wall and power is not None else None,
         budget_dollars=options.budget_dollars,
     )
 
 
-def save_rate(options: PlanOptions, machine: Machine, measured: list[Measured]) -> tuple[float, str]:
+def save_rate(options: PlanOptions, machine: PlannedMachine, measured: list[Measured]) -> tuple[float, str]:
     """Returns (bytes/s to storage of all hosts together, source)."""
     if options.save_bytes_per_second:
         return options.save_bytes_per_second, "as given by --save_bandwidth"
@@ -187,7 +191,7 @@ def save_rate(options: PlanOptions, machine: Machine, measured: list[Measured]) 
 
 
 def plan_saves(
-    cfg: RunConfig, machine: Machine, program: Program, total_steps: int, speed: Speed, rate: tuple[float, str]
+    cfg: RunConfig, machine: PlannedMachine, program: Program, total_steps: int, speed: Speed, rate: tuple[float, str]
 ) -> Saves:
     """Returns size, time and interval of checkpoints, and their storage. rate: of save_rate()."""
     saves, (bytes_per_second, source) = cfg.checkpoint, rate
@@ -215,78 +219,73 @@ def find_cautions(
     plan: RunPlan, cfg: RunConfig, program: Program, topology: Topology, options: PlanOptions
 ) -> tuple[Caution, ...]:
     """Returns the cautions of a plan. Rules for some optimizers or for decoders apply to these only."""
-    found = [
-        *training_cautions(plan, cfg),
-        *time_cautions(plan, cfg),
-        *machine_cautions(plan, cfg, program, topology),
-        *speed_cautions(plan, cfg, options),
-    ]
-    return tuple(one for one in found if one is not None)
+    found = (
+        training_cautions(plan, cfg),
+        time_cautions(plan, cfg),
+        machine_cautions(plan, cfg, program, topology),
+        speed_cautions(plan, cfg, options),
+    )
+    return tuple(filter(None, itertools.chain(*found)))
 
 
-def training_cautions(plan: RunPlan, cfg: RunConfig) -> list[Caution | None]:
-    """Returns cautions about warmup, learning rate, tokens and batch."""
+def training_cautions(plan: RunPlan, cfg: RunConfig) -> Iterator[Caution | None]:
+    """Yields cautions about warmup, learning rate, tokens and batch."""
     work = plan.work
     is_decoder, size = scaling.laws_hold(cfg.model), (work.params, work.tokens)
-    found = [cautions.too_many_tokens(work.tokens)]
+    yield cautions.too_many_tokens(work.tokens)
     if plan.data.epochs:
-        found.append(cautions.too_many_epochs(plan.data.epochs))
+        yield cautions.too_many_epochs(plan.data.epochs)
     if cfg.optim.name in ADAM_OPTIMIZERS:
-        found.append(cautions.warmup_too_short(work.params, work.warmup_steps, work.warmup_tokens, cfg.optim.b2))
+        yield cautions.warmup_too_short(work.params, work.warmup_steps, work.warmup_tokens, cfg.optim.b2)
     if cfg.optim.name in scaling.TIMES_ADAMW and is_decoder:
-        found.append(cautions.rate_outside(*size, work.batch_tokens, cfg.optim.peak_lr, cfg.optim.name))
+        yield cautions.rate_outside(*size, work.batch_tokens, cfg.optim.peak_lr, cfg.optim.name)
     if is_decoder:
-        found += [cautions.too_few_tokens(*size), cautions.batch_too_large(*size, work.batch_tokens)]
-    return found
+        yield cautions.too_few_tokens(*size)
+        yield cautions.batch_too_large(*size, work.batch_tokens)
 
 
-def time_cautions(plan: RunPlan, cfg: RunConfig) -> list[Caution | None]:
-    """Returns cautions about the wall time, the limits of the run, and checkpoints."""
+def time_cautions(plan: RunPlan, cfg: RunConfig) -> Iterator[Caution | None]:
+    """Yields cautions about the wall time, the limits of the run, and checkpoints."""
     work, time, money, saves, chips = plan.work, plan.time, plan.money, plan.saves, plan.machine.num_chips
     if (wall := time.wall_seconds) is None:
-        return []
+        return
     is_decoder = scaling.laws_hold(cfg.model)
-    found = [cautions.wall_too_long(wall, chips, work.flops_per_token_6n * work.tokens if is_decoder else None)]
+    yield cautions.wall_too_long(wall, chips, work.flops_per_token_6n * work.tokens if is_decoder else None)
     for limit, available, needed in (
         ("the deadline", time.deadline_seconds, wall),
         ("the budget", money.budget_dollars, money.dollars),
     ):
         if available is not None and needed is not None:  # limits that end the run early even at the better speed
             reached = min(1.0, available / needed.low) * work.tokens
-            found.append(cautions.horizon_too_far(work.tokens, reached, cfg.optim.decay, limit))
+            yield cautions.horizon_too_far(work.tokens, reached, cfg.optim.decay, limit)
     if (interval := saves.save_interval_seconds) is not None:
-        found.append(cautions.save_interval(interval.high, saves.save_seconds, chips, wall.high))
-    return found
+        yield cautions.save_interval(interval.high, saves.save_seconds, chips, wall.high)
 
 
-def machine_cautions(plan: RunPlan, cfg: RunConfig, program: Program, topology: Topology) -> list[Caution | None]:
-    """Returns cautions about links between devices, and the dtype on this chip."""
-    chip, devices = topology.chip, len(topology.devices)
+def machine_cautions(plan: RunPlan, cfg: RunConfig, program: Program, topology: Topology) -> Iterator[Caution | None]:
+    """Yields cautions about links between devices, and the dtype on this chip."""
+    chip, devices, shape = topology.chip, len(topology.devices), program.mesh.shape
     domains = link_domains(topology.devices) if topology.platform != "cpu" else [0] * devices
-    found = [
-        cautions.tensor_over_slow_links(program.mesh.shape["tensor"], domains.count(domains[0]), chip),
-        cautions.bubble_too_large(program.plan.schedule_size, int(program.plan.pipeline.layers.max()) + 1),
-        cautions.too_few_positions(program.mesh.shape["context"], cfg.seq_len),
-        cautions.dtype_mismatch(cfg.model.compute_dtype, chip),
-    ]
+    yield cautions.tensor_over_slow_links(shape["tensor"], domains.count(domains[0]), chip)
+    yield cautions.bubble_too_large(program.plan.schedule_size, int(program.plan.pipeline.layers.max()) + 1)
+    yield cautions.too_few_positions(shape["context"], cfg.seq_len)
+    yield cautions.dtype_mismatch(cfg.model.compute_dtype, chip)
     if crossing := slice_crossing(program, topology):
-        found.append(cautions.wrong_axis_across_slices(*crossing))
+        yield cautions.wrong_axis_across_slices(*crossing)
     if not plan.time.speed.measured and plan.time.speed.mfu is not None:
-        found.append(cautions.unknown_bandwidth(len(set(domains)), devices, chip))
-    return found
+        yield cautions.unknown_bandwidth(len(set(domains)), devices, chip)
 
 
-def speed_cautions(plan: RunPlan, cfg: RunConfig, options: PlanOptions) -> list[Caution | None]:
-    """Returns cautions about the matmul time of a step and the requested MFU."""
+def speed_cautions(plan: RunPlan, cfg: RunConfig, options: PlanOptions) -> Iterator[Caution | None]:
+    """Yields cautions about the matmul time of a step and the requested MFU."""
     speed = plan.time.speed
     if (matmul_seconds := speed.compute_seconds) is None or speed.step_seconds is None:
-        return []
-    found = [cautions.exposed_communication(matmul_seconds, speed.exposed_seconds or 0.0)]
+        return
+    yield cautions.exposed_communication(matmul_seconds, speed.exposed_seconds or 0.0)
     if options.mfu is None:
-        found.append(cautions.pass_too_short(matmul_seconds / cfg.train.num_microbatches))
+        yield cautions.pass_too_short(matmul_seconds / cfg.train.num_microbatches)
     else:
-        found.append(cautions.mfu_beyond_reach(options.mfu, speed.step_seconds.low, matmul_seconds))
-    return found
+        yield cautions.mfu_beyond_reach(options.mfu, speed.step_seconds.low, matmul_seconds)
 
 
 def count_tokens(cfg: DataConfig, vocab_size: int) -> tuple[int | None, str]:

@@ -59,28 +59,24 @@ def model_rows(plan: RunPlan) -> Rows:
     basis = "of active parameters, " if sparse else "by the model's formula, "
     formula = f"{basis}attention included; {number} = {scientific(work.flops_per_token_6n)}"
     rows = f"{work.rows:,} rows of {work.seq_len:,} tokens in {plural(work.num_microbatches, 'microbatch')}"
+    by_length = ", each length by itself" if work.seq_len_ramp else ""
     batch, warmup_tokens = count(work.batch_tokens), count(work.warmup_tokens)
-    ramp = []
-    if work.ramp:
-        ends = ", ".join(f"{first:,}" for first, _ in work.ramp[1:4]) + ", ..." * (len(work.ramp) > 4)
-        note = f"from {count(work.ramp[0][1])} tokens, larger from batch {ends}; memory and speed are of the largest"
-        ramp = [("batch ramp", plural(len(work.ramp), "size"), note)]
-    if work.seq_len_ramp:
-        begins = ", ".join(f"{first:,}" for first, _ in work.seq_len_ramp[1:4]) + ", ..." * (len(work.seq_len_ramp) > 4)
-        note = f"from {work.seq_len_ramp[0][1]:,}, longer from batch {begins}; memory and speed are of the longest"
-        ramp.append(("tokens in a row", plural(len(work.seq_len_ramp), "length"), note))
+    begins = lambda stages: ", ".join(f"{first:,}" for first, _ in stages[1:4]) + ", ..." * (len(stages) > 4)
+    ramps = []
+    if stages := work.ramp:
+        note = f"from {count(stages[0][1])} tokens, larger from batch {begins(stages)}"
+        ramps.append(("batch ramp", plural(len(stages), "size"), f"{note}; memory and speed are of the largest"))
+    if stages := work.seq_len_ramp:
+        note = f"from {stages[0][1]:,}, longer from batch {begins(stages)}"
+        ramps.append(("tokens in a row", plural(len(stages), "length"), f"{note}; memory and speed are of the longest"))
     return [
         ("parameters", count(work.params), active),
         ("FLOPs per token", scientific(work.flops_per_token), formula),
         ("tokens", count(work.tokens), f"{work.total_steps:,} steps of {'up to ' * bool(work.ramp)}{batch} tokens"),
         ("tokens per parameter", digits(ratio), word),
-        (
-            "FLOPs of training",
-            scientific(work.train_flops),
-            f"FLOPs per token x tokens{', each length by itself' * bool(work.seq_len_ramp)}",
-        ),
+        ("FLOPs of training", scientific(work.train_flops), f"FLOPs per token x tokens{by_length}"),
         ("batch", batch, f"{rows}; {plural(work.rows_per_pass, 'row')} a device and pass"),
-        *ramp,
+        *ramps,
         ("warmup", f"{work.warmup_steps:,} steps", f"{warmup_tokens} tokens"),
     ]
 

@@ -1,6 +1,7 @@
 """A model for a number of FLOPs or parameters: shape, tokens, batch and rate by published rules, and its config."""
 
 import dataclasses
+import json
 import math
 from typing import Any
 
@@ -90,16 +91,13 @@ def shortened(proposal: Proposal, share: float) -> Proposal:
 
 
 def make_proposal(model: dict[str, Any], tokens: int, rule: scaling.Alternative, reason: str) -> Proposal:
-    """Returns the run with batch and rate by compute (arXiv:2401.02954, equation 1).
-
-    The batch is a power of two of rows, at most the critical one (scaling.critical_batch).
-    """
+    """Returns the run with batch and rate by compute (arXiv:2401.02954, equation 1), below the critical batch."""
     params = shape_params(model)
     flops = scaling.train_flops(params, tokens)
     seq_len = SEQ_LEN if model["embed_dim"] > SMALL_WIDTH else SEQ_LEN // 2
     critical = scaling.critical_batch(scaling.predicted_loss(params, tokens))
     most = min(critical, tokens / 100) / seq_len  # at least 100 steps
-    target = 2 ** round(math.log2(scaling.batch_by_flops(flops) / seq_len))
+    target = 2 ** round(math.log2(0.2920 * flops**0.3271 / seq_len))
     rows = max(1, min(target, 2 ** math.floor(math.log2(max(1.0, most)))))
     rate = float(f"{scaling.rate_by_flops(flops):.2g}")
     return Proposal(params, tokens, flops, reason, model, seq_len, rows, rate, rule)
@@ -112,10 +110,7 @@ def warmup(proposal: Proposal) -> str:
 
 
 def find_shape(params: float, within: float = 0.06) -> dict[str, Any]:
-    """Returns a Llama within `within` of this many parameters, with a width nearest to 128 per layer.
-
-    If whole heads allow none, the nearest number of parameters.
-    """
+    """Returns a Llama within `within` of this many parameters, or the nearest, about 128 wide per layer."""
     models = [config_for_depth(depth, params) for depth in range(2, 257)]
     distance = lambda model: (
         abs(math.log(shape_params(model) / params)),
@@ -148,10 +143,10 @@ def shape_params(model: dict[str, Any]) -> int:
 def config_text(proposal: Proposal, command: str) -> str:
     """Returns a config file with the proposal's settings. command: of the proposal."""
     values = proposal.values()
-    model = ", ".join(f"{name}={source_text(value)}" for name, value in proposal.model.items())
+    model = ", ".join(f"{name}={json.dumps(value)}" for name, value in proposal.model.items())
     split = model.index("num_heads")
     others = "".join(
-        f"    c.{name} = dict({', '.join(f'{key}={source_text(value)}' for key, value in values[name].items())})\n"
+        f"    c.{name} = dict({', '.join(f'{key}={json.dumps(value)}' for key, value in values[name].items())})\n"
         for name in ("mesh", "train", "optim", "data", "eval", "checkpoint")
     )
     size = f"{proposal.params:,} parameters on {units.count(proposal.tokens)} tokens"
@@ -176,8 +171,3 @@ def get_config():
     )  # fmt: skip
 {others}    return c
 '''
-
-
-def source_text(value: Any) -> str:
-    """Returns a value as Python source."""
-    return f'"{value}"' if isinstance(value, str) else repr(value)

@@ -100,10 +100,7 @@ def published_rows(chip: Chip, mixture: bool = False) -> tuple[MfuRow, ...]:
 
 
 def published_mfu(chip: Chip, mixture: bool = False) -> tuple[Range, str]:
-    """Returns (lowest and highest published MFU for the chip, the runs and their sources).
-
-    ASSUMED, and a text that says so, without a published run of the architecture.
-    """
+    """Returns (lowest and highest published MFU for the chip, or ASSUMED; the runs and their sources)."""
     kind = "mixtures of experts" if mixture else "dense models"
     rows = published_rows(chip, mixture)
     if not rows:

@@ -13,7 +13,7 @@ from jaxscale.tools.planning.speed import Speed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Machine:
+class PlannedMachine:
     """The machine and the mesh."""
 
     topology: str
@@ -53,7 +53,7 @@ class Work:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Device:
+class DeviceMemory:
     """Memory of one device."""
 
     memory: tuple[MemoryRow, ...]
@@ -126,9 +126,9 @@ class RunPlan:
     """The plan of a run. Ranges span the better and the worse MFU, in rising order."""
 
     config: str
-    machine: Machine
+    machine: PlannedMachine
     work: Work
-    device: Device
+    device: DeviceMemory
     time: Time
     money: Money
     saves: Saves

@@ -10,7 +10,6 @@ from jaxscale.core.models.config import ModelConfig
 
 SMALLEST_FITTED = 70e6  # parameters of the smallest models that the fit saw: arXiv:2203.15556, abstract
 TOKENS_PER_PARAM = 20.0  # arXiv:2203.15556: 70B parameters on 1.4T tokens, growing in proportion
-NEAR = 2.5  # factor within which published sizes are compared
 
 WARMUP_TOKENS = 375e6  # arXiv:2005.14165, appendix B: of every size
 WARMUP_STEPS = 2000  # arXiv:2307.09288, section 2.2; 8,000 at 405B: arXiv:2407.21783, section 3.4.1
@@ -53,7 +52,6 @@ BESIROGLU = LossFit(1.8172, 482.01, 2085.43, 0.3478, 0.3658, "arXiv:2404.10102, 
 
 # The laws of 2020, for comparison: N without embeddings, on WebText2 with its tokenizer. Source: arXiv:2001.08361,
 # equations 1.1 to 1.3, table 2 (L(N, D)) and appendix A (the best size).
-KAPLAN = "arXiv:2001.08361"
 PF_DAY = 1e15 * 86_400  # operations
 KAPLAN_PARAMS, KAPLAN_TOKENS, KAPLAN_FLOPS = (8.8e13, 0.076), (5.4e13, 0.095), (3.1e8 * PF_DAY, 0.050)
 KAPLAN_BOTH = (6.4e13, 0.076, 1.8e13, 0.103)
@@ -123,10 +121,7 @@ def optimal_params(flops: float) -> float:
 
 
 def lowest_params(flops: float, fit: LossFit = BESIROGLU) -> float:
-    """Returns N at the minimum of the fit for this many FLOPs.
-
-    Source: arXiv:2203.15556, equation 4.
-    """
+    """Returns N at the minimum of the fit for this many FLOPs. Source: arXiv:2203.15556, equation 4."""
     ratio = fit.alpha * fit.A / (fit.beta * fit.B)
     return (ratio * (flops / 6) ** fit.beta) ** (1 / (fit.alpha + fit.beta))
 
@@ -160,19 +155,13 @@ def tokens_for_loss(params: float, loss: float, fit: LossFit = BESIROGLU) -> flo
     return (fit.B / remaining) ** (1 / fit.beta) if remaining > 0 else None
 
 
-def kaplan_of_params(params: float) -> float:
-    """Returns L(N): nats per token of a model trained to convergence on unlimited data."""
-    return (KAPLAN_PARAMS[0] / params) ** KAPLAN_PARAMS[1]
+def kaplan_power(law: tuple[float, float], amount: float) -> float:
+    """Returns nats per token by one law of 2020.
 
-
-def kaplan_of_tokens(tokens: float) -> float:
-    """Returns L(D): nats per token of a large model, stopped early, on D tokens."""
-    return (KAPLAN_TOKENS[0] / tokens) ** KAPLAN_TOKENS[1]
-
-
-def kaplan_of_flops(flops: float) -> float:
-    """Returns L(C): nats per token of the best size for C FLOPs, with a batch far below the critical one."""
-    return (KAPLAN_FLOPS[0] / flops) ** KAPLAN_FLOPS[1]
+    KAPLAN_PARAMS: L(N), trained to convergence on unlimited data. KAPLAN_TOKENS: L(D), a large model, stopped early.
+    KAPLAN_FLOPS: L(C), the best size, with a batch far below the critical one.
+    """
+    return (law[0] / amount) ** law[1]
 
 
 def kaplan_loss(params: float, tokens: float) -> float:
@@ -188,7 +177,7 @@ def kaplan_alternative(flops: float) -> Alternative:
     section 2).
     """
     params = KAPLAN_BEST[0] * (flops / PF_DAY) ** KAPLAN_BEST[1]
-    return Alternative(params, flops / 6 / params, flops, kaplan_of_flops(flops))
+    return Alternative(params, flops / 6 / params, flops, kaplan_power(KAPLAN_FLOPS, flops))
 
 
 def optimal_alternative(flops: float) -> Alternative:
@@ -217,55 +206,17 @@ def serving_alternatives(params: float, tokens: float) -> list[Alternative]:
     if params * 0.5 < SMALLEST_FITTED:
         return []
     loss, found = predicted_loss(params, tokens), []
-    for share in (0.75, 0.5):
-        smaller = share * params
-        needed = tokens_for_loss(smaller, loss)
-        if needed is None:
-            continue
-        more = train_flops(smaller, needed) - train_flops(params, tokens)
-        served = max(0.0, more / (2 * (params - smaller)))
-        found.append(Alternative(smaller, needed, train_flops(smaller, needed), loss, served))
+    for smaller in (0.75 * params, 0.5 * params):
+        if (needed := tokens_for_loss(smaller, loss)) is not None:
+            flops = train_flops(smaller, needed)
+            served = max(0.0, (flops - train_flops(params, tokens)) / (2 * (params - smaller)))
+            found.append(Alternative(smaller, needed, flops, loss, served))
     return found
-
-
-def near_runs(params: float) -> list[PublishedRun]:
-    """Returns published runs of about this size."""
-    return [run for run in RUNS if 1 / NEAR <= run.params / params <= NEAR]
-
-
-def linear_rule(run: PublishedRun, batch_tokens: float) -> float:
-    """Returns a run's rate scaled linearly with the batch, the rule for SGD (arXiv:1706.02677)."""
-    return run.peak_lr * batch_tokens / run.batch_tokens
-
-
-def square_root_rule(run: PublishedRun, batch_tokens: float) -> float:
-    """Returns a run's rate scaled with the root of the batch, the rule for Adam (arXiv:2205.10287)."""
-    return run.peak_lr * (batch_tokens / run.batch_tokens) ** 0.5
 
 
 def rate_by_flops(flops: float) -> float:
     """Returns 0.3118 C ** -0.1250. Source: arXiv:2401.02954, equation 1."""
     return 0.3118 * flops**-0.1250
-
-
-def batch_by_flops(flops: float) -> float:
-    """Returns tokens: 0.2920 C ** 0.3271. Source: arXiv:2401.02954, equation 1."""
-    return 0.2920 * flops**0.3271
-
-
-def rate_by_params(params: float) -> float | None:
-    """Returns 0.003239 - 0.0001395 ln N, up to 1.5e9; None above. Source: arXiv:2001.08361, appendix D.6."""
-    return 0.003239 - 0.0001395 * math.log(params) if params <= 1.5e9 else None
-
-
-def rate_by_size(params: float, tokens: float) -> float:
-    """Returns 1.79 N ** -0.713 D ** 0.307. Source: arXiv:2503.04715, equation 1."""
-    return 1.79 * params**-0.713 * tokens**0.307
-
-
-def batch_by_tokens(tokens: float) -> float:
-    """Returns the batch of lowest loss in tokens: 0.58 D ** 0.571. Source: arXiv:2503.04715, equation 1."""
-    return 0.58 * tokens**0.571
 
 
 def critical_batch(loss: float) -> float:

@@ -22,7 +22,7 @@ from jaxscale.runtime.monitor.history import History, read_history
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput
 from jaxscale.tools.planning.envelope import Curve, curve_of_run
-from jaxscale.tools.planning.loss_law import Noise, Point
+from jaxscale.tools.planning.loss_law import Point, SeedNoise
 from jaxscale.tools.planning.scaling import is_mixture
 
 LOSS, BITS = "validation/loss", "validation/bits_per_byte"
@@ -38,7 +38,7 @@ DECAY_TOLERANCE = 0.005  # difference of two decay fractions: whole steps of a s
 WARMUP_TOLERANCE = 0.03  # difference of two warmup fractions with the same shape of curve
 
 
-class Schedule(NamedTuple):
+class ScheduleShape(NamedTuple):
     """The shape of the learning rate, without peak and length."""
 
     decay: str
@@ -53,14 +53,14 @@ class Schedule(NamedTuple):
         end = "" if self.decay == "constant" else f" to {self.final:.3g} of the peak"
         return f"{self.decay}{part}{end}, warmup {self.warmup:.1%}"
 
-    def ends_as(self, other: "Schedule") -> bool:
+    def ends_as(self, other: "ScheduleShape") -> bool:
         """True if ends of both are comparable: the same but for the warmup, the final rate within 1%."""
         parts = [part.decay_fraction or 0.0 for part in (self, other)]
         if (self.decay, self.form) != (other.decay, other.form) or abs(parts[0] - parts[1]) > DECAY_TOLERANCE:
             return False
         return self.decay == "constant" or math.isclose(self.final, other.final, rel_tol=0.01, abs_tol=1e-6)
 
-    def runs_as(self, other: "Schedule") -> bool:
+    def runs_as(self, other: "ScheduleShape") -> bool:
         """True if whole curves of both are comparable."""
         return self.ends_as(other) and abs(self.warmup - other.warmup) <= WARMUP_TOLERANCE
 
@@ -78,7 +78,7 @@ class LadderRun:
     recipe: str  # settings except the seed
     seed: int
     points: tuple[Point, ...]  # the end, and intermediate points with a constant rate
-    schedule: Schedule
+    schedule: ScheduleShape
     steps: np.ndarray  # as fractions of the run, (0, 1]
     losses: np.ndarray  # training loss at those, nats per token
 
@@ -107,7 +107,7 @@ class Ladder(NamedTuple):
         return tuple(point for rung in self.rungs for point in rung.points)
 
     @property
-    def noise(self) -> Noise | None:
+    def noise(self) -> SeedNoise | None:
         """The difference between seeds; None with fewer than MIN_FREEDOM degrees of freedom."""
         ends: dict[str, dict[int, float]] = {}
         for rung in self.rungs:
@@ -124,13 +124,13 @@ class Ladder(NamedTuple):
         return float(np.median(ratios)) if np.ptp(ratios) <= 1e-3 * ratios.mean() else None
 
 
-def estimate_noise(repeated: Sequence[Sequence[float]]) -> Noise | None:
+def estimate_noise(repeated: Sequence[Sequence[float]]) -> SeedNoise | None:
     """Returns the noise of a run from groups of log L that differ only in the seed; None below MIN_FREEDOM."""
     groups = [np.array(group) for group in repeated if len(group) > 1]
     freedom = sum(len(group) - 1 for group in groups)
     if freedom < MIN_FREEDOM:
         return None
-    return Noise(math.sqrt(sum(float(((group - group.mean()) ** 2).sum()) for group in groups) / freedom), freedom)
+    return SeedNoise(math.sqrt(sum(float(((group - group.mean()) ** 2).sum()) for group in groups) / freedom), freedom)
 
 
 def find_runs(patterns: str) -> list[str]:
@@ -170,7 +170,7 @@ def read_ladder(folders: Sequence[str], target: RunConfig, budget: Budget, targe
     return Ladder(tuple(sorted(rungs, key=lambda rung: rung.flops)), tuple(left_out))
 
 
-def read_run(folder: str, settings: dict[str, Any], target: Schedule) -> LadderRun:
+def read_run(folder: str, settings: dict[str, Any], target: ScheduleShape) -> LadderRun:
     """Returns a finished run. Raises BadInput with the reason if it is not comparable."""
     history = read_history(folder)
     cfg, budget = read_settings(history)
@@ -207,6 +207,7 @@ def read_run(folder: str, settings: dict[str, Any], target: Schedule) -> LadderR
     if not ends:
         raise BadInput(f"it has no held-out loss after its warmup of {budget.warmup_steps} steps")
     tokens = budget.batch_tokens
+    parts = (cfg.model, cfg.optim, cfg.data, budget)
     points = [Point(params, row["step"] * tokens, row[LOSS], str(folder), flops * row["step"] * tokens) for row in ends]
     return LadderRun(
         folder=str(folder),
@@ -215,7 +216,7 @@ def read_run(folder: str, settings: dict[str, Any], target: Schedule) -> LadderR
         flops=flops * end["step"] * tokens,
         loss=end[LOSS],
         bits_per_byte=end.get(BITS),
-        recipe=recipe_json(cfg, budget),
+        recipe=json.dumps([schema.to_dict(part) for part in parts], sort_keys=True, default=str),
         seed=cfg.seed,
         points=tuple(points),
         schedule=schedule,
@@ -266,19 +267,13 @@ def comparable(cfg: RunConfig) -> dict[str, Any]:
     return {name: schema.look_up(values, name) for name in COMPARED}
 
 
-def recipe_json(cfg: RunConfig, budget: Budget) -> str:
-    """Returns the settings of runs that differ only in the seed: model, optimizer, budget and data, as JSON."""
-    parts = [schema.to_dict(part) for part in (cfg.model, cfg.optim, cfg.data, budget)]
-    return json.dumps(parts, sort_keys=True, default=str)
-
-
 def shortened(value: Any) -> str:
     """Returns the value, shortened, for messages."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def schedule_of(cfg: RunConfig, budget: Budget) -> Schedule:
+def schedule_of(cfg: RunConfig, budget: Budget) -> ScheduleShape:
     """Returns the shape of a run's learning rate."""
     optim, total, fraction, form = cfg.optim, budget.total_steps, None, ""
     final = optim.min_lr / optim.peak_lr if optim.peak_lr else 0.0
@@ -291,7 +286,7 @@ def schedule_of(cfg: RunConfig, budget: Budget) -> Schedule:
         final = budget.factors[-1][1] if budget.factors else 1.0
     elif optim.decay == "inverse_sqrt":
         final = math.sqrt(max(1, budget.warmup_steps) / total)
-    return Schedule(decay, fraction, final, budget.warmup_steps / total, form)
+    return ScheduleShape(decay, fraction, final, budget.warmup_steps / total, form)
 
 
 def check_rate(history: History, cfg: RunConfig, budget: Budget) -> None:
@@ -323,10 +318,7 @@ def check_healthy(steps: np.ndarray, losses: np.ndarray, last: int) -> None:
 
 
 def target_budget(cfg: RunConfig, tokens: str | None) -> tuple[RunConfig, Budget]:
-    """Returns (config, budget) of the run to forecast; tokens: as in --tokens, instead of train_tokens.
-
-    Raises BadInput if the budget depends on the data, which is not opened here.
-    """
+    """Returns (config, budget) of the run to forecast. tokens: as in --tokens, instead of train_tokens."""
     if tokens is not None:
         cfg = dataclasses.replace(cfg, train_tokens=units.resolve("--tokens", tokens, seq_len=cfg.seq_len))
     return cfg, resolve_budget(cfg, None)

@@ -115,10 +115,7 @@ def plan_speed(
 def expected_mfu(
     topology: Topology, measured: Sequence[Measured], pass_flops: float | None = None, mixture: bool = False
 ) -> tuple[Range, str]:
-    """Returns (expected MFU of a large run, source): measured on such chips, otherwise published.
-
-    measured: on this kind of chip; the measurement with the nearest FLOPs per pass and device is used.
-    """
+    """Returns (MFU, source): measured on such chips with the nearest FLOPs per pass and device, or published."""
     if not measured:
         return published_mfu(topology.chip, mixture)
     sizes = {id(one): math.log(one.pass_flops / one.num_devices) for one in measured}
@@ -136,10 +133,7 @@ def check_peak(topology: Topology, requested_mfu: float) -> None:
 
 
 def peak_fraction(chip: Chip, platform: str, model: ModelConfig) -> tuple[float, str]:
-    """Returns (fraction of the chip's peak that matmuls in the compute dtype can reach, reason).
-
-    Source: jax.lax.Precision for float32; TF32 peak is half of bfloat16's (NVIDIA A100: 156 of 312).
-    """
+    """Returns (reachable fraction of the peak in the compute dtype, reason); sources: jax.lax.Precision, TF32."""
     if model.compute_dtype != "float32" or platform == "cpu":
         return 1.0, ""
     highest = model.matmul_precision == "highest"

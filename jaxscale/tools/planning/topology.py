@@ -24,11 +24,10 @@ from jaxscale.kernels.hardware import CHIPS, Chip
 from jaxscale.kernels.torus import wraps
 from jaxscale.system import packages
 from jaxscale.system.exits import BadInput
-from jaxscale.tools.planning.gpu_target import target_config
 
 
 @dataclasses.dataclass(frozen=True)
-class Family:
+class ChipFamily:
     """Chips of one name."""
 
     device_kind: str
@@ -39,26 +38,26 @@ class Family:
 
 # Largest slices: cloud.google.com/tpu/docs, page of the version (v5p: the largest job; TPU7x: the pod).
 FAMILIES = {
-    "v4": Family("TPU v4", 3, 2, 4096),
-    "v5e": Family("TPU v5 lite", 2, 1, 256),
-    "v5p": Family("TPU v5", 3, 2, 6144),
-    "v6e": Family("TPU v6 lite", 2, 1, 256),
-    "tpu7x": Family("TPU7x", 3, 2, 9216),
-    "h100": Family("NVIDIA H100 80GB HBM3", 0),
-    "h200": Family("NVIDIA H200", 0),
-    "a100-40gb": Family("NVIDIA A100-SXM4-40GB", 0),
-    "a100-80gb": Family("NVIDIA A100-SXM4-80GB", 0),
+    "v4": ChipFamily("TPU v4", 3, 2, 4096),
+    "v5e": ChipFamily("TPU v5 lite", 2, 1, 256),
+    "v5p": ChipFamily("TPU v5", 3, 2, 6144),
+    "v6e": ChipFamily("TPU v6 lite", 2, 1, 256),
+    "tpu7x": ChipFamily("TPU7x", 3, 2, 9216),
+    "h100": ChipFamily("NVIDIA H100 80GB HBM3", 0),
+    "h200": ChipFamily("NVIDIA H200", 0),
+    "a100-40gb": ChipFamily("NVIDIA A100-SXM4-40GB", 0),
+    "a100-80gb": ChipFamily("NVIDIA A100-SXM4-80GB", 0),
 }
 # Chips that can be planned for but not compiled for.
 PLANNED_ONLY = {
-    "v3": Family("TPU v3", 2, 2, 1024),
-    "gb200": Family("NVIDIA GB200", 0),
-    "b200": Family("NVIDIA B200", 0),
-    "a10g": Family("NVIDIA A10G", 0),
-    "p100": Family("Tesla P100-PCIE-16GB", 0),
-    "v100": Family("Tesla V100-SXM2-16GB", 0),
-    "t4": Family("Tesla T4", 0),
-    "l4": Family("NVIDIA L4", 0),
+    "v3": ChipFamily("TPU v3", 2, 2, 1024),
+    "gb200": ChipFamily("NVIDIA GB200", 0),
+    "b200": ChipFamily("NVIDIA B200", 0),
+    "a10g": ChipFamily("NVIDIA A10G", 0),
+    "p100": ChipFamily("Tesla P100-PCIE-16GB", 0),
+    "v100": ChipFamily("Tesla V100-SXM2-16GB", 0),
+    "t4": ChipFamily("Tesla T4", 0),
+    "l4": ChipFamily("NVIDIA L4", 0),
 }
 PLANNED = FAMILIES | PLANNED_ONLY
 ALIASES = {
@@ -70,6 +69,36 @@ MAX_HOSTS = 4096  # larger than any rented cluster of these cards; more is proba
 # Shapes smaller than one 4x4x4 cube, and all 2D ones: the tables of supported configurations on the pages above.
 SHAPES_2D = [(1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16)]
 SHAPES_UNDER_A_CUBE = [(2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4)]
+
+
+KIB = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Card:
+    """GPU figures that only its compiler needs; memory and bandwidth are in hardware.CHIPS."""
+
+    compute_capability: tuple[int, int]
+    multiprocessors: int
+    float32_units: int  # of one multiprocessor
+    clock_ghz: float  # boost
+    l2_bytes: int
+    shared_bytes: int  # of one multiprocessor
+    shared_bytes_of_block: int  # maximum per block
+
+
+# The architecture whitepapers (multiprocessors, units, L2, clock), and the table of technical specifications by compute
+# capability in the CUDA C++ Programming Guide (shared memory). Programs compiled so were not compared with a real card.
+HOPPER = Card((9, 0), 132, 128, 1.98, 50 * KIB * KIB, 228 * KIB, 227 * KIB)
+AMPERE = Card((8, 0), 108, 64, 1.41, 40 * KIB * KIB, 164 * KIB, 163 * KIB)
+CARDS = {
+    "NVIDIA H100 80GB HBM3": HOPPER,
+    "NVIDIA H200": HOPPER,
+    "NVIDIA A100-SXM4-40GB": AMPERE,
+    "NVIDIA A100-SXM4-80GB": AMPERE,
+}
+# Target cuDNN and CUDA; jax 0.10's cuda12 wheels require at least these.
+CUDNN, CUDA = (9, 7), (12, 8)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,15 +137,13 @@ class Topology:
 
 
 def open_topology(text: str) -> Topology:
-    """Returns the devices of a named topology, none of which need exist here.
-
-    Raises BadInput for an invalid name, with the nearest valid one, and if no compiler is installed.
-    """
+    """Returns a topology's devices, which need not exist. Raises BadInput: a wrong name, or no compiler."""
     name = parse_topology(text)
     try:
         devices = tpu_devices(name) if name.platform == "tpu" else gpu_devices(name)
     except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
-        raise BadInput(f"topology {text!r}: the compiler refuses {name}: {first_line(error)}") from error
+        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise BadInput(f"topology {text!r}: the compiler refuses {name}: {line}") from error
     chip = CHIPS[devices[0].device_kind]
     hosts = len({device.process_index for device in devices})
     return Topology(str(name), name.platform, chip, devices, name.num_slices, hosts)
@@ -157,21 +184,47 @@ def gpu_devices(name: TopologyName) -> list[Any]:
         return topologies.get_topology_desc(platform="cuda", topology=layout, target_config=target).devices
 
 
-def link_domains(devices: Sequence[Any]) -> list[int]:
-    """Returns each device's domain of fast links: its slice (ICI) on TPU, its host (NVLink) on GPU.
+def target_config(device_kind: str) -> str:
+    """Returns the text proto of one card of this kind, which must be in CARDS."""
+    card, chip = CARDS[device_kind], CHIPS[device_kind]
+    major, minor = card.compute_capability
+    return f"""\
+gpu_device_info {{
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: {48 * KIB}
+  shared_memory_per_core: {card.shared_bytes}
+  threads_per_core_limit: 2048
+  core_count: {card.multiprocessors}
+  fpus_per_core: {card.float32_units}
+  block_dim_limit_x: {2**31 - 1}
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: {int(chip.hbm_bandwidth)}
+  l2_cache_size: {card.l2_bytes}
+  clock_rate_ghz: {card.clock_ghz}
+  device_memory_size: {chip.hbm_bytes}
+  shared_memory_per_block_optin: {card.shared_bytes_of_block}
+  cuda_compute_capability {{ major: {major} minor: {minor} }}
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: {CUDNN[0]} minor: {CUDNN[1]} }}
+runtime_version {{ major: {CUDA[0]} minor: {CUDA[1]} patch: 0 }}
+device_description_str: "{device_kind}"
+"""
 
-    Traffic between domains uses the data centre's network.
-    """
+
+def link_domains(devices: Sequence[Any]) -> list[int]:
+    """Returns each device's domain of fast links: its slice (ICI) on TPU, its host (NVLink) on GPU."""
     if devices[0].platform == "tpu":
         return [getattr(device, "slice_index", None) or 0 for device in devices]
     return [device.process_index for device in devices]
 
 
 def parse_topology(text: str, *, planned: bool = False) -> TopologyName:
-    """Returns the parsed name of a topology. Needs no compiler. planned: also chips without a compiler.
-
-    Raises BadInput, in one line with the nearest valid name, for an unknown chip or shape.
-    """
+    """Returns the parsed name. planned: also chips without a compiler. Raises BadInput with the nearest name."""
     number = r"\d{1,9}"  # digits
     form = rf"(?:({number})\*)?([a-z][a-z0-9]*(?:-\d+gb)?)(?:([:-])({number}(?:x{number})*))?"
     match = re.fullmatch(form, text.strip().lower())
@@ -191,7 +244,9 @@ def parse_topology(text: str, *, planned: bool = False) -> TopologyName:
     if num_slices < 1:
         raise BadInput(f"topology {text!r}: 0 slices hold no chip; write {text.split('*')[1]}")
     if not sizes:
-        raise BadInput(f"topology {text!r}: how many? write {', '.join(map(str, examples(family)))}")
+        shapes = {0: [(1, 8), (8, 8)], 2: [(4, 4), (16, 16)], 3: [(2, 2, 4), (4, 4, 8)]}[PLANNED[family].dims]
+        examples = ", ".join(str(TopologyName(family, shape)) for shape in shapes)
+        raise BadInput(f"topology {text!r}: how many? write {examples}")
     shape = tuple(int(size) for size in sizes.split("x"))
     if PLANNED[family].dims == 0:
         hosts, cards = gpu_shape(text, family, shape, counted=mark == "-")
@@ -204,12 +259,6 @@ def parse_topology(text: str, *, planned: bool = False) -> TopologyName:
         most = TopologyName(family, shape, MAX_CHIPS // math.prod(shape))
         raise BadInput(f"topology {text!r}: {MAX_CHIPS:,} chips are the most that one job has; write {most}")
     return TopologyName(family, shape, num_slices)
-
-
-def examples(family: str) -> list[TopologyName]:
-    """Returns a small and a larger machine of a family."""
-    shapes = {0: [(1, 8), (8, 8)], 2: [(4, 4), (16, 16)], 3: [(2, 2, 4), (4, 4, 8)]}[PLANNED[family].dims]
-    return [TopologyName(family, shape) for shape in shapes]
 
 
 def gpu_shape(text: str, family: str, shape: tuple[int, ...], *, counted: bool) -> tuple[int, int]:
@@ -280,11 +329,6 @@ def legal_shapes(family: str) -> list[tuple[int, ...]]:
     cubes = [(a, b, c) for a, b in pairs for c in range(b, most // (a * b) + 1, 4)]
     one = [(1, 1, 1)] if family == "tpu7x" else []
     return one + SHAPES_UNDER_A_CUBE + sorted(cubes, key=lambda shape: (math.prod(shape), shape[::-1]))
-
-
-def first_line(error: BaseException) -> str:
-    """Returns the first line of a compiler's error."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 @contextlib.contextmanager

@@ -20,15 +20,14 @@ import jax
 from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 
+from jaxscale import schema
 from jaxscale.build import Program
 from jaxscale.kernels.compiler_options import VARIABLES
 from jaxscale.system.exits import BadInput
 from jaxscale.system.paths import cache_dir, make_private, read_json, write_json
-from jaxscale.tools.planning import gpu_target, links
-from jaxscale.tools.planning.links import Phase, make_torus
+from jaxscale.tools.planning.links import make_torus
 from jaxscale.tools.planning.topology import Topology, link_domains
-from jaxscale.tools.preflight.hlo import Collective, HloFacts, read_hlo
-from jaxscale.tools.preflight.hlo_schedule import item_from_json
+from jaxscale.tools.preflight.hlo import HloFacts, read_hlo
 
 FORMAT = 5  # of cached results; a new number invalidates earlier ones
 CACHE_ENABLED = "jax_enable_compilation_cache"  # the name of jax's setting
@@ -96,7 +95,7 @@ def compile_ahead(
     if keep and save_executable is None and (cached := read_result(key, say)):
         return cached
     begin = time.monotonic()
-    memory = facts = shortage = None
+    executable = memory = facts = shortage = None
     with without_compilation_cache():
         try:
             executable = lowered.compile()
@@ -105,7 +104,7 @@ def compile_ahead(
                 raise
             shortage = read_shortage(str(error))
     compile_seconds = time.monotonic() - begin
-    if shortage is None:
+    if executable is not None:
         memory, facts = read_executable(executable, program, topology)
         if save_executable is not None:
             write_executable(executable, save_executable, topology.name)
@@ -152,6 +151,7 @@ def read_shortage(message: str) -> Shortage:
     """Returns the compiler's RESOURCE_EXHAUSTED message as numbers, where it has any."""
     said = next((line.strip() for line in message.splitlines() if line.strip()), "RESOURCE_EXHAUSTED")
     said = said.partition("RESOURCE_EXHAUSTED:")[2].strip() or said
+    to_bytes = lambda number, unit: round(float(number) * UNITS[unit])
     largest = tuple((to_bytes(size, unit), shape) for size, unit, shape in LARGE.findall(message))
     for pattern in SHORTAGES:
         if found := pattern.search(message):
@@ -159,11 +159,6 @@ def read_shortage(message: str) -> Shortage:
             needed, available = to_bytes(*sizes[:2]), to_bytes(*sizes[2:])
             return Shortage(space.lower(), needed, available, largest, said)
     return Shortage("hbm", None, None, largest, said)
-
-
-def to_bytes(number: str, unit: str) -> int:
-    """Returns 16911433728 for '15.75', 'G'."""
-    return round(float(number) * UNITS[unit])
 
 
 @contextlib.contextmanager
@@ -206,12 +201,16 @@ def result_key(stablehlo: str, program: Program, topology: Topology) -> str:
 
 def reader_digest() -> str:
     """Returns a hash of the code that reads compiled programs, models links, and describes GPUs."""
-    modules = [pathlib.Path(str(module.__file__)) for module in (gpu_target, links)]
-    files = [*sorted(pathlib.Path(__file__).parent.glob("hlo*.py")), *modules]
+    folder = pathlib.Path(__file__).parent
+    files = [
+        *sorted(folder.glob("hlo*.py")),
+        *(folder.parent / "planning" / name for name in ("topology.py", "links.py")),
+    ]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def result_file(key: str) -> pathlib.Path:
+    """Returns the file of a cached result."""
     return cache_dir() / "preflight" / f"{key}.json"
 
 
@@ -230,32 +229,12 @@ def read_result(key: str, say: Callable[[str], None]) -> Compiled | None:
     """Returns the cached result, or None. Reports one that cannot be read."""
     file = result_file(key)
     try:
-        values = read_json(file)
-        return dataclasses.replace(from_json(values), kept=True)
+        return dataclasses.replace(schema.from_dict(Compiled, read_json(file)), kept=True)
     except FileNotFoundError:
         return None
-    except (BadInput, TypeError, KeyError, AttributeError) as error:
+    except BadInput as error:
         say(f"ignored a cached result that cannot be read ({error}): {file}")
         return None
-
-
-def from_json(values: dict[str, Any]) -> Compiled:
-    """Inverse of dataclasses.asdict and JSON."""
-    memory, facts, shortage = values["memory"], values["facts"], values["shortage"]
-    if facts is not None:
-        collectives = [collective_from_json(one) for one in facts["collectives"]]
-        schedule = tuple(map(item_from_json, facts["schedule"]))
-        facts = HloFacts(**(facts | {"collectives": collectives, "schedule": schedule}))
-    if shortage is not None:
-        shortage = Shortage(**(shortage | {"largest": tuple(map(tuple, shortage["largest"]))}))
-    memory = memory and Memory(**memory)
-    return Compiled(**(values | {"memory": memory, "facts": facts, "shortage": shortage}))
-
-
-def collective_from_json(values: dict[str, Any]) -> Collective:
-    """Inverse of dataclasses.asdict and JSON."""
-    stages = tuple(Phase(**stage) for stage in values["stages"])
-    return Collective(**(values | {"axes": tuple(values["axes"]), "stages": stages}))
 
 
 def write_executable(executable: jax.stages.Compiled, file: pathlib.Path, topology: str) -> None:

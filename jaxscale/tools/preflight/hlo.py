@@ -12,18 +12,10 @@ from collections.abc import Mapping, Sequence
 
 from jaxscale.kernels.torus import ring_bytes
 from jaxscale.tools.planning.links import DCN, Phase, Torus, collective_phases, concurrent_phases, ring_over
-from jaxscale.tools.preflight.hlo_costs import (
-    HBM,
-    HOST,
-    PALLAS,
-    custom_target,
-    instruction_traffic,
-    kernel_flops,
-    matmul_flops,
-)
-from jaxscale.tools.preflight.hlo_groups import PartitionLayout, Span, make_layout, read_span
-from jaxscale.tools.preflight.hlo_schedule import Item, read_schedule
-from jaxscale.tools.preflight.hlo_text import Computation, Instruction, Module, Shape, parse_module
+from jaxscale.tools.preflight.hlo_costs import HBM, HOST, custom_target, instruction_traffic, kernel_flops, matmul_flops
+from jaxscale.tools.preflight.hlo_groups import GroupSpan, PartitionLayout, make_layout, read_span
+from jaxscale.tools.preflight.hlo_schedule import ScheduleItem, read_schedule
+from jaxscale.tools.preflight.hlo_text import ArrayShape, Computation, Instruction, Module, parse_module
 from jaxscale.tools.preflight.hlo_trips import count_runs
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all", "collective-permute")
@@ -52,7 +44,7 @@ class Collective:
 class HloFacts:
     """One step of one device."""
 
-    collectives: list[Collective]
+    collectives: tuple[Collective, ...]
     dot_flops: float  # of matmuls, 2 per multiply-add; library kernels with known shapes included
     hbm_bytes: float  # an estimate: operands and results, without the inside of fusions
     unknown_trips: int  # loops with unreadable trip counts, counted as one
@@ -60,7 +52,7 @@ class HloFacts:
     dot_flops_by_type: dict[str, float] = dataclasses.field(default_factory=dict)
     kernel_flops: float = 0.0  # of Pallas kernels, not in dot_flops: as declared, or splash attention's from its shapes
     silent_kernels: int = 0  # runs of Pallas kernels with unknown FLOPs, in no figure here
-    schedule: tuple[Item, ...] = ()  # matmuls and collectives in execution order; () if unknown
+    schedule: tuple[ScheduleItem, ...] = ()  # matmuls and collectives in execution order; () if unknown
 
 
 def read_hlo(
@@ -81,7 +73,7 @@ def read_hlo(
     numbers: dict[tuple[str, str], int] = {}  # of collectives, by computation and instruction
     flops: dict[str, float] = collections.defaultdict(int)
     traffic: dict[int, float] = collections.defaultdict(int)
-    pallas, silent = 0.0, 0
+    kernels: list[tuple[float, int]] = []  # FLOPs (0 if unknown) and runs of Pallas kernels
     for computation in module.computations.values():
         times = runs[computation.name]
         for instruction in computation.instructions.values() if times else ():
@@ -91,25 +83,23 @@ def read_hlo(
                 collectives.append(found)
             if matmul := matmul_flops(instruction, computation):
                 flops[matmul[0]] += matmul[1] * times
-            if instruction.opcode == "custom-call" and custom_target(instruction).startswith(PALLAS):
-                known = kernel_flops(instruction, computation)
-                pallas += known * times
-                silent += times * (known == 0)
+            if (known := kernel_flops(instruction, computation)) is not None:
+                kernels.append((known, times))
             if not is_fused:
                 for space, nbytes in instruction_traffic(module, computation, instruction).items():
                     traffic[space] += nbytes * times
     schedule, computations = read_schedule(module, numbers)
     return HloFacts(
-        collectives=[
+        collectives=tuple(
             dataclasses.replace(one, computation=computations.get(n, "")) for n, one in enumerate(collectives)
-        ],
+        ),
         dot_flops=math.fsum(flops.values()),
         hbm_bytes=traffic[HBM],
         unknown_trips=unknown,
         host_bytes=traffic[HOST],
         dot_flops_by_type=dict(flops),
-        kernel_flops=pallas,
-        silent_kernels=silent,
+        kernel_flops=sum(known * times for known, times in kernels),
+        silent_kernels=sum(times for known, times in kernels if not known),
         schedule=schedule,
     )
 
@@ -142,7 +132,7 @@ def read_collective(
 
 
 def make_collective(
-    kind: str, span: Span, result: float, shapes: Sequence[Shape], instruction: Instruction, times: int
+    kind: str, span: GroupSpan, result: float, shapes: Sequence[ArrayShape], instruction: Instruction, times: int
 ) -> Collective:
     """Returns a collective with its bytes on the links."""
     ici, dcn = wire_bytes(kind, result, span.size, span.slices)
@@ -165,7 +155,7 @@ def make_collective(
     )
 
 
-def link_stages(kind: str, sent: float, span: Span, instruction: Instruction) -> tuple[Phase, ...]:
+def link_stages(kind: str, sent: float, span: GroupSpan, instruction: Instruction) -> tuple[Phase, ...]:
     """Returns the phases of a collective of which a device sends `sent` bytes on the links of its slice.
 
     Over several torus dimensions in one instruction XLA:TPU runs one ring through all of them (emitters 1DAllGather...,
@@ -214,7 +204,7 @@ def cross_slice_transfer(instruction: Instruction, layout: PartitionLayout, time
     shapes = instruction.elements[0]
     sent_bytes = math.fsum(shape.nbytes for shape in shapes)
     result = {"all-gather": sent_bytes * slices, "reduce-scatter": sent_bytes / slices}.get(kind, sent_bytes)
-    return make_collective(kind, Span(layout.slice_axes, slices, slices), result, shapes, instruction, times)
+    return make_collective(kind, GroupSpan(layout.slice_axes, slices, slices), result, shapes, instruction, times)
 
 
 def asynchronous_starts(module: Module) -> dict[str, set[tuple[str, str]]]:
@@ -234,7 +224,7 @@ def asynchronous_starts(module: Module) -> dict[str, set[tuple[str, str]]]:
     return found
 
 
-def result_shapes(instruction: Instruction) -> tuple[Shape, ...]:
+def result_shapes(instruction: Instruction) -> tuple[ArrayShape, ...]:
     """Returns the result arrays of a collective.
 
     An asynchronous one has the type (operands, results, ...), except an all-reduce: ((operands), results) in XLA:GPU of

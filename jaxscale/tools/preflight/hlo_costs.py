@@ -9,7 +9,7 @@ import collections
 import math
 import re
 
-from jaxscale.tools.preflight.hlo_text import FUSIONS, Computation, Instruction, Module, Shape
+from jaxscale.tools.preflight.hlo_text import FUSIONS, ArrayShape, Computation, Instruction, Module
 
 CUBLAS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8")
 # cuDNN's fused attention: 2 matmuls forward, 5 backward (recomputed scores, and four gradients).
@@ -48,7 +48,7 @@ def matmul_flops(instruction: Instruction, computation: Computation) -> tuple[st
     return left.dtype, 2.0 * math.prod(instruction.shapes[0].dims) * inner
 
 
-def convolution_flops(instruction: Instruction, left: Shape, right: Shape) -> tuple[str, float]:
+def convolution_flops(instruction: Instruction, left: ArrayShape, right: ArrayShape) -> tuple[str, float]:
     """Returns the FLOPs of a convolution, counting only the taps that meet data.
 
     XLA:TPU prints matmuls as convolutions, and batched ones with strides and dilations under which most taps fall
@@ -92,7 +92,7 @@ def valid_taps(
     return count
 
 
-def cudnn_flops(instruction: Instruction, target: str, operands: list[Shape]) -> tuple[str, float] | None:
+def cudnn_flops(instruction: Instruction, target: str, operands: list[ArrayShape]) -> tuple[str, float] | None:
     """Returns the FLOPs of cuDNN's fused attention over the positions that its mask leaves.
 
     Each row counts as one document; packed documents leave fewer positions, depending on the data.
@@ -108,30 +108,25 @@ def cudnn_flops(instruction: Instruction, target: str, operands: list[Shape]) ->
     return arrays[0].dtype, 2.0 * B * N * attended * H * (5 if CUDNN_BACKWARD in target else 2)
 
 
-def kernel_flops(instruction: Instruction, computation: Computation) -> float:
+def kernel_flops(instruction: Instruction, computation: Computation) -> float | None:
     """Returns the FLOPs of a Pallas kernel: as declared, or splash attention's from its shapes; 0 if unknown.
 
-    In a scope `rows_N_of_M` (kernels/matmul/expert_all_to_all.py) only N of the M declared rows are multiplied.
+    None for any other instruction. In a scope `rows_N_of_M` (kernels/matmul/expert_all_to_all.py) only N of the M
+    declared rows are multiplied.
     """
-    if "hopper_" in instruction.attributes and custom_target(instruction).startswith("mosaic_gpu"):
-        return row_fraction(instruction) * grouped_flops(instruction, computation)
+    target = custom_target(instruction) if instruction.opcode == "custom-call" else ""
+    if not target.startswith(PALLAS):
+        return None
+    rows = re.search(r"\brows_(\d+)_of_(\d+)", instruction.attributes)
+    fraction = int(rows[1]) / int(rows[2]) if rows else 1.0
+    if "hopper_" in instruction.attributes and target.startswith("mosaic_gpu"):
+        # kernels/matmul/grouped_hopper.py: (groups, rows [R, C], matrices or rows) -> [..., O]
+        dims = operand_shapes(instruction, computation)[1].dims
+        return fraction * 2.0 * math.prod(dims) * instruction.shapes[0].dims[-1]
     if match := re.search(r'"cost_estimate":\{[^}]*?"flops":"?(\d+)', instruction.attributes):
-        return row_fraction(instruction) * float(match[1])
+        return fraction * float(match[1])
     name = re.search(r"splash_m[hq]a_(fwd|dkv|dq)", f"{instruction.name} {instruction.attributes}")
     return splash_flops(name[1], instruction, computation) if name else 0.0
-
-
-def row_fraction(instruction: Instruction) -> float:
-    """Returns the fraction of its rows that a kernel multiplies, from its scope."""
-    rows = re.search(r"\brows_(\d+)_of_(\d+)", instruction.attributes)
-    return int(rows[1]) / int(rows[2]) if rows else 1.0
-
-
-def grouped_flops(instruction: Instruction, computation: Computation) -> float:
-    """Returns the FLOPs of a kernel of kernels/matmul/grouped_hopper.py: (groups, rows [R, C], matrices or rows) ->
-    [..., O]."""
-    rows = operand_shapes(instruction, computation)[1]
-    return 2.0 * math.prod(rows.dims) * instruction.shapes[0].dims[-1]
 
 
 def splash_flops(kernel: str, instruction: Instruction, computation: Computation) -> float:
@@ -168,7 +163,7 @@ def custom_target(instruction: Instruction) -> str:
     return instruction.attribute(r'custom_call_target="([^"]*)"') or "?"
 
 
-def operand_shapes(instruction: Instruction, computation: Computation) -> list[Shape]:
+def operand_shapes(instruction: Instruction, computation: Computation) -> list[ArrayShape]:
     """Returns the first array of each operand."""
     found = [computation.instructions[name].shapes for name in instruction.operands if name in computation.instructions]
     return [shapes[0] for shapes in found if shapes]
@@ -178,9 +173,8 @@ def instruction_traffic(module: Module, computation: Computation, instruction: I
     """Returns bytes by memory space: 0 HBM, 1 on-chip, 5 host. Control flow and `-done` count none."""
     opcode = instruction.opcode
     traffic: dict[int, float] = collections.defaultdict(int)
-    if opcode in FREE_OPCODES or opcode.endswith(("-done", "-update")):
-        return traffic
-    if opcode == "custom-call" and custom_target(instruction).startswith(MARKERS):
+    is_marker = opcode == "custom-call" and custom_target(instruction).startswith(MARKERS)
+    if is_marker or opcode in FREE_OPCODES or opcode.endswith(("-done", "-update")):
         return traffic
     names = list(dict.fromkeys(instruction.operands))
     operands = [computation.instructions[name].shapes for name in names if name in computation.instructions]
@@ -218,13 +212,13 @@ def instruction_traffic(module: Module, computation: Computation, instruction: I
     return traffic
 
 
-def add_traffic(traffic: dict[int, float], shapes: tuple[Shape, ...], limit: float | None = None) -> None:
+def add_traffic(traffic: dict[int, float], shapes: tuple[ArrayShape, ...], limit: float | None = None) -> None:
     """Adds the bytes of arrays, or at most `limit` bytes of each."""
     for shape in shapes:
         traffic[shape.space] += shape.nbytes if limit is None else min(limit, shape.nbytes)
 
 
-def total_bytes(shapes: tuple[Shape, ...]) -> float:
+def total_bytes(shapes: tuple[ArrayShape, ...]) -> float:
     """Returns bytes of several arrays."""
     return math.fsum(shape.nbytes for shape in shapes)
 
@@ -239,10 +233,8 @@ def read_bytes(module: Module, inner: Computation, parameter: Instruction) -> fl
                 pending.append(user)
             elif user.opcode in SLICERS and user.operands[0] == current.name:
                 read += total_bytes(user.shapes)
-            elif user.opcode == "dynamic-update-slice" and user.operands[0] == current.name:
-                continue  # overwritten in part, not read
-            elif user.opcode == "tuple":
-                continue  # forwarded
+            elif user.opcode == "dynamic-update-slice" and user.operands[0] == current.name or user.opcode == "tuple":
+                continue  # overwritten in part and not read, or forwarded
             elif user.opcode == "fusion" and len(user.called) == 1:  # XLA:TPU nests fusions
                 nested = module.computations[user.called[0]]
                 positions = [i for i, name in enumerate(user.operands) if name == current.name]
@@ -255,7 +247,7 @@ def read_bytes(module: Module, inner: Computation, parameter: Instruction) -> fl
     return read
 
 
-def written_bytes(module: Module, inner: Computation, shapes: tuple[Shape, ...]) -> list[float]:
+def written_bytes(module: Module, inner: Computation, shapes: tuple[ArrayShape, ...]) -> list[float]:
     """Returns bytes that a fusion writes of each result: the update, for one updated in place."""
     root = inner.root
     results = [inner.instructions[name] for name in root.operands] if root.opcode == "tuple" else [root]

@@ -26,11 +26,6 @@ class PartitionLayout:
     torus: Torus | None  # None: a switch joins the devices of a slice
 
     @property
-    def size(self) -> int:
-        """Devices in the mesh."""
-        return math.prod(self.mesh_shape.values())
-
-    @property
     def slice_axes(self) -> tuple[str, ...]:
         """Mesh axes along which the slice changes."""
         slices = np.array(self.slice_of).reshape(tuple(self.mesh_shape.values()))
@@ -40,7 +35,7 @@ class PartitionLayout:
 
 
 @dataclasses.dataclass(frozen=True)
-class Span:
+class GroupSpan:
     """Extent of the groups of a collective."""
 
     axes: tuple[str, ...]  # along which members of one group differ
@@ -66,7 +61,7 @@ def make_layout(
     return PartitionLayout(mesh_shape, slices, first if partitions == len(first) else tuple(range(size)), torus)
 
 
-def read_span(instruction: Instruction, layout: PartitionLayout) -> Span:
+def read_span(instruction: Instruction, layout: PartitionLayout) -> GroupSpan:
     """Returns the extent of a collective's replica groups or source-target pairs."""
     is_permute = instruction.opcode.startswith("collective-permute")
     if is_permute:
@@ -74,32 +69,31 @@ def read_span(instruction: Instruction, layout: PartitionLayout) -> Span:
     else:
         groups = parse_groups(instruction.attributes, len(layout.positions))
     if groups.size == 0:
-        return Span((), 1, 1)
+        return GroupSpan((), 1, 1)
     if groups.max() >= len(layout.positions):
         raise ValueError(f"a collective names device {groups.max()}, and the mesh has {dict(layout.mesh_shape)}")
     positions = np.array(layout.positions)[groups]
     slices = np.array(layout.slice_of)[positions]
-    axes, sizes = [], []
-    for (name, length), coordinate in zip(
-        layout.mesh_shape.items(), np.unravel_index(positions, tuple(layout.mesh_shape.values()))
-    ):
-        if np.any(coordinate != coordinate[:, :1]):
-            axes.append(name)
-            sizes.append(length)
+    coordinates = np.unravel_index(positions, tuple(layout.mesh_shape.values()))
+    sizes = {
+        name: length
+        for (name, length), coordinate in zip(layout.mesh_shape.items(), coordinates)
+        if np.any(coordinate != coordinate[:, :1])
+    }
     same_slice = [row for row, ids in zip(positions.tolist(), slices.tolist()) if len(set(ids)) == 1]
     if is_permute:
         lines = permute_links(layout.torus, same_slice)
     else:
         lines = group_lines(layout.torus, positions[0][slices[0] == slices[0][0]].tolist())
     chip_links = layout.torus.num_links if layout.torus else 1
-    size = math.prod(sizes) if is_permute else groups.shape[1]
-    return Span(tuple(axes), size, max(len(set(row)) for row in slices.tolist()), lines, chip_links)
+    size = math.prod(sizes.values()) if is_permute else groups.shape[1]
+    return GroupSpan(tuple(sizes), size, max(len(set(row)) for row in slices.tolist()), lines, chip_links)
 
 
 def parse_groups(attributes: str, num_devices: int) -> np.ndarray:
     """Returns the groups of a collective in any of XLA's formats, int[G, S]. Raises ValueError for an unknown one."""
     if match := MESH_GROUPS.search(attributes):
-        return mesh_groups(match[1], match[2], match[3])
+        return mesh_groups(*match.groups())
     if match := IOTA_GROUPS.search(attributes):
         return iota(match[2], match[3]).reshape(ints(match[1]))
     if match := LISTED_GROUPS.search(attributes):
@@ -115,30 +109,17 @@ def mesh_groups(axes: str, device_ids: str | None, used: str) -> np.ndarray:
     """Returns groups along axes of XLA's mesh: `'a'=2,'b'=4` and `'b'`, or `'b':(2)2` for a part of an axis."""
     sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", axes)}
     used_axes = {name: (pre, size) for name, pre, size in re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", used)}
-    split, grouped = [], []  # each axis as up to three factors: before, in and after the used part
+    factors: list[tuple[int, bool]] = []  # of each axis up to three: before, in and after the used part
     for name, length in sizes.items():
-        if name not in used_axes:
-            parts = [(length, False)]
-        elif not used_axes[name][1]:
-            parts = [(length, True)]
-        else:
-            pre, size = map(int, used_axes[name])
-            parts = [(pre, False), (size, True), (length // (pre * size), False)]
-        for part, is_used in parts:
-            split.append(part)
-            grouped.append(is_used)
-    ids = device_order(device_ids, math.prod(split)).reshape(split)
-    order = [n for n, used in enumerate(grouped) if not used] + [n for n, used in enumerate(grouped) if used]
-    return ids.transpose(order).reshape(-1, math.prod(size for size, used in zip(split, grouped) if used))
-
-
-def device_order(device_ids: str | None, size: int) -> np.ndarray:
-    """Returns the devices of XLA's mesh in its order: an iota, `[4,2]T(1,0)`, or a list."""
-    if not device_ids:
-        return np.arange(size)
-    if match := re.fullmatch(r"(?:\[[\d,]+\]<=)?\[([\d,]+)\](?:T\(([\d,]+)\)?)?", device_ids.strip()):
-        return iota(match[1], match[2]).reshape(-1)
-    return np.array(ints(device_ids))
+        pre, size = map(int, used_axes[name]) if name in used_axes and used_axes[name][1] else (1, length)
+        factors += [(pre, False), (size, name in used_axes), (length // (pre * size), False)]
+    ids = np.arange(math.prod(sizes.values()))
+    if device_ids:  # an iota, `[4,2]T(1,0)`, or a list
+        match = re.fullmatch(r"(?:\[[\d,]+\]<=)?\[([\d,]+)\](?:T\(([\d,]+)\)?)?", device_ids.strip())
+        ids = iota(*match.groups()) if match else np.array(ints(device_ids))
+    order = sorted(range(len(factors)), key=lambda n: factors[n][1])
+    members = math.prod(size for size, is_used in factors if is_used)
+    return ids.reshape([size for size, _ in factors]).transpose(order).reshape(-1, members)
 
 
 def iota(dims: str, permutation: str | None) -> np.ndarray:

@@ -8,9 +8,9 @@ import collections
 import dataclasses
 import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
-from jaxscale.tools.preflight.hlo_costs import PALLAS, custom_target, kernel_flops, matmul_flops
+from jaxscale.tools.preflight.hlo_costs import custom_target, kernel_flops, matmul_flops
 from jaxscale.tools.preflight.hlo_text import FUSIONS, Computation, Instruction, Module
 from jaxscale.tools.preflight.hlo_trips import branch_shares, count_trips
 
@@ -20,26 +20,20 @@ FUSION_ENDS = {"AsyncCollectiveStart": "start", "AsyncCollectiveDone": "done"}
 
 
 @dataclasses.dataclass(frozen=True)
-class Item:
+class ScheduleItem:
     """One entry of the schedule."""
 
     what: Literal["work", "start", "done", "blocking", "runs"]
     collective: int = -1  # its number, for start, done and blocking
-    flops: Mapping[str, float] = dataclasses.field(default_factory=dict)  # of work, by operand type
+    flops: dict[str, float] = dataclasses.field(default_factory=dict)  # of work, by operand type
     times: float = 1.0  # of runs: trips of a loop, or the fraction of runs that take a branch
-    items: tuple["Item", ...] = ()  # of runs
+    items: tuple["ScheduleItem", ...] = ()  # of runs
 
 
-def item_from_json(values: Mapping[str, Any]) -> Item:
-    """Inverse of dataclasses.asdict and JSON."""
-    return Item(**{**values, "items": tuple(map(item_from_json, values["items"]))})
-
-
-def read_schedule(module: Module, numbers: Mapping[tuple[str, str], int]) -> tuple[tuple[Item, ...], dict[int, str]]:
-    """Returns (the program's schedule, {collective: its computation}); empty for an unscheduled text.
-
-    Args: numbers: of the collectives, by the names of the computation and the instruction that start them.
-    """
+def read_schedule(
+    module: Module, numbers: Mapping[tuple[str, str], int]
+) -> tuple[tuple[ScheduleItem, ...], dict[int, str]]:
+    """Returns (schedule, {collective: its computation}); empty if unscheduled. numbers: of collectives."""
     if not module.is_scheduled:
         return (), {}
     reader = ScheduleReader(module, numbers)
@@ -51,42 +45,43 @@ class ScheduleReader:
 
     def __init__(self, module: Module, numbers: Mapping[tuple[str, str], int]) -> None:
         self.module, self.numbers = module, numbers
-        self.read: dict[str, tuple[Item, ...]] = {}
-        self.fusion_flops: dict[str, dict[str, float]] = {}
+        self.read: dict[str, tuple[ScheduleItem, ...]] = {}
         self.computations: dict[int, str] = {}
 
-    def items(self, name: str) -> tuple[Item, ...]:
+    def items(self, name: str) -> tuple[ScheduleItem, ...]:
         """Returns a computation's schedule. Adjacent work is one item."""
         if name not in self.read:
-            found: list[Item] = []
+            found: list[ScheduleItem] = []
             pending = Pending()
             for instruction in self.module.computations[name].instructions.values():
                 for item in self.instruction_items(self.module.computations[name], instruction, pending):
                     if item.what == "work" and found and found[-1].what == "work":
                         total = collections.Counter(found[-1].flops)
                         total.update(item.flops)
-                        found[-1] = Item("work", flops=dict(total))
+                        found[-1] = ScheduleItem("work", flops=dict(total))
                     else:
                         found.append(item)
             self.read[name] = tuple(found)
         return self.read[name]
 
-    def instruction_items(self, computation: Computation, instruction: Instruction, pending: "Pending") -> list[Item]:
+    def instruction_items(
+        self, computation: Computation, instruction: Instruction, pending: "Pending"
+    ) -> list[ScheduleItem]:
         """Returns the items of one instruction."""
         opcode, called = instruction.opcode, instruction.called
         if opcode == "while":
             trips = count_trips(self.module, computation, instruction)
             body = instruction.attribute(r"\bbody=%?([\w.\-]+)")
-            return [Item("runs", times=1.0 if trips is None else trips, items=self.items(body))] if body else []
+            return [ScheduleItem("runs", times=1.0 if trips is None else trips, items=self.items(body))] if body else []
         if opcode == "conditional":
             shares = branch_shares(self.module, instruction).items()
-            return [Item("runs", times=share, items=self.items(name)) for name, share in shares if share]
+            return [ScheduleItem("runs", times=share, items=self.items(name)) for name, share in shares if share]
         if opcode == "call":
             return [item for name in called for item in self.items(name)]
         if opcode.endswith(("-update", "-done")):
             return pending.update(instruction)
         flops = self.flops(computation, instruction)
-        work = [Item("work", flops=flops)] if flops else []
+        work = [ScheduleItem("work", flops=flops)] if flops else []
         found = self.collectives(computation, instruction)
         self.computations |= dict.fromkeys(found, computation.name)
         if end := self.fusion_end(instruction):
@@ -94,14 +89,18 @@ class ScheduleReader:
             if end_kind == "done":
                 return [*work, *pending.end(channel)]
             pending.open_fusions[channel].append(found)
-            return [*work, *(Item("start", number) for number in found)]
+            return [*work, *(ScheduleItem("start", number) for number in found)]
         if SYNCHRONOUS.search(instruction.attributes):  # XLA:GPU blocks in the start; its -done does nothing
-            return [*work, *(Item("blocking", number) for number in found)]
+            return [*work, *(ScheduleItem("blocking", number) for number in found)]
         if opcode == "send":  # between slices: complete when the other side's part is received
-            return pending.start(receiver(computation, instruction) or instruction, found)
+            rendezvous = r'_xla_host_transfer_rendezvous="([^"]*)"'
+            name = instruction.attribute(rendezvous)
+            receives = [one for one in computation.instructions.values() if one.opcode == "recv" and name]
+            receiver = next((one for one in receives if one.attribute(rendezvous) == name), instruction)
+            return pending.start(receiver, found)
         if opcode.endswith("-start"):
             return pending.start(instruction, found)
-        return [*work, *(Item("blocking", number) for number in found)]
+        return [*work, *(ScheduleItem("blocking", number) for number in found)]
 
     def collectives(self, computation: Computation, instruction: Instruction) -> list[int]:
         """Returns numbers of the collectives that an instruction is or calls."""
@@ -126,27 +125,13 @@ class ScheduleReader:
         found: dict[str, float] = collections.defaultdict(int)
         if matmul := matmul_flops(instruction, computation):
             found[matmul[0]] += matmul[1]
-        if instruction.opcode == "custom-call" and custom_target(instruction).startswith(PALLAS):
-            found[KERNEL] += kernel_flops(instruction, computation)
+        found[KERNEL] += kernel_flops(instruction, computation) or 0.0
         for name in instruction.called if instruction.opcode in FUSIONS else ():
-            if name not in self.fusion_flops:
-                inner = self.module.computations[name]
-                self.fusion_flops[name] = collections.defaultdict(int)
-                for one in inner.instructions.values():
-                    for dtype, flops in self.flops(inner, one).items():
-                        self.fusion_flops[name][dtype] += flops
-            for dtype, flops in self.fusion_flops[name].items():
-                found[dtype] += flops
+            inner = self.module.computations[name]
+            for one in inner.instructions.values():
+                for dtype, flops in self.flops(inner, one).items():
+                    found[dtype] += flops
         return {dtype: flops for dtype, flops in found.items() if flops}
-
-
-def receiver(computation: Computation, send: Instruction) -> Instruction | None:
-    """Returns the recv of the same cross-slice transfer, by rendezvous name."""
-    rendezvous = r'_xla_host_transfer_rendezvous="([^"]*)"'
-    if (name := send.attribute(rendezvous)) is None:
-        return None
-    receives = (one for one in computation.instructions.values() if one.opcode == "recv")
-    return next((one for one in receives if one.attribute(rendezvous) == name), None)
 
 
 class Pending:
@@ -157,29 +142,29 @@ class Pending:
         self.without_data: set[str] = set()  # starts without data
         self.open_fusions: dict[str, list[list[int]]] = collections.defaultdict(list)  # by channel
 
-    def start(self, instruction: Instruction, found: list[int]) -> list[Item]:
+    def start(self, instruction: Instruction, found: list[int]) -> list[ScheduleItem]:
         """Starts collectives. XLA:TPU's custom-call-start gets its data by an update, and runs from then on."""
         self.started[instruction.name] = found
         if instruction.opcode == "custom-call-start" and not instruction.operands:
             self.without_data.add(instruction.name)
             return []
-        return [Item("start", number) for number in found]
+        return [ScheduleItem("start", number) for number in found]
 
-    def update(self, instruction: Instruction) -> list[Item]:
+    def update(self, instruction: Instruction) -> list[ScheduleItem]:
         """Returns the items of an update or end of a started instruction."""
         before = next((name for name in instruction.operands if name in self.started), None)
         if before is None:
             return []
         found = self.started[before]
         if instruction.opcode.endswith("-done"):
-            return [Item("done", number) for number in found]
+            return [ScheduleItem("done", number) for number in found]
         self.started[instruction.name] = found
         if before in self.without_data:
             self.without_data.discard(before)
-            return [Item("start", number) for number in found]
+            return [ScheduleItem("start", number) for number in found]
         return []
 
-    def end(self, channel: str) -> list[Item]:
+    def end(self, channel: str) -> list[ScheduleItem]:
         """Returns the end of the fusion that started first on a channel."""
         found = self.open_fusions[channel].pop(0) if self.open_fusions[channel] else []
-        return [Item("done", number) for number in found]
+        return [ScheduleItem("done", number) for number in found]

@@ -18,7 +18,7 @@ FUSIONS = ("fusion", "fusion-start")  # opcodes; XLA:GPU runs some slice copies 
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Shape:
+class ArrayShape:
     """One array: element type, sizes and memory space (0 HBM, 1 on-chip, 5 host)."""
 
     dtype: str
@@ -49,12 +49,12 @@ class Instruction:
         return tuple(NAME.findall(self.operands_text))
 
     @functools.cached_property
-    def shapes(self) -> tuple[Shape, ...]:
+    def shapes(self) -> tuple[ArrayShape, ...]:
         """Every array of its result, however nested in tuples."""
         return parse_shapes(self.type_text)
 
     @functools.cached_property
-    def elements(self) -> tuple[tuple[Shape, ...], ...]:
+    def elements(self) -> tuple[tuple[ArrayShape, ...], ...]:
         """The arrays of each member of a tuple result; of an array, itself."""
         return tuple(parse_shapes(part) for part in tuple_parts(self.type_text))
 
@@ -184,12 +184,12 @@ def tuple_parts(text: str) -> list[str]:
 
 
 @functools.lru_cache(maxsize=65536)
-def parse_shapes(text: str) -> tuple[Shape, ...]:
+def parse_shapes(text: str) -> tuple[ArrayShape, ...]:
     """Returns every array in a printed type. Tokens and opaque handles have no bytes and are omitted."""
     found = []
     for dtype, dims, layout in SHAPE.findall(text):
         if dtype == "pred" or BITS.fullmatch(dtype) or re.match(r"f\d+e\d", dtype):
             space = re.search(r"S\((\d+)\)", layout)
             sizes = tuple(int(size) for size in dims.replace("<=", "").split(",") if size)
-            found.append(Shape(dtype, sizes, int(space[1]) if space else 0))
+            found.append(ArrayShape(dtype, sizes, int(space[1]) if space else 0))
     return tuple(found)

@@ -12,10 +12,7 @@ Linear = tuple[int | None, int]
 
 
 def count_runs(module: Module) -> tuple[dict[str, int], set[str], int]:
-    """Returns (runs of each computation per step, names of those inside fusions, loops with unreadable trip counts).
-
-    Such a loop counts as one trip. Branches of a conditional count by branch_shares.
-    """
+    """Returns (runs of each computation, names of those in fusions, loops with unreadable counts: one trip)."""
     runs = dict.fromkeys(module.computations, 0)
     runs[module.entry] = 1
     fused: set[str] = set()
@@ -69,10 +66,7 @@ def reachable(module: Module, name: str) -> list[Computation]:
 
 
 def count_trips(module: Module, caller: Computation, loop: Instruction) -> int | None:
-    """Returns the trips of a while loop: XLA's note, or from its condition, start and step; None if unknown.
-
-    A loop with a data-dependent length has its usual length in its name: `usually_N_trips/while`.
-    """
+    """Returns a while loop's trips: XLA's note, `usually_N_trips/while`, or from its condition; None if unknown."""
     for pattern in (r'"known_trip_count":\{"n":"(\d+)"', r'op_name="[^"]*\busually_(\d+)_trips\b[^"/]*/while"'):
         if trips := loop.attribute(pattern):
             return int(trips)
@@ -81,8 +75,7 @@ def count_trips(module: Module, caller: Computation, loop: Instruction) -> int |
     )
     if body is None or condition is None:
         return None
-    test = follow_compare(module, condition)
-    if test is None:
+    if (test := follow_compare(module, condition)) is None:
         return None
     (index, shift), (limit_index, limit), direction = test
     if index is None:  # the constant is on the left

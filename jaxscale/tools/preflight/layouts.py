@@ -27,10 +27,12 @@ def all_layouts(cfg: RunConfig, num_devices: int, num_slices: int = 1) -> Iterat
     With these axes, copies of the model (data) are limited to the number of slices: within a slice fsdp sends as little
     and uses less memory.
     """
+    experts = getattr(cfg.model, "experts", None)
+    expert_sizes = units.divisors(math.gcd(experts.number, num_devices)) if experts else [1]  # divide them equally
     inner = [
         {"pipeline": pipeline, "expert": expert, "context": context, "tensor": tensor, "chunks": chunks}
         for pipeline, chunks in stage_sizes(cfg, num_devices)
-        for expert in expert_sizes(cfg, num_devices)
+        for expert in expert_sizes
         for context in context_sizes(cfg, num_devices)
         for tensor in units.divisors(num_devices)
         if tensor <= MAX_TENSOR
@@ -58,12 +60,6 @@ def stage_sizes(cfg: RunConfig, num_devices: int) -> list[tuple[int, int]]:
             if size * chunks * pipeline.chunk_work <= MAX_PADDING * (layers + leading):
                 sizes.append((size, chunks))
     return sizes
-
-
-def expert_sizes(cfg: RunConfig, num_devices: int) -> list[int]:
-    """Returns sizes of the expert axis that divide the experts equally; [1] for a dense model."""
-    experts = getattr(cfg.model, "experts", None)
-    return units.divisors(math.gcd(experts.number, num_devices)) if experts else [1]
 
 
 def context_sizes(cfg: RunConfig, num_devices: int) -> list[int]:
@@ -100,10 +96,7 @@ def layout_settings(cfg: RunConfig, layout: MeshSizes) -> dict[str, Any]:
 
 
 def schedules(cfg: RunConfig, layout: MeshSizes) -> list[str]:
-    """Returns candidate pipeline schedules: the config's, and those that save inputs of few microbatches.
-
-    Of these, 1f1b recomputes nothing for weight gradients, and zero_bubble has the smaller bubble.
-    """
+    """Returns candidate pipeline schedules: the config's, and those that save inputs of few microbatches."""
     return list(dict.fromkeys([cfg.pipeline.schedule, "1f1b", "zero_bubble"])) if layout["pipeline"] > 1 else []
 
 

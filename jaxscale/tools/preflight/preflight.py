@@ -19,9 +19,8 @@ from jaxscale.tools.planning.memory import MemoryRow, usable_memory
 from jaxscale.tools.planning.speed import head_flops_fraction
 from jaxscale.tools.planning.topology import Topology, open_topology
 from jaxscale.tools.preflight.compiled import Compiled, compile_ahead, lower, read_result
-from jaxscale.tools.preflight.overlap_table import collective_rows
 from jaxscale.tools.preflight.roofline import Roofline, roofline
-from jaxscale.tools.preflight.step_report import Report, sum_traffic
+from jaxscale.tools.preflight.step_report import PreflightReport, collective_rows, sum_traffic
 
 
 def preflight(
@@ -33,11 +32,8 @@ def preflight(
     save_executable: pathlib.Path | None = None,
     say: Callable[[str], None] = print,
     position: Position = BEGINNING,
-) -> Report:
-    """Returns the report on a config and topology. Raises BadInput for a config that no such machine can run.
-
-    position: where a run resumes on these devices; stages of its ramps that are over need not fit.
-    """
+) -> PreflightReport:
+    """Returns the report. position: where a run resumes: stages of its ramps that are over need not fit."""
     program = fitting_program(cfg, topology.devices, position=position)
     compiled = compile_ahead(program, topology, keep=keep, save_executable=save_executable, say=say)
     return make_report(config_name, program, topology, compiled)
@@ -69,7 +65,7 @@ def find_compiled_step(cfg: RunConfig, topology: str, say: Callable[[str], None]
     return CompiledStep(report.peak_bytes, report.roofline.mfu_ceiling, report.date)
 
 
-def make_report(config_name: str, program: Program, topology: Topology, compiled: Compiled) -> Report:
+def make_report(config_name: str, program: Program, topology: Topology, compiled: Compiled) -> PreflightReport:
     """Returns the report of a program."""
     cfg, facts, shortage = program.cfg, compiled.facts, compiled.shortage
     num_devices = len(topology.devices)
@@ -83,7 +79,7 @@ def make_report(config_name: str, program: Program, topology: Topology, compiled
     peak = compiled.memory.peak if compiled.memory else None
     if shortage is not None and shortage.space == "hbm":
         peak = shortage.needed
-    return Report(
+    return PreflightReport(
         config=config_name,
         topology=topology.name,
         platform=topology.platform,

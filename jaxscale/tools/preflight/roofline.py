@@ -1,16 +1,33 @@
-"""Lower bound of a compiled step's time on a chip: from its work, its order, and the chip's peak rates."""
+"""Lower bound of a compiled step's time on a chip: from its work, its order, and the chip's peak rates.
+
+A scheduled program is simulated in its order: which collectives overlap matmuls, and which block them.
+"""
 
 import collections
 import dataclasses
 import math
+from collections.abc import Mapping, Sequence
 
 from jaxscale.core.axes.pipeline_schedules import COMMUNICATION_COSTS, EQUAL_COSTS, ScheduleSize
 from jaxscale.kernels.hardware import Chip
-from jaxscale.tools.preflight.hlo import HloFacts
-from jaxscale.tools.preflight.timeline import CollectiveTime, Timeline, link_seconds, simulate, work_seconds
+from jaxscale.tools.planning.links import DCN
+from jaxscale.tools.preflight.hlo import Collective, HloFacts
+from jaxscale.tools.preflight.hlo_schedule import ScheduleItem
 
 IN_STAGE = {"expert", "context", "tensor"}  # axes within a pipeline stage
+EIGHT_BIT = ("s8", "u8", "s4", "u4")
 NO_STAGES = ScheduleSize()
+
+
+@dataclasses.dataclass
+class CollectiveTime:
+    """Time of one collective over all its runs in a step, in seconds."""
+
+    runs: float = 0.0
+    is_blocking: bool = True  # nothing can run between its start and its end
+    link_s: float = 0.0  # its phases in order
+    cover_s: float = 0.0  # matmuls between its start and its end
+    exposed_s: float = 0.0  # not overlapped by matmuls
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,13 +89,14 @@ def roofline(
                 queues[queue] += seconds * collective.times
     hbm = facts.hbm_bytes / chip.hbm_bandwidth
     overlapped = max(compute, hbm, *queues.values())
-    timeline = simulate(facts.schedule, facts.collectives, chip) if facts.schedule else Timeline(overlapped, (), {}, {})
-    exposed_in_stage = math.fsum(seconds for link, seconds in timeline.exposed.items() if is_in_stage(link))
+    timeline = simulate(facts.schedule, facts.collectives, chip)
+    axes_of = lambda link: set(link.split(":")[1].split("+"))  # 'ici:tensor:x'
+    exposed_in_stage = math.fsum(seconds for link, seconds in timeline.exposed.items() if axes_of(link) <= IN_STAGE)
     stage_head = head * (1 if shards_head else schedule.num_stages)
     layers = (1 - head) * (1 + schedule.recomputed(EQUAL_COSTS))
     idle = schedule.idle_time(EQUAL_COSTS) * layers / (layers + stage_head) * compute
     bubble = idle + schedule.idle_time(COMMUNICATION_COSTS) * exposed_in_stage
-    at_least = max(timeline.seconds + bubble, overlapped)
+    at_least = max((timeline.seconds if facts.schedule else overlapped) + bubble, overlapped)
     return Roofline(
         compute_s=compute,
         hbm_s=hbm,
@@ -90,13 +108,110 @@ def roofline(
         serial_s=compute + bubble + hbm + sum(links.values()),
         mfu_ceiling=model_flops_per_device / (chip.peak_flops * at_least) if at_least else 0.0,
         unpriced=tuple(dict.fromkeys(unpriced)),
-        played=timeline.collectives,
+        played=tuple(timeline.collectives) if facts.schedule else (),
         bubble_s=bubble,
         bubble=schedule.formula if schedule.num_stages > 1 else "",
     )
 
 
-def is_in_stage(link: str) -> bool:
-    """True for a link such as 'ici:tensor:x', between devices of one pipeline stage."""
-    axes = link.split(":")[1].split("+")
-    return set(axes) <= IN_STAGE
+class Timeline:
+    """A simulated step: the clock of one chip and its links."""
+
+    def __init__(self, started: Sequence[Collective], chip: Chip) -> None:
+        self.started, self.chip = started, chip
+        self.now = self.work = 0.0
+        self.free: dict[str, float] = {}  # time at which each link becomes free
+        self.ends: dict[int, list[tuple[float, float]]] = collections.defaultdict(list)  # (end, work before the start)
+        self.collectives = [CollectiveTime() for _ in started]
+        self.exposed: dict[str, float] = collections.defaultdict(int)  # exposed seconds by link
+        self.blocking: dict[str, float] = collections.defaultdict(int)  # of them, of blocking collectives
+
+    @property
+    def seconds(self) -> float:
+        """Matmuls and exposed collectives."""
+        return max([self.now, *self.free.values()])
+
+    def run(self, items: Sequence[ScheduleItem], weight: float = 1.0) -> None:
+        """Simulates items that run `weight` times in a step."""
+        for item in items:
+            if item.what == "work":
+                seconds = work_seconds(item.flops, self.chip)
+                self.now += seconds
+                self.work += seconds
+            elif item.what == "runs":
+                first = min(1.0, item.times)  # of a loop, or of a branch that is taken sometimes
+                self.once(item.items, weight * first, first)
+                if item.times > 1:  # all others are like the second run
+                    self.once(item.items, weight * (item.times - 1), item.times - 1)
+            elif item.what == "done":
+                self.end(item.collective, weight)
+            else:
+                self.start(item.collective, weight)
+                if item.what == "blocking":
+                    self.end(item.collective, weight, is_blocking=True)
+
+    def once(self, items: Sequence[ScheduleItem], weight: float, times: float) -> None:
+        """Simulates items once, and advances the clock by `times` runs."""
+        before = self.now
+        self.run(items, weight)
+        shift = (times - 1) * (self.now - before)
+        self.now += shift
+        self.free = {link: end + shift for link, end in self.free.items()}
+        for number, pending in self.ends.items():
+            self.ends[number] = [(end + shift, work) for end, work in pending]
+
+    def start(self, number: int, weight: float) -> None:
+        """Puts the phases of a collective on their links, in order."""
+        end, time = self.now, self.collectives[number]
+        for phase in self.started[number].stages:
+            seconds = phase.seconds(self.chip) or 0.0
+            end = max([end, *(self.free.get(queue, 0.0) for queue in phase.queues)]) + seconds
+            for queue in phase.queues:
+                self.free[queue] = end
+            time.link_s += seconds * weight
+        time.runs += weight
+        self.ends[number].append((end, self.work))
+
+    def end(self, number: int, weight: float, *, is_blocking: bool = False) -> None:
+        """Waits for a collective."""
+        if not self.ends[number]:
+            return
+        end, work = self.ends[number].pop(0)
+        time, wait = self.collectives[number], max(0.0, end - self.now)
+        time.is_blocking = is_blocking
+        time.cover_s += (self.work - work) * weight
+        time.exposed_s += wait * weight
+        self.now += wait
+        phases = [(link, seconds) for link, seconds in link_seconds(self.started[number], self.chip) if seconds]
+        total = sum(seconds for _, seconds in phases)
+        for link, seconds in phases:
+            self.exposed[link] += seconds / total * wait * weight
+            if is_blocking:
+                self.blocking[link] += seconds / total * wait * weight
+
+
+def simulate(items: Sequence[ScheduleItem], collectives: Sequence[Collective], chip: Chip) -> Timeline:
+    """Returns the lower bound of a scheduled program: matmuls at the chip's peak, links at theirs, memory omitted.
+
+    Matmuls run sequentially. Concurrently each torus dimension (or switch, or network) serves one collective at a time,
+    first come first served: two cannot hide behind the same work on the same links.
+    """
+    timeline = Timeline(collectives, chip)
+    timeline.run(items)
+    return timeline
+
+
+def link_seconds(collective: Collective, chip: Chip) -> list[tuple[str, float | None]]:
+    """Returns ('ici:fsdp:x', seconds of one run) of each phase; None if the bandwidth is unknown."""
+    axes = "+".join(collective.axes) or "none"
+    found = []
+    for phase in collective.stages:
+        along = f":{phase.along}" if chip.ici_dims and phase.along != DCN else ""
+        found.append((f"{'dcn' if phase.along == DCN else 'ici'}:{axes}{along}", phase.seconds(chip)))
+    return found
+
+
+def work_seconds(flops: Mapping[str, float], chip: Chip) -> float:
+    """Returns seconds of matmuls by operand type, each at its peak; kernels and other types at bfloat16's."""
+    faster = lambda dtype: chip.fp8_flops if dtype.startswith("f8") else chip.int8_flops if dtype in EIGHT_BIT else None
+    return sum(amount / max(faster(dtype) or 0.0, chip.peak_flops) for dtype, amount in flops.items())

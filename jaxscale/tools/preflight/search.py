@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, get_args
 
 from jaxscale import schema, units
-from jaxscale.build import Program
 from jaxscale.config import RunConfig
 from jaxscale.core.config import MESH_AXES
 from jaxscale.core.mesh import mesh_shape
@@ -27,7 +26,7 @@ from jaxscale.tools.preflight.layouts import (
 )
 from jaxscale.tools.preflight.preflight import ahead_program
 from jaxscale.tools.preflight.roofline import Roofline
-from jaxscale.tools.preflight.step_report import Report
+from jaxscale.tools.preflight.step_report import PreflightReport
 
 PRIOR_SCALE = 0.5  # of estimated activations before any compilation: estimates tend to be too large
 MARGIN = 0.9  # of activations scaled by another candidate's
@@ -56,15 +55,12 @@ class Candidate:
         return bucket(overlapped), bucket(serial), len(self.changes), self.estimate.memory()
 
 
-Compile = Callable[[Candidate], Report]
-Tried = list[tuple[Candidate, Report]]
+Compile = Callable[[Candidate], PreflightReport]
+Tried = list[tuple[Candidate, PreflightReport]]
 
 
 def search_candidates(cfg: RunConfig, topology: Topology, say: Callable[[str], None] | None = None) -> list[Candidate]:
-    """Returns every mesh, with every remat policy and number of microbatches that is valid on it.
-
-    Reports the estimates.
-    """
+    """Returns every mesh, with every remat policy and number of microbatches that is valid on it."""
     layouts = list(all_layouts(cfg, len(topology.devices), topology.num_slices))
     found = list(make_candidates(cfg, topology, layouts, [cfg.rules], [cfg.optim.offload_moments]))
     if say and found:
@@ -89,7 +85,13 @@ def fastest_lines(found: Sequence[Candidate], usable: float) -> list[str]:
     """Returns the fastest candidates by estimate: few large programs can be compiled in the given time."""
     best = min(found, key=lambda one: one.estimate.cost)
     fits = min((one for one in found if one.estimate.memory() <= usable), key=lambda one: one.order, default=None)
-    text = lambda one: f"{one.label}, {units.size(one.estimate.memory())}, {cost_text(one.estimate)}"
+
+    def text(one: Candidate) -> str:
+        estimate = one.estimate
+        times = {"matmuls": estimate.compute_s, "pipeline idle": estimate.idle_s}
+        parts = parts_text(times | {"exposed communication": estimate.exposed_s})
+        return f"{one.label}, {units.size(estimate.memory())}, {estimate.cost[0] * 1e3:.4g} ms: {parts}"
+
     if fits is best:
         return [f"the fastest estimate, which fits: {text(best)}"]
     second = f"of those that fit: {text(fits)}" if fits else f"none fits into {units.size(usable)}"
@@ -110,11 +112,7 @@ def repair_candidates(cfg: RunConfig, topology: Topology) -> list[Candidate]:
 
 
 def make_candidates(
-    cfg: RunConfig,
-    topology: Topology,
-    layouts: Sequence[MeshSizes],
-    rules: Sequence[str],
-    offload: Sequence[bool],
+    cfg: RunConfig, topology: Topology, layouts: Sequence[MeshSizes], rules: Sequence[str], offload: Sequence[bool]
 ) -> Iterator[Candidate]:
     """Yields candidates with their estimates, of all combinations that training accepts."""
     current = mesh_shape(cfg.mesh, len(topology.devices))
@@ -125,7 +123,12 @@ def make_candidates(
         unchanged = {f"mesh.{axis}" for axis in MESH_AXES if layout[axis] == current[axis]} | free
         changes = changed(cfg, {name: value for name, value in requested.items() if name not in unchanged})
         parts = microbatch_choices(cfg, layout)
-        if not parts or not (program := try_program(cfg, topology, changes | {"train.num_microbatches": parts[0]})):
+        if not parts:
+            continue
+        try:  # compiler options do not change the estimate, and validating them costs a compilation
+            tried = changes | {"train.num_microbatches": parts[0], "compiler": {}}
+            program = ahead_program(with_changes(cfg, tried), topology)
+        except BadInput:  # an axis that divides no heads, a mesh across slices, a platform without host memory, ...
             continue
         schedule_settings = [{"pipeline.schedule": name} for name in schedules(cfg, layout)]
         for settings in schedule_settings or remat_settings(cfg):
@@ -135,14 +138,6 @@ def make_candidates(
                 candidate_cfg = dataclasses.replace(base, train=dataclasses.replace(base.train, num_microbatches=part))
                 estimate = estimate_step(program.with_cfg(candidate_cfg), topology)
                 yield Candidate(changes | further, candidate_cfg, estimate)
-
-
-def try_program(cfg: RunConfig, topology: Topology, changes: dict[str, Any]) -> Program | None:
-    """Returns the program of a changed config for an estimate, or None if training refuses it."""
-    try:  # compiler options do not change the estimate, and validating them costs a compilation
-        return ahead_program(with_changes(cfg, changes | {"compiler": {}}), topology)
-    except BadInput:  # an axis that divides no heads, a mesh across slices, a platform without host memory, ...
-        return None
 
 
 def remat_settings(cfg: RunConfig) -> Iterator[dict[str, Any]]:
@@ -203,7 +198,8 @@ def explore(
             tries += 1
             chosen = min(left, key=lambda one: one.estimate.memory())
         left.remove(chosen)
-        say(f"compiling {chosen.label} (estimate: {estimate_text(chosen, tried)})")
+        memory = units.size(chosen.estimate.memory(activation_scale(chosen, tried)))
+        say(f"compiling {chosen.label} (estimate: {chosen.estimate.cost[0] * 1e3:.4g} ms, {memory})")
         started = clock()
         report = compile_one(chosen)
         longest = max(longest, clock() - started)
@@ -228,22 +224,17 @@ def is_promising(one: Candidate, tried: Tried, enough: int | None) -> bool:
 
 
 def activation_scale(one: Candidate, tried: Tried) -> float:
-    """Returns the expected ratio of a candidate's activations to their estimate, from compiled candidates.
+    """Returns the expected ratio of a candidate's activations to their estimate.
 
-    From the last one with the same remat policy, pipeline and expert exchange, otherwise the last of any, otherwise a
-    prior.
+    From the last compiled one with the same remat policy, pipeline and expert exchange, otherwise the last of any,
+    otherwise a prior.
     """
-    measured = [
-        (other, report.peak_bytes)
-        for other, report in tried
-        if report.peak_bytes is not None and other.estimate.activation_bytes
-    ]
     kind = lambda one: (one.cfg.model.remat, one.cfg.mesh.pipeline != 1, one.estimate.exchange)
-    same_kind = [pair for pair in measured if kind(pair[0]) == kind(one)]
-    if not measured:
-        return PRIOR_SCALE
-    other, peak_bytes = (same_kind or measured)[-1]
-    return MARGIN * max(0, peak_bytes - other.estimate.state_bytes) / other.estimate.activation_bytes
+    scale = PRIOR_SCALE
+    for other, report in sorted(tried, key=lambda pair: kind(pair[0]) == kind(one)):
+        if report.peak_bytes is not None and other.estimate.activation_bytes:
+            scale = MARGIN * max(0, report.peak_bytes - other.estimate.state_bytes) / other.estimate.activation_bytes
+    return scale
 
 
 def needs_as_much(one: Candidate, failed: Candidate) -> bool:
@@ -264,7 +255,7 @@ def ranked(tried: Tried) -> Tried:
     return sorted(tried, key=rank)
 
 
-def rank(pair: tuple[Candidate, Report]) -> tuple[float, ...]:
+def rank(pair: tuple[Candidate, PreflightReport]) -> tuple[float, ...]:
     """Sort key, the best first. Times within 1% are equal; then time without overlap, then memory."""
     _, report = pair
     if not report.fits:
@@ -274,13 +265,13 @@ def rank(pair: tuple[Candidate, Report]) -> tuple[float, ...]:
     return (0, bucket(bounds.at_least_s), bounds.serial_s, report.peak_bytes)
 
 
-def bounds_of(report: Report) -> Roofline:
+def bounds_of(report: PreflightReport) -> Roofline:
     """Returns the roofline of a step that fits."""
     assert report.roofline is not None, "a step that fits was compiled, and make_report gives it a roofline"
     return report.roofline
 
 
-def winner(tried: Tried) -> tuple[Candidate, Report] | None:
+def winner(tried: Tried) -> tuple[Candidate, PreflightReport] | None:
     """Returns the best that fits, or None."""
     return min(fitting(tried), key=rank, default=None)
 
@@ -298,18 +289,13 @@ def winner_lines(tried: Tried) -> list[str]:
 
 def breakdown_text(line: Roofline) -> str:
     """Returns 'at least 12 ms a step: matmuls 9 ms, bubble 1 ms, exposed communication 2 ms'."""
-    exposed = sum(line.exposed_s.values())
-    parts = [("matmuls", line.compute_s), ("bubble", line.bubble_s), ("exposed communication", exposed)]
-    text = ", ".join(f"{name} {seconds * 1e3:.4g} ms" for name, seconds in parts if seconds)
-    return f"at least {line.at_least_s * 1e3:.4g} ms a step: {text or 'no counted work'}"
+    parts = {"matmuls": line.compute_s, "bubble": line.bubble_s, "exposed communication": sum(line.exposed_s.values())}
+    return f"at least {line.at_least_s * 1e3:.4g} ms a step: {parts_text(parts) or 'no counted work'}"
 
 
-def cost_text(estimate: StepEstimate) -> str:
-    """Returns '12 ms: matmuls 9 ms, pipeline idle 1 ms, exposed communication 2 ms'."""
-    compute, idle, exposed = estimate.compute_s, estimate.idle_s, estimate.exposed_s
-    parts = [("matmuls", compute), ("pipeline idle", idle), ("exposed communication", exposed)]
-    text = ", ".join(f"{name} {seconds * 1e3:.4g} ms" for name, seconds in parts if seconds)
-    return f"{estimate.cost[0] * 1e3:.4g} ms: {text}"
+def parts_text(parts: dict[str, float]) -> str:
+    """Returns 'matmuls 9 ms, bubble 1 ms' for parts in seconds, without those of 0."""
+    return ", ".join(f"{name} {seconds * 1e3:.4g} ms" for name, seconds in parts.items() if seconds)
 
 
 def bucket(seconds: float) -> int:
@@ -317,13 +303,7 @@ def bucket(seconds: float) -> int:
     return round(math.log(max(seconds, 1e-12)) / math.log(SAME_TIME))
 
 
-def estimate_text(candidate: Candidate, tried: Tried) -> str:
-    """Returns '12 ms, 20.1 GiB'."""
-    memory = candidate.estimate.memory(activation_scale(candidate, tried))
-    return f"{candidate.estimate.cost[0] * 1e3:.4g} ms, {units.size(memory)}"
-
-
-def outcome_text(report: Report) -> str:
+def outcome_text(report: PreflightReport) -> str:
     """Returns 'fits: 20.1 GiB, at least 13 ms' or 'does not fit: 40.2 GiB'."""
     size = units.size(report.peak_bytes) if report.peak_bytes is not None else "more than available"
     if not report.fits:

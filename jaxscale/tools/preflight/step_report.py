@@ -1,18 +1,21 @@
 """Report of a compiled step, as tables and as plain data. Pure: facts in, text out."""
 
 import dataclasses
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxscale import units
 from jaxscale.tools.planning.memory import MemoryRow
 from jaxscale.tools.preflight.compiled import Shortage
-from jaxscale.tools.preflight.hlo import Collective
-from jaxscale.tools.preflight.overlap_table import CollectiveRow, overlap_line
-from jaxscale.tools.preflight.roofline import Roofline
+from jaxscale.tools.preflight.hlo import Collective, HloFacts
+from jaxscale.tools.preflight.hlo_schedule import ScheduleItem
+from jaxscale.tools.preflight.roofline import CollectiveTime, Roofline
 from jaxscale.units import INDENT, table
 
 LINKS = {"tpu": ("ICI", "DCN"), "gpu": ("NVLink", "network")}  # within and between domains of fast links
+SMALL = 1e-3  # of all bytes: smaller collectives share one row
+WRAPPERS = re.compile(r"\b(?:jit|shard_map|while|body|eval_jaxpr|closed_call|checkpoint|cond)(?:\([^()]*\))?/")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +30,24 @@ class Traffic:
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
+class CollectiveRow:
+    """One collective of the program. Seconds and bytes are of one run."""
+
+    kind: str
+    operation: str  # of JAX's program
+    computation: str  # whose schedule contains it
+    times: float
+    axes: str
+    stages: str  # 'z4 y2': torus dimensions in order, 'xy64': both at once
+    sent_bytes: float
+    is_blocking: bool
+    link_s: float
+    cover_s: float  # matmuls between its start and its end
+    exposed_s: float  # not overlapped by matmuls
+
+
+@dataclasses.dataclass(frozen=True)
+class PreflightReport:
     """Result of preflight."""
 
     config: str
@@ -90,7 +110,7 @@ def sum_traffic(collectives: Sequence[Collective]) -> tuple[Traffic, ...]:
     return tuple(sorted(found, key=lambda row: -(row.fast_bytes + row.slow_bytes)))
 
 
-def report_lines(report: Report) -> list[str]:
+def report_lines(report: PreflightReport) -> list[str]:
     """Returns the whole report as text."""
     machine = f"{report.num_devices} x {report.chip} on {units.plural(report.num_hosts, 'host')}"
     slices = f", {report.num_slices} slices" if report.num_slices > 1 else ""
@@ -106,7 +126,7 @@ def report_lines(report: Report) -> list[str]:
     return [*lines, "", compiled_line(report), verdict_line(report)]
 
 
-def memory_lines(report: Report) -> list[str]:
+def memory_lines(report: PreflightReport) -> list[str]:
     """Returns memory of one device by kind, and the usable memory."""
     rows = [(row.kind, units.size(row.num_bytes), row.source) for row in report.memory]
     if report.peak_bytes is not None:
@@ -127,7 +147,7 @@ def memory_lines(report: Report) -> list[str]:
     return lines
 
 
-def flops_lines(report: Report) -> list[str]:
+def flops_lines(report: PreflightReport) -> list[str]:
     """Returns FLOPs as compiled and by the model's formula."""
     assert report.compiled_flops is not None, "the report has facts"
     excess = report.compiled_flops / report.model_flops - 1
@@ -138,7 +158,7 @@ def flops_lines(report: Report) -> list[str]:
     return ["floating-point operations of one device and step", *table(rows, right=(1,))]
 
 
-def traffic_lines(report: Report) -> list[str]:
+def traffic_lines(report: PreflightReport) -> list[str]:
     """Returns bytes sent, by kind and axes."""
     if not report.traffic:
         return ["no communication"]
@@ -152,31 +172,34 @@ def traffic_lines(report: Report) -> list[str]:
     return ["sent by one device in a step", *table(rows, right=(2, 3, 4))]
 
 
-def roofline_lines(report: Report) -> list[str]:
+def roofline_lines(report: PreflightReport) -> list[str]:
     """Returns the lower bound of a step's time, by part."""
     roofline = report.roofline
     assert roofline is not None, "the report has a roofline"
-    rows = [("matmuls", milliseconds(roofline.compute_s), ""), ("device memory", milliseconds(roofline.hbm_s), "")]
+    times = [("matmuls", roofline.compute_s, ""), ("device memory", roofline.hbm_s, "")]
     for name, seconds in roofline.links_s.items():
         exposed = roofline.exposed_s.get(name, 0.0)
-        rows.append(
-            (f"link {name}", milliseconds(seconds), f"{milliseconds(exposed)} of it exposed" if exposed else "")
-        )
+        times.append((f"link {name}", seconds, f"{milliseconds(exposed)} of it exposed" if exposed else ""))
     if roofline.bubble:
-        rows.append(("bubble", milliseconds(roofline.bubble_s), f"{roofline.bubble} of the stages' time"))
-    rows += [
-        ("at least, in program order", milliseconds(roofline.at_least_s), "matmuls and exposed communication"),
-        ("full overlap (the longest)", milliseconds(roofline.overlapped_s), "if the order allowed it"),
-        ("no overlap (the sum)", milliseconds(roofline.serial_s), ""),
+        times.append(("bubble", roofline.bubble_s, f"{roofline.bubble} of the stages' time"))
+    times += [
+        ("at least, in program order", roofline.at_least_s, "matmuls and exposed communication"),
+        ("full overlap (the longest)", roofline.overlapped_s, "if the order allowed it"),
+        ("no overlap (the sum)", roofline.serial_s, ""),
     ]
+    rows = [(name, milliseconds(seconds), note) for name, seconds, note in times]
     lines = ["roofline: lower bound of a step at the chip's peak rates, nothing measured", *table(rows, right=(1,))]
     if report.collectives:
-        lines.append(f"{INDENT}{overlap_line(report.collectives)}")
+        between, covered, hidden = overlap(report.collectives)
+        lines.append(
+            f"{INDENT}{between:.1%} of the bytes are sent asynchronously, {covered:.1%} during matmuls that take as "
+            f"long; {hidden:.1%} of the time on links is hidden"
+        )
     lines.append(f"{INDENT}MFU is at most {roofline.mfu_ceiling:.1%}")
     return lines
 
 
-def compiled_line(report: Report) -> str:
+def compiled_line(report: PreflightReport) -> str:
     """Returns time and versions of the compilation."""
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
     took = f"{report.compile_seconds:.1f} s (and {report.lower_seconds:.1f} s to trace)"
@@ -185,7 +208,7 @@ def compiled_line(report: Report) -> str:
     return f"compiled in {took}: {versions}"
 
 
-def verdict_line(report: Report) -> str:
+def verdict_line(report: PreflightReport) -> str:
     """Returns 'go: ...' or 'no-go: ...'."""
     if report.fits and report.left_bytes is not None:
         return f"go: {units.size(report.left_bytes)} of each device are free"
@@ -196,7 +219,7 @@ def verdict_line(report: Report) -> str:
     return f"no-go: {units.size(-report.left_bytes)} of each device are missing"
 
 
-def summary_rows(reports: Sequence[tuple[str, Report]]) -> list[str]:
+def summary_rows(reports: Sequence[tuple[str, PreflightReport]]) -> list[str]:
     """Returns a table with a row per (label, report), for a search."""
     rows: list[tuple[str, ...]] = [("settings", "peak", "at least", "sum", "MFU at most", "compiled in", "")]
     for label, report in reports:
@@ -212,3 +235,61 @@ def summary_rows(reports: Sequence[tuple[str, Report]]) -> list[str]:
 def milliseconds(seconds: float) -> str:
     """Returns '12.3 ms'."""
     return f"{seconds * 1e3:,.4g} ms"
+
+
+def collective_rows(facts: HloFacts, times: Sequence[CollectiveTime]) -> tuple[CollectiveRow, ...]:
+    """Returns the rows in program order; () without a schedule."""
+    rows = []
+    for number in dict.fromkeys(start_order(facts.schedule)):
+        one, found = facts.collectives[number], times[number]
+        runs = found.runs or 1.0
+        rows.append(
+            CollectiveRow(
+                kind=one.kind,
+                operation=WRAPPERS.sub("", one.operation).rpartition("/")[0] or one.name,  # 'jvp()/gather_weights'
+                computation=one.computation,
+                times=found.runs,
+                axes="+".join(one.axes),
+                stages=" ".join(f"{stage.along}{stage.size}" for stage in one.stages),
+                sent_bytes=one.wire_bytes,
+                is_blocking=found.is_blocking,
+                link_s=found.link_s / runs,
+                cover_s=found.cover_s / runs,
+                exposed_s=found.exposed_s / runs,
+            )
+        )
+    return tuple(rows)
+
+
+def start_order(items: Sequence[ScheduleItem]) -> Iterator[int]:
+    """Yields numbers of collectives as they start."""
+    for item in items:
+        if item.what in ("start", "blocking"):
+            yield item.collective
+        yield from start_order(item.items)
+
+
+def overlap(rows: Sequence[CollectiveRow]) -> tuple[float, float, float]:
+    """Returns fractions: of bytes, asynchronous, and during matmuls that take as long; of link time, hidden."""
+    sent, busy = (sum(getattr(row, name) * row.times for row in rows) or 1.0 for name in ("sent_bytes", "link_s"))
+    between = sum(row.sent_bytes * row.times for row in rows if not row.is_blocking) / sent
+    covered = sum(row.sent_bytes * row.times for row in rows if row.exposed_s <= 0.05 * row.link_s) / sent
+    return between, covered, max(0.0, 1 - sum(row.exposed_s * row.times for row in rows) / busy)
+
+
+def collective_lines(rows: Sequence[CollectiveRow]) -> list[str]:
+    """Returns the table. Loop bodies have their number of runs."""
+    sent = sum(row.sent_bytes * row.times for row in rows)
+    large = [row for row in rows if row.sent_bytes * row.times >= SMALL * sent]
+    found: list[tuple[str, ...]] = [
+        ("", "kind", "operation", "times", "axes", "links", "MB sent", "link ms", "cover ms", "exposed ms")
+    ]
+    for row in large:
+        milliseconds = tuple(f"{seconds * 1e3:.3f}" for seconds in (row.link_s, row.cover_s, row.exposed_s))
+        state, size = "blocking" if row.is_blocking else "async", f"{row.sent_bytes / 1e6:.1f}"
+        found.append((state, row.kind, row.operation, f"{row.times:g}", row.axes, row.stages, size, *milliseconds))
+    lines = ["collectives in program order, each of one run", *table(found, right=(3, 6, 7, 8, 9))]
+    if small := [row for row in rows if row.sent_bytes * row.times < SMALL * sent]:
+        exposed = sum(row.exposed_s * row.times for row in small)
+        lines.append(f"  and {len(small)} of less than {SMALL:.1%} of the bytes each, {exposed * 1e3:.3f} ms exposed")
+    return lines

@@ -1,6 +1,8 @@
-"""Measures the bandwidth of each mesh axis and finds slow hosts, for `jaxscale bench collectives`."""
+"""Measures collectives: along each mesh axis, with slow hosts (`jaxscale bench collectives`), and along each dimension
+of the links, compared with the datasheet (`jaxscale qualify`)."""
 
 import datetime
+import math
 import os
 import socket
 import statistics
@@ -16,17 +18,20 @@ from jax.sharding import PartitionSpec as P
 
 from jaxscale import schema, units
 from jaxscale.core.config import MESH_AXES, MeshConfig
-from jaxscale.core.mesh import crossed_groups, make_mesh, mesh_layout
+from jaxscale.core.mesh import crossed_groups, device_groups, make_mesh, mesh_layout
 from jaxscale.kernels.hardware import Chip, Device, find_chip
 from jaxscale.kernels.torus import link_stages, scatter_along
 from jaxscale.settings import config_file
 from jaxscale.settings.command_line import Arguments
 from jaxscale.system.exits import BadInput
+from jaxscale.tools.planning.links import CORE, DIMENSIONS, Phase, group_lines, make_torus
 from jaxscale.tools.qualify.products import product_seconds
+from jaxscale.tools.qualify.result import NO_DATASHEET, Machine, Probe, Reading, held
 from jaxscale.tools.qualify.timing import Timed, timed
 
 MIB = 2**20
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "permute")
+LINK_KINDS, LINK_REPEATS = ("all-gather", "reduce-scatter", "all-reduce"), 10  # of qualify
 SLOW = 1.25  # times the median; smaller differences are normal between machines of one kind
 NAME_BYTES = 64  # maximum length of a hostname, gathered as a uint8 array
 MEASURES = ("product", "copy", "permute")  # two local operations of each process, and one exchange with its neighbours
@@ -96,7 +101,7 @@ def measure_axes(mesh: Mesh, kinds: Sequence[str], sizes: Sequence[int], repeats
             for size in sizes:
                 size = max(1, size // (4 * mesh.size)) * 4 * mesh.size  # whole float32 values on every device
                 local_time = time_collective(mesh, axis, what, size, repeats)
-                median, low, high = gathered(np.array(local_time[:3])).max(axis=0).tolist()
+                median, low, high = gathered(np.array(local_time)).max(axis=0).tolist()
                 rows.append(
                     {
                         "axis": axis,
@@ -151,9 +156,7 @@ def wire_bytes(what: str, size: int, devices: int) -> float:
 
 def link_figure(chip: Chip | None, *, crosses: bool) -> float | None:
     """Returns the chip table's bytes/s out of one device: over all fast links, or between slices or nodes."""
-    if chip is None:
-        return None
-    return chip.dcn_bandwidth if crosses else chip.ici_bandwidth
+    return chip and (chip.dcn_bandwidth if crosses else chip.ici_bandwidth)
 
 
 def measure_processes(mesh: Mesh, repeats: int) -> list[dict[str, Any]]:
@@ -164,7 +167,9 @@ def measure_processes(mesh: Mesh, repeats: int) -> list[dict[str, Any]]:
     """
     axis = max(MESH_AXES, key=lambda axis: mesh.shape[axis])
     local = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
-    product, copy = zip(*[time_device(device, repeats) for device in local])
+    rows = np.ones((16 * MIB // 4,), np.float32)
+    product = [product_seconds(device, repeats) for device in local]
+    copy = [timed(lambda device=device: jax.device_put(rows, device), repeats).median for device in local]
     permute = time_collective(mesh, axis, "permute", MIB, repeats).median if mesh.size > 1 else 0.0
     name = socket.gethostname().encode()[:NAME_BYTES].ljust(NAME_BYTES, b"\0")
     names = gathered(np.frombuffer(name, np.uint8))
@@ -176,13 +181,6 @@ def measure_processes(mesh: Mesh, repeats: int) -> list[dict[str, Any]]:
     ]
 
 
-def time_device(device: Device, repeats: int) -> tuple[float, float]:
-    """Returns (seconds of a matrix product on this device, seconds of a copy of 16 MiB to it)."""
-    rows = np.ones((16 * MIB // 4,), np.float32)
-    copy = timed(lambda: jax.device_put(rows, device), repeats)
-    return product_seconds(device, repeats), copy.median
-
-
 def gathered(value: np.ndarray | float) -> np.ndarray:
     """Returns [processes, ...], the values of all processes. Sent as bytes, as JAX would round float64 to float32."""
     value = np.array(value, ndmin=1)
@@ -191,10 +189,7 @@ def gathered(value: np.ndarray | float) -> np.ndarray:
 
 
 def slow_ones(processes: Sequence[dict[str, Any]]) -> list[str]:
-    """Returns a line with host, measure and ratio for each process that is slower than SLOW times the median.
-
-    With an even number of processes the lower median is used: of two processes, the faster one.
-    """
+    """Returns a line for each process slower than SLOW times the (lower) median."""
     found = []
     for measure in MEASURES:
         usual = statistics.median_low(process[f"{measure}_s"] for process in processes)
@@ -231,3 +226,65 @@ def collective_lines(record: dict[str, Any]) -> list[str]:
     if record["num_processes"] > 1:
         lines += [f"  slow: {line} the median" for line in record["slow"]] or ["  no host is slow"]
     return lines
+
+
+def measure_links(machine: Machine, sizes: Sequence[int] | None = None) -> Probe:
+    """Measures bytes/s out of one device for each collective and size, over all devices and along each dimension.
+
+    Only the largest size has a floor, a share of the datasheet's bandwidth; if there are several dimensions, the floor
+    applies along each dimension and not to all devices together. Times are those of the slowest process.
+    """
+    if len(machine.devices) == 1:
+        return Probe(name="links", notes=("one device has nothing to exchange",))
+    sizes = sizes or default_sizes(machine.devices[0])
+    figures: list[Reading] = []
+    for mesh in (found := meshes(machine.devices)):
+        rows = measure_axes(mesh, LINK_KINDS, sizes, LINK_REPEATS)
+        largest = max(row["bytes"] for row in rows)
+        figures += [figure_of(row, mesh, machine, judged=mesh is found[-1] and row["bytes"] == largest) for row in rows]
+    return Probe(name="links", figures=tuple(figures), notes=() if machine.chip else (NO_DATASHEET,))
+
+
+def meshes(devices: Sequence[Any]) -> list[Mesh]:
+    """Returns a mesh with all devices along one axis; and one with an axis per dimension of links, if several."""
+    whole = make_mesh(MeshConfig(fsdp=-1), devices)
+    _, _, group_of = device_groups(devices)
+    # of a TPU: its coordinates on the torus, and its core on the chip
+    core = lambda device: getattr(device, "core_on_chip", 0)
+    place_of = lambda device: (*device.coords, core(device)) if device.platform == "tpu" else ()
+    placed = sorted(zip(group_of, devices), key=lambda pair: (pair[0], place_of(pair[1]), pair[1].id))
+    first = [device for group, device in placed if group == placed[0][0]]
+    inside = tuple(len(set(column)) for column in zip(*map(place_of, first))) or (len(first),)
+    shape = (len(set(group_of)), *inside)
+    if sum(size > 1 for size in shape) < 2 or math.prod(shape) != len(devices):  # one dimension, or not a full box
+        return [whole]
+    shape += (1,) * (len(MESH_AXES) - len(shape))  # the first dimension may cross slices or nodes
+    box = np.array([device for _, device in placed], dtype=object).reshape(shape)
+    return [whole, Mesh(box, MESH_AXES)]
+
+
+def figure_of(row: dict[str, Any], mesh: Mesh, machine: Machine, *, judged: bool) -> Reading:
+    """Returns the figure of a row of measure_axes, compared with the datasheet for the links that it can use."""
+    axis, chip = row["axis"], machine.chip
+    low, high = row["seconds_range"]
+    sent = row["bytes_per_s"] * row["seconds"]
+    rate = (row["bytes_per_s"], sent / high, sent / low)
+    lines = lines_of(mesh, axis, machine)
+    along = ", ".join(line.along for line in lines if line.along in DIMENSIONS)
+    where = f"{row['devices']} devices {row['link']}" + (f", along {along} of the torus" if along else "")
+    name = f"{row['collective']}, {units.size(row['bytes'])}, {where}"
+    table = row["table_bytes_per_s"]
+    if table and row["link"].startswith("within"):  # no single figure for several dimensions or a chip's cores
+        table = table * lines[0].share if len(lines) == 1 and lines[0].along != CORE else None
+    floor = machine.floors.links if judged else None
+    return held(rate, name, "bytes/s", table, floor, chip.links_source if chip else "")
+
+
+def lines_of(mesh: Mesh, axis: str, machine: Machine) -> tuple[Phase, ...]:
+    """Returns the links of a group along the axis, one phase for each dimension; () without a datasheet."""
+    if machine.chip is None:
+        return ()
+    place = mesh.axis_names.index(axis)
+    order = np.moveaxis(np.arange(mesh.size).reshape(mesh.devices.shape), place, 0)
+    members = order.reshape(len(order), -1)[:, 0]
+    return group_lines(make_torus(list(mesh.devices.flat), machine.chip), members.tolist())

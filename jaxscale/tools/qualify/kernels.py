@@ -23,7 +23,7 @@ from jaxscale.kernels.rope import frequencies, make_rotation
 from jaxscale.kernels.vocabulary import LossSettings, summed_cross_entropy
 from jaxscale.system import packages
 from jaxscale.system.exits import BadInput
-from jaxscale.tools.qualify.result import Figure, Machine, Probe, first_words
+from jaxscale.tools.qualify.result import Machine, Probe, Reading, first_words
 
 F32 = jnp.float32
 EPS = 1e-6
@@ -63,9 +63,9 @@ def measure_kernels(machine: Machine) -> Probe:
             except Exception as error:  # fails this kernel only; the others are still measured
                 problems.append(f"{case.name}: {first_words(error)}")
                 continue
-            figures.append(Figure(name=f"{case.name}: value", value=value, unit="share", most=case.value_most))
+            figures.append(Reading(name=f"{case.name}: value", value=value, unit="share", most=case.value_most))
             figures.append(
-                Figure(name=f"{case.name}: gradients", value=gradient, unit="share", most=case.gradient_most)
+                Reading(name=f"{case.name}: gradients", value=gradient, unit="share", most=case.gradient_most)
             )
     notes.append(f"errors are root mean squares over those of the exact result; operands in {dtype}")
     return Probe(name="kernels", figures=tuple(figures), notes=tuple(notes), problem="; ".join(problems))
@@ -122,19 +122,14 @@ def near(dtype: str) -> tuple[float, float]:
 
 
 def attention_cases(machine: Machine, dtype: str) -> Iterator[Case | str]:
-    """Yields a case for each attention kernel of this platform and each variant: plain, odd length, window, softcap.
-
-    All have several documents a row and grouped heads. Yields a note for a variant that a kernel does not support.
-    """
+    """Yields a case per attention kernel and variant, or a note on one that the kernel does not support."""
     device = jax.local_devices()[0]
     lengths = (256, BLOCKWISE_MAX_LEN + 76) if machine.on_cpu else (2048, 1100)  # on CPU, long rows use flash.py
     heads = (4, 2) if machine.on_cpu else (8, 2)
     needs_of = functools.partial(AttentionNeeds, head_dim=64 if machine.on_cpu else 128, dtype=dtype)
     variants = [(needs_of(), "", length) for length in lengths]
-    variants += [
-        (needs_of(window=100), ", window of 100", lengths[0]),
-        (needs_of(softcap=20.0), ", softcap", lengths[0]),
-    ]
+    variants.append((needs_of(window=100), ", window of 100", lengths[0]))
+    variants.append((needs_of(softcap=20.0), ", softcap", lengths[0]))
     for form in ATTENTIONS:
         if form in HARDWARE and PLATFORM_DEFAULT.get(machine.platform) != form:
             continue
@@ -146,18 +141,11 @@ def attention_cases(machine: Machine, dtype: str) -> Iterator[Case | str]:
                 yield f"{name}: left out, {error}"
                 continue
             exact = xla.make_attend(softcap=needs.softcap, window=needs.window)
-            yield attention_case(name, attend, exact, needs, heads, length)
-
-
-def attention_case(name: str, attend, exact, needs: AttentionNeeds, heads: tuple[int, int], length: int) -> Case:
-    """Returns the case of an attention kernel on two rows of three documents each."""
-    (N, K), H = heads, needs.head_dim
-    ids_BT = jnp.repeat(jnp.arange(1, 4), -(-length // 3))[None, :length] * jnp.ones((2, 1), jnp.int32)
-    operands = (normal(2, 2, length, N, H), normal(3, 2, length, K, H), normal(4, 2, length, K, H))
-    return Case(
-        name, lambda q, k, v: attend(q, k, v, ids_BT), exactly(lambda q, k, v: exact(q, k, v, ids_BT)), operands,
-        needs.dtype, *near(needs.dtype),
-    )  # fmt: skip
+            (N, K), H = heads, needs.head_dim  # two rows of three documents each
+            ids_BT = jnp.repeat(jnp.arange(1, 4), -(-length // 3))[None, :length] * jnp.ones((2, 1), jnp.int32)
+            operands = (normal(2, 2, length, N, H), normal(3, 2, length, K, H), normal(4, 2, length, K, H))
+            kernel, reference = (lambda q, k, v, f=f, ids=ids_BT: f(q, k, v, ids) for f in (attend, exact))
+            yield Case(name, kernel, exactly(reference), operands, dtype, *near(dtype))
 
 
 def loss_case(machine: Machine, dtype: str) -> Iterator[Case]:

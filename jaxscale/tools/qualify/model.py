@@ -24,11 +24,11 @@ from jaxscale.tools.planning.measured import Measured
 from jaxscale.tools.planning.topology import Topology, link_domains
 from jaxscale.tools.preflight.compiled import Compiled, installed_versions, read_executable
 from jaxscale.tools.preflight.preflight import make_report
-from jaxscale.tools.preflight.step_report import Report
+from jaxscale.tools.preflight.step_report import PreflightReport
 from jaxscale.tools.qualify.kernels import compute_dtype
 from jaxscale.tools.qualify.overlap import overlap_figures
-from jaxscale.tools.qualify.result import Figure, Machine, Probe, first_words
-from jaxscale.tools.qualify.step import COMMON, SPECS, logit_variance, loss_problem, random_batches, run_step
+from jaxscale.tools.qualify.result import Machine, Probe, Reading, first_words
+from jaxscale.tools.qualify.step import COMMON, SPECS, StepRunner, logit_variance, loss_problem
 
 # Llama in TinyLlama's shape (arXiv:2401.02385) with head_dim 128, and smaller models for devices with less memory.
 WIDTHS = {
@@ -47,10 +47,7 @@ TIMED_SHARE = 1 / 8  # of the time limit of all probes
 
 
 def measure_model(machine: Machine) -> tuple[Probe, Measured | None]:
-    """Measures the largest model of WIDTHS that fits. Returns its probe and the record that `jaxscale plan` reads.
-
-    The figures are tokens/s, MFU, memory and overlap. The record is None if no model fits.
-    """
+    """Measures the largest model of WIDTHS that fits. Returns (probe, record for `jaxscale plan` or None)."""
     for name, cfg in candidates(machine):
         compiled = in_all(lambda cfg=cfg: compile_step(cfg, machine), machine.wait_seconds)
         in_all_processes = gathered(next_key("fits"), compiled is not None, made_of=all)
@@ -62,7 +59,8 @@ def measure_model(machine: Machine) -> tuple[Probe, Measured | None]:
 def compile_step(cfg: RunConfig, machine: Machine) -> tuple[Program, Any] | None:
     """Returns (program, compiled step) of the config; None if it does not fit in device memory."""
     program = make_program(cfg, resolve_budget(cfg, epoch_tokens=UNCOUNTED), machine.devices)
-    if not fits(program, machine):
+    memory_bytes = device_bytes(list(machine.devices))
+    if memory_bytes is not None and memory_need(program).total > USABLE * memory_bytes:
         return None
     try:
         return program, program.train_step.lower(program.abstract_state, program.abstract_batch).compile()
@@ -73,10 +71,7 @@ def compile_step(cfg: RunConfig, machine: Machine) -> tuple[Program, Any] | None
 
 
 def candidates(machine: Machine) -> Iterator[tuple[str, RunConfig]]:
-    """Yields (name, config) to try, the largest and fastest first; on CPU only spec T of `bench step`.
-
-    If machine.own_model is set, it is the only one.
-    """
+    """Yields (name, config), the fastest first: own_model if set, spec T of `bench step` on CPU, or WIDTHS."""
     if machine.own_model is not None:
         yield machine.own_model
         return
@@ -95,25 +90,19 @@ def candidates(machine: Machine) -> Iterator[tuple[str, RunConfig]]:
             yield name, schema.from_dict(RunConfig, schema.merge(values, shared))
 
 
-def fits(program: Program, machine: Machine) -> bool:
-    """True if the memory estimate is within USABLE of the devices' memory, or if that is unknown."""
-    memory_bytes = device_bytes(list(machine.devices))
-    return memory_bytes is None or memory_need(program).total <= USABLE * memory_bytes
-
-
 def measure_program(name: str, program: Program, executable: Any, machine: Machine) -> tuple[Probe, Measured]:
     """Runs a compiled step. Returns its probe and the record that `jaxscale plan` reads."""
-    run = Run(program, executable)
+    runner = StepRunner(program, executable, WARMUP + 1 + MOST_STEPS + TRACED_STEPS)
     before = device_peak()
-    run.steps(WARMUP + 1)
-    wanted = machine.seconds * TIMED_SHARE / run.seconds[-1]
+    runner.run(WARMUP + 1)
+    wanted = machine.seconds * TIMED_SHARE / runner.seconds[-1]
     number = agreed(lambda: int(min(max(wanted, LEAST_STEPS), MOST_STEPS)))
-    run.steps(number)
-    timed, peak = run.seconds[-number:], device_peak()
+    runner.run(number)
+    timed, peak = runner.seconds[-number:], device_peak()
     report = describe(name, program, executable, machine)
     figures = [*speed_figures(program.cfg, timed, report, machine), *memory_figures(before, peak, report, machine)]
     try:
-        overlap, notes = overlap_figures(executable.as_text(), lambda: run.steps(TRACED_STEPS))
+        overlap, notes = overlap_figures(executable.as_text(), lambda: runner.run(TRACED_STEPS))
     except (BadInput, OSError, RuntimeError) as error:
         overlap, notes = [], [f"overlap: cannot be told, {first_words(error)}"]
     cfg = program.cfg
@@ -125,28 +114,9 @@ def measure_program(name: str, program: Program, executable: Any, machine: Machi
     if peak is not None and before is not None and peak <= before:
         notes = [*notes, "memory: cannot be told, an earlier probe held more than the step"]
     log_vocab = math.log(cfg.model.vocab_size)
-    problem = loss_problem(run.losses[0], run.losses[-1], log_vocab, logit_variance(cfg.model)) or ""
+    problem = loss_problem(runner.losses[0], runner.losses[-1], log_vocab, logit_variance(cfg.model)) or ""
     probe = Probe(name="step", figures=(*figures, *overlap), notes=(what, *notes), problem=problem)
     return probe, measured_of(name, program, statistics.median(timed))
-
-
-class Run:
-    """Runs a training step repeatedly; holds the train state and the remaining batches."""
-
-    def __init__(self, program: Program, executable: Any):
-        self.program, self.executable = program, executable
-        self.state = jax.block_until_ready(program.init())
-        # no batch repeats: the model would learn it, and the loss is checked
-        self.batches = random_batches(program, WARMUP + 1 + MOST_STEPS + TRACED_STEPS)
-        self.seconds: list[float] = []
-        self.losses: list[float] = []
-
-    def steps(self, number: int) -> None:
-        """Runs `number` steps and waits for each."""
-        for _ in range(number):
-            took, _, loss, self.state = run_step(self.program, self.executable, self.state, self.batches.pop())
-            self.seconds.append(took)
-            self.losses.append(loss)
 
 
 def device_peak() -> float | None:
@@ -154,7 +124,7 @@ def device_peak() -> float | None:
     return memory_metrics([device.memory_stats() for device in jax.local_devices()])["device_peak_bytes"]
 
 
-def describe(name: str, program: Program, executable: Any, machine: Machine) -> Report | None:
+def describe(name: str, program: Program, executable: Any, machine: Machine) -> PreflightReport | None:
     """Returns the preflight report of the executable; None without a datasheet."""
     if machine.chip is None:
         return None
@@ -169,7 +139,9 @@ def describe(name: str, program: Program, executable: Any, machine: Machine) -> 
     return make_report(name, program, topology, Compiled(memory, facts, None, 0.0, 0.0, installed_versions(), today))
 
 
-def speed_figures(cfg: RunConfig, timed: list[float], report: Report | None, machine: Machine) -> list[Figure]:
+def speed_figures(
+    cfg: RunConfig, timed: list[float], report: PreflightReport | None, machine: Machine
+) -> list[Reading]:
     """Returns tokens/s and step time; with a datasheet also MFU, counted two ways, and the roofline's step time.
 
     "MFU" counts 6 FLOPs per token for each parameter of a matrix product, including the output projection but not the
@@ -178,9 +150,9 @@ def speed_figures(cfg: RunConfig, timed: list[float], report: Report | None, mac
     step, low, high = statistics.median(timed), min(timed), max(timed)
     tokens = cfg.tokens_per_step
     found = [
-        Figure(name="speed of the step", value=tokens / step, unit="tokens/s", low=tokens / high, high=tokens / low)
+        Reading(name="speed of the step", value=tokens / step, unit="tokens/s", low=tokens / high, high=tokens / low)
     ]
-    time = Figure(name="time of a step", value=step, unit="s", low=low, high=high)
+    time = Reading(name="time of a step", value=step, unit="s", low=low, high=high)
     if report is not None and report.roofline is not None:
         bound, source = report.roofline.at_least_s, "the least by the roofline, as preflight shows it"
         time = dataclasses.replace(time, against=bound, source=source)
@@ -190,18 +162,20 @@ def speed_figures(cfg: RunConfig, timed: list[float], report: Report | None, mac
             ("MFU", cfg.flops_per_token, machine.floors.mfu), (BY_6N, 6 * cfg.model.active_params, None)
         ):  # fmt: skip
             peak = flops * tokens / (machine.chip.peak_flops * len(machine.devices))
-            mfu = Figure(name=name, value=peak / step, unit="share", low=peak / high, high=peak / low, least=least)
+            mfu = Reading(name=name, value=peak / step, unit="share", low=peak / high, high=peak / low, least=least)
             found.append(mfu)
     return found
 
 
-def memory_figures(before: float | None, peak: float | None, report: Report | None, machine: Machine) -> list[Figure]:
+def memory_figures(
+    before: float | None, peak: float | None, report: PreflightReport | None, machine: Machine
+) -> list[Reading]:
     """Returns the peak memory compared with the compiler's figure; [] if unknown or an earlier probe used more."""
     if peak is None or report is None or report.peak_bytes is None or peak <= (before or 0):
         return []
     said, within = report.peak_bytes, machine.floors.memory_within
     return [
-        Figure(
+        Reading(
             name="peak memory of a device", value=peak, unit="bytes", against=said,
             source="the compiler's, as preflight shows it", least=said * (1 - within), most=said * (1 + within),
         )

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxscale.tools.preflight.hlo import KINDS, PALLAS
-from jaxscale.tools.preflight.hlo_costs import custom_target, matmul_flops
+from jaxscale.tools.preflight.hlo import KINDS
+from jaxscale.tools.preflight.hlo_costs import kernel_flops, matmul_flops
 from jaxscale.tools.preflight.hlo_text import Instruction, Module, parse_module
 from jaxscale.tools.preflight.hlo_trips import count_runs
-from jaxscale.tools.qualify.result import Figure
+from jaxscale.tools.qualify.result import Reading
 
 OP = re.compile(r"%?([\w.\-]+)")  # an event's name may be the full text of the instruction
 DEVICE = re.compile(r"/device:[^:]+:\d+")  # name of a device's plane; a chip's SparseCores have separate planes
@@ -26,7 +26,7 @@ MOST_NAMED = 3
 Span = tuple[float, float]  # (begin, end) on one device [ns]
 
 
-class Event(NamedTuple):
+class TraceEvent(NamedTuple):
     """One execution of an instruction on a device."""
 
     device: str
@@ -45,7 +45,7 @@ class Roles:
 
 
 @dataclasses.dataclass(frozen=True)
-class Overlap:
+class TraceOverlap:
     """Device time of the traced steps, summed over all devices of this process [s]."""
 
     busy: float  # time in which any event ran
@@ -89,23 +89,19 @@ def own_role(instruction: Instruction, computation: Any, does: Mapping[str, str]
     opcode = instruction.opcode
     if opcode.removesuffix("-start").removesuffix("-done") in KINDS:
         return "collective"
-    if (
-        matmul_flops(instruction, computation)
-        or opcode == "custom-call"
-        and custom_target(instruction).startswith(PALLAS)
-    ):
+    if matmul_flops(instruction, computation) or kernel_flops(instruction, computation) is not None:
         return "product"
     if opcode in ("fusion", "call") or opcode.startswith("async"):
         return next((does[name] for name in instruction.called if name in does), "")
     return ""
 
 
-def read_overlap(events: Iterable[Event], roles: Roles) -> Overlap:
+def read_overlap(events: Iterable[TraceEvent], roles: Roles) -> TraceOverlap:
     """Computes the overlap from events. An asynchronous collective lasts from its -start to the end of its -done."""
-    by_device: dict[str, list[Event]] = collections.defaultdict(list)
+    by_device: dict[str, list[TraceEvent]] = collections.defaultdict(list)
     for event in events:
         by_device[event.device].append(event)
-    totals: dict[str, float] = collections.defaultdict(float)  # nanoseconds
+    totals = dict.fromkeys(("busy", "collective", "covered"), 0.0)  # nanoseconds
     exposed: dict[str, float] = collections.defaultdict(float)
     unpaired: set[str] = set()
     for found in by_device.values():
@@ -117,17 +113,14 @@ def read_overlap(events: Iterable[Event], roles: Roles) -> Overlap:
         totals["covered"] += length(common(whole, products))
         for op, span in spans:
             exposed[op] += (span[1] - span[0]) - length(common([span], products))
-    untold = (
-        [f"{len(unpaired)} asynchronous collectives whose start is in another part of the program"] if unpaired else []
-    )
-    seconds = {name: value / 1e9 for name, value in totals.items()}
+    text = f"{len(unpaired)} asynchronous collectives whose start is in another part of the program"
     by_time = sorted(exposed.items(), key=lambda item: -item[1])[:MOST_NAMED]
     longest = tuple((op, nanoseconds / 1e9) for op, nanoseconds in by_time if nanoseconds > 0)
-    zero = dict.fromkeys(("busy", "collective", "covered"), 0.0)
-    return Overlap(**zero | seconds, exposed=longest, untold=tuple(untold))
+    seconds = {name: value / 1e9 for name, value in totals.items()}
+    return TraceOverlap(**seconds, exposed=longest, untold=(text,) if unpaired else ())
 
 
-def collective_spans(events: Sequence[Event], roles: Roles, unpaired: set[str]) -> list[tuple[str, Span]]:
+def collective_spans(events: Sequence[TraceEvent], roles: Roles, unpaired: set[str]) -> list[tuple[str, Span]]:
     """Returns (name, span) for each execution of a collective; adds ends without a matching start to `unpaired`."""
     runs: dict[str, list[Span]] = collections.defaultdict(list)
     for event in sorted(events, key=lambda event: event.begin):
@@ -172,7 +165,7 @@ def length(spans: Iterable[Span]) -> float:
     return sum(end - begin for begin, end in spans)
 
 
-def trace(run: Callable[[], Any]) -> list[Event]:
+def trace(run: Callable[[], Any]) -> list[TraceEvent]:
     """Profiles run(), which must wait for its result. Returns the instructions executed on this process's devices."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
@@ -183,7 +176,7 @@ def trace(run: Callable[[], Any]) -> list[Event]:
         return [event for file in files for event in read_events(jax.profiler.ProfileData.from_file(str(file)))]
 
 
-def read_events(data: Any) -> list[Event]:
+def read_events(data: Any) -> list[TraceEvent]:
     """Returns the instructions in a profile. Each accelerator has a plane; CPU events have the device's number."""
     found = []
     for plane in data.planes:
@@ -195,11 +188,11 @@ def read_events(data: Any) -> list[Event]:
                 op = facts.get("hlo_op") or (written and written[1])
                 if op:
                     device = place[0] if place else f"cpu {facts.get('device_ordinal', 0)}"
-                    found.append(Event(device, str(op), event.start_ns, event.start_ns + event.duration_ns))
+                    found.append(TraceEvent(device, str(op), event.start_ns, event.start_ns + event.duration_ns))
     return found
 
 
-def overlap_figures(text: str, run: Callable[[], Any]) -> tuple[list[Figure], list[str]]:
+def overlap_figures(text: str, run: Callable[[], Any]) -> tuple[list[Reading], list[str]]:
     """Returns (figures, notes) on the overlap of a program. run: executes it a few times and waits for the result."""
     roles = roles_of(text)
     if not roles.collectives:
@@ -220,7 +213,7 @@ def overlap_figures(text: str, run: Callable[[], Any]) -> tuple[list[Figure], li
         notes.append(f"overlap: the longest that nothing covered, over the traced steps and all devices: {longest}")
     covered = found.covered / found.collective if found.collective else 0.0
     figures = [
-        Figure(name="overlap: collectives, of the time of both", value=found.collective / found.busy, unit="share"),
-        Figure(name="overlap: collective time in which products run", value=covered, unit="share"),
+        Reading(name="overlap: collectives, of the time of both", value=found.collective / found.busy, unit="share"),
+        Reading(name="overlap: collective time in which products run", value=covered, unit="share"),
     ]
     return figures, notes

@@ -7,7 +7,6 @@ import dataclasses
 import socket
 import statistics
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ from jax import lax
 
 from jaxscale.kernels.hardware import Chip, Device
 from jaxscale.runtime.hosts.agree import gathered, in_all, next_key
-from jaxscale.tools.qualify.result import NO_DATASHEET, Figure, Machine, Probe, first_words, held
+from jaxscale.tools.qualify.result import NO_DATASHEET, Machine, Probe, Reading, first_words, held
 from jaxscale.tools.qualify.timing import Timed, timed
 
 MIB = 2**20
@@ -28,11 +27,7 @@ RESULTS = {"int8": jnp.int32, "float8_e4m3fn": jnp.bfloat16}  # 8-bit operand dt
 
 
 def measure_products(machine: Machine) -> Probe:
-    """Measures FLOP/s of this process's first device in each dtype of its datasheet, and bytes/s of its memory.
-
-    Without a datasheet, as on CPU, the dtypes are float32 and bfloat16. Unsupported 8-bit products are reported in the
-    notes and do not fail the probe.
-    """
+    """Measures FLOP/s of this process's first device in each dtype of its datasheet, and bytes/s of its memory."""
     device, chip = jax.local_devices()[0], machine.chip
     source = chip.source if chip else ""
     figures, notes = [], [] if chip else [NO_DATASHEET]
@@ -46,7 +41,9 @@ def measure_products(machine: Machine) -> Probe:
             continue
         name = f"products in {dtype}"
         figures.append(held(found.rate(flops), name, "FLOP/s", peak, machine.floors.products, source))
-    found, moved = time_memory(device)
+    num_bytes = CPU_MEMORY_BYTES if device.platform == "cpu" else MEMORY_BYTES
+    x = jax.device_put(np.ones(num_bytes // 4, np.float32), device)
+    found, moved = timed(lambda: over(x), REPEATS), QUEUED * 2.0 * num_bytes  # read and written
     datasheet = chip.hbm_bandwidth if chip else None
     rate = found.rate(moved)
     figures.append(held(rate, "memory, read and written", "bytes/s", datasheet, machine.floors.bandwidth, source))
@@ -57,9 +54,9 @@ def product_types(machine: Machine, chip: Chip | None) -> list[tuple[str, float 
     """Returns (dtype of the operands, the datasheet's FLOP/s or None) for each dtype to measure."""
     if chip is None:
         return [("float32", None), ("bfloat16", None)]
-    found: list[tuple[str, float | None]] = [("bfloat16" if chip.bfloat16 else "float16", chip.peak_flops)]
-    found += [("int8", chip.int8_flops)] if chip.int8_flops else []
-    return found + ([("float8_e4m3fn", chip.fp8_flops)] if chip.fp8_flops else [])
+    dtypes = {"bfloat16" if chip.bfloat16 else "float16": chip.peak_flops}
+    eight_bit = {"int8": chip.int8_flops, "float8_e4m3fn": chip.fp8_flops}
+    return [*dtypes.items(), *((dtype, peak) for dtype, peak in eight_bit.items() if peak)]
 
 
 def product_width(device: Device) -> int:
@@ -68,10 +65,7 @@ def product_width(device: Device) -> int:
 
 
 def time_products(device: Device, width: int, dtype: str, repeats: int = REPEATS) -> tuple[Timed, float]:
-    """Returns (seconds of QUEUED products of square matrices on this device, their FLOPs).
-
-    The operands are random: with constant ones chips draw less power and run at higher clocks.
-    """
+    """Returns (seconds of QUEUED products, FLOPs). Random operands: with ones chips draw less power."""
     key = jax.random.key(0)
     if dtype == "int8":
         make = lambda: jax.random.randint(key, (2, width, width), -127, 128, jnp.int8)
@@ -90,21 +84,12 @@ def multiply(a_NN: jax.Array, b_NN: jax.Array) -> jax.Array:
     On CPU the product is computed in float32 and then cast: for a 16-bit result XLA:CPU converts the operands first.
     """
     result = RESULTS.get(a_NN.dtype.name, a_NN.dtype)
-    product = lambda a_NN, b_NN, result: lax.dot_general(
-        a_NN, b_NN, (((1,), (1,)), ((), ())), preferred_element_type=result
-    )
+    contract_last = (((1,), (1,)), ((), ()))
+    product = lambda a_NN, b_NN, result: lax.dot_general(a_NN, b_NN, contract_last, preferred_element_type=result)
     if a_NN.dtype.name in RESULTS:
         return product(a_NN, b_NN, result)
     in_float32 = lambda a_NN, b_NN: lax.optimization_barrier(product(a_NN, b_NN, jnp.float32)).astype(result)
     return lax.platform_dependent(a_NN, b_NN, cpu=in_float32, default=lambda a_NN, b_NN: product(a_NN, b_NN, result))
-
-
-def time_memory(device: Device, repeats: int = REPEATS) -> tuple[Timed, float]:
-    """Returns (seconds of QUEUED passes that each read and write a whole array, the bytes that they move)."""
-    num_bytes = CPU_MEMORY_BYTES if device.platform == "cpu" else MEMORY_BYTES
-    x = jax.device_put(np.ones(num_bytes // 4, np.float32), device)
-    found = timed(lambda: over(x), repeats)
-    return found, QUEUED * 2.0 * num_bytes
 
 
 @jax.jit
@@ -133,13 +118,12 @@ def product_seconds(device: Device, repeats: int = REPEATS) -> float:
 
 
 def measure_devices(machine: Machine, time_device: TimeDevice = product_seconds) -> Probe:
-    """Compares the devices of all processes with their median and reports the slow ones.
-
-    Simulated CPU devices share the same cores, so only one per process is timed.
-    """
+    """Compares devices with their median; of simulated ones, which share cores, one per process."""
     local = [device for device in machine.devices if device.process_index == jax.process_index()]
+    at = lambda d: f" at {tuple(d.coords)}" if getattr(d, "coords", None) is not None else ""
+    name_of = lambda d: f"{d.platform.upper()} {d.id}{at(d)}"
     shared = machine.on_cpu and len(local) > 1 and time_device is product_seconds
-    time_one = lambda d: DeviceTime(device_name(d), socket.gethostname(), jax.process_index(), time_device(d))
+    time_one = lambda d: DeviceTime(name_of(d), socket.gethostname(), jax.process_index(), time_device(d))
     mine = in_all(
         lambda: [dataclasses.asdict(time_one(d)) for d in (local[:1] if shared else local)], machine.wait_seconds
     )
@@ -150,27 +134,19 @@ def measure_devices(machine: Machine, time_device: TimeDevice = product_seconds)
     return Probe(name="devices", figures=beside_median(rows, machine.floors.slow), notes=tuple(notes))
 
 
-def beside_median(rows: Sequence[DeviceTime], most: float) -> tuple[Figure, ...]:
-    """Returns the median time, and each device that takes more than `most` times as long, slowest first.
-
-    If none does, the slowest device follows. With an even number of devices the lower median is used: of two devices,
-    the faster one.
-    """
+def beside_median(rows: Sequence[DeviceTime], most: float) -> tuple[Reading, ...]:
+    """Returns the (lower) median time, and each device slower than `most` times it, or else the slowest."""
     usual = statistics.median_low([row.seconds for row in rows])
     times = sorted(rows, key=lambda row: -row.seconds)
-    slow = [row for row in times if row.seconds > most * usual]
+    slow = {
+        f"{row.name} on {row.host} (process {row.process}) is slow": row.seconds
+        for row in times
+        if row.seconds > most * usual
+    }
     fastest, slowest = times[-1].seconds, times[0].seconds
     name = f"a product, median of {len(rows)} devices"
-    found = [Figure(name=name, value=usual, unit="s", low=fastest, high=slowest)]
-    if not slow:
-        slowest_name = f"slowest, {times[0].name} on {times[0].host}"
-        return (*found, Figure(name=slowest_name, value=slowest / usual, unit="times", most=most))
-    slow_name = lambda row: f"{row.name} on {row.host} (process {row.process}) is slow"
-    ratios = [Figure(name=slow_name(row), value=row.seconds / usual, unit="times", most=most) for row in slow]
-    return (*found, *ratios)
-
-
-def device_name(device: Any) -> str:
-    """Returns the device's name, such as 'TPU 3 at (0, 1, 1)' or 'GPU 5'."""
-    coords = getattr(device, "coords", None)
-    return f"{device.platform.upper()} {device.id}" + (f" at {tuple(coords)}" if coords is not None else "")
+    shown = slow or {f"slowest, {times[0].name} on {times[0].host}": slowest}
+    return (
+        Reading(name=name, value=usual, unit="s", low=fastest, high=slowest),
+        *(Reading(name=label, value=s / usual, unit="times", most=most) for label, s in shown.items()),
+    )

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from jaxscale.tools.qualify.result import NO_DATASHEET, Figure, Floors, Probe, Qualification, amount, limits
+from jaxscale.tools.qualify.result import NO_DATASHEET, Floors, Probe, Qualification, Reading, amount, limits
 from jaxscale.tools.reporting.page import whole_page
 from jaxscale.tools.reporting.page_tables import Cell, n, table
 from jaxscale.tools.reporting.page_text import escape
@@ -44,7 +44,9 @@ def make_page(result: Qualification) -> str:
         f'<p class="sub">{escape(result.datasheet or NO_DATASHEET)}</p><dl class="facts">{items}</dl>{failure_list}'
     )
     sections = [Section(probe.name, TITLES[probe.name], probe_html(probe)) for probe in result.probes]
-    sections.append(Section("floors", "Floors and versions", floors_html(result)))
+    versions = [(name, version) for name, version in result.versions.items() if version]
+    floors = table(("flag", "floor", ""), floor_rows(result.floors)) + table(("version of", ""), versions)
+    sections.append(Section("floors", "Floors and versions", floors))
     end = f"Made {result.date} by jaxscale qualify. Figures are medians; from and to are the slowest and fastest call."
     return whole_page(f"{result.devices}: {word}", head, sections, end, {"plots": []})
 
@@ -86,7 +88,7 @@ def lines_below(probe: Probe) -> list[str]:
     return [*filter(None, (probe.problem, *probe.elsewhere)), *probe.notes]
 
 
-def figure_row(figure: Figure) -> list[Cell]:
+def figure_row(figure: Reading) -> list[Cell]:
     """Returns the table cells of a figure, in the order of HEAD."""
     number = lambda value: n("" if value is None else amount(value, figure.unit))
     quiet = lambda text: Cell(escape(text), "t")
@@ -103,28 +105,16 @@ def figure_row(figure: Figure) -> list[Cell]:
 
 def floor_rows(floors: Floors) -> list[tuple[str, str, str]]:
     """Returns (flag, floor, description) for each floor."""
+    mfu = "none" if floors.mfu is None else f"{floors.mfu:.0%}"
+    of_links = "of the datasheet's link bandwidth, largest size, along one dimension"
     return [
         ("--products_floor", f"{floors.products:.0%}", "of the datasheet's FLOP/s, in each type"),
         ("--bandwidth_floor", f"{floors.bandwidth:.0%}", "of the datasheet's memory bandwidth"),
-        (
-            "--links_floor",
-            f"{floors.links:.0%}",
-            "of the datasheet's link bandwidth, largest size, along one dimension",
-        ),
-        (
-            "--mfu_floor",
-            "none" if floors.mfu is None else f"{floors.mfu:.0%}",
-            "of the datasheet's FLOP/s, by the training step",
-        ),
+        ("--links_floor", f"{floors.links:.0%}", of_links),
+        ("--mfu_floor", mfu, "of the datasheet's FLOP/s, by the training step"),
         ("--memory_within", f"{floors.memory_within:.0%}", "of the compiler's figure, either way, for the step's peak"),
         ("--slow", f"{floors.slow:g}", "times the median device"),
     ]
-
-
-def floors_html(result: Qualification) -> str:
-    """Returns the HTML tables of floors and of software versions."""
-    versions = [(name, version) for name, version in result.versions.items() if version]
-    return table(("flag", "floor", ""), floor_rows(result.floors)) + table(("version of", ""), versions)
 
 
 def summary_lines(result: Qualification) -> list[str]:

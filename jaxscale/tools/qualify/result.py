@@ -31,10 +31,7 @@ class Floors:
 
 
 def usual_mfu_floor(chip: Chip | None) -> float | None:
-    """Returns the lowest published MFU of H100, for chips of its architecture; None for others.
-
-    For other chips no MFU is published for models as small as the one that is timed.
-    """
+    """Returns the lowest published MFU of H100 for its architecture; others have none for small models."""
     same = chip is not None and chip.architecture == H100.architecture
     return published_mfu(H100)[0].low if same else None
 
@@ -90,7 +87,7 @@ class Machine:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Figure:
+class Reading:
     """A measured value, with its spread, reference and limits."""
 
     name: str
@@ -121,7 +118,7 @@ class Probe:
     """The figures of one kind of measurement. problem: the reason if figures are missing or invalid."""
 
     name: str
-    figures: tuple[Figure, ...] = ()
+    figures: tuple[Reading, ...] = ()
     notes: tuple[str, ...] = ()
     problem: str = ""
     left_out: bool = False  # out of time, or not requested
@@ -149,9 +146,6 @@ class Probe:
         if self.outside or self.elsewhere:
             return "below"
         return "passed" if any(one.passed for one in self.figures) else "measured"
-
-
-ProbeFunction = Callable[[Machine], Probe]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -191,7 +185,7 @@ class Qualification:
         return found
 
 
-def limit_words(figure: Figure) -> str:
+def limit_words(figure: Reading) -> str:
     """Returns the value and its limits, such as '412 TFLOP/s, 41.7% of 989 TFLOP/s; wanted at least 593 TFLOP/s'."""
     text = amount(figure.value, figure.unit)
     if figure.against and figure.share is not None:
@@ -199,11 +193,10 @@ def limit_words(figure: Figure) -> str:
     return f"{text}; wanted {wanted}" if (wanted := limits(figure)) else text
 
 
-def limits(figure: Figure) -> str:
+def limits(figure: Reading) -> str:
     """Returns the limits in words, such as 'at least 593 TFLOP/s'; '' without a limit."""
-    lower = [f"at least {amount(figure.least, figure.unit)}"] if figure.least is not None else []
-    upper = [f"at most {amount(figure.most, figure.unit)}"] if figure.most is not None else []
-    return " and ".join(lower + upper)
+    both = (("at least", figure.least), ("at most", figure.most))
+    return " and ".join(f"{words} {amount(limit, figure.unit)}" for words, limit in both if limit is not None)
 
 
 PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
@@ -212,13 +205,8 @@ PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 def amount(value: float, unit: str) -> str:
     """Formats a value with its unit: '612 TFLOP/s', '3.1 GB/s', '4.2 ms', '41.3%', '1.25 times'."""
     if unit == "share":
-        return (
-            f"{value:.1%}"
-            if abs(value) >= 0.1
-            else f"{value:.2%}"
-            if abs(value) >= 1e-4 or not value
-            else f"{value:.2g}"
-        )
+        digits = ".1%" if abs(value) >= 0.1 else ".2%" if abs(value) >= 1e-4 or not value else ".2g"
+        return f"{value:{digits}}"
     if unit == "times":
         return f"{value:.2f} times"
     if unit == "s":
@@ -233,10 +221,10 @@ def amount(value: float, unit: str) -> str:
 Rate = tuple[float, float, float]  # (median, low, high)
 
 
-def held(rate: Rate, name: str, unit: str, datasheet: float | None, floor: float | None, source: str) -> Figure:
-    """Returns the Figure of a rate, compared with the datasheet's value if given. floor: as a share of that value."""
+def held(rate: Rate, name: str, unit: str, datasheet: float | None, floor: float | None, source: str) -> Reading:
+    """Returns the Reading of a rate, compared with the datasheet's value if given. floor: as a share of that value."""
     median, low, high = rate
-    found = Figure(name=name, value=median, unit=unit, low=low, high=high)
+    found = Reading(name=name, value=median, unit=unit, low=low, high=high)
     if not datasheet:
         return found
     return dataclasses.replace(found, against=datasheet, source=source, least=floor and floor * datasheet)

@@ -15,13 +15,13 @@ from jaxscale.runtime.hosts.agree import FailedElsewhere, agreed, align_keys, ga
 from jaxscale.runtime.monitor.runinfo import versions
 from jaxscale.system import paths
 from jaxscale.system.exits import Exit, Stop, print_stderr
-from jaxscale.tools.planning.measured import QUALIFY, Measured, save_measured
+from jaxscale.tools.planning.measured import QUALIFY, save_measured
+from jaxscale.tools.qualify.axis_bandwidth import measure_links
 from jaxscale.tools.qualify.kernels import measure_kernels
-from jaxscale.tools.qualify.link_bandwidth import measure_links
 from jaxscale.tools.qualify.model import measure_model
 from jaxscale.tools.qualify.products import measure_devices, measure_products
 from jaxscale.tools.qualify.qualification_page import make_page
-from jaxscale.tools.qualify.result import Machine, Probe, ProbeFunction, Qualification, first_words
+from jaxscale.tools.qualify.result import Machine, Probe, Qualification, first_words
 from jaxscale.tools.qualify.storage import measure_storage
 from jaxscale.units import duration
 
@@ -30,36 +30,23 @@ EXPECTED = {"products": 20.0, "devices": 20.0, "links": 60.0, "kernels": 90.0, "
 PROBES = tuple(EXPECTED)
 
 
-class Kept:
-    """Holds the step probe's record for `jaxscale plan`."""
-
-    measured: Measured | None = None
-
-
-def probe_functions(kept: Kept) -> dict[str, ProbeFunction]:
-    """Returns {name: probe function} in the order of PROBES; the step probe sets kept.measured."""
-
-    def step(machine: Machine) -> Probe:
-        probe, kept.measured = measure_model(machine)
-        return probe
-
-    functions = (measure_products, measure_devices, measure_links, measure_kernels, step, measure_storage)
-    return dict(zip(PROBES, functions))
-
-
 def qualify(
     machine: Machine, *, only: Collection[str] = PROBES, say: Callable[[str], None], clock=time.monotonic
 ) -> Qualification:
-    """Runs the probes; writes qualify.json and qualify.html after each. All processes call it, and process 0 writes.
+    """Runs the probes in all processes; process 0 writes the result after each. A failed probe is part of it."""
+    began, records = clock(), []
 
-    A failed probe is part of the result. A probe that hangs is ended by the watchdog, through machine.phase.
-    """
-    began, step_result = clock(), Kept()
+    def measure_step(machine: Machine) -> Probe:
+        probe, record = measure_model(machine)
+        records.extend(filter(None, [record]))
+        return probe
+
+    functions = (measure_products, measure_devices, measure_links, measure_kernels, measure_step, measure_storage)
     hosts = tuple(dict.fromkeys(gathered(next_key("hosts"), socket.gethostname())))
     found: list[Probe] = []
     wanted = [name for name in PROBES if name in only]
     result = describe(machine, hosts, (), 0.0, tuple(wanted))
-    for name, function in probe_functions(step_result).items():
+    for name, function in zip(PROBES, functions):
         elapsed = agreed(lambda: clock() - began)
         if name not in only:
             found.append(Probe(name=name, left_out=True, notes=("not asked for",)))
@@ -69,13 +56,16 @@ def qualify(
             number = wanted.index(name) + 1
             say(f"[{number}/{len(wanted)}] {name}: {to_go(wanted[: number - 1], wanted[number - 1 :], elapsed)}")
             found.append(attempt(name, function, machine, clock))
-            say(f"      {probe_line(found[-1])}")
+            state = f"{found[-1].state} in {duration(found[-1].seconds)}"
+            say("\n".join(f"      {line}" for line in (state, *found[-1].failures)))
         left = tuple(name for name in PROBES[len(found) :] if name in only)
         result = describe(machine, hosts, tuple(found), clock() - began, left)
         if jax.process_index() == 0:
             write(result, machine.folder)
-    if step_result.measured is not None and jax.process_index() == 0:
-        save_measured(dataclasses.replace(step_result.measured, by=QUALIFY, save_bytes_per_second=save_rate(found)))
+    if records and jax.process_index() == 0:
+        storage = [figure for probe in found if probe.name == "storage" for figure in probe.figures]
+        rate = next((figure.value for figure in storage if figure.name.startswith("save")), None)
+        save_measured(dataclasses.replace(records[0], by=QUALIFY, save_bytes_per_second=rate))
     return result
 
 
@@ -85,7 +75,7 @@ def to_go(done: Collection[str], ahead: Collection[str], elapsed: float) -> str:
     return f"about {duration(pace * sum(EXPECTED[name] for name in ahead))} to go"
 
 
-def attempt(name: str, function: ProbeFunction, machine: Machine, clock: Callable[[], float]) -> Probe:
+def attempt(name: str, function: Callable[[Machine], Probe], machine: Machine, clock: Callable[[], float]) -> Probe:
     """Runs a probe. Returns it with its duration and the failures of all processes.
 
     A process that fails in local work rejoins the others at the end of the probe. If it fails in a collective, the
@@ -118,11 +108,6 @@ def attempt(name: str, function: ProbeFunction, machine: Machine, clock: Callabl
     return dataclasses.replace(probe, problem=joined, elsewhere=tuple(outside), seconds=clock() - began)
 
 
-def probe_line(probe: Probe) -> str:
-    """Returns state and duration, such as 'passed in 12s', followed by a line for each failure."""
-    return f"{probe.state} in {duration(probe.seconds)}" + "".join(f"\n      {line}" for line in probe.failures)
-
-
 def describe(
     machine: Machine, hosts: tuple[str, ...], probes: tuple[Probe, ...], seconds: float, unfinished: tuple[str, ...]
 ) -> Qualification:
@@ -148,9 +133,3 @@ def write(result: Qualification, folder: Any) -> None:
     text = json.dumps(result.to_dict(), indent=1, default=str, allow_nan=False)
     paths.write_text_atomic(folder / "qualify.json", text + "\n")
     paths.write_text_atomic(folder / "qualify.html", make_page(result))
-
-
-def save_rate(probes: Collection[Probe]) -> float | None:
-    """Returns the measured bytes/s of a save over all hosts; None if it was not measured."""
-    figures = [figure for probe in probes if probe.name == "storage" for figure in probe.figures]
-    return next((figure.value for figure in figures if figure.name.startswith("save")), None)

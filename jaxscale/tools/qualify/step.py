@@ -2,6 +2,7 @@
 
 import dataclasses
 import datetime
+import itertools
 import math
 import os
 import statistics
@@ -30,35 +31,18 @@ from jaxscale.settings.command_line import Arguments, flag
 from jaxscale.settings.config_file import config_name
 from jaxscale.system.exits import BadInput
 from jaxscale.system.process import has_huge_pages
-from jaxscale.tools.qualify.compilations import CompileLog
 from jaxscale.tools.qualify.products import product_width, time_products
+from jaxscale.tools.qualify.timing import CompileLog
 
 # Models that are easy to reproduce in plain JAX, PyTorch and other trainers: Llama with untied embeddings, AdamW, and
 # gradients clipped to norm 1. M is a Mixtral whose experts are half as wide as the MLP of S.
+S_MODEL = dict(vocab_size=8192, num_layers=8, embed_dim=512, num_heads=8, num_kv_heads=8, mlp_dim=1536)
+T_MODEL = dict(vocab_size=256, num_layers=4, embed_dim=256, num_heads=4, num_kv_heads=4, mlp_dim=768)
+M_MODEL = S_MODEL | dict(num_layers=4, experts=dict(number=8, chosen=2, mlp_dim=768))
 SPECS = {
-    "S": dict(
-        seq_len=512,
-        batch_tokens=8 * 512,
-        model=dict(vocab_size=8192, num_layers=8, embed_dim=512, num_heads=8, num_kv_heads=8, mlp_dim=1536),
-    ),
-    "T": dict(
-        seq_len=256,
-        batch_tokens=16 * 256,
-        model=dict(vocab_size=256, num_layers=4, embed_dim=256, num_heads=4, num_kv_heads=4, mlp_dim=768),
-    ),
-    "M": dict(
-        seq_len=512,
-        batch_tokens=8 * 512,
-        model=dict(
-            vocab_size=8192,
-            num_layers=4,
-            embed_dim=512,
-            num_heads=8,
-            num_kv_heads=8,
-            mlp_dim=1536,
-            experts=dict(number=8, chosen=2, mlp_dim=768),
-        ),
-    ),
+    "S": dict(seq_len=512, batch_tokens=8 * 512, model=S_MODEL),
+    "T": dict(seq_len=256, batch_tokens=16 * 256, model=T_MODEL),
+    "M": dict(seq_len=512, batch_tokens=8 * 512, model=M_MODEL),
 }
 COMMON = {
     "train_tokens": "100000 steps",
@@ -94,10 +78,7 @@ class SpecFlags:
 
 
 def read_config(arguments: Arguments, *, usual: str = "S") -> tuple[str, RunConfig]:
-    """Returns (name, RunConfig) of --config or --spec, with --dtype and --config.NAME=VALUE applied.
-
-    usual: the default spec. Raises BadInput if both --config and --spec are given, or for an unknown spec.
-    """
+    """Returns (name, RunConfig) of the flags. usual: the default spec. Raises BadInput for --config and --spec."""
     flags, overrides = arguments.flags, dict(arguments.overrides)
     if flags.dtype:
         overrides["model.compute_dtype"] = flags.dtype
@@ -122,19 +103,14 @@ def measure_step(name: str, cfg: RunConfig, *, steps: int, warmup: int) -> dict[
     with CompileLog() as log:
         program = make_program(cfg, resolve_budget(cfg, epoch_tokens=LONGEST_DATA))
         cfg = program.cfg  # 'auto' dtypes are resolved
-        state = jax.block_until_ready(program.init())
-        batches = random_batches(program, 1 + warmup + steps)
-        hits, losses, seconds, cpu_seconds = log.from_cache, [], [], []
-        first_step_s, from_cache = None, False
-        for batch in batches:
-            took, cpu_took, loss, state = run_step(program, program.train_step, state, batch)
-            losses.append(loss)
-            seconds.append(took)
-            cpu_seconds.append(cpu_took)
-            if len(losses) == 1:
-                first_step_s, from_cache = process_age(), log.from_cache > hits
+        runner = StepRunner(program, program.train_step, 1 + warmup + steps)
+        hits = log.from_cache
+        runner.run(1)
+        first_step_s, from_cache = process_age(), log.from_cache > hits
+        runner.run(warmup + steps)
         compiled = log.seconds.get(program.train_step.__name__, [])
-    median = statistics.median(seconds[1 + warmup :])
+    losses, seconds, cpu_seconds = runner.losses, runner.seconds[1 + warmup :], runner.cpu_seconds[1 + warmup :]
+    median = statistics.median(seconds)
     rate = cfg.tokens_per_step / median
     memory = memory_metrics([d.memory_stats() for d in jax.local_devices()])
     return {
@@ -146,8 +122,8 @@ def measure_step(name: str, cfg: RunConfig, *, steps: int, warmup: int) -> dict[
         "product_gflops": product_gflops(cfg.model.compute_dtype),
         "mfu": utilisation(rate, cfg),
         "step_s": round(median, 5),
-        "step_s_range": [round(pick(seconds[1 + warmup :]), 5) for pick in (min, max)],
-        "cpu_s": round(statistics.median(cpu_seconds[1 + warmup :]), 4),
+        "step_s_range": [round(pick(seconds), 5) for pick in (min, max)],
+        "cpu_s": round(statistics.median(cpu_seconds), 4),
         "steps": steps,
         "warmup": warmup,
         "compile_s": round(sum(compiled), 2),
@@ -191,13 +167,28 @@ def product_gflops(dtype: str) -> float:
     return round(num_chips * seconds.rate(flops)[0] / 1e9, 1)
 
 
-def run_step(program: Program, train_step: Any, state: Any, batch: Batch) -> tuple[float, float, float, Any]:
-    """Runs one step on a host batch and waits. Returns (seconds, CPU seconds over all threads, loss, new state)."""
-    began, cpu_began = time.perf_counter(), time.process_time()
-    state, metrics = train_step(state, place(program, batch))
-    loss = float(metrics["loss"])
-    jax.block_until_ready(state)
-    return time.perf_counter() - began, time.process_time() - cpu_began, loss, state
+class StepRunner:
+    """Runs a training step on random batches and waits for each; holds the train state, times and losses."""
+
+    def __init__(self, program: Program, train_step: Any, most_steps: int):
+        self.program, self.train_step = program, train_step
+        self.state = jax.block_until_ready(program.init())
+        # no batch repeats: the model would learn it, and the loss is checked
+        self.batches = iter(random_batches(program, most_steps))
+        self.seconds: list[float] = []
+        self.cpu_seconds: list[float] = []  # over all threads
+        self.losses: list[float] = []
+
+    def run(self, steps: int) -> None:
+        """Runs this many steps."""
+        for batch in itertools.islice(self.batches, steps):
+            began, cpu_began = time.perf_counter(), time.process_time()
+            self.state, metrics = self.train_step(self.state, place(self.program, batch))
+            loss = float(metrics["loss"])
+            jax.block_until_ready(self.state)
+            self.seconds.append(time.perf_counter() - began)
+            self.cpu_seconds.append(time.process_time() - cpu_began)
+            self.losses.append(loss)
 
 
 def random_batches(program: Program, number: int) -> list[Batch]:
@@ -234,31 +225,17 @@ def process_age() -> float | None:
 
 
 def logit_variance(model: AnyModelConfig) -> float:
-    """Returns the variance of an untrained Llama-like model's logits.
-
-    The hidden state is normalized, and the output projection is initialized with standard deviation HEAD_STD, scaled
-    by muP.
-    """
+    """Returns the variance of an untrained Llama-like model's logits: its last hidden state is normalized."""
     return model.embed_dim * (HEAD_STD * mup_scales(model).output) ** 2
 
 
 def loss_problem(first: float | None, last: float | None, log_vocab: float, variance: float = 0.0) -> str | None:
-    """Returns a message if losses on random tokens are implausible, else None.
-
-    The expected loss starts at log(vocabulary) plus half the variance of the logits, and cannot go below
-    log(vocabulary).
-    """
+    """Returns a message if losses on random tokens are below log(vocabulary) or far above it, else None."""
     low, high = log_vocab - NEAR_NATS, log_vocab + variance / 2 + NEAR_NATS
     for what, loss in (("first", first), ("last", last)):
         if loss is not None and not low < loss < high:
             return f"the {what} loss is {loss:.4g} and should be from {low:.4g} to {high:.4g}, of random tokens"
     return None
-
-
-def active_text(record: dict[str, Any]) -> str:
-    """Returns the active parameters of a mixture of experts, as ' (12.9B for a token, ...)'; '' for dense models."""
-    active = record["active_params"]
-    return "" if active == record["params"] else f" ({units.count(active)} for a token, which FLOPs and MFU count)"
 
 
 def step_lines(record: dict[str, Any]) -> list[str]:
@@ -269,10 +246,13 @@ def step_lines(record: dict[str, Any]) -> list[str]:
     mfu = "" if record["mfu"] is None else f", MFU {record['mfu']:.1%}"
     times = {1: "once", 2: "twice"}.get(record["compiled_times"], f"{record['compiled_times']} times")
     problem = loss_problem(*(record[name] for name in LOSSES))
+    active = ""
+    if record["active_params"] != record["params"]:  # a mixture of experts
+        active = f" ({units.count(record['active_params'])} for a token, which FLOPs and MFU count)"
     commit = record["git_commit"]
     return [
         f"{record['spec']}, {record['dtype']}: {record['rows']} x {record['seq_len']} random tokens a step, "
-        f"{units.count(record['params'])} parameters{active_text(record)}, layers {layers}, "
+        f"{units.count(record['params'])} parameters{active}, layers {layers}, "
         f"{record['attention']} attention, {record['num_microbatches']} microbatch(es); "
         f"{record['devices']}, {record['cpus']} CPUs" + (", huge pages" if record["huge_pages"] else ""),
         f"  {record['tok_s']:,.0f} tokens/s, {record['gflops']:,.0f} GFLOP/s by the model's own formula{mfu}; "

@@ -3,7 +3,6 @@
 import contextlib
 import math
 import shutil
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,25 +17,19 @@ from jaxscale.runtime.checkpoint.config import CheckpointConfig
 from jaxscale.runtime.checkpoint.manager import Checkpoints
 from jaxscale.runtime.hosts.agree import agreed, barrier, in_all
 from jaxscale.system import paths
-from jaxscale.tools.qualify.result import Figure, Machine, Probe
+from jaxscale.tools.qualify.result import Machine, Probe, Reading
 from jaxscale.tools.qualify.timing import seconds_of
 from jaxscale.units import plural, size
 
 FOLDER = "qualify-saves"  # inside the given folder; removed afterwards
-PROCESS_BYTES, CPU_PROCESS_BYTES = (
-    4 * 2**30,
-    32 * 2**20,
-)  # per process: larger than a disk's cache
+PROCESS_BYTES, CPU_PROCESS_BYTES = 4 * 2**30, 32 * 2**20  # per process: larger than a disk's cache
 LEAVES = 16
 FIRST_BYTES = 2**20  # per process in the first two saves; the first imports and compiles, and is not timed
 TIME_SHARE = 1 / 8  # of the time limit of all probes; sets the size from the second save's rate
 
 
 def measure_storage(machine: Machine) -> Probe:
-    """Measures bytes/s over all processes of a save (written, synced and read back) and of a restore.
-
-    A cold restore can be slower: files just written may still be in the host's page cache.
-    """
+    """Measures bytes/s of a save and of a restore, perhaps from the host's page cache, over all processes."""
     processes, most = jax.process_count(), CPU_PROCESS_BYTES if machine.on_cpu else PROCESS_BYTES
     mesh = make_mesh(MeshConfig(fsdp=-1), machine.devices)
     with empty_folder(machine.save_folder) as folder:
@@ -45,9 +38,9 @@ def measure_storage(machine: Machine) -> Probe:
         whole = agreed(lambda: min(most * processes, int(tried / sum(seconds) * machine.seconds * TIME_SHARE)))
         saved_bytes, blocked, saved, restored = save_and_restore(folder / "timed", mesh, max(whole, tried), machine)
     figures = (
-        Figure(name="save, written, synced and read back", value=saved_bytes / saved, unit="bytes/s"),
-        Figure(name="restore", value=saved_bytes / restored, unit="bytes/s"),
-        Figure(name="a save blocks the step's thread for", value=blocked, unit="s"),
+        Reading(name="save, written, synced and read back", value=saved_bytes / saved, unit="bytes/s"),
+        Reading(name="restore", value=saved_bytes / restored, unit="bytes/s"),
+        Reading(name="a save blocks the step's thread for", value=blocked, unit="s"),
     )
     note = f"{size(saved_bytes)} by {plural(processes, 'process')} to {machine.save_folder}"
     return Probe(name="storage", figures=figures, notes=(note,))
@@ -69,7 +62,7 @@ def save_and_restore(folder: Any, mesh: Mesh, num_bytes: int, machine: Machine) 
     saved, blocked = seconds_of(save)
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
     barrier()
-    restored, _ = seconds_of(lambda: jax.block_until_ready(checkpoints.restore(0, abstract)), time.perf_counter)
+    restored, _ = seconds_of(lambda: jax.block_until_ready(checkpoints.restore(0, abstract)))
     checkpoints.close()
     return sum(x.nbytes for x in state.values()), blocked, saved, restored
 
@@ -84,10 +77,7 @@ def make_state(mesh: Mesh, num_bytes: int) -> dict[str, jax.Array]:
 
 @contextlib.contextmanager
 def empty_folder(parent: Any) -> Iterator[Any]:
-    """Context manager of a folder inside `parent`, shared by all processes; process 0 removes it at the end.
-
-    A folder left by a killed run is removed first, since a save skips a step that is already saved.
-    """
+    """Context manager of a shared folder in `parent`. Process 0 removes it, also one of a killed run, before."""
     folder = paths.absolute(parent) / FOLDER
 
     def remove() -> None:

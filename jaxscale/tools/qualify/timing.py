@@ -1,4 +1,4 @@
-"""Times calls with a given clock."""
+"""Times calls, and counts and times JAX compilations."""
 
 import statistics
 import time
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-Clock = Callable[[], float]
+COMPILED = "/jax/core/compile/backend_compile_duration"  # the event that JAX records for each compilation
 
 
 class Timed(NamedTuple):
@@ -16,32 +16,58 @@ class Timed(NamedTuple):
     median: float
     low: float
     high: float
-    calls: int
 
     def rate(self, amount: float) -> tuple[float, float, float]:
         """Returns amount per second for the median, the slowest and the fastest call."""
         return amount / self.median, amount / self.high, amount / self.low
 
 
-def seconds_of(call: Callable[[], Any], clock: Clock = time.perf_counter) -> tuple[float, Any]:
+def seconds_of(call: Callable[[], Any], clock: Callable[[], float] = time.perf_counter) -> tuple[float, Any]:
     """Returns (seconds of one call, its result). JAX dispatches asynchronously, so `call` must wait for its result."""
     began = clock()
     result = call()
     return clock() - began, result
 
 
-def timed(call: Callable[[], Any], times: int, *, clock: Clock = time.perf_counter) -> Timed:
+def timed(call: Callable[[], Any], times: int) -> Timed:
     """Times several calls, waiting for the arrays that each returns, after one that compiles and warms up."""
     jax.block_until_ready(call())
-    return timed_warm(lambda: jax.block_until_ready(call()), times, clock)
+    seconds = [seconds_of(lambda: jax.block_until_ready(call()))[0] for _ in range(times)]
+    return Timed(statistics.median(seconds), min(seconds), max(seconds))
 
 
-def timed_warm(call: Callable[[], Any], times: int, clock: Clock = time.perf_counter) -> Timed:
-    """Times several calls without a warm-up; each must wait for its result."""
-    seconds = [seconds_of(call, clock)[0] for _ in range(times)]
-    return Timed(statistics.median(seconds), min(seconds), max(seconds), times)
-
-
-def median_seconds(call: Callable[[], Any], times: int, clock: Clock = time.perf_counter) -> float:
+def median_seconds(call: Callable[[], Any], times: int, clock: Callable[[], float] = time.perf_counter) -> float:
     """Returns the median seconds of several calls, each of which must wait for its result."""
-    return timed_warm(call, times, clock).median
+    return statistics.median(seconds_of(call, clock)[0] for _ in range(times))
+
+
+class CompileLog:
+    """Context manager that records the compilations of JAX."""
+
+    def __init__(self):
+        self.seconds: dict[str, list[float]] = {}  # function name -> seconds of each program compiled
+        self.from_cache = 0
+
+    @property
+    def count(self) -> int:
+        """Number of programs compiled or read from the compilation cache."""
+        return sum(map(len, self.seconds.values()))
+
+    def __enter__(self) -> "CompileLog":
+        jax.monitoring.register_event_duration_secs_listener(self.note)
+        jax.monitoring.register_event_listener(self.note_hit)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        jax.monitoring.unregister_event_duration_listener(self.note)
+        jax.monitoring.unregister_event_listener(self.note_hit)
+
+    def note(self, event: str, duration_secs: float, **facts: Any) -> None:
+        """Records a compilation; a listener for duration events."""
+        if event == COMPILED:
+            name = str(facts.get("fun_name", "")).removeprefix("jit(").removesuffix(")")
+            self.seconds.setdefault(name, []).append(duration_secs)
+
+    def note_hit(self, event: str, **facts: Any) -> None:
+        """Counts a hit of the compilation cache; a listener for events."""
+        self.from_cache += event == "/jax/compilation_cache/cache_hits"
