@@ -206,7 +206,7 @@ def vocabulary_problem(path: str, max_id: int, vocab_size: int) -> str:
     )
 
 
-def add_hub_scheme(globs: Globs) -> Globs:
+def add_hub_scheme(globs: Any) -> Any:
     """Returns the globs with the hub's scheme, except those with a scheme and the paths of saved datasets."""
     if isinstance(globs, dict):
         return {source: add_hub_scheme(some) for source, some in globs.items()}

@@ -256,5 +256,8 @@ def bisect_right(array: np.ndarray, low: np.ndarray, high: np.ndarray, keys: np.
 def make_token_set(files: Sequence[tuple[str, str, str, int, int, Mapping[str, Expected]]]) -> TokenSet:
     """Builds a TokenSet from (path, dtype, loss mask path or '', documents, tokens, expected states) of each file."""
     paths, dtypes, trained, documents, tokens, expected = zip(*files)
-    firsts = (np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]) for sizes in (documents, tokens))
-    return TokenSet(paths, dtypes, *firsts, trained, {path: one for each in expected for path, one in each.items()})
+    first_documents, first_tokens = (
+        np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]) for sizes in (documents, tokens)
+    )
+    known = {path: one for each in expected for path, one in each.items()}
+    return TokenSet(paths, dtypes, first_documents, first_tokens, trained, known)

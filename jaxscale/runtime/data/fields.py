@@ -94,8 +94,9 @@ def is_ids_type(kind: Any) -> bool:
     if isinstance(kind, pyarrow.BaseExtensionType):
         kind = kind.storage_type
     kinds = ("list", "large_list", "fixed_size_list", "list_view", "large_list_view")
-    is_list = kind is not None and any(getattr(types, f"is_{name}")(kind) for name in kinds)
-    return is_list and types.is_integer(kind.value_type)
+    if kind is None or not any(getattr(types, f"is_{name}")(kind) for name in kinds):
+        return False
+    return types.is_integer(kind.value_type)
 
 
 def choose_field(

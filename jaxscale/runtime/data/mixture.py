@@ -261,7 +261,7 @@ def start_batches(
 ) -> list[tuple[int, Weights, str]]:
     """Returns (first batch, weights, start as written) of each stage, in order. begun: fixed first batches."""
     tokens = run.rows.times(run.seq_len)
-    known = dict(
+    known: dict[str, Any] = dict(
         seq_len=run.seq_len,
         batch_tokens=None if run.rows.vary else tokens.largest,
         train_tokens=tokens.begin(run.total_steps),

@@ -205,18 +205,15 @@ def plan_noise(
         return None
     found = [plan_row(cfg, made, lengths_B[row], keys[row]) for row in used]
     lengths, counts = np.concatenate([row.lengths for row in found]), [len(row.lengths) for row in found]
-    budget = NoiseBudget(
-        lengths,
-        np.repeat(np.arange(len(found)), counts),
-        *np.array([(row.noise, row.spans, row.most_marks) for row in found]).T,
-        np.stack([row.words[:2] for row in found]),
-    )
+    rows, words = np.repeat(np.arange(len(found)), counts), np.stack([row.words[:2] for row in found])
+    noise, spans, most_marks = np.array([(row.noise, row.spans, row.most_marks) for row in found]).T
+    budget = NoiseBudget(lengths, rows, noise, spans, most_marks, words)
     noise_words = np.concatenate([row.words[2 : 2 + row.noise] for row in found])
     gap_words = np.concatenate([row.words[2 + row.noise :] for row in found])
     modes = [ids.modes.get(row.denoiser.mode) for row in found]
     mode_ids = np.repeat(np.array(modes, np.int32), counts) if ids.modes else None
-    noise = make_noise(lengths, *split_noise(budget), noise_words, gap_words)
-    return NoisyDocuments(lengths, np.repeat(used, counts), noise, mode_ids)
+    token_noise = make_noise(lengths, *split_noise(budget), noise_words, gap_words)
+    return NoisyDocuments(lengths, np.repeat(used, counts), token_noise, mode_ids)
 
 
 def join_shortest(lengths: np.ndarray, most: int) -> np.ndarray:

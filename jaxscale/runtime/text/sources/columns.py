@@ -42,7 +42,7 @@ def open_parquet(path: str, cfg: ReadConfig) -> Any:
     import pyarrow.parquet
 
     with opening(path, cfg, "Parquet"):
-        options = dict(pre_buffer=False, buffer_size=1 << 20)
+        options: dict[str, Any] = dict(pre_buffer=False, buffer_size=1 << 20)
         table = pyarrow.parquet.ParquetFile(path, **options)
         groups = map(table.metadata.row_group, range(table.metadata.num_row_groups))
         columns = column_indices(table, [cfg.text_field])[:1]
