@@ -152,8 +152,9 @@ def merged_tensors(
     for pair in matched:
         if module := module_of_leaf.get((pair.leaves, pair.place)):
             a, b = (adapter.tensors[f"{PEFT_PREFIX}{module}{ending}"] for ending in (A_SUFFIX, B_SUFFIX))
-            fields = [getattr(merged[pair.hf_name], field.name) for field in dataclasses.fields(Tensor)]
-            merged[pair.hf_name] = Merged(*fields, a, b, adapter.config.scale_of(module), pair.row.transposed)
+            fields: dict[str, Any] = {f.name: getattr(merged[pair.hf_name], f.name) for f in dataclasses.fields(Tensor)}
+            scale = adapter.config.scale_of(module)
+            merged[pair.hf_name] = Merged(**fields, a=a, b=b, scale=scale, transposed=pair.row.transposed)
     return merged
 
 

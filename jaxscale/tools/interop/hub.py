@@ -62,8 +62,13 @@ def fetch(name: str, revision: str | None, flag: str) -> Fetched | None:
     disable_progress_bars()
     refused = (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.GatedRepoError)
     try:
-        patterns = dict(allow_patterns=list(ALLOW_PATTERNS), ignore_patterns=list(IGNORE_PATTERNS))
-        folder = huggingface_hub.snapshot_download(name, revision=revision, token=token or False, **patterns)
+        folder = huggingface_hub.snapshot_download(
+            name,
+            revision=revision,
+            token=token or False,
+            allow_patterns=list(ALLOW_PATTERNS),
+            ignore_patterns=list(IGNORE_PATTERNS),
+        )
     except refused as error:
         at, reason = f" at {revision}" if revision else "", cause(error)[:200]
         raise BadInput(f"{flag}={name}{at}: the Hub has none, or {TOKEN} may not read it: {reason}") from None
@@ -87,8 +92,9 @@ def push_folder(folder: Any, name: str, message: str) -> str:
     api = huggingface_hub.HfApi(os.environ.get(ENDPOINT) or None, token=os.environ[TOKEN].strip())
     try:
         api.create_repo(name, private=True, exist_ok=True)
-        what = dict(repo_id=name, folder_path=os.fspath(folder), commit_message=message, ignore_patterns=[PRIVATE])
-        done = api.upload_folder(**what)
+        done = api.upload_folder(
+            repo_id=name, folder_path=os.fspath(folder), commit_message=message, ignore_patterns=[PRIVATE]
+        )
     except Exception as error:  # of whatever client the package has below it
         reason = f"{folder} is whole, and {name} on the Hub did not take it: {cause(error)}; run the same command again"
         raise Stop(Exit.STORAGE, reason) from None

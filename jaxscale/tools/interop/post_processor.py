@@ -19,7 +19,7 @@ def begin_with(begin: Sequence[str], text: str) -> str | None:
     tokenizer.no_padding()
     whole = tokenizer.encode("a")
     first = next((place for place, word in enumerate(whole.word_ids) if word is not None), 0)
-    ids = list(map(tokenizer.token_to_id, begin))
+    ids: list[Any] = list(map(tokenizer.token_to_id, begin))
     if None in ids:
         name = begin[ids.index(None)]
         raise BadInput(f"tokenizer.json has no token {name!r:.80}, with which the run's documents begin")
@@ -31,8 +31,8 @@ def begin_with(begin: Sequence[str], text: str) -> str | None:
     begin_pieces = [special(name) for name in begin]
     after_begin = lambda pieces: list(itertools.dropwhile(lambda piece: "SpecialToken" in piece, pieces))
     known = template["special_tokens"] | {name: known_as(name, i) for name, i in zip(begin, ids, strict=True)}
-    forms = (begin_pieces + after_begin(template[form]) for form in ("single", "pair"))  # for a text, for two
-    step = template_of(*forms, known)
+    one, two = (begin_pieces + after_begin(template[form]) for form in ("single", "pair"))  # for a text, for two
+    step = template_of(one, two, known)
     others = [step for step in steps if step.get("type") == "ByteLevel"]  # only changes offsets
     spec["post_processor"] = {"type": "Sequence", "processors": [*others, step]} if others else step
     return tokenizers.Tokenizer.from_str(json.dumps(spec, ensure_ascii=False)).to_str()

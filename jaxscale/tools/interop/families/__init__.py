@@ -181,7 +181,7 @@ def tensors(family: HfFamily, cfg: AnyModelConfig, base: str | None = None) -> l
             if row.per_layer and not others and (name == BLOCKS or not row.per_expert) and set(leaves) <= set(shapes):
                 rows.append((row, leaves))
                 covered |= set(leaves)
-        number = 0 if getattr(cfg, "experts", None) is None else cfg.experts.number
+        number = getattr(getattr(cfg, "experts", None), "number", 0)
         for at in range(layers):
             pairs += [bind(row, leaves, first, at) for row, leaves in rows if not row.per_expert]
             experts = [(row, leaves) for row, leaves in rows if row.per_expert]

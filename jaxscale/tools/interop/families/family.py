@@ -77,8 +77,8 @@ class TensorPair:
         """Returns the Hugging Face tensor: the exact inverse of to_leaves."""
         for name, leaf, shape in zip(self.leaves, leaves, self.leaf_shapes, strict=True):
             self.check(name, leaf.shape, shape)
-        leaves = (self.deinterleave(leaf, inverse=True) for leaf in leaves)
-        parts = [leaf.reshape(matrix_shape(leaf.shape, self.row.inputs)) for leaf in leaves]
+        ordered = (self.deinterleave(leaf, inverse=True) for leaf in leaves)
+        parts = [leaf.reshape(matrix_shape(leaf.shape, self.row.inputs)) for leaf in ordered]
         flat = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
         return flat.T if self.row.transposed else flat
 
