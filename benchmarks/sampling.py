@@ -13,12 +13,13 @@ import numpy as np
 
 from benchmarks import run_main, show, use_devices
 from jaxscale.config import RunConfig
-from jaxscale.core.mesh import make_mesh, mesh_layout
+from jaxscale.core.mesh import make_mesh
 from jaxscale.core.models.layers import split_model
 from jaxscale.core.models.sharded import shard_model
 from jaxscale.core.plan import ParallelSettings, resolve_plan
 from jaxscale.kernels.matmul.project import with_matmul_precision
 from jaxscale.program.machine_check import check_machine
+from jaxscale.runtime.hosts.meshes import mesh_layout
 from jaxscale.runtime.sampling.config import GREEDY
 from jaxscale.runtime.sampling.generator import Engine, Generator, Timing
 from jaxscale.settings.command_line import Arguments, flag

@@ -17,7 +17,6 @@ from jaxscale.core.batch import Batch, EncoderInput
 from jaxscale.core.mesh import make_mesh
 from jaxscale.core.models.moe_balance import update_balance
 from jaxscale.core.models.sharded import ShardedModel, shard_model
-from jaxscale.core.optim.groups import group_table
 from jaxscale.core.optim.optimizer import Schedule, optim_schedule, trainable
 from jaxscale.core.plan import ParallelPlan, ParallelSettings, resolve_plan
 from jaxscale.core.recorder import make_max_logit_recorder, make_qk_clip, make_recorder
@@ -52,7 +51,7 @@ class Program:
     schedule: Schedule
     batch_sharding: NamedSharding
     batch_shards: int
-    parameter_table: list[tuple[str, str, str, str, str]]
+    groups: Any  # a ParamGroup for each parameter
     smaller: tuple["Program", ...] = ()  # for earlier batch stages with fewer tokens or shorter rows, in order
 
     @property
@@ -185,7 +184,7 @@ def make_program_on(mesh: Mesh, cfg: RunConfig, budget: Budget, data_row: int | 
         schedule=updates.schedule,
         batch_sharding=model.rows_sharding,
         batch_shards=axis_size("act_batch", plan.rules.params, mesh.shape),
-        parameter_table=group_table(model.shapes, model.shardings, updates.groups),
+        groups=updates.groups,
     )
 
 

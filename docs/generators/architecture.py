@@ -12,7 +12,7 @@ PACKAGE = ROOT / "jaxscale"
 GROUPS = ("runtime", "tools", "settings", "program")  # whose parts import each other one way
 LOW = (  # parts of core/ and kernels/ that are below the rest of both
     "core/axes", "core/config.py", "core/shardings.py", "kernels/compiler_options.py", "kernels/config.py",
-    "kernels/hardware.py", "kernels/host_memory.py", "kernels/sharded_weights.py", "kernels/torus.py",
+    "kernels/hardware.py", "kernels/host_memory.py", "kernels/collectives.py",
 )  # fmt: skip
 HEAD = """# Architecture
 

@@ -11,18 +11,8 @@ import numpy as np
 
 from generators.svg import Ink, figure, rectangle, sentence, text
 from generators.words import table
-from jaxscale.core.axes.pipeline_schedules import (
-    EQUAL_COSTS,
-    IDLE,
-    Backward,
-    Costs,
-    Passes,
-    Schedule,
-    bubble_fraction,
-    make_schedule,
-    pass_seconds,
-    simulated_seconds,
-)
+from jaxscale.core.axes.pipeline_schedules import EQUAL_COSTS, IDLE, Backward, Costs, Passes, Schedule, make_schedule
+from jaxscale.tools.planning.schedule_times import bubble_fraction, pass_seconds, simulated_seconds
 
 BACKWARD = sum(EQUAL_COSTS) - EQUAL_COSTS.forward  # a backward pass, in forward passes
 SHOWN = {

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from jaxscale import schema, units
 from jaxscale.core.config import MeshConfig
-from jaxscale.core.mesh import make_mesh, mesh_layout
+from jaxscale.core.mesh import make_mesh
 from jaxscale.core.models import AnyModelConfig
 from jaxscale.core.models.lora_mup_config import LoraConfig
 from jaxscale.core.models.sharded import ShardedModel, shard_model
@@ -23,6 +23,7 @@ from jaxscale.program.auto_dtype import model_for_device
 from jaxscale.runtime.checkpoint.branch import open_source
 from jaxscale.runtime.checkpoint.manager import Checkpoints
 from jaxscale.runtime.checkpoint.record import named_leaves, weight_leaves
+from jaxscale.runtime.hosts.meshes import mesh_layout
 from jaxscale.runtime.sampling.generator import Engine, Generator
 from jaxscale.runtime.text.tokenizer.base import Tokenizer
 from jaxscale.runtime.text.tokenizer.fitting import describe_unused, fits, limit_vocabulary

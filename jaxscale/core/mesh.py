@@ -4,10 +4,8 @@ The chips of a TPU slice or GPU node are connected by a fast network (ICI, NVLin
 (DCN). Only DCN_AXES may cross slices or nodes: each slice or node holds one block of the mesh.
 """
 
-import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -15,25 +13,12 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from jaxscale.core.config import MESH_AXES, MeshConfig
+from jaxscale.kernels.collectives import most_links_outermost
 from jaxscale.kernels.hardware import Device
-from jaxscale.kernels.torus import most_links_outermost
 from jaxscale.system.exits import BadInput
 from jaxscale.units import divisors, or_list
 
 DCN_AXES = ("pipeline", "data", "fsdp")  # outermost first: data takes the slices before fsdp does
-
-
-def one_at_a_time(f: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
-    """Returns f, which on several simulated CPU devices waits for its result; elsewhere f itself.
-
-    For programs with collectives that do not depend on each other, such as the batches of an evaluation. XLA:CPU starts
-    a program on a device when a thread is free, and programs in flight take each other's threads: their collectives
-    wait for devices that never start. A program of five gathers, called 60 times: 6 of 6 starts deadlocked with
-    several calls in flight, 0 of 6 with one (jax 0.10.2, 8 devices on 2 cores, 2026-11-27).
-    """
-    if mesh.size == 1 or mesh.devices.flat[0].platform != "cpu":
-        return f
-    return functools.wraps(f)(lambda *args: jax.block_until_ready(f(*args)))
 
 
 def mesh_shape(cfg: MeshConfig, num_devices: int) -> dict[str, int]:
@@ -135,14 +120,3 @@ def crossed_groups(mesh: Mesh) -> tuple[str, dict[str, int]]:
     """Returns ("slice" or "node", {axis: how many of them it crosses; 1 within one})."""
     kind, _, group_of = device_groups(list(mesh.devices.flat))
     return kind, dcn_shape(dict(mesh.shape), kind, group_of)
-
-
-def mesh_layout(mesh: Mesh) -> str:
-    """Describes the mesh: 'data=2 (over 2 slices), fsdp=64, tensor=4'; 'one device' for a mesh of one."""
-    kind, outer = crossed_groups(mesh)
-    words = [
-        f"{axis}={size}" + (f" (over {outer[axis]} {kind}s)" if outer[axis] > 1 else "")
-        for axis, size in mesh.shape.items()
-        if size > 1
-    ]
-    return ", ".join(words) or "one device"

@@ -31,13 +31,13 @@ from jaxscale.core.shardings import RULES, Gather, Rules, axis_size, no_gather
 from jaxscale.kernels.attention import Attend, resolve_attention, windowed_or_full, xla
 from jaxscale.kernels.attention import context_parallel as context_attention
 from jaxscale.kernels.attention.context_parallel import ContextLoad, resolve_context_exchange
+from jaxscale.kernels.collectives import Communication
 from jaxscale.kernels.compiler_options import CompilerOptions, compiler_options
 from jaxscale.kernels.config import AttentionName, AttentionNeeds, Choice
 from jaxscale.kernels.hardware import Device, find_chip
 from jaxscale.kernels.matmul.grouped import ExpertKernels, resolve_expert_kernels
 from jaxscale.kernels.matmul.project import Project, cpu_project, einsum_project, quantized_project
 from jaxscale.kernels.rope import Rotation, rotate, rotate_on_tpu
-from jaxscale.kernels.sharded_weights import Communication
 from jaxscale.system.exits import BadInput
 
 MAX_UNROLLED_LAYERS = 24  # on a single CPU device, where they compile as fast as a loop (2026-11-25)

@@ -43,7 +43,7 @@ class Option:
 # offloaded block every matmul: inside shard_map XLA:TPU runs no other gather or scatter asynchronously on these chips.
 SPARSE_CORES = ("TPU v5", "TPU v6 lite")
 SPARSE_CORE = "xla_tpu_enable_sparse_core_collective_offload_"
-# With OFFLOAD_TORUS a gather or scatter over a whole slice is one asynchronous operation: kernels/torus.py.
+# With OFFLOAD_TORUS a gather or scatter over a whole slice is one asynchronous operation: kernels/collectives.py.
 OFFLOAD = tuple(SPARSE_CORE + what for what in ("all_gather", "reduce_scatter"))
 OFFLOAD_TORUS = tuple(SPARSE_CORE + what for what in ("2d_all_gather", "3d_all_gather", "nd_reduce_scatter"))
 LATENCY = tuple(f"xla_tpu_sparse_core_{what}_latency_multiplier" for what in ("all_gather", "reduce_scatter"))

@@ -32,11 +32,11 @@ from jaxscale.core.models.config import (
     saved_names,
 )
 from jaxscale.core.shardings import leaf_at, mesh_axis_names
+from jaxscale.kernels.collectives import LANES, on_tpu
 from jaxscale.kernels.compiler_options import PIPELINE, PIPELINED_GATHER
 from jaxscale.kernels.config import ATTENTION_OUT
 from jaxscale.kernels.host_memory import HOST
 from jaxscale.kernels.matmul.expert_all_to_all import round_capacity
-from jaxscale.kernels.sharded_weights import LANES, on_tpu
 from jaxscale.program.residuals import element_bytes, residuals_by_stack, tiled_bytes
 
 F32 = 4

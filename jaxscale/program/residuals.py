@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from jaxscale.build import Program
 from jaxscale.core.models.config import ModelConfig, ResidualDtype
-from jaxscale.kernels.sharded_weights import LANES, SUBLANES, on_tpu
+from jaxscale.kernels.collectives import LANES, SUBLANES, on_tpu
 
 F32 = 4
 

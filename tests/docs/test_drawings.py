@@ -10,7 +10,8 @@ import pytest
 from shell_blocks import ROOT
 
 from jaxscale.core.axes.context_axis import ContextAxis
-from jaxscale.core.axes.pipeline_schedules import IDLE, make_schedule, simulated_seconds
+from jaxscale.core.axes.pipeline_schedules import IDLE, make_schedule
+from jaxscale.tools.planning.schedule_times import simulated_seconds
 
 sys.path[:0] = [str(ROOT / "docs")]
 from generators import svg, timelines, zigzag  # noqa: E402

@@ -17,6 +17,7 @@ from jaxscale.core.models.model import logits, make_model
 from jaxscale.core.plan import UNSHARDED
 from jaxscale.kernels.matmul.project import cpu_project, einsum_project
 from jaxscale.program.budget import resolve_budget
+from jaxscale.runtime.run.startup_log import group_table
 from jaxscale.runtime.training.replicas import make_replica_check
 from jaxscale.runtime.training.statistics_runner import flatten_statistics
 
@@ -136,7 +137,7 @@ def test_statistics_gradient_norms_and_replicas_know_of_adapters_alone():
 def test_weight_decay_groups_and_the_table_know_adapters():
     groups = ({"pattern": "_lora_b$", "lr_multiplier": 16.0, "weight_decay": 0.0},)
     program = uncached(LORA | {"optim.groups": groups})
-    table = {row[0]: row[4] for row in program.parameter_table}
+    table = {row[0]: row[4] for row in group_table(program.model.shapes, program.model.shardings, program.groups)}
     assert table["blocks.attention.wq"] == table["embedding"] == "frozen"
     assert table["blocks.attention.wq_lora_a"] == "decay 0.1"
     assert table["blocks.attention.wq_lora_b"] == "decay 0, lr x16 (_lora_b$)"

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from jaxscale.core.optim.config import GroupConfig, OptimConfig
-from jaxscale.core.optim.groups import assign_groups, group_table
+from jaxscale.core.optim.groups import assign_groups
 from jaxscale.core.optim.optimizer import make_optimizer, moment_axes
+from jaxscale.runtime.run.startup_log import group_table
 
 AXES = {
     "embedding": ("vocab", "embed"),

@@ -7,15 +7,7 @@ import re
 import pytest
 
 from jaxscale.core.axes.pipeline_axis import make_pipeline_axis
-from jaxscale.core.axes.pipeline_schedules import (
-    EQUAL_COSTS,
-    Costs,
-    ScheduleSize,
-    bubble_fraction,
-    make_schedule,
-    pass_seconds,
-    simulated_seconds,
-)
+from jaxscale.core.axes.pipeline_schedules import EQUAL_COSTS, Costs, ScheduleSize, make_schedule
 from jaxscale.core.config import PipelineConfig
 from jaxscale.program.memory import attention_bytes, hop_bytes, memory_need
 from jaxscale.settings.config_file import load_config
@@ -26,6 +18,7 @@ from jaxscale.tools.planning.memory import memory_rows
 from jaxscale.tools.planning.placeholder_devices import open_machine
 from jaxscale.tools.planning.plan import PlanOptions, make_plan
 from jaxscale.tools.planning.plan_text import plan_lines
+from jaxscale.tools.planning.schedule_times import bubble_fraction, pass_seconds, simulated_seconds
 from jaxscale.tools.planning.speed import estimate_step, idle_ratio
 from jaxscale.tools.preflight.preflight import ahead_program
 

@@ -14,8 +14,8 @@ from jaxscale.core.axes.tensor_axis import make_tensor_axis
 from jaxscale.core.config import MeshConfig
 from jaxscale.core.mesh import make_mesh
 from jaxscale.core.shardings import RULES
+from jaxscale.kernels.collectives import ring_bytes
 from jaxscale.kernels.matmul.expert_all_to_all import all_to_all_experts, round_capacity
-from jaxscale.kernels.torus import ring_bytes
 
 KINDS = {
     "all_gather": "all-gather", "reduce_scatter": "reduce-scatter", "psum": "all-reduce", "all_to_all": "all-to-all",

@@ -16,7 +16,7 @@ from jaxscale.core.axes.batch_axes import GATHERED, make_batch_axes
 from jaxscale.core.config import MeshConfig
 from jaxscale.core.mesh import make_mesh
 from jaxscale.core.shardings import RULES, partition_spec
-from jaxscale.kernels.torus import LinkStage
+from jaxscale.kernels.collectives import LinkStage
 
 AXES = {"w": ("embed", "mlp"), "norm": ("norm",)}
 RNG = np.random.default_rng(0)

@@ -15,7 +15,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from xla_flags import xla_flags
 
 from jaxscale.core.config import MESH_AXES, MeshConfig
-from jaxscale.core.mesh import arrange, make_mesh, mesh_layout, mesh_shape, one_at_a_time
+from jaxscale.core.mesh import arrange, make_mesh, mesh_shape
+from jaxscale.runtime.hosts.meshes import mesh_layout, one_at_a_time
 from jaxscale.tools.planning.placeholder_devices import open_machine
 from jaxscale.tools.planning.topology import open_topology
 

@@ -10,12 +10,11 @@ from jaxscale.core.axes.pipeline_schedules import (
     IDLE,
     Costs,
     ScheduleSize,
-    bubble_fraction,
     check_schedule,
     make_schedule,
-    simulated_seconds,
     split_layers,
 )
+from jaxscale.tools.planning.schedule_times import bubble_fraction, simulated_seconds
 
 SIZES = [
     (P, V, M) for P in (1, 2, 3, 4, 8) for V in (1, 2, 4) for M in (1, 2, 4, 6, 8, 32) if V == 1 or M % P == 0

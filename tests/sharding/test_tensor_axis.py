@@ -19,7 +19,7 @@ from jaxscale.config import RunConfig
 from jaxscale.core.axes.tensor_axis import NO_TENSOR_AXIS, make_tensor_axis
 from jaxscale.core.config import MeshConfig
 from jaxscale.core.mesh import make_mesh
-from jaxscale.kernels.torus import LinkStage
+from jaxscale.kernels.collectives import LinkStage
 from jaxscale.kernels.vocabulary import LossSettings, lookup, lookup_sharded, summed_cross_entropy, token_nats
 from jaxscale.program.budget import resolve_budget
 

@@ -12,7 +12,7 @@ from jaxscale.core.axes.batch_axes import make_batch_axes
 from jaxscale.core.config import MeshConfig
 from jaxscale.core.mesh import make_mesh
 from jaxscale.core.shardings import RULES
-from jaxscale.kernels.sharded_weights import LANES, has_equal_groups, on_tpu, pad_for_scatter, reduce_scatter, unpad
+from jaxscale.kernels.collectives import LANES, has_equal_groups, on_tpu, pad_for_scatter, reduce_scatter, unpad
 from jaxscale.tools.planning.placeholder_devices import open_machine
 
 SHAPES = [  # and what is scattered

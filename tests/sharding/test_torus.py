@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from jaxscale.kernels.torus import link_stages, most_links_outermost, stage_sizes
+from jaxscale.kernels.collectives import link_stages, most_links_outermost, stage_sizes
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import tiny
 
 from jaxscale.core.models.config import RematName
 from jaxscale.core.optim.config import GroupConfig
+from jaxscale.runtime.run.startup_log import group_table
 
 STEPS = 4
 MESHES = [
@@ -195,7 +196,12 @@ def test_auxiliary_losses_are_reported_apart(frozen_with_z_loss):
 
 
 def test_the_table_tells_what_is_frozen(frozen_with_z_loss):
-    table = {row[0]: row for row in frozen_with_z_loss[0].parameter_table}
+    table = {
+        row[0]: row
+        for row in group_table(
+            frozen_with_z_loss[0].model.shapes, frozen_with_z_loss[0].model.shardings, frozen_with_z_loss[0].groups
+        )
+    }
     assert table["blocks.mlp.up"] == ("blocks.mlp.up", "2x16x32", "float32", "-, fsdp, tensor", "decay 0.1")
     assert table["head"][-1].startswith("frozen (") and table["final_norm"][-1] == "decay 0"
 

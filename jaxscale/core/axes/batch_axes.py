@@ -17,8 +17,15 @@ from jax.sharding import Mesh
 from jaxscale.core.axes import context_axis, tensor_axis
 from jaxscale.core.axes.expert_axis import EXPERTS
 from jaxscale.core.shardings import MeshAxes, Rules, is_axes, mesh_axis_names, weight_dtype
-from jaxscale.kernels.sharded_weights import Communication, Partition, gather_shards, on_tpu, reduce_scatter
-from jaxscale.kernels.torus import CollectiveBytes, link_stages
+from jaxscale.kernels.collectives import (
+    CollectiveBytes,
+    Communication,
+    Partition,
+    gather_shards,
+    link_stages,
+    on_tpu,
+    reduce_scatter,
+)
 
 GATHERED = "gathered"  # checkpoint_name of gathered weights: remat policies never save them
 

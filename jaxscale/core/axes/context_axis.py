@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
-from jaxscale.kernels.torus import CollectiveBytes, LinkStage, gather_along, link_stages, scatter_along
+from jaxscale.kernels.collectives import CollectiveBytes, LinkStage, gather_along, link_stages, scatter_along
 
 AXIS = "context"
 POSITIONS = 1  # the sharded dimension of [B, T, ...]

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import jax
 from jax import lax
 
+from jaxscale.kernels.collectives import CollectiveBytes
 from jaxscale.kernels.config import Choice
-from jaxscale.kernels.torus import CollectiveBytes
 from jaxscale.units import size
 
 AXIS = "expert"

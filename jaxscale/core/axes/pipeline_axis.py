@@ -26,7 +26,7 @@ from jaxscale.core.axes.pipeline_schedules import IDLE, Schedule, ScheduleSize, 
 from jaxscale.core.axes.tensor_axis import TensorAxis
 from jaxscale.core.config import PipelineConfig
 from jaxscale.core.shardings import MeshAxes, Rules, is_axes, mesh_axis_names, weight_dtype
-from jaxscale.kernels.torus import CollectiveBytes
+from jaxscale.kernels.collectives import CollectiveBytes
 
 AXIS = "pipeline"
 LAYERS, VOCAB, BATCH = "layers", "vocab", "act_batch"  # logical axes

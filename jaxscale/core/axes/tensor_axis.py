@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from jaxscale.core.axes.context_axis import NO_CONTEXT_AXIS, ContextAxis
-from jaxscale.kernels.torus import CollectiveBytes, LinkStage, gather_along, link_stages, scatter_along
+from jaxscale.kernels.collectives import CollectiveBytes, LinkStage, gather_along, link_stages, scatter_along
 
 AXIS = "tensor"
 POSITIONS = 1  # the sharded dimension of the residual stream [B, T, D]

@@ -3,7 +3,7 @@ dimensions are a stack (layers, experts), rows and columns."""
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -98,22 +98,6 @@ def frozen_mask(assigned: Any) -> Any:
 def is_masked(leaf: Any) -> bool:
     """True for optax's placeholder for a parameter that a transformation does not apply to."""
     return isinstance(leaf, optax.MaskedNode)
-
-
-def group_table(shapes: Mapping, specs: Mapping, assigned: Any) -> list[tuple[str, str, str, str, str]]:
-    """Returns rows (parameter, shape, dtype, sharding, group), logged at startup."""
-    rows = []
-    leaves = zip(jax.tree_util.tree_leaves_with_path(shapes), jax.tree.leaves(specs), jax.tree.leaves(assigned))
-    for (path, shape), sharding, group in leaves:
-        axes = tuple(sharding.spec)
-        spec = ", ".join("-" if axis is None else axis if isinstance(axis, str) else "*".join(axis) for axis in axes)
-        summary = "frozen" if group.frozen else f"decay {group.weight_decay:g}"
-        if group.lr_multiplier != 1 and not group.frozen:
-            summary += f", lr x{group.lr_multiplier:g}"
-        if group.name not in DEFAULT_GROUPS:
-            summary += f" ({group.name})"
-        rows.append((dotted(path), "x".join(map(str, shape.shape)) or "scalar", str(shape.dtype), spec or "-", summary))
-    return rows
 
 
 STACK_AXES = ("layers", "experts")

@@ -7,13 +7,14 @@ import jax
 
 from jaxscale import units
 from jaxscale.build import Program
-from jaxscale.core.mesh import mesh_layout
+from jaxscale.core.optim.groups import DEFAULT_GROUPS, dotted
 from jaxscale.core.state import TrainState, ema_params
 from jaxscale.kernels.hardware import find_chip
 from jaxscale.program.budget import Budget, batch_sizes
 from jaxscale.runtime.data.mixture import Mixture
 from jaxscale.runtime.data.pipeline import Corpus
 from jaxscale.runtime.eval.named import Evaluator
+from jaxscale.runtime.hosts.meshes import mesh_layout
 from jaxscale.runtime.monitor.writers import Writer
 from jaxscale.runtime.sampling.config import SampleConfig, Sampling
 from jaxscale.runtime.sampling.generator import Engine, Generator, NotFinite
@@ -65,7 +66,7 @@ def log_model(program: Program, budget: Budget, log: Log) -> None:
     )
     flops = cfg.flops_per_token
     log(f"{budget}; {flops / 1e6:.4g} MFLOP a token; peak {peak}")
-    for line in units.table(program.parameter_table):
+    for line in units.table(group_table(program.model.shapes, program.model.shardings, program.groups)):
         log(line)
 
 
@@ -139,3 +140,19 @@ def make_sample(program: Program, tokenizer: Any, log: Log = lambda line: None) 
         return tokenizer.decode([i for i in ids if i != tokenizer.eos_id])
 
     return sample
+
+
+def group_table(shapes: Any, shardings: Any, groups: Any) -> list[tuple[str, str, str, str, str]]:
+    """Returns rows (parameter, shape, dtype, sharding, group), logged at startup."""
+    rows = []
+    leaves = zip(jax.tree_util.tree_leaves_with_path(shapes), jax.tree.leaves(shardings), jax.tree.leaves(groups))
+    for (path, shape), sharding, group in leaves:
+        axes = tuple(sharding.spec)
+        spec = ", ".join("-" if axis is None else axis if isinstance(axis, str) else "*".join(axis) for axis in axes)
+        summary = "frozen" if group.frozen else f"decay {group.weight_decay:g}"
+        if group.lr_multiplier != 1 and not group.frozen:
+            summary += f", lr x{group.lr_multiplier:g}"
+        if group.name not in DEFAULT_GROUPS:
+            summary += f" ({group.name})"
+        rows.append((dotted(path), "x".join(map(str, shape.shape)) or "scalar", str(shape.dtype), spec or "-", summary))
+    return rows

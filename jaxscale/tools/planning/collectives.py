@@ -9,9 +9,8 @@ from jaxscale.build import Program
 from jaxscale.core.models.config import ATTENTION_ADDED, saved_names
 from jaxscale.core.models.llama_config import LlamaConfig
 from jaxscale.core.models.lora_mup_config import lora_params
+from jaxscale.kernels.collectives import CollectiveBytes, on_tpu
 from jaxscale.kernels.matmul.expert_all_to_all import CAPACITY_FACTOR
-from jaxscale.kernels.sharded_weights import on_tpu
-from jaxscale.kernels.torus import CollectiveBytes
 from jaxscale.program.memory import (
     EXPERT_MATRIX,
     F32,

@@ -13,9 +13,9 @@ from jax.sharding import Mesh
 from jaxscale.build import Program
 from jaxscale.core.axes.pipeline_schedules import COMMUNICATION_COSTS
 from jaxscale.core.mesh import dcn_shape
+from jaxscale.kernels.collectives import ring_bytes
 from jaxscale.kernels.compiler_options import SPARSE_CORE
 from jaxscale.kernels.hardware import Chip
-from jaxscale.kernels.torus import ring_bytes
 from jaxscale.program.memory import hop_bytes
 from jaxscale.tools.planning.collectives import PlannedCollective, step_collectives
 from jaxscale.tools.planning.links import (
@@ -164,7 +164,7 @@ def overlapped_kinds(program: Program, topology: Topology) -> frozenset[str]:
 def torus_phases(
     collective: PlannedCollective, lines: Sequence[Phase], torus: Torus | None, fused: bool
 ) -> tuple[Phase, ...]:
-    """Returns the phases of a collective as the step issues it (kernels/torus.py) and XLA:TPU (libtpu 0.0.51) runs
+    """Returns the phases of a collective as kernels/collectives.py issues it and XLA:TPU (libtpu 0.0.51) runs
     it.
 
     fused: gathers and scatters over several dimensions are one operation. Then gathers use the links of all dimensions,

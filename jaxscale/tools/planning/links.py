@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxscale.kernels.collectives import ring_bytes, wraps
 from jaxscale.kernels.hardware import Chip
-from jaxscale.kernels.torus import ring_bytes, wraps
 
 DIMENSIONS = "xyz"
 CORE = "core"  # between the two devices of one chip: uses no torus link

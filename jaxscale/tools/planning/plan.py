@@ -12,7 +12,6 @@ import numpy as np
 from jaxscale.build import Program
 from jaxscale.config import RunConfig
 from jaxscale.core.axes import expert_axis
-from jaxscale.core.mesh import mesh_layout
 from jaxscale.kernels.hardware import Price
 from jaxscale.program.auto_dtype import for_device
 from jaxscale.program.budget import BEGINNING, Budget, Position, resolve_budget, train_flops
@@ -25,6 +24,7 @@ from jaxscale.runtime.data.config import DataConfig
 from jaxscale.runtime.data.header import read_header
 from jaxscale.runtime.data.manifest import is_manifest, read_manifest
 from jaxscale.runtime.data.other_formats import is_megatron, read_index
+from jaxscale.runtime.hosts.meshes import mesh_layout
 from jaxscale.runtime.text.sources.files import SourceFile
 from jaxscale.system.exits import BadInput
 from jaxscale.system.paths import is_remote

@@ -20,8 +20,8 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
+from jaxscale.kernels.collectives import wraps
 from jaxscale.kernels.hardware import CHIPS, Chip
-from jaxscale.kernels.torus import wraps
 from jaxscale.system import packages
 from jaxscale.system.exits import BadInput
 

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
-from jaxscale.kernels.torus import ring_bytes
+from jaxscale.kernels.collectives import ring_bytes
 from jaxscale.tools.planning.links import DCN, Phase, Torus, collective_phases, concurrent_phases, ring_over
 from jaxscale.tools.preflight.hlo_costs import HBM, HOST, custom_target, instruction_traffic, kernel_flops, matmul_flops
 from jaxscale.tools.preflight.hlo_groups import GroupSpan, PartitionLayout, make_layout, read_span

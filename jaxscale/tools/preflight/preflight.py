@@ -7,10 +7,10 @@ from typing import Any
 from jaxscale import units
 from jaxscale.build import Program, make_program
 from jaxscale.config import RunConfig
-from jaxscale.core.mesh import mesh_layout
 from jaxscale.program.budget import BEGINNING, Position, batch_sizes, resolve_budget
 from jaxscale.program.fitting_mesh import UNCOUNTED, fitting_program
 from jaxscale.program.memory import host_bytes, shard_bytes, stage_elements, stage_weight_bytes
+from jaxscale.runtime.hosts.meshes import mesh_layout
 from jaxscale.system.exits import BadInput
 from jaxscale.system.paths import cache_dir
 from jaxscale.tools.planning.collectives import routing_assumption

@@ -18,9 +18,10 @@ from jax.sharding import PartitionSpec as P
 
 from jaxscale import schema, units
 from jaxscale.core.config import MESH_AXES, MeshConfig
-from jaxscale.core.mesh import crossed_groups, device_groups, make_mesh, mesh_layout
+from jaxscale.core.mesh import crossed_groups, device_groups, make_mesh
+from jaxscale.kernels.collectives import link_stages, scatter_along
 from jaxscale.kernels.hardware import Chip, Device, find_chip
-from jaxscale.kernels.torus import link_stages, scatter_along
+from jaxscale.runtime.hosts.meshes import mesh_layout
 from jaxscale.settings import config_file
 from jaxscale.settings.command_line import Arguments
 from jaxscale.system.exits import BadInput
