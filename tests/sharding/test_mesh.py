@@ -223,7 +223,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxscale.core.mesh import make_mesh, one_at_a_time
+from jaxscale.core.mesh import make_mesh
+from jaxscale.runtime.hosts.meshes import one_at_a_time
 from jaxscale.core.config import MeshConfig
 
 def program(w_LDD, x_DD):
