@@ -12,8 +12,8 @@ from typing import Any
 import jax
 
 from benchmarks import run_main, show, use_devices
-from benchmarks.survive import SurviveFlags
-from jaxscale.cli.bench_loop import open_bench, time_alternately
+from benchmarks.survive import SurviveFlags, time_alternately
+from jaxscale.cli.bench_loop import open_bench
 from jaxscale.config import RunConfig
 from jaxscale.runtime.training.statistics_runner import flatten_statistics
 from jaxscale.settings.command_line import Arguments

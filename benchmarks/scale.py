@@ -32,7 +32,7 @@ from jaxscale.system.exits import put
 from jaxscale.tools.corpus.prepare.config import PrepareConfig
 from jaxscale.tools.corpus.prepare.engine import make_plan, prepare
 from jaxscale.tools.corpus.prepare.local import LocalExecutor
-from jaxscale.tools.corpus.prepare.progress import Progress
+from jaxscale.tools.corpus.prepare.progress import PrepareProgress
 
 TIMES = (1, 4, 16)
 ADDED = ("cpu_seconds", "kernel_seconds", "seconds", "opened")  # what a stage's parts add up to
@@ -83,7 +83,7 @@ def write_documents(file: pathlib.Path, documents: int) -> None:
             out.write(json.dumps({"text": text, "id": str(number)}) + "\n")
 
 
-class Meter(Progress):
+class Meter(PrepareProgress):
     """Prints nothing, and keeps what each stage of a preparation has cost this process."""
 
     def __init__(self):

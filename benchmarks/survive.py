@@ -10,21 +10,24 @@ import functools
 import pathlib
 import statistics
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from benchmarks import run_main, show, use_devices
-from jaxscale.cli.bench_loop import open_bench, run_bare, time_alternately
+from jaxscale.cli.bench_loop import Bench, open_bench, run_bare, run_loop
 from jaxscale.config import RunConfig
 from jaxscale.core import guard
 from jaxscale.core.config import GuardConfig
+from jaxscale.core.state import TrainState
 from jaxscale.runtime.checkpoint.config import CheckpointConfig
 from jaxscale.runtime.checkpoint.fingerprint import fingerprints
 from jaxscale.runtime.checkpoint.lock import RunLock
 from jaxscale.runtime.checkpoint.manager import Checkpoints
 from jaxscale.runtime.hosts.watchdog import Watchdog
+from jaxscale.runtime.training import loop
 from jaxscale.runtime.training.loop_services import NO_SERVICES, Services
 from jaxscale.settings.command_line import Arguments, flag
 from jaxscale.settings.help_text import command
@@ -158,6 +161,17 @@ def main(arguments: Arguments) -> None:
     use_devices(flags.devices)
     record = measure_survive(read_config(arguments)[1], steps=flags.steps, rounds=flags.rounds)
     show(record, survive_lines(record), as_json=flags.json)
+
+
+def time_alternately(
+    bench: Bench, runs: Mapping[str, loop.LoopSpec], turn: int, state: TrainState, steps: int
+) -> tuple[TrainState, dict[str, float]]:
+    """Returns (state, {name: seconds of the loop}). The order alternates with the turn, as the first may run cooler."""
+    seconds = {}
+    for name in list(runs) if turn % 2 else reversed(list(runs)):
+        state, times = run_loop(bench, runs[name], f"{name}-{turn}", state, start=0, steps=steps)
+        seconds[name] = times.seconds
+    return state, seconds
 
 
 if __name__ == "__main__":

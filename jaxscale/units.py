@@ -199,6 +199,11 @@ def duration(seconds: float) -> str:
     return f"{hours}h{minutes:02d}m" if hours < 48 else f"{hours // 24}d{hours % 24:02d}h"
 
 
+def step_duration(seconds: float) -> str:
+    """Formats seconds that may be few: '12ms', '3.4s' or '1m20s'."""
+    return duration(seconds) if seconds >= 1 else f"{1000 * seconds:.3g}ms"
+
+
 def seconds_of(text: str) -> float | None:
     """Parses '30d', '12h', '90m', '1h30m' to seconds; None for anything else and for zero."""
     found = re.fullmatch(rf"({PART})+", text.strip().lower())

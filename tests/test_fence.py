@@ -9,7 +9,7 @@ import pytest
 
 from jaxscale.runtime.monitor.events import Events
 from jaxscale.runtime.monitor.records import append, replace_with_copy
-from jaxscale.runtime.monitor.tensorboard import Scalars
+from jaxscale.runtime.monitor.sinks import Scalars
 from jaxscale.runtime.monitor.writers import open_records
 from jaxscale.system import fence, paths
 from jaxscale.system.exits import Exit, Stop
@@ -32,7 +32,7 @@ OWN = {  # functions that write and do not ask, and why they need not
     **{f"runtime/hosts/exchange.py:{name}": "files of a neighbour's local copies, in this host's own folder"
        for name in ("receive", "answer", "get")},
     "runtime/hosts/agree.py:check_shared": "its own mark, when a run begins",
-    "runtime/monitor/tensorboard.py:__init__": "its own file, behind make_folder, which asks",
+    "runtime/monitor/sinks.py:__init__": "its own file, behind make_folder, which asks",
     "system/paths.py:locked": "an empty file that is made to be locked",
     "runtime/monitor/profile.py:upload": "removes a folder of this machine's /tmp",
 }  # fmt: skip
@@ -99,7 +99,7 @@ def test_what_is_open_or_waits_in_memory_is_not_written_after_the_loss(tmp_path,
     run = tmp_path / "run"
     board, lines, events = (
         Scalars(run / "tensorboard"),
-        open_records(run / "metrics.jsonl", 0, float)[0],
+        open_records(run / "metrics.jsonl", 0)[0],
         Events(run, primary=True),
     )
     board.write(1, {"loss": 1.0})

@@ -10,8 +10,8 @@ from jaxscale.runtime.data.array_folder import open_arrays
 from jaxscale.runtime.data.shards import read_header
 from jaxscale.runtime.monitor import records
 from jaxscale.runtime.monitor.events import read_events
-from jaxscale.runtime.monitor.json_lines import read_lines
 from jaxscale.runtime.monitor.records import abandon
+from jaxscale.runtime.monitor.run_files import read_lines
 from jaxscale.runtime.run.replay import last_measured
 from jaxscale.runtime.text.chat.chat_records import parse_record
 from jaxscale.runtime.text.config import ChatConfig
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.fault("H17")
 DEEP = '{"step": 1, "a": ' + "[" * 100_000 + "]" * 100_000 + "}"
 OWN = {  # read what this program, or a library of ours, has just made
     "jaxscale/runtime/checkpoint/record.py", "jaxscale/runtime/checkpoint/saver.py", "jaxscale/cli/bench_against.py",
-    "jaxscale/cli/rehearsal.py", "jaxscale/tools/interop/post_processor.py", "jaxscale/runtime/text/chat/template.py",
+    "jaxscale/cli/rehearse.py", "jaxscale/tools/interop/post_processor.py", "jaxscale/runtime/text/chat/template.py",
     "jaxscale/runtime/text/chat/jinja.py", "jaxscale/runtime/data/header.py", "jaxscale/runtime/text/tokenizer/bpe.py",
     "jaxscale/runtime/text/tokenizer/huggingface.py", "jaxscale/runtime/hosts/agree.py",
     "jaxscale/runtime/hosts/roll_call.py", "jaxscale/tools/corpus/prepare/beam.py",

@@ -15,7 +15,7 @@ from jaxscale.cli import evaluate as evaluate_verb
 from jaxscale.cli import sample as sample_verb
 from jaxscale.runtime.data.checks import tokenizer_problems
 from jaxscale.runtime.data.config import DataConfig
-from jaxscale.runtime.eval.token_perplexity import open_documents
+from jaxscale.runtime.eval.bits_per_byte import open_documents
 from jaxscale.runtime.text.chat.spans import open_prompts
 from jaxscale.system.exits import BadInput
 from jaxscale.tools.interop import tokenizer_files

@@ -16,8 +16,8 @@ HEAD = """# The command line
 def pages() -> dict[str, str]:
     """{file: Markdown}."""
     found = {"command_line.md": overview()}
-    for verb, about in cli.VERBS.items():
-        found[f"verbs/{verb}.md"] = f"# jaxscale {verb}\n\n{sentence(about.summary)}\n\n{body(verb)}"
+    for verb, summary in cli.VERBS.items():
+        found[f"verbs/{verb}.md"] = f"# jaxscale {verb}\n\n{sentence(summary)}\n\n{body(verb)}"
     return found
 
 
@@ -25,7 +25,7 @@ def overview() -> str:
     """Returns the tables of verbs by group."""
     tables = []
     for group, verbs in cli.GROUPS.items():
-        rows = [[f"[`{verb}`](verbs/{verb}.md)", escaped(about.summary)] for verb, about in verbs.items()]
+        rows = [[f"[`{verb}`](verbs/{verb}.md)", escaped(summary)] for verb, summary in verbs.items()]
         tables.append(f"## {group[0].upper()}{group[1:]}\n\n{table(['verb', 'what it does'], rows)}")
     return HEAD + "\n".join(tables)
 

@@ -12,7 +12,7 @@ from jaxscale.runtime.checkpoint.manager import Checkpoints
 from jaxscale.runtime.checkpoint.storage_errors import stop_if_unwritable
 from jaxscale.runtime.data.config import DataConfig
 from jaxscale.runtime.monitor.runinfo import run_info
-from jaxscale.settings.command_line import flag
+from jaxscale.settings.command_line import flag, number
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput
 from jaxscale.system.redact import redacted
@@ -33,13 +33,7 @@ no_progress: MakeProgress = lambda what: lambda *counts, **more: None
 
 def bytes_of(name: str, text: str) -> int:
     """Returns a number of bytes. Raises BadInput if the text is not a number."""
-    try:
-        size = float(text)
-    except ValueError:
-        size = 0.0
-    if not 1 <= size < 1e15:
-        raise BadInput(f"--{name}={text} must be a number of bytes, such as 5e9")
-    return int(size)
+    return int(number(f"--{name}", text, lambda found: 1 <= found < 1e15, "a number of bytes, such as 5e9"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,10 +70,7 @@ class ConvertOptions:
 
 
 def convert(options: ConvertOptions, say: Say = silent, progress: MakeProgress = no_progress) -> dict[str, Any]:
-    """Imports or exports a Hugging Face model and returns a record of it: `jaxscale convert`.
-
-    Resumes a killed conversion. progress: makes a callback for the bytes done, from the name of a part.
-    """
+    """Imports or exports a Hugging Face model, resuming a killed one: `jaxscale convert`. progress: of each part."""
     if (options.from_ is None) == (options.to is None):
         raise BadInput("convert needs one of --from=FOLDER, to import a model, and --to=FOLDER, to export one")
     if not options.workdir:
@@ -102,12 +93,8 @@ def import_model(source: str, flags: ConvertOptions, say: Say, progress: MakePro
     cfg, files = found.cfg, found.files
     folder, journal = prepare_workdir(workdir, found.identity)
     config = run_config(found, folder)
-    made = {
-        "from": fetched.name if fetched else found.name,
-        "model_type": found.family.model_type,
-        "kept": found.passthrough,
-        "left_out": found.left_out,
-    }
+    made = {"from": fetched.name if fetched else found.name, "model_type": found.family.model_type}
+    made |= {"kept": found.passthrough, "left_out": found.left_out}
     made |= {"revision": fetched.revision} if fetched else {}
     made |= {"identity": found.identity} | ({"adapter": found.adapter} if found.adapter else {})
     if generation := tokenizer_files.read_object(files.get(tokenizer_files.GENERATION, b"")):
@@ -119,7 +106,10 @@ def import_model(source: str, flags: ConvertOptions, say: Say, progress: MakePro
     done = import_tensors(folder, journal, found.pairs, found.tensors, run, progress("convert"))
     for note in found.notes:
         say(f"{found.name}: {note}")
-    warn_about_source(found, done["not_finite"], say)
+    if not_finite := done["not_finite"]:
+        say(f"WARNING: {', '.join(not_finite[:3])} of {found.name}: NaN or infinity among its values")
+    if not tokenizer_files.main_file(files):
+        say(f"no tokenizer was imported: {tokenizer_files.missing_tokenizer(files, paths.as_path(found.name))}")
     record = {"workdir": workdir, "model_type": found.family.model_type, "num_params": cfg.num_params, "config": made}
     return record | done
 
@@ -139,15 +129,6 @@ def run_config(found: SourceModel, folder: Any) -> RunConfig:
         train_tokens=seq_len,
         data=schema.from_dict(DataConfig, data),
     )
-
-
-def warn_about_source(found: SourceModel, not_finite: tuple[str, ...], say: Say) -> None:
-    """Prints warnings about the source."""
-    if not_finite:
-        say(f"WARNING: {', '.join(not_finite[:3])} of {found.name}: NaN or infinity among its values")
-    if not tokenizer_files.main_file(found.files):
-        missing = tokenizer_files.missing_tokenizer(found.files, paths.as_path(found.name))
-        say(f"no tokenizer was imported: {missing}")
 
 
 def export_model(to: str, flags: ConvertOptions, say: Say, progress: MakeProgress) -> dict[str, Any]:

@@ -40,20 +40,14 @@ def prepare(
     """
     if is_remote(output) and work_dir is None:
         raise BadInput(f"output={output} is remote; give work_dir=FOLDER, a local one with room for all shards")
-    if executor is None:
-        with LocalExecutor(os.cpu_count() or 1) as local_executor:
-            return prepare(
-                recipe,
-                output,
-                work_dir=work_dir,
-                keep_work=keep_work,
-                strict=strict,
-                executor=local_executor,
-                progress=progress,
-            )
     folder, progress = pathlib.Path(work_dir or output).expanduser(), progress or PrepareProgress()
+    plan, how = engine.make_plan(recipe), dict(keep_work=keep_work, strict=strict)
     with storage_errors(folder):
-        engine.prepare(engine.make_plan(recipe), folder, executor, progress, keep_work=keep_work, strict=strict)
+        if executor is not None:
+            engine.prepare(plan, folder, executor, progress, **how)
+        else:
+            with LocalExecutor(os.cpu_count() or 1) as local:
+                engine.prepare(plan, folder, local, progress, **how)
         publish_indexes(folder, recipe.rows, progress.say)  # existing indexes are not changed
     if is_remote(output):
         progress.say(f"copying to {output}")
@@ -64,8 +58,7 @@ def prepare(
 
 @contextlib.contextmanager
 def storage_errors(folder: pathlib.Path) -> Iterator[None]:
-    """Translates errors of the block. Raises Stop with exit code 14 for a full disk, BadInput for missing permissions
-    or a too low limit of open files."""
+    """Raises Stop (STORAGE) for a full disk, BadInput for missing permissions or a low limit of open files."""
     try:
         yield
     except OSError as error:

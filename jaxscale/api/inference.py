@@ -21,7 +21,6 @@ from jaxscale.core.models.sharded import ShardedModel, shard_model
 from jaxscale.core.plan import ParallelSettings, resolve_plan
 from jaxscale.program.auto_dtype import model_for_device
 from jaxscale.runtime.checkpoint.branch import open_source
-from jaxscale.runtime.checkpoint.manager import Checkpoints
 from jaxscale.runtime.checkpoint.record import named_leaves, weight_leaves
 from jaxscale.runtime.hosts.meshes import mesh_layout
 from jaxscale.runtime.sampling.generator import Engine, Generator
@@ -102,7 +101,7 @@ def open_model(
         f"{source}: {kind_of(cfg, run)}, {units.count(cfg.num_params)} parameters, {cfg.compute_dtype}{average}"
         f"{adapters}; {mesh_layout(sharded.mesh)}"
     )
-    params = restore_params(source.checkpoints, source.step, source.record["leaves"], sharded, what, named)
+    params = restore_params(source, sharded, what, named)
     return LoadedModel(
         cfg=cfg,
         seq_len=int(config.get("seq_len", 1024)),
@@ -136,8 +135,9 @@ def tokenizer_of(model: LoadedModel) -> SavedTokenizer:
     if model.saved_tokenizer is not None:
         return model.saved_tokenizer
     workdir = paths.as_path(model.path).parent.parent
-    convert = "convert it again from a folder with the tokenizer's files" if model.run.get("converted") else ""
-    fix = convert or f"put its file into {workdir}/tokenizer/"
+    fix = f"put its file into {workdir}/tokenizer/"
+    if model.run.get("converted"):
+        fix = "convert it again from a folder with the tokenizer's files"
     raise BadInput(
         f"{workdir} does not say with which tokenizer its ids were made; give --tokenizer=FILE (a tokenizer.json, a "
         f".model or 'bytes'), or {fix}; from Python, token ids are taken too"
@@ -164,10 +164,9 @@ def read_model_config(source: Any, compute_dtype: str | None) -> AnyModelConfig:
     return schema.convert(values, AnyModelConfig, "model")
 
 
-def restore_params(
-    checkpoints: Checkpoints, step: int, leaves: Mapping[str, list], sharded: ShardedModel, what: str, named: str
-) -> Any:
+def restore_params(source: Any, sharded: ShardedModel, what: str, named: str) -> Any:
     """Restores the parameters of a step in their saved dtypes. Raises as open_model does."""
+    checkpoints, step, leaves = source.checkpoints, source.step, source.record["leaves"]
     saved_names = weight_leaves(leaves, what)
     if not saved_names:
         has = sorted({name.partition("/")[0] for name in leaves})
@@ -182,12 +181,9 @@ def restore_params(
 
 
 def at_step(model: LoadedModel, step: int, named: str = "--workdir") -> LoadedModel:
-    """Returns the model with the parameters of another step and the same shardings, for which it is compiled already.
-
-    Raises BadInput for a step without a checkpoint, and as open_model does.
-    """
+    """Returns the model with another step's parameters, compiled already. Raises BadInput as open_model does."""
     source = open_source(str(paths.as_path(model.path).parent), wanted=step, named=named)
-    params = restore_params(source.checkpoints, source.step, source.record["leaves"], model.sharded, model.what, named)
+    params = restore_params(source, model.sharded, model.what, named)
     return dataclasses.replace(model, params=params, step=source.step, path=str(source), run=source.record["run"])
 
 

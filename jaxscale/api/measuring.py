@@ -2,6 +2,7 @@
 
 import dataclasses
 import datetime
+import functools
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -14,23 +15,15 @@ from jaxscale.api import Trained
 from jaxscale.api.inference import LoadedModel, make_generator, tokenizer_of
 from jaxscale.api.writing import as_loaded_model, silent
 from jaxscale.runtime.checkpoint.storage_errors import stop_if_unwritable
-from jaxscale.runtime.eval.bits_per_byte import EvalReading
-from jaxscale.runtime.eval.config import (
-    NAME,
-    ChoiceEval,
-    ClozeEval,
-    Evals,
-    NamedEval,
-    TextEval,
-    check_names,
-    setting_name,
-)
+from jaxscale.runtime.eval import config as eval_config
+from jaxscale.runtime.eval.bits_per_byte import EvalReading, Tokens, open_documents, token_metrics
+from jaxscale.runtime.eval.config import ChoiceEval, ClozeEval, Evals, NamedEval, TextEval, setting_name
 from jaxscale.runtime.eval.lm_eval_adapter import Served, check_installed, run_tasks
-from jaxscale.runtime.eval.named import GROUP, Evaluator, check_files, open_evaluators
+from jaxscale.runtime.eval.named import GROUP, check_files, open_evaluators
 from jaxscale.runtime.eval.scorer import Scorer
-from jaxscale.runtime.eval.token_perplexity import Tokens, open_documents, token_metrics
 from jaxscale.runtime.monitor.history import read_history
 from jaxscale.runtime.monitor.records import append
+from jaxscale.runtime.monitor.run_files import finite
 from jaxscale.runtime.run.resume_checks import check_same_evals
 from jaxscale.settings.command_line import whole_number
 from jaxscale.system import paths
@@ -45,7 +38,7 @@ Record = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class EvalRequest:
     """The evaluators and tasks of one evaluation; None: the default of the model or its run."""
 
     evals: Evals  # without any and without tasks: those of the run's config
@@ -59,14 +52,14 @@ class Request:
     chat: bool = False
 
 
-def check_request(request: Request, named: Callable[[str, NamedEval], str] | None = None) -> None:
+def check_request(request: EvalRequest, named: Callable[[str, NamedEval], str] | None = None) -> None:
     """Raises BadInput for a number out of range, an invalid name, a missing file, and tasks without lm-eval."""
     if request.tasks:
         check_installed()
     for name, least in LEAST.items():
         if (number := getattr(request, name)) is not None:
             whole_number(name, str(number), least)
-    check_names(request.evals)
+    eval_config.check_names(request.evals)
     check_files(request.evals, named or flag_name)
 
 
@@ -75,13 +68,20 @@ def flag_name(name: str, settings: NamedEval) -> str:
     return f"--{settings.kind} {name}"
 
 
-def make_measure(request: Request, model: LoadedModel, say: Callable[[str], None]) -> Measure:
+def make_measure(request: EvalRequest, model: LoadedModel, say: Callable[[str], None]) -> Measure:
     """Returns a function model -> metrics of the request. Raises BadInput for unsuitable data or models."""
-    reading = reading_of(model, request.context or model.seq_len)
-    if reading.context > model.seq_len:
-        say(f"the context is {reading.context} tokens; the model was trained on rows of {model.seq_len}")
-    use_config = not request.evals and not request.tasks
-    evals, named = (config_evals(model, request), setting_name) if use_config else (request.evals, flag_name)
+    context = request.context or model.seq_len
+    check_context(model, context)
+    reading = EvalReading.of(tokenizer_of(model).tokenizer, context)
+    if context > model.seq_len:
+        say(f"the context is {context} tokens; the model was trained on rows of {model.seq_len}")
+    evals, named = request.evals, flag_name
+    if not evals and not request.tasks:  # those of the run's config
+        named, limit = setting_name, {"limit": request.limit} if request.limit else {}
+        evals = schema.convert(model.run.get("config", {}).get("evals") or {}, Evals, GROUP)
+        evals = {name: dataclasses.replace(settings, **limit) for name, settings in evals.items()}
+        if not evals:
+            raise BadInput("nothing to measure: the config has no evals; give --text, --choice, --cloze or --lm_eval")
     several = jax.process_count() > 1  # all processes must read the same text
     evaluators = open_evaluators(evals, reading, named, hold=several)
     check_same_evals(evaluators)
@@ -89,13 +89,12 @@ def make_measure(request: Request, model: LoadedModel, say: Callable[[str], None
         say(f"{one.name}: {one.summary}")
     scorer = Scorer.of(model.sharded, request.batch_tokens)
     tasks = lm_eval_measure(request, model, reading, scorer, say) if request.tasks else lambda model: {}
-    return lambda model: measure_all(evaluators, scorer, model) | tasks(model)
 
+    def measure(model: LoadedModel) -> dict[str, float]:
+        found = {name: value for one in evaluators for name, value in one.metrics(scorer, model.params).items()}
+        return found | tasks(model)
 
-def reading_of(model: LoadedModel, context: int) -> EvalReading:
-    """Returns the tokenizer and context of an evaluation. Raises BadInput as check_context does."""
-    check_context(model, context)
-    return EvalReading.of(tokenizer_of(model).tokenizer, context)
+    return measure
 
 
 def check_context(model: LoadedModel, context: int) -> None:
@@ -107,33 +106,14 @@ def check_context(model: LoadedModel, context: int) -> None:
         raise BadInput(f"--context={context} is longer than the model can read, max_seq_len={limit}")
 
 
-def config_evals(model: LoadedModel, request: Request) -> Evals:
-    """Returns the evaluators of the run's config, with the requested limit. Raises BadInput if it has none."""
-    evals = schema.convert(model.run.get("config", {}).get("evals") or {}, Evals, GROUP)
-    if not evals:
-        raise BadInput("nothing to measure: the config has no evals; give --text, --choice, --cloze or --lm_eval")
-    limit = {"limit": request.limit} if request.limit else {}
-    return {name: dataclasses.replace(settings, **limit) for name, settings in evals.items()}
-
-
-def measure_all(evaluators: Sequence[Evaluator], scorer, model: LoadedModel) -> dict[str, float]:
-    """Returns the metrics of all evaluators."""
-    return {name: value for one in evaluators for name, value in one.metrics(scorer, model.params).items()}
-
-
 def lm_eval_measure(
-    request: Request, model: LoadedModel, reading: EvalReading, scorer: Scorer, say: Callable[[str], None]
+    request: EvalRequest, model: LoadedModel, reading: EvalReading, scorer: Scorer, say: Callable[[str], None]
 ) -> Measure:
     """Returns a function model -> metrics of lm-eval's tasks. All steps share the compiled programs."""
-    generators = {}
-
-    def open_generator(params, rows: int, longest: int):
-        if (rows, longest) not in generators:
-            generators[rows, longest] = make_generator(model, batch=rows, longest=longest)
-        return dataclasses.replace(generators[rows, longest], params=params)
+    compiled = functools.cache(lambda rows, longest: make_generator(model, batch=rows, longest=longest))
 
     def measure(model: LoadedModel) -> dict[str, float]:
-        make = lambda rows, longest: open_generator(model.params, rows, longest)
+        make = lambda rows, longest: dataclasses.replace(compiled(rows, longest), params=model.params)
         served = Served(reading, tokenizer_of(model), scorer, model.params, make, GENERATE_BATCH, say)
         found = run_tasks(
             served,
@@ -159,14 +139,12 @@ def record_of(model: LoadedModel, metrics: Mapping[str, float]) -> Record:
 
 def as_line(record: Record) -> str:
     """Returns the record as JSON, with null for values that are not finite."""
-    finite = lambda value: None if isinstance(value, float) and not math.isfinite(value) else value
-    return json.dumps({name: finite(value) for name, value in record.items()}, allow_nan=False)
+    return json.dumps(finite(record), allow_nan=False)
 
 
 def save_record(workdir: Any, record: Record) -> None:
     """Appends the record to WORKDIR/evals.jsonl and updates WORKDIR/evals.html."""
-    file = workdir / "evals.jsonl"
-    append(file, f"{as_line(record)}\n".encode())
+    append(workdir / "evals.jsonl", f"{as_line(record)}\n".encode())
     paths.write_text_atomic(workdir / "evals.html", make_evals_page(read_history(workdir)))
 
 
@@ -196,7 +174,7 @@ def evaluate(
 
     Args: text: {name: files}, perplexity and bits per byte of each. choice, cloze: {name: file}. tokens: {name: token
     files, or a list of documents as ids}, perplexity without a tokenizer. lm_eval: its tasks. save: also into the work
-    folder, for the report. how: fields of Request: limit, items per file, 0 for all; stride, context, batch_tokens:
+    folder, for the report. how: fields of EvalRequest: limit, items per file, 0 for all; stride, context, batch_tokens:
     tokens; damaged: 'skip' counts items that cannot be read or scored; chat: formats questions of lm_eval with the
     model's chat template; num_fewshot, include_path.
     """
@@ -217,7 +195,7 @@ def evaluate(
             evals[name] = kind(file=file, **shared)
     tasks = (lm_eval,) if isinstance(lm_eval, str) else tuple(lm_eval)
     how |= {"limit": limit or None, "stride": stride or None}
-    request = Request(evals, tasks, **how)
+    request = EvalRequest(evals, tasks, **how)
     check_request(request, lambda name, settings: f"{settings.kind}[{name!r}]")
     loaded = as_loaded_model(model)
     metrics = {} if tokens and not evals and not tasks else make_measure(request, loaded, silent)(loaded)
@@ -228,7 +206,7 @@ def evaluate(
     return by_name(record)
 
 
-def measure_tokens(request: Request, model: LoadedModel, tokens: Mapping[str, Tokens]) -> dict[str, float]:
+def measure_tokens(request: EvalRequest, model: LoadedModel, tokens: Mapping[str, Tokens]) -> dict[str, float]:
     """Returns the metrics of token ids. Raises BadInput for other values and for names that are in use."""
     context = request.context or model.seq_len
     stride = request.stride or max(context // 2, 1)
@@ -238,7 +216,7 @@ def measure_tokens(request: Request, model: LoadedModel, tokens: Mapping[str, To
     found, scorer = {}, Scorer.of(model.sharded, request.batch_tokens)
     for name, given in tokens.items():
         label = f"tokens[{name!r}]"
-        if name in request.evals or not NAME.fullmatch(name):
+        if name in request.evals or not eval_config.NAME.fullmatch(name):
             raise BadInput(f"{label}: another evaluator has that name, or it is not of letters, digits, _ . and -")
         documents = open_documents(label, given, model.cfg.vocab_size, request.limit or 0)
         metrics = token_metrics(label, documents(), scorer, model.params, context, stride)

@@ -45,10 +45,7 @@ def plan(
 
 
 def run_to_resume(workdir: str | None) -> tuple[Position, Mapping[str, Any]]:
-    """Returns (the position at which a work folder's run resumes, its config); (BEGINNING, {}) without a folder.
-
-    Raises BadInput for a folder without a checkpoint.
-    """
+    """Returns (position, config) at which a run resumes; (BEGINNING, {}) for None. Raises BadInput if it has none."""
     if workdir is None:
         return BEGINNING, {}
     source = open_source(workdir, named="workdir")
@@ -92,11 +89,5 @@ def preflight(
     for one in dtypes:
         say(str(one))
     return compiled.preflight(
-        cfg,
-        machine,
-        config_name=name,
-        keep=not fresh,
-        save_executable=file,
-        say=say,
-        position=position,
+        cfg, machine, config_name=name, keep=not fresh, save_executable=file, say=say, position=position
     )

@@ -2,7 +2,6 @@
 
 import dataclasses
 import html
-import math
 import time
 from collections.abc import Sequence
 
@@ -10,6 +9,7 @@ from jaxscale import units
 from jaxscale.api import Trained
 from jaxscale.runtime.checkpoint.storage_errors import short_reason, stop_if_unreachable, stop_if_unwritable
 from jaxscale.runtime.monitor.history import History, read_history
+from jaxscale.settings.command_line import number
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput
 from jaxscale.tools.reporting.page import make_page
@@ -18,7 +18,7 @@ FRAME_PIXELS = 720  # height of a report in a notebook
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Report:
+class ReportPage:
     """The page of `jaxscale report`, which a notebook displays as the value of a cell."""
 
     page: str  # self-contained HTML
@@ -41,36 +41,25 @@ class Report:
         return f"<report of {self.name}, {units.size(len(self.page.encode()))}; .save(FILE) writes it>"
 
 
-def report(*runs: str | Trained, price: float | None = None, height: int = FRAME_PIXELS) -> Report:
-    """Returns the page about a run, or a comparison of several: `jaxscale report`.
-
-    Args: price: dollars per chip hour. height: of the frame in a notebook, pixels.
-    """
+def report(*runs: str | Trained, price: float | None = None, height: int = FRAME_PIXELS) -> ReportPage:
+    """Returns the page about runs: `jaxscale report`. price: dollars per chip hour. height: pixels in a notebook."""
     if not runs:
         raise BadInput("report needs a work folder; several are compared")
     workdirs, hourly = [str(run) for run in runs], None if price is None else price_of("price", str(price))
-    return Report(make_page(read_all(workdirs), price=hourly, now=time.time()), ", ".join(workdirs), height)
+    return ReportPage(make_page(read_all(workdirs), price=hourly, now=time.time()), ", ".join(workdirs), height)
 
 
 def price_of(name: str, text: str) -> float:
     """Returns dollars. Raises BadInput if the text is not an amount of money."""
-    try:
-        price = float(text.removeprefix("$"))
-    except ValueError:
-        price = math.nan
-    if not (math.isfinite(price) and price >= 0):
-        raise BadInput(f"{name}={text} must be dollars for one hour of one chip, such as 4.20")
-    return price
+    return number(name, text, lambda found: found >= 0, "dollars for one hour of one chip, such as 4.20")
 
 
 def read_all(workdirs: Sequence[str]) -> list[History]:
     """Reads the runs. Raises BadInput for a folder without a run, Stop (STORAGE) for an unreachable bucket."""
-    return [read_one(workdir) for workdir in workdirs]
-
-
-def read_one(workdir: str) -> History:
-    """Reads the run in one folder."""
-    try:
-        return stop_if_unreachable(lambda: read_history(workdir), workdir)
-    except OSError as error:
-        raise BadInput(f"workdir={workdir} cannot be read: {short_reason(error)}") from None
+    runs = []
+    for workdir in workdirs:
+        try:
+            runs.append(stop_if_unreachable(lambda workdir=workdir: read_history(workdir), workdir))
+        except OSError as error:
+            raise BadInput(f"workdir={workdir} cannot be read: {short_reason(error)}") from None
+    return runs

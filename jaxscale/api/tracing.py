@@ -35,6 +35,11 @@ class TracedRun:
     hashes: dict[int, str]  # {step: hash of its batch} from metrics.jsonl
     row_tokens: BatchSizes  # tokens per row of each batch in training
 
+    def piece(self, step: int | None, batch: int, entry: DocumentPiece, text: str | None = None) -> "TracedPiece":
+        """Returns a piece of a batch. step: trains on it."""
+        done = step is not None and step < self.done
+        return TracedPiece(step, batch, done, entry, self.row_tokens.size(batch), text)
+
 
 def open_run_folder(workdir: str, overrides: dict[str, str]) -> TracedRun:
     """Opens the run in a work folder.
@@ -60,7 +65,10 @@ def open_run_folder(workdir: str, overrides: dict[str, str]) -> TracedRun:
     decided = decisions.with_recorded_detours(recorded)
     begun = recorded_position(run, step or 0).begun
     skipped, mixture = plan_batches(cfg, corpus, recorded, step or 0, total_steps, decided, sizes, begun)
-    hashes = {n: found for n, found in hashes_of(folder).items() if not pending or n < pending.to}
+    records = read_records(folder / "metrics.jsonl")
+    hashed = (record for record in records if "tokens_hash" in record and isinstance(record.get("step"), int))
+    hashes = {record["step"] - 1: str(record["tokens_hash"]) for record in hashed}
+    hashes = {n: found for n, found in hashes.items() if not pending or n < pending.to}
     done = max(step or 0, 1 + max(hashes, default=-1))
     row_tokens = recorded_rows(written["budget"], cfg.seq_len)
     return TracedRun(Ledger(corpus, corpus.batches(sizes, mixture), skipped), total_steps, done, hashes, row_tokens)
@@ -101,15 +109,8 @@ def plan_batches(
     return skipped, mixture
 
 
-def hashes_of(folder: Any) -> dict[int, str]:
-    """Returns {step: hash of its batch} from metrics.jsonl."""
-    records = read_records(folder / "metrics.jsonl")
-    hashed = (record for record in records if "tokens_hash" in record and isinstance(record.get("step"), int))
-    return {record["step"] - 1: str(record["tokens_hash"]) for record in hashed}
-
-
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class TracedPiece:
     """A part of a document in a batch."""
 
     step: int | None  # that trains on the batch; None for a skipped batch
@@ -128,11 +129,11 @@ class Piece:
 
 
 @dataclasses.dataclass(frozen=True)
-class Trace:
+class BatchTrace:
     """The pieces of a step's batch, or every piece of a document."""
 
     run: TracedRun
-    pieces: Iterator[Piece]
+    pieces: Iterator[TracedPiece]
     step: int | None = None  # None for a skipped batch or a document
     batch: int | None = None  # None for a document
     hash_now: str = ""  # of the batch, if metrics.jsonl has another: the step trained on other data
@@ -147,7 +148,7 @@ def trace(
     row: int | None = None,
     characters: int = 200,
     moved: Mapping[str, str] | None = None,
-) -> Trace:
+) -> BatchTrace:
     """Returns the documents of a training step, or the steps that train on a document: `jaxscale trace`.
 
     Args: step, batch: counted from 0. document: ID, FILE:OFFSET or SHARD.bin:NUMBER. row: of the batch; default: all
@@ -161,19 +162,17 @@ def trace(
             whole_number(name, str(number), 0)
     run = open_run_folder(str(workdir), dict(moved or {}))
     if document is not None:
-        return Trace(run, pieces_of_document(run, document))
+        found = run.ledger.steps_of(document, run.total_steps)
+        return BatchTrace(run, (run.piece(step, run.ledger.batch_of(step), entry) for step, entry in found))
     step, n = step_and_batch(run, step, batch, row or 0)
     unchanged = not run.ledger.corpus.cfg.transforms  # hashes are of tokens before transforms
     recorded = run.hashes.get(step) if unchanged and step is not None else None
     now = tokens_hash(run.ledger.batches.batch(n)) if recorded else ""
-    return Trace(run, pieces_of_batch(run, step, n, row, characters), step, n, now if now != recorded else "")
+    return BatchTrace(run, pieces_of_batch(run, step, n, row, characters), step, n, now if now != recorded else "")
 
 
 def step_and_batch(run: TracedRun, step: int | None, batch: int | None, row: int) -> tuple[int | None, int]:
-    """Returns (step, batch) of either; step is None for a skipped batch.
-
-    Raises BadInput for one after the end of the run, and for a row that the batch lacks.
-    """
+    """Returns (step or None if skipped, batch) of either. Raises BadInput beyond the run's end or the batch's rows."""
     name, number = ("batch", batch) if step is None else ("step", step)
     assert number is not None, "one of step and batch is given"
     last = run.total_steps - 1 if name == "step" else run.ledger.batch_of(run.total_steps - 1)
@@ -188,17 +187,12 @@ def step_and_batch(run: TracedRun, step: int | None, batch: int | None, row: int
     return step_of(n, run.ledger.skipped), n
 
 
-def pieces_of_batch(run: TracedRun, step: int | None, n: int, row: int | None, characters: int) -> Iterator[Piece]:
+def pieces_of_batch(
+    run: TracedRun, step: int | None, n: int, row: int | None, characters: int
+) -> Iterator[TracedPiece]:
     """Yields the pieces of a batch, or of one row. step: trains on it."""
     tokens_BT = run.ledger.tokens(n) if characters else None
     for entry in run.ledger.batch(n):
         if row is None or entry.row == row:
             text = None if tokens_BT is None else run.ledger.text(entry, tokens_BT, characters)
-            yield Piece(step, n, step is not None and step < run.done, entry, run.row_tokens.size(n), text)
-
-
-def pieces_of_document(run: TracedRun, document: str) -> Iterator[Piece]:
-    """Yields the pieces of a document in the order of steps."""
-    for step, entry in run.ledger.steps_of(document, run.total_steps):
-        n = run.ledger.batch_of(step)
-        yield Piece(step, n, step < run.done, entry, run.row_tokens.size(n))
+            yield run.piece(step, n, entry, text)

@@ -14,7 +14,6 @@ from jaxscale.runtime.sampling.config import Sampling
 from jaxscale.runtime.sampling.generator import Timing, prompt_numbers
 from jaxscale.runtime.sampling.text_stream import GeneratedText, WriteSettings, write_ids, write_texts
 from jaxscale.runtime.text.chat.spans import Message, open_prompts
-from jaxscale.runtime.text.tokenizer.base import Tokenizer
 from jaxscale.settings.command_line import flag
 from jaxscale.system.exits import BadInput
 
@@ -80,8 +79,9 @@ class TextWriter:
         limit = self.model.cfg.max_seq_len
         for text, prompt in zip(texts, prompts):
             if limit is not None and len(prompt) >= limit:
+                shown = repr(text if len(text) <= 40 else f"{text[:40]}...")
                 raise BadInput(
-                    f"the prompt {short(text)} has {len(prompt)} tokens, and the model reads at most {limit} "
+                    f"the prompt {shown} has {len(prompt)} tokens, and the model reads at most {limit} "
                     "(model.max_seq_len), including new ones; shorten it"
                 )
         longest = max(map(len, prompts)) + self.options.num_tokens
@@ -96,29 +96,21 @@ class TextWriter:
         """Logs the speed of prefill and decoding, without tokens after a stop string."""
         if timing is None:  # interrupted before the first token
             return
-        tokens = sum(max(one.tokens - 1, 0) for one in written)  # the prefill computes the first token of each row
-        rows = f" in {len(written)} rows" if len(written) > 1 else ""
-        decode = (
-            f"; decode {tokens} tokens, {tokens / max(timing.decode_seconds, 1e-9):,.0f} tokens/s{rows}"
-            if tokens
-            else ""
-        )
-        self.say(f"prefill {timing.prompt_tokens} tokens, {timing.prefill_rate:,.0f} tokens/s{decode}")
+        text = f"prefill {timing.prompt_tokens} tokens, {timing.prefill_rate:,.0f} tokens/s"
+        if tokens := sum(max(one.tokens - 1, 0) for one in written):  # the prefill computes the first token of each row
+            text += f"; decode {tokens} tokens, {tokens / max(timing.decode_seconds, 1e-9):,.0f} tokens/s"
+            text += f" in {len(written)} rows" if len(written) > 1 else ""
+        self.say(text)
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class TextPiece:
     """A part of a text, or its end."""
 
     prompt: str
     sample: int
     text: str
     done: GeneratedText | None = None
-
-
-def short(text: str) -> str:
-    """Returns the beginning of a prompt, for a message."""
-    return repr(text if len(text) <= 40 else f"{text[:40]}...")
 
 
 def open_chat_prompts(writer: TextWriter) -> tuple[Callable[[Sequence[Message]], list[int]], tuple[int, ...]]:
@@ -128,13 +120,14 @@ def open_chat_prompts(writer: TextWriter) -> tuple[Callable[[Sequence[Message]],
     return lambda messages: chat_prompts.ids([*before, *messages]), chat_prompts.stop_ids
 
 
-def write_all(writer: TextWriter, texts: Sequence[str], *, num_samples: int = 1, chat: bool = False) -> Iterator[Piece]:
-    """Yields the pieces of each text: the first prompt's samples in order, then those of the next prompt.
-
-    chat: each prompt is a user message, and the text is the answer.
-    """
+def write_all(
+    writer: TextWriter, texts: Sequence[str], *, num_samples: int = 1, chat: bool = False
+) -> Iterator[TextPiece]:
+    """Yields the pieces of each text, all samples of a prompt first. chat: texts answer the prompts, user messages."""
     model, loaded = writer.model, tokenizer_of(writer.model)
-    prompts, stop_ids = [prompt_ids(loaded.tokenizer, text) for text in texts], loaded.stop_ids
+    # an empty prompt is the end token, which a new document follows
+    ids_of = lambda text: [*loaded.tokenizer.begin_ids, *loaded.tokenizer.encode(text).tolist()]
+    prompts, stop_ids = [ids_of(text) or [loaded.tokenizer.eos_id] for text in texts], loaded.stop_ids
     if chat:
         encode_messages, stop_ids = open_chat_prompts(writer)
         prompts = [encode_messages([{"role": "user", "content": text}]) for text in texts]
@@ -147,18 +140,13 @@ def write_all(writer: TextWriter, texts: Sequence[str], *, num_samples: int = 1,
         written: list[GeneratedText] = []
         settings = writer.write_settings(stop_ids, numbers[first : first + rows_at_once])
         ids = [prompts[prompt] for prompt, _ in some]
-        for row, piece in write_texts(generator, loaded.tokenizer, ids, settings, written):
+        for row, piece in write_texts(generator, loaded.tokenizer.decode, ids, settings, written):
             if len(some) == 1:  # pieces of parallel texts would interleave, so those are yielded whole
                 prompt, number = some[row]
-                yield Piece(texts[prompt], number, piece)
+                yield TextPiece(texts[prompt], number, piece)
         for (prompt, number), one in zip(some, written):
-            yield Piece(texts[prompt], number, "" if len(some) == 1 else one.text, done=one)
+            yield TextPiece(texts[prompt], number, "" if len(some) == 1 else one.text, done=one)
         writer.log_speed(generator.timing, written)
-
-
-def prompt_ids(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Returns the token ids of a prompt; the end token, which a new document follows, if it is empty."""
-    return [*tokenizer.begin_ids, *tokenizer.encode(text).tolist()] or [tokenizer.eos_id]
 
 
 @overload
@@ -204,7 +192,12 @@ def sample(
 
 def generate_ids(writer: TextWriter, given: Sequence[object]) -> list[list[int]]:
     """Returns the ids generated after each prompt. Raises BadInput for a prompt that is not a list of token ids."""
-    prompts = [id_list(f"prompt[{number}]", prompt) for number, prompt in enumerate(given)]
+    prompts = []
+    for number, prompt in enumerate(given):
+        ids = np.asarray(prompt)
+        if ids.ndim != 1 or not ids.size or ids.dtype.kind not in "iu":
+            raise BadInput(f"prompt[{number}]={prompt!r:.80} must be text, or a list of one or more token ids")
+        prompts.append(ids.tolist())
     longest = writer.longest_for(prompts, list(map(str, prompts)))
     numbers, rows = prompt_numbers(prompts), min(writer.options.batch, len(prompts))
     generator, found = make_generator(writer.model, batch=rows, longest=longest), []
@@ -212,14 +205,6 @@ def generate_ids(writer: TextWriter, given: Sequence[object]) -> list[list[int]]
         some = slice(first, first + rows)
         found += write_ids(generator, prompts[some], writer.write_settings(stop_ids_of(writer.model), numbers[some]))
     return found
-
-
-def id_list(name: str, given: object) -> list[int]:
-    """Returns the token ids of a prompt."""
-    ids = np.asarray(given)
-    if ids.ndim != 1 or not ids.size or ids.dtype.kind not in "iu":
-        raise BadInput(f"{name}={given!r:.80} must be text, or a list of one or more token ids")
-    return ids.tolist()
 
 
 def as_loaded_model(model: str | Trained | LoadedModel) -> LoadedModel:

@@ -6,66 +6,43 @@
 import difflib
 import importlib
 import sys
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxscale.system import process
 from jaxscale.system.exits import BadInput, codes_help, put, run_and_exit
 
-
-class Verb(NamedTuple):
-    """One verb: its line of help, and what prepares its process before jax is imported."""
-
-    summary: str
-    set_up: Callable[[], None]
-    module: str = ""  # jaxscale.cli.VERB unless given
-
-
-USES_DEVICES, NO_DEVICES = process.prepare, process.prepare_ahead
-NONE: Callable[[], None] = lambda: None  # verbs that start other processes or do not import jax
-GROUPS = {  # verbs by the stage of a run
+GROUPS = {  # verbs by the stage of a run, and their lines of help
     "before a run": {
-        "plan": Verb(
-            "estimate size, memory, time, cost and data of a run; or propose a model for a budget", NO_DEVICES
-        ),
-        "prepare": Verb("turn raw text into token shards whose documents can be traced", NONE),
-        "convert": Verb("import a Hugging Face model, or export a checkpoint as one", NO_DEVICES),
-        "preflight": Verb("compile a config's step for chips you do not have: memory, time, traffic", NO_DEVICES),
-        "verify": Verb(
-            "check on your config that resuming is exact and that results do not depend on the mesh", USES_DEVICES
-        ),
-        "qualify": Verb(
-            "compare new chips with their datasheet: matmuls, memory, links, kernels, step, saves", USES_DEVICES
-        ),
-        "bench": Verb("measure the step and the loop, alone or compared with other programs", USES_DEVICES),
-        "lab": Verb(
-            "answer a question about a recipe with small runs: learning rate, batch, optimizer, precision, ...", NONE
-        ),
-        "rehearse": Verb(
-            "try a run for minutes: step, evaluate, save, kill, resume, compare; prints GO or NO-GO", NONE
-        ),
+        "plan": "estimate size, memory, time, cost and data of a run; or propose a model for a budget",
+        "prepare": "turn raw text into token shards whose documents can be traced",
+        "convert": "import a Hugging Face model, or export a checkpoint as one",
+        "preflight": "compile a config's step for chips you do not have: memory, time, traffic",
+        "verify": "check on your config that resuming is exact and that results do not depend on the mesh",
+        "qualify": "compare new chips with their datasheet: matmuls, memory, links, kernels, step, saves",
+        "bench": "measure the step and the loop, alone or compared with other programs",
+        "lab": "answer a question about a recipe with small runs: learning rate, batch, optimizer, precision, ...",
+        "rehearse": "try a run for minutes: step, evaluate, save, kill, resume, compare; prints GO or NO-GO",
     },
     "the run": {
-        "train": Verb("train a language model, or resume a run", USES_DEVICES, "jaxscale.main"),
-        "supervise": Verb("restart a training after failures that a restart can fix", NONE),
-        "watch": Verb("show a run in a terminal while it trains", NONE),
+        "train": "train a language model, or resume a run",
+        "supervise": "restart a training after failures that a restart can fix",
+        "watch": "show a run in a terminal while it trains",
     },
     "during or after a run": {
-        "sample": Verb("generate text with a model: from prompts, in a terminal, or on a chat page", USES_DEVICES),
-        "evaluate": Verb(
-            "evaluate checkpoints: text, multiple choice and cloze by likelihood, and lm-eval's tasks", USES_DEVICES
-        ),
-        "report": Verb("write one HTML page about a run, or several: curves, cost, data, incidents", NONE),
-        "ckpt": Verb("list, verify, copy, prune and average checkpoints, without a device", NO_DEVICES),
-        "trace": Verb("list the documents that a step trained on, or the steps that saw a document", NO_DEVICES),
+        "sample": "generate text with a model: from prompts, in a terminal, or on a chat page",
+        "evaluate": "evaluate checkpoints: text, multiple choice and cloze by likelihood, and lm-eval's tasks",
+        "report": "write one HTML page about a run, or several: curves, cost, data, incidents",
+        "ckpt": "list, verify, copy, prune and average checkpoints, without a device",
+        "trace": "list the documents that a step trained on, or the steps that saw a document",
     },
-    "the shell": {"completion": Verb("print the completion script for bash or zsh", NONE)},
+    "the shell": {
+        "completion": "print the completion script for bash or zsh",
+    },
 }
-VERBS = {
-    name: verb._replace(module=verb.module or f"jaxscale.cli.{name}")
-    for verbs in GROUPS.values()
-    for name, verb in verbs.items()
-}
+VERBS = {verb: summary for verbs in GROUPS.values() for verb, summary in verbs.items()}
+# other verbs start other processes or do not import jax
+USES_DEVICES = ("verify", "qualify", "bench", "train", "sample", "evaluate")
+NO_DEVICES = ("plan", "convert", "preflight", "ckpt", "trace")  # but import jax
 
 
 def main() -> None:
@@ -81,15 +58,17 @@ def run_verb(verb: str) -> None:
 def run(argv: list[str]) -> None:
     """Sets the process up for the verb, runs it, and exits with its code."""
     process.open_standard_streams()
-    run_and_exit(lambda _: set_up_and_dispatch(argv), is_verb=bool(argv) and argv[0] in VERBS)
+    is_verb = bool(argv) and argv[0] in VERBS
 
+    def set_up_and_dispatch(_: list[str]) -> int:
+        process.use_utf8()
+        if is_verb and argv[0] in USES_DEVICES:
+            process.prepare()
+        elif is_verb and argv[0] in NO_DEVICES:
+            process.prepare_ahead()
+        return dispatch(argv)
 
-def set_up_and_dispatch(argv: list[str]) -> int:
-    """Sets the process up for the verb, runs it and returns its exit code. Raises as `dispatch` does."""
-    process.use_utf8()
-    if argv and argv[0] in VERBS:
-        VERBS[argv[0]].set_up()
-    return dispatch(argv)
+    run_and_exit(set_up_and_dispatch, is_verb=is_verb)
 
 
 def dispatch(argv: list[str]) -> int:
@@ -105,9 +84,14 @@ def dispatch(argv: list[str]) -> int:
     return command_of(verb)(arguments)
 
 
+def module_of(verb: str) -> str:
+    """Returns the module of a verb, whose main(argv) runs it."""
+    return "jaxscale.main" if verb == "train" else f"jaxscale.cli.{verb}"
+
+
 def command_of(verb: str) -> Any:
     """Imports and returns the Command of a verb."""
-    return importlib.import_module(VERBS[verb].module).main
+    return importlib.import_module(module_of(verb)).main
 
 
 def help_of(verb: str) -> str:
@@ -120,6 +104,6 @@ def verbs_help() -> str:
     width = max(map(len, VERBS))
     lines = ["jaxscale VERB ...", "", "  jaxscale train --config=configs/quickstart.py", ""]
     for group, verbs in GROUPS.items():
-        lines += [f"{group}:", *(f"  {name.ljust(width)}  {verb.summary}" for name, verb in verbs.items()), ""]
+        lines += [f"{group}:", *(f"  {verb.ljust(width)}  {summary}" for verb, summary in verbs.items()), ""]
     lines += ["jaxscale VERB --help has an example and all flags.", "", "exit codes:", codes_help()]
     return "\n".join(lines)

@@ -52,10 +52,7 @@ class Attempt:
         return self.process.returncode is None and os.waitid(os.P_PID, self.process.pid, options) is None
 
     def signal(self, number: int) -> None:
-        """Sends a signal to the command alone, as a shell's `kill` does.
-
-        Popen.send_signal would reap an ended command, and `wait` could then kill a reused group id.
-        """
+        """Sends a signal to the command alone. Popen.send_signal would reap it, and its group id could be reused."""
         if self.process.returncode is None:  # unreaped, so the pid cannot be reused
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.process.pid, number)

@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from jaxscale import schema, units
+from jaxscale import schema
 from jaxscale.cli import bench_against, bench_data, bench_loop, run_verb
 from jaxscale.config import RunConfig
 from jaxscale.program.machine_check import device_bytes
@@ -33,10 +33,17 @@ from jaxscale.tools.planning.measured import from_record, save_measured
 from jaxscale.tools.qualify.axis_bandwidth import collective_lines, measure_collectives, read_mesh, read_sizes
 from jaxscale.tools.qualify.step import SpecFlags, measure_step, read_config, step_lines
 
+SCRIPTS = {  # former subverbs, which are in benchmarks/ now
+    "survive": "survive", "statistics": "layer_statistics", "stages": "pipeline_stages", "experts": "experts",
+    "time_to_loss": "time_to_loss", "sample": "sampling", "hosts": "hosts",
+}  # fmt: skip
+
 
 @dataclasses.dataclass(frozen=True)
 class BenchFlags(SpecFlags, cluster.HostFlags):
     """The flags of `jaxscale bench`."""
+
+    moved = {subverb: f"python -m benchmarks.{script}" for subverb, script in SCRIPTS.items()}
 
     steps: int | None = flag(None, "timed steps (loop: 100)", "6", least=1)
     warmup: int = flag(2, "step: untimed steps after the first", least=0)
@@ -81,23 +88,16 @@ SUBVERBS = {
     "data": (*ALL, "input", "recipe", "seq_len", "batch_rows", "rounds"),
     "collectives": (*ALL, "devices", "megabytes", "repeats", *cluster.FLAGS),
 }
-SCRIPTS = {
-    "survive": "survive", "statistics": "layer_statistics", "stages": "pipeline_stages", "experts": "experts",
-    "time_to_loss": "time_to_loss", "sample": "sampling", "hosts": "hosts",
-}  # fmt: skip
-MOVED = {subverb: f"python -m benchmarks.{script}" for subverb, script in SCRIPTS.items()}
 
 
-@command(BenchFlags, subverbs=SUBVERBS, alone="step", moved=MOVED)
+@command(BenchFlags, subverbs=SUBVERBS, alone="step")
 def main(arguments: Arguments) -> None:
     """Runs the named benchmark, the step by default."""
     flags, what = arguments.flags, arguments.subverb
-    for name, verbs, does in (
-        ("save", ("step",), "saves what `jaxscale bench step` measured"),
-        ("against", ("step", "data"), "compares steps or stages of a recipe"),
-    ):
-        if what not in verbs and getattr(flags, name):
-            raise BadInput(f"--{name} {does}: it is for jaxscale bench {units.or_list(list(verbs))}")
+    if flags.save and what != "step":
+        raise BadInput("--save saves what `jaxscale bench step` measured: it is for jaxscale bench step")
+    if flags.against and what not in ("step", "data"):
+        raise BadInput("--against compares steps or stages of a recipe: it is for jaxscale bench step or data")
     if flags.against and what == "step":
         against(arguments)
         return
@@ -136,10 +136,9 @@ def save_steps(arguments: Arguments) -> None:
         record, lines = measure("step", *read_config(one), flags)
         show(flags, record, lines)
         devices = jax.devices()
-        memory_bytes = device_bytes(devices) or 0
-        file = save_measured(
-            from_record(record, platform=devices[0].platform, num_devices=len(devices), memory_bytes=memory_bytes)
-        )
+        memory_bytes, platform = device_bytes(devices) or 0, devices[0].platform
+        measured = from_record(record, platform=platform, num_devices=len(devices), memory_bytes=memory_bytes)
+        file = save_measured(measured)
         if not flags.json:
             put(f"  saved in {file}")
 
@@ -177,13 +176,11 @@ def against(arguments: Arguments) -> None:
     flags = arguments.flags
     if flags.save:
         raise BadInput("--save and --against exclude each other; give one of them")
-    commands = commands_of(flags)
     say = (lambda text: None) if flags.json else put
-    compared = bench_against.compare(
-        jaxscale_step_command(arguments.words), commands, rounds=flags.rounds or 3, say=say
-    )
-    found = compared | {"ratios": bench_against.ratios(compared)} if flags.json else compared
-    show(flags, found, [] if flags.json else bench_against.compare_lines(compared))
+    ours = jaxscale_step_command(arguments.words)
+    compared = bench_against.compare(ours, commands_of(flags), rounds=flags.rounds or 3, say=say)
+    lines = [] if flags.json else bench_against.compare_lines(compared)
+    show(flags, compared | {"ratios": bench_against.ratios(compared)}, lines)
 
 
 def commands_of(flags: BenchFlags) -> list[str]:

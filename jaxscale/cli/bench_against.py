@@ -58,9 +58,7 @@ def take_assignments(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def shell_environment() -> dict[str, str]:
-    """Returns the environment without the variables that process.py sets, such as huge pages and the compilation cache.
-
-    Other programs get these only if they or the user set them."""
+    """Returns the environment for other programs, without what process.py sets (huge pages, the compilation cache)."""
     ours = process.environment()
     return {name: value for name, value in os.environ.items() if ours.get(name) != value}
 
@@ -75,21 +73,15 @@ def run_one(
 ) -> dict[str, Any]:
     """Returns the record that the command prints, with positive numbers under `keys`."""
     assigned, command = take_assignments(words)
+    decode = lambda output: output.decode("utf-8", "replace")
     try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            stdin=subprocess.DEVNULL,
-            encoding="utf-8",
-            errors="replace",
-            env={**environment, **assigned},
-        )
+        done = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, env={**environment, **assigned})
     except OSError as error:
         raise BadInput(f"{command[0]} cannot be run ({error.strerror}), from: {name}") from None
     if done.returncode:
-        error = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
+        error = (decode(done.stderr).strip() or decode(done.stdout).strip() or "no output").splitlines()[-1]
         raise BadInput(f"exit {done.returncode} from: {name}: {error[-SHOWN_STDERR:]}")
-    record = last_record(done.stdout, keys)
+    record = last_record(decode(done.stdout), keys)
     if record is None:
         required = " and ".join(f'"{key}"' for key in keys)
         raise BadInput(f"no line of JSON with a number {required} was printed by: {name}")
@@ -111,12 +103,11 @@ def last_record(text: str, keys: Sequence[str]) -> dict[str, Any] | None:
 
 def ratios(compared: dict[str, Any]) -> list[dict[str, Any]]:
     """Returns, for each other command, the ratio of median tok_s (ours to theirs) and its range over single rounds."""
-    ours, found = compared["ours"], []
+    ours, found = [record["tok_s"] for record in compared["ours"]], []
     for other in compared["others"]:
-        by_round = [us["tok_s"] / them["tok_s"] for us, them in zip(ours, other["records"])]
-        ratio = statistics.median([us["tok_s"] for us in ours]) / statistics.median(
-            [them["tok_s"] for them in other["records"]]
-        )
+        theirs = [record["tok_s"] for record in other["records"]]
+        by_round = [us / them for us, them in zip(ours, theirs)]
+        ratio = statistics.median(ours) / statistics.median(theirs)
         found.append(dict(command=other["command"], ratio=round(ratio, 3), low=min(by_round), high=max(by_round)))
     return found
 
@@ -143,9 +134,10 @@ def compare_lines(compared: dict[str, Any]) -> list[str]:
     columns = (("tokens/s", "tok_s"), ("GFLOP/s", "gflops"), ("first step s", "first_step_s"), ("peak MiB", "rss_mb"))
     columns += (("loss first", "loss0"), ("loss last", "lossN"))
     rows = [["", *(title for title, _ in columns), "reported as"]]
+    text = lambda value: "-" if value is None else f"{value:,.0f}" if abs(value) >= 100 else f"{value:.4g}"
     for name, records in everyone:
         reported = " ".join(str(records[0][key]) for key in ("sys", "spec", "dtype") if key in records[0])
-        rows.append([name, *(number_text(median_of(records, key)) for _, key in columns), reported])
+        rows.append([name, *(text(median_of(records, key)) for _, key in columns), reported])
     lines += table(rows, right=range(len(rows[0])), indent="")
     alone, reached = median_of(ours, "product_gflops"), median_of(ours, "gflops")
     if alone and reached is not None:
@@ -163,19 +155,10 @@ def compare_lines(compared: dict[str, Any]) -> list[str]:
 
 def doubts(name: str, records: Sequence[Mapping[str, Any]], us: Mapping[str, Any]) -> list[str]:
     """Returns signs that a record is not of the same work: its losses or its number of parameters."""
-    found = []
     first, last = median_of(records, "loss0"), median_of(records, "lossN")
     problem = loss_problem(first, last, us["log_vocab"], us["logit_variance"])
-    if problem:
-        found.append(f"{name}: {problem}")
+    found = [f"{name}: {problem}"] if problem else []
     params = records[0].get("params")
     if params is not None and params != us["params"]:
         found.append(f"{name} has {params} parameters, {OURS} {us['params']}: not the same model")
     return found
-
-
-def number_text(value: float | None) -> str:
-    """Returns a number with few digits, or a dash."""
-    if value is None:
-        return "-"
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.4g}"

@@ -50,10 +50,7 @@ REFERENCE_RATES = (
 def measure_data(
     cfg: PrepareConfig | None, *, seq_len: int, batch_rows: int, rounds: int, commands: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Returns all measurements as one record.
-
-    Args: cfg: a recipe whose sources are measured; None: Python's standard library. commands: see compare_program.
-    """
+    """Returns all measurements. cfg: a recipe with sources; None: Python's library. commands: see compare_program."""
     with tempfile.TemporaryDirectory() as folder:
         words = [split_command(command) for command in commands]  # raises for a malformed command before measuring
         cfg = cfg or stdlib_recipe(pathlib.Path(folder))
@@ -62,11 +59,9 @@ def measure_data(
             "documents": len(documents),
             "megabytes": sum(document.size for document in documents) / 1e6,
             "rounds": rounds,
-            # stages that process documents or blocks independently
-            "stages": {
-                name: rate(make_stage_run(cfg, name, documents), rounds) for name in cfg.stages if name in STAGES
-            },
         }
+        independent = [name for name in cfg.stages if name in STAGES]  # they process documents or blocks alone
+        record["stages"] = {name: rate(make_stage_run(cfg, name, documents), rounds) for name in independent}
         record["near_dedup"] = rate(lambda: run_near_dedup(cfg, documents, folder), rounds)
         for name, stages in (("curation", cfg.stages), ("shards", ())):
             record[name] = rate(lambda stages=stages, name=name: make_shards(cfg, stages, folder, name), rounds)
@@ -101,7 +96,7 @@ def make_stage_run(cfg: PrepareConfig, name: str, documents: Sequence[Document])
     stage(documents[:10])  # loads lazy resources
 
     def run() -> None:
-        for block in group_blocks(without_caches(documents), cfg.block_bytes):
+        for block in group_blocks(map(dataclasses.replace, documents), cfg.block_bytes):
             stage(block)
 
     return run
@@ -131,15 +126,10 @@ def compare_program(
     return dict(command=command, stages=stages, seconds=statistics.median(theirs), ours=statistics.median(ours))
 
 
-def without_caches(documents: Sequence[Document]) -> list[Document]:
-    """Returns copies of the documents without their cached properties."""
-    return [dataclasses.replace(document) for document in documents]
-
-
 def run_near_dedup(cfg: PrepareConfig, documents: Sequence[Document], folder: str) -> None:
     """Runs near_dedup like `prepare`: hashes, signatures, bands, join, verification, removal."""
     work, name, rows = tempfile.mkdtemp(dir=folder), "near_dedup", []
-    for number, block in enumerate(group_blocks(without_caches(documents), cfg.block_bytes)):
+    for number, block in enumerate(group_blocks(map(dataclasses.replace, documents), cfg.block_bytes)):
         base = block_base(work, 0, number, 0)
         base.parent.mkdir(parents=True, exist_ok=True)
         rows.append((number, 0, len(block), 0, *write_sketches(cfg, (name,), str(base), block)))

@@ -6,7 +6,7 @@ import io
 import pathlib
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -29,40 +29,27 @@ MIN_RATIO = 0.95  # of the loop's speed to the bare step's
 MAX_DRIFT = 0.03  # relative difference of the bare halves above which the ratio is unreliable
 
 
-class Stopwatch:
-    """Total seconds by name."""
+def timed(name: str, f: Callable, seconds: dict[str, float]) -> Callable:
+    """Returns f with its time added to seconds[name]."""
 
-    def __init__(self):
-        self.seconds: dict[str, float] = {}
-
-    @contextlib.contextmanager
-    def time(self, name: str) -> Iterator[None]:
-        """Adds the time spent in the block."""
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
         began = time.perf_counter()
         try:
-            yield
+            return f(*args, **kwargs)
         finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
+            seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - began
 
-    def wrap(self, name: str, f: Callable) -> Callable:
-        """Returns f with its time added to `name`."""
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            with self.time(name):
-                return f(*args, **kwargs)
-
-        return timed
+    return wrapped
 
 
 class TimedFeed:
     """A feed that times its waits."""
 
-    def __init__(self, feed: Feed, watch: Stopwatch):
-        self.feed, self.watch, self.close = feed, watch, feed.close
+    def __init__(self, feed: Feed, seconds: dict[str, float]):
+        self.next, self.close = timed("data", feed.__next__, seconds), feed.close
 
     def __next__(self) -> NumberedBatch:
-        with self.watch.time("data"):
-            return next(self.feed)
+        return self.next()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,11 +109,10 @@ class Bench(NamedTuple):
 def open_bench(cfg: RunConfig, *, save_every_steps: int) -> Iterator[Bench]:
     """Opens a run in a temporary folder that saves every `save_every_steps` steps, without samples, exports, evals."""
     # after many steps on one batch, any other batch looks like a spike
-    guard = dataclasses.replace(cfg.train.guard, spike_ratio=0.0)
+    train = dataclasses.replace(cfg.train, guard=dataclasses.replace(cfg.train.guard, spike_ratio=0.0))
     checkpoint = dataclasses.replace(cfg.checkpoint, save_every_steps=save_every_steps)
-    train = dataclasses.replace(cfg.train, guard=guard)
-    cfg = dataclasses.replace(without_extras(cfg), train=train, checkpoint=checkpoint, evals={})
-    cfg = dataclasses.replace(cfg, batch_ramp=(), seq_len_ramp=())
+    fixed = dict(train=train, checkpoint=checkpoint, evals={}, batch_ramp=(), seq_len_ramp=())
+    cfg = dataclasses.replace(without_extras(cfg), **fixed)
     check_machine(cfg)
     with tempfile.TemporaryDirectory(prefix="jaxscale-bench-") as name:
         folder = pathlib.Path(name)
@@ -137,17 +123,6 @@ def open_bench(cfg: RunConfig, *, save_every_steps: int) -> Iterator[Bench]:
         feed.close()
         yield Bench(cfg, dataclasses.replace(run, statistics_every_steps=0), batch, folder)
         run.writer.close()
-
-
-def time_alternately(
-    bench: Bench, runs: Mapping[str, loop.LoopSpec], turn: int, state: TrainState, steps: int
-) -> tuple[TrainState, dict[str, float]]:
-    """Returns (state, {name: seconds of the loop}). The order alternates with the turn, as the first may run cooler."""
-    seconds = {}
-    for name in list(runs) if turn % 2 else reversed(list(runs)):
-        state, times = run_loop(bench, runs[name], f"{name}-{turn}", state, start=0, steps=steps)
-        seconds[name] = times.seconds
-    return state, seconds
 
 
 def run_bare(run: loop.LoopSpec, state: TrainState, batch: Any, steps: int) -> tuple[TrainState, float, float]:
@@ -163,13 +138,11 @@ def run_bare(run: loop.LoopSpec, state: TrainState, batch: Any, steps: int) -> t
 def run_loop(
     bench: Bench, run: loop.LoopSpec, name: str, state: TrainState, *, start: int, steps: int
 ) -> tuple[TrainState, LoopTimes]:
-    """Returns (state, times) of train.loop over steps [start, start + steps), in a new folder.
-
-    The clock stops before the final save, which a run makes once and not every 100 steps.
-    """
+    """Returns (state, times) of train.loop over steps [start, start + steps) in a new folder, without its last save."""
     cfg, folder = bench.cfg, bench.folder / name
     folder.mkdir()
-    watch, stop = Stopwatch(), start + steps
+    seconds: dict[str, float] = {}
+    stop = start + steps
     writer = Writer(folder, cfg.monitor, stop, start, stream=io.StringIO())
     checkpoints = Checkpoints(folder / "checkpoints", cfg.checkpoint)
     ended: dict[str, Any] = {}
@@ -177,13 +150,13 @@ def run_loop(
 
     def position(step: int) -> dict[str, Any]:
         if step == stop:
-            ended.update(at=time.perf_counter(), cpu=time.process_time(), parts=dict(watch.seconds))
+            ended.update(at=time.perf_counter(), cpu=time.process_time(), parts=dict(seconds))
         else:
             saves.append(step)
         return run.position(step)
 
-    writer.write = watch.wrap("metrics", writer.write)
-    checkpoints.save = watch.wrap("save", checkpoints.save)
+    writer.write = timed("metrics", writer.write, seconds)
+    checkpoints.save = timed("save", checkpoints.save, seconds)
     began, cpu_began = time.perf_counter(), time.process_time()
     outcome = loop.train(
         dataclasses.replace(
@@ -191,7 +164,7 @@ def run_loop(
             state=state,
             start_step=start,
             total_steps=stop,
-            open_feed=lambda first, last: TimedFeed(run.open_feed(first, last), watch),
+            open_feed=lambda first, last: TimedFeed(run.open_feed(first, last), seconds),
             evaluate=None,
             checkpoints=checkpoints,
             save_every_steps=cfg.checkpoint.save_every_steps,
@@ -202,7 +175,7 @@ def run_loop(
     )
     if isinstance(outcome, Rewound):
         raise BadInput("a step was skipped and the loop rewinds, so nothing was measured; lower optim.peak_lr")
-    parts = ended["parts"] if saves else watch.seconds  # without a save in the segment, the final one is reported
+    parts = ended["parts"] if saves else seconds  # without a save in the segment, the final one is reported
     checkpoints.close()
     return outcome, LoopTimes(ended["at"] - began, ended["cpu"] - cpu_began, len(saves), parts)
 

@@ -22,23 +22,16 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from jaxscale import units
 from jaxscale.cli import run_verb
+from jaxscale.runtime.checkpoint import retention
 from jaxscale.runtime.checkpoint.config import CheckpointConfig
 from jaxscale.runtime.checkpoint.derived_weights import average_steps, merge_lora
 from jaxscale.runtime.checkpoint.manager import Checkpoints
-from jaxscale.runtime.checkpoint.retention import (
-    StepFacts,
-    delete_step,
-    last_good_step,
-    list_steps,
-    pin,
-    remove_half_deleted,
-    retention_reasons,
-    unpin,
-)
+from jaxscale.runtime.checkpoint.retention import StepFacts, list_steps, pin, unpin
 from jaxscale.runtime.checkpoint.storage_errors import KNOWN_CAUSES, read_optional, short_reason
 from jaxscale.runtime.checkpoint.transfer import copy_step
 from jaxscale.runtime.checkpoint.verify import verify_folder
@@ -77,7 +70,7 @@ class CkptFlags:
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class CkptRequest:
     """The checkpoints and flags of one invocation."""
 
     checkpoints: Checkpoints
@@ -99,7 +92,7 @@ def open_folder(workdir: str) -> Checkpoints:
     return checkpoints
 
 
-def list_(request: Request) -> int:
+def list_(request: CkptRequest) -> int:
     """Prints the facts of every step."""
     facts = list_steps(request.checkpoints.directory)
     rows = [("step", "saved", "size", "health", "validation/loss", "verified", "pinned")]
@@ -117,11 +110,11 @@ def list_(request: Request) -> int:
     return 0
 
 
-def verify(request: Request) -> int:
+def verify(request: CkptRequest) -> int:
     """Verifies the steps. Returns CHECKPOINT_CORRUPT if any differs from what was saved."""
     folder, sound, bad = request.checkpoints.directory, [], []
     for step in selected(request, newest=True):
-        began, report = time.monotonic(), Progress(f"step {step}")
+        began, report = time.monotonic(), TransferProgress(f"step {step}")
         verdict = verify_folder(folder / str(step), report)
         (bad if verdict.damages else sound).append(step)
         record = {"step": step, "ok": not verdict.damages, "leaves": verdict.num_leaves, "bytes": verdict.num_bytes}
@@ -137,10 +130,10 @@ def verify(request: Request) -> int:
     return Exit.CHECKPOINT_CORRUPT if bad else 0
 
 
-def copy(request: Request) -> int:
+def copy(request: CkptRequest) -> int:
     """Copies the steps, oldest first."""
     for step in selected(request, newest=True):
-        done = copy_step(request.checkpoints, step, request.flags.to, Progress(f"step {step}"))
+        done = copy_step(request.checkpoints, step, request.flags.to, TransferProgress(f"step {step}"))
         copied_before = f", {units.size(done.kept_bytes)} of it copied before" if done.kept_bytes else ""
         record = {"step": step, "to": request.flags.to, **dataclasses.asdict(done)}
         line = f"step {step}: {done.num_files} files, {units.size(done.num_bytes)}{copied_before}, verified in"
@@ -148,60 +141,49 @@ def copy(request: Request) -> int:
     return 0
 
 
-def prune(request: Request) -> int:
+def prune(request: CkptRequest) -> int:
     """Prints which steps are retained and the reason, and deletes the others with --delete."""
-    folder, facts = request.checkpoints.directory, list_steps(request.checkpoints.directory)
-    reasons = retention_reasons(facts, last_good_step(request.checkpoints.directory), retention_rules(request))
-    others = "deleted" if request.flags.delete else "would be deleted"
-    if request.flags.delete:
-        for fact in facts:
-            if fact.step not in reasons:
-                delete_step(folder, fact.step)
-        remove_half_deleted(folder)
-    rows = [("step", "size", "")]
-    rows += [
-        (str(f.step), units.size(f.num_bytes), f"kept: {reasons[f.step]}" if f.step in reasons else others)
-        for f in facts
-    ]
-    records = [{"step": f.step, "bytes": f.num_bytes, "kept": reasons.get(f.step)} for f in facts]
-    show(request, [record | {"deleted": request.flags.delete and record["kept"] is None} for record in records], rows)
+    folder, delete = request.checkpoints.directory, request.flags.delete
+    facts = list_steps(folder)
+    reasons = retention.retention_reasons(facts, retention.last_good_step(folder), retention_rules(request))
     unneeded = [fact for fact in facts if fact.step not in reasons]
-    if unneeded and not request.flags.delete:
+    if delete:
+        for fact in unneeded:
+            retention.delete_step(folder, fact.step)
+        retention.remove_half_deleted(folder)
+    rows, records = [("step", "size", "")], []
+    for fact in facts:
+        reason = reasons.get(fact.step)
+        others = "deleted" if delete else "would be deleted"
+        rows.append((str(fact.step), units.size(fact.num_bytes), others if reason is None else f"kept: {reason}"))
+        deleted = delete and reason is None
+        records.append({"step": fact.step, "bytes": fact.num_bytes, "kept": reason, "deleted": deleted})
+    show(request, records, rows)
+    if unneeded and not delete:
         print_stderr(f"{units.size(sum(f.num_bytes for f in unneeded))} would be free: run it again with --delete")
     return 0
 
 
-def retention_rules(request: Request) -> CheckpointConfig:
+def retention_rules(request: CkptRequest) -> CheckpointConfig:
     """Returns the run's retention settings from config.json, overridden by flags."""
-    recorded = (
-        read_optional(request.checkpoints.directory.parent / "config.json").get("config", {}).get("checkpoint", {})
-    )
-    defaults = dataclasses.asdict(CheckpointConfig())
-    found: dict[str, Any] = {name: int(recorded.get(name, defaults.get(name, 0))) for name in RULES}
-    given = {name: getattr(request.flags, name) for name in RULES}
-    return CheckpointConfig(**found | {name: number for name, number in given.items() if number is not None})
+    run = read_optional(request.checkpoints.directory.parent / "config.json").get("config", {})
+    rules: dict[str, Any] = {name: int(value) for name, value in run.get("checkpoint", {}).items() if name in RULES}
+    given = {name: number for name in RULES if (number := getattr(request.flags, name)) is not None}
+    return CheckpointConfig(**rules | given)
 
 
-def pin_(request: Request) -> int:
-    """Pins the steps."""
-    check_readable(request, selected(request))
-    return mark(request, pin, "pinned", "was pinned already")
-
-
-def unpin_(request: Request) -> int:
-    """Unpins the steps."""
-    return mark(request, unpin, "no longer pinned", "was not pinned")
-
-
-def mark(request: Request, action: Callable[[Any, int], bool], done: str, unchanged: str) -> int:
-    """Applies an action to each step and prints whether it changed anything."""
-    for step in selected(request):
+def mark(request: CkptRequest, action: Callable[[Any, int], bool], done: str, unchanged: str) -> int:
+    """Pins or unpins each step and prints whether that changed anything."""
+    steps = selected(request)
+    if action is pin:
+        check_readable(request, steps)
+    for step in steps:
         changed = action(request.checkpoints.directory, step)
         request.say({"step": step, "changed": changed}, f"step {step} {done if changed else unchanged}")
     return 0
 
 
-def average(request: Request) -> int:
+def average(request: CkptRequest) -> int:
     """Writes the mean of several steps."""
     flags = request.flags
     if (flags.last is None) == (flags.step is None and flags.steps is None):
@@ -209,7 +191,7 @@ def average(request: Request) -> int:
     steps = newest_clean(list_steps(request.checkpoints.directory), flags.last) if flags.last else selected(request)
     check_readable(request, steps)
     to, what = flags.to, flags.what
-    done = average_steps(request.checkpoints, steps, to, what, Progress("average"))
+    done = average_steps(request.checkpoints, steps, to, what, TransferProgress("average"))
     size, names = units.size(done.num_bytes), ", ".join(map(str, steps))
     record = {"to": to, "what": what, "steps": steps, **dataclasses.asdict(done)}
     request.say(
@@ -218,13 +200,13 @@ def average(request: Request) -> int:
     return 0
 
 
-def merge(request: Request) -> int:
+def merge(request: CkptRequest) -> int:
     """Writes the weights of a step with its adapters merged."""
     if len(steps := selected(request, newest=True)) != 1:
         raise BadInput("ckpt merge_lora merges one step; give --step=N")
     check_readable(request, steps)
     to, what = request.flags.to, request.flags.what
-    done = merge_lora(request.checkpoints, steps[0], to, what, Progress("merge_lora"))
+    done = merge_lora(request.checkpoints, steps[0], to, what, TransferProgress("merge_lora"))
     record = {"to": to, "what": what, **dataclasses.asdict(done)}
     size = units.size(done.num_bytes)
     request.say(record, f"{to}: step {done.step} with its adapters merged ({done.num_leaves} leaves, {size})")
@@ -241,18 +223,15 @@ def newest_clean(facts: Sequence[StepFacts], count: int) -> list[int]:
     return clean[-count:]
 
 
-def check_readable(request: Request, steps: list[int]) -> None:
+def check_readable(request: CkptRequest, steps: list[int]) -> None:
     """Raises Stop (CHECKPOINT_CORRUPT) for a step with an invalid record; logs changed files other than arrays."""
     for step in steps:
         request.checkpoints.read_record(step)
         request.checkpoints.log_changed_files(step, print_stderr, small=True)
 
 
-def selected(request: Request, newest: bool = False) -> list[int]:
-    """Returns the steps of --step or --steps, ascending. Raises BadInput for a missing one.
-
-    Args: newest: use the newest step if none is given.
-    """
+def selected(request: CkptRequest, newest: bool = False) -> list[int]:
+    """Returns the steps of --step or --steps, ascending; none given: the newest, if `newest`. Raises BadInput."""
     existing = request.checkpoints.all_steps()
     if request.flags.step and request.flags.steps:
         raise BadInput("give --step or --steps, not both")
@@ -266,7 +245,7 @@ def selected(request: Request, newest: bool = False) -> list[int]:
     return steps
 
 
-def show(request: Request, records: Sequence[Mapping[str, Any]], rows: Sequence[Sequence[str]]) -> None:
+def show(request: CkptRequest, records: Sequence[Mapping[str, Any]], rows: Sequence[Sequence[str]]) -> None:
     """Prints the records as JSON, or the rows as a table."""
     if request.flags.json:
         for record in records:
@@ -275,7 +254,7 @@ def show(request: Request, records: Sequence[Mapping[str, Any]], rows: Sequence[
     put(*table(rows, indent=""))
 
 
-class Progress:
+class TransferProgress:
     """Prints progress of a long operation to stderr, every few seconds."""
 
     def __init__(self, what: str, clock: Callable[[], float] = time.monotonic):
@@ -299,8 +278,8 @@ VERBS = {  # verb: (function, flags, required flags)
     "verify": (verify, STEPS, ()),
     "copy": (copy, (*STEPS, "to"), ("to",)),
     "prune": (prune, (*RULES, "delete"), ()),
-    "pin": (pin_, STEPS, ("steps",)),
-    "unpin": (unpin_, STEPS, ("steps",)),
+    "pin": (partial(mark, action=pin, done="pinned", unchanged="was pinned already"), STEPS, ("steps",)),
+    "unpin": (partial(mark, action=unpin, done="no longer pinned", unchanged="was not pinned"), STEPS, ("steps",)),
     "average": (average, (*STEPS, "last", "what", "to"), ("to",)),
     "merge_lora": (merge, (*STEPS, "what", "to"), ("to",)),
 }
@@ -315,7 +294,7 @@ def main(arguments: Arguments) -> int:
         if name not in arguments.options and not (name == "steps" and "step" in arguments.options):
             raise BadInput(f"ckpt {arguments.subverb} needs --{name}; see jaxscale ckpt --help")
     try:
-        return work(Request(open_folder(arguments.flags.workdir), arguments.flags))
+        return work(CkptRequest(open_folder(arguments.flags.workdir), arguments.flags))
     except Exception as error:
         remote = paths.is_remote(arguments.flags.workdir)
         is_gcsfs_error = type(error).__module__.startswith("gcsfs.")

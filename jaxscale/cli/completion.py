@@ -11,7 +11,6 @@ import dataclasses
 import importlib.resources
 import re
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
 
 from jaxscale import __version__, cli, schema
 from jaxscale.cli import run_verb
@@ -24,32 +23,27 @@ from jaxscale.tools.corpus.prepare.config import PrepareConfig
 FILES = importlib.resources.files("jaxscale.cli")
 
 
-class Verb(NamedTuple):
-    """Completions of one verb."""
-
-    subverbs: tuple[str, ...]
-    flags: tuple[str, ...]  # with '=' if they take a value
-    settings: str  # the config of --config.NAME: 'run', 'recipe' or ''
+Completions = Mapping[str, tuple[list[str], str]]  # {verb: (its words, 'run', 'recipe' or '': config of --config.NAME)}
 
 
-def read_verbs() -> dict[str, Verb]:
-    """Returns the completions of all verbs."""
+def read_verbs() -> Completions:
+    """Returns the completions of all verbs: subverbs, and flags with '=' if they take a value."""
     return {verb: read_verb(cli.command_of(verb)) for verb in cli.VERBS}
 
 
-def read_verb(main: Command) -> Verb:
-    """Returns the subverbs and flags of a verb."""
-    flags, settings = ["--help"], ""
+def read_verb(main: Command) -> tuple[list[str], str]:
+    """Returns the completions of a verb."""
+    words, settings = [*main.subverbs, "--help"], ""
     for name, field in flags_of(main.flags).items():
         if name.startswith("config."):
             settings = "recipe" if main.settings is PrepareConfig else "run"
         elif "." in name:
             continue  # any name may follow
         elif field.default is False:
-            flags.append(f"--{name}")
+            words.append(f"--{name}")
         else:
-            flags += [f"--{name}"] * bool(field.metadata.get("bare")) + [f"--{name}="]
-    return Verb(tuple(main.subverbs), tuple(flags), settings)
+            words += [f"--{name}"] * bool(field.metadata.get("bare")) + [f"--{name}="]
+    return words, settings
 
 
 def setting_flags(cls: type) -> list[str]:
@@ -59,30 +53,20 @@ def setting_flags(cls: type) -> list[str]:
     return list(dict.fromkeys(f"--config.{name}" for name in whole))
 
 
-def bash(verbs: Mapping[str, Verb]) -> str:
-    """Returns the script for bash, which splits words at '=' and ':' and expects the part after the last one."""
-    return (
-        f"# jaxscale {__version__}, for bash: made by `jaxscale completion bash`\n"
-        + tables(verbs)
-        + functions_of("bash")
-    )
+def script(shell: str, verbs: Completions) -> str:
+    """Returns the script. bash splits words at '=' and ':' and expects the part after the last one."""
+    head = "#compdef jaxscale\n" if shell == "zsh" else ""
+    head += f"# jaxscale {__version__}, for {shell}: made by `jaxscale completion {shell}`\n"
+    files = [
+        FILES.joinpath(f"completion.{kind}").read_text("utf-8") for kind in ("sh", shell)
+    ]  # shared, and the shell's
+    return head + tables(verbs) + "".join(f"\n{text}" for text in files)
 
 
-def zsh(verbs: Mapping[str, Verb]) -> str:
-    """Returns the script for zsh."""
-    head = f"#compdef jaxscale\n# jaxscale {__version__}, for zsh: made by `jaxscale completion zsh`\n"
-    return head + tables(verbs) + functions_of("zsh")
-
-
-def functions_of(shell: str) -> str:
-    """Returns the completion functions: those that both shells share, and the shell's own."""
-    return "".join(f"\n{FILES.joinpath(f'completion.{kind}').read_text('utf-8')}" for kind in ("sh", shell))
-
-
-def tables(verbs: Mapping[str, Verb]) -> str:
+def tables(verbs: Completions) -> str:
     """Returns shell functions that print the completions of each position, for both shells."""
-    behind = [f"    {verb}) echo {quoted([*one.subverbs, *one.flags])} ;;" for verb, one in verbs.items()]
-    kinds = [f"    {verb}) echo {one.settings} ;;" for verb, one in verbs.items() if one.settings]
+    behind = [f"    {verb}) echo {quoted(words)} ;;" for verb, (words, _) in verbs.items()]
+    kinds = [f"    {verb}) echo {settings} ;;" for verb, (_, settings) in verbs.items() if settings]
     settings = [
         f"    {kind}) echo {quoted(setting_flags(cls))} ;;"
         for kind, cls in (("run", RunConfig), ("recipe", PrepareConfig))
@@ -101,18 +85,15 @@ def quoted(words: Iterable[str]) -> str:
     return f"'{' '.join(words)}'"
 
 
-SHELLS = {"bash": bash, "zsh": zsh}
-
-
 @dataclasses.dataclass(frozen=True)
 class CompletionFlags:
     """No flags but --help."""
 
 
-@command(CompletionFlags, subverbs=dict.fromkeys(SHELLS, ()), alone="--help")
+@command(CompletionFlags, subverbs=dict.fromkeys(("bash", "zsh"), ()), alone="--help")
 def main(arguments: Arguments) -> None:
     """Prints the script of the shell."""
-    put(SHELLS[arguments.subverb](read_verbs()), end="")
+    put(script(arguments.subverb, read_verbs()), end="")
 
 
 if __name__ == "__main__":

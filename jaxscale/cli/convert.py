@@ -25,7 +25,7 @@ from typing import Any
 from jaxscale import units
 from jaxscale.api.conversion import ConvertOptions, convert
 from jaxscale.cli import run_verb
-from jaxscale.cli.ckpt import Progress
+from jaxscale.cli.ckpt import TransferProgress
 from jaxscale.settings.command_line import Arguments, flag
 from jaxscale.settings.help_text import command
 from jaxscale.system.exits import print_stderr, put
@@ -44,7 +44,7 @@ class ConvertFlags(ConvertOptions):
 def main(arguments: Arguments) -> int:
     """Converts and returns the exit code."""
     flags = arguments.flags
-    done = convert(flags, say=print_stderr, progress=Progress)
+    done = convert(flags, say=print_stderr, progress=TransferProgress)
     left_out = done["config"]["left_out"] if flags.from_ else []
     if left_out and not flags.json:
         more = f" and {len(left_out) - 3} more" if len(left_out) > 3 else ""

@@ -15,19 +15,9 @@ from pathlib import Path
 import jax
 
 from jaxscale import schema
-from jaxscale.api.inference import LoadedModel, at_step, open_model
-from jaxscale.api.measuring import (
-    BATCH_TOKENS,
-    Measure,
-    Record,
-    Request,
-    as_line,
-    by_name,
-    check_request,
-    make_measure,
-    record_of,
-    save_record,
-)
+from jaxscale.api import measuring
+from jaxscale.api.inference import LoadedModel, at_step
+from jaxscale.api.measuring import BATCH_TOKENS, EvalRequest, Measure, Record, by_name
 from jaxscale.cli import run_verb
 from jaxscale.cli.sample import ModelFlags, read_mesh
 from jaxscale.program.out_of_memory import out_of_memory_explained
@@ -59,11 +49,7 @@ class EvaluateFlags(ModelFlags):
         None, "every checkpoint, or N,N,...: a table, evals.jsonl and evals.html in the work folder", "all"
     )
     text: str = flag("", "perplexity and bits per byte of each; the name defaults to the file's", "NAME=GLOB,...")
-    choice: str = flag(
-        "",
-        "multiple choice: PIQA, SciQ, ARC, or lines of {context, choices, answer}",
-        "NAME=FILE,...",
-    )
+    choice: str = flag("", "multiple choice: PIQA, SciQ, ARC, or lines of {context, choices, answer}", "NAME=FILE,...")
     cloze: str = flag("", "texts whose last words are predicted: LAMBADA, or {context, target} lines", "NAME=FILE,...")
     lm_eval: str = flag(
         "",
@@ -78,19 +64,14 @@ class EvaluateFlags(ModelFlags):
     )
     context: int | None = flag(None, "context length; default: the row length of training", "TOKENS", least=2)
     stride: int | None = flag(
-        None,
-        "stride of the window over a long document; default: half of the context",
-        "TOKENS",
-        least=1,
+        None, "stride of the window over a long document; default: half of the context", "TOKENS", least=1
     )
     text_field: str | None = flag(
         None, "field of .jsonl, .parquet and .arrow; --text_documents=file|line|paragraph for plain text", "NAME"
     )
     text_documents: str | None = flag(None, None, "file|line|paragraph")
     damaged: str | None = flag(
-        None,
-        "items that cannot be read or scored: stop (default), or skip and count them",
-        "stop|skip",
+        None, "items that cannot be read or scored: stop (default), or skip and count them", "stop|skip"
     )
     batch_tokens: int = flag(BATCH_TOKENS, "tokens per batch; does not change results", least=1)
     save: bool = flag(False, "for one step: also write evals.jsonl and evals.html")
@@ -111,9 +92,8 @@ def main(arguments: Arguments) -> int:
         first = jax.process_index() == 0
         say = print_stderr if first else lambda line: None
         steps = selected_steps(flags, say)
-        how = dict(mesh=mesh, compute_dtype=flags.compute_dtype, tokenizer=flags.tokenizer, say=say)
-        model = open_model(flags.workdir, step=steps[0], what=flags.what, **how)
-        measure = make_measure(request, model, say)
+        model = flags.open(mesh, steps[0], say)
+        measure = measuring.make_measure(request, model, say)
         return evaluate_steps(flags, model, steps, measure, say, first)
 
 
@@ -131,23 +111,21 @@ def evaluate_steps(
                 continue
             model = at_step(model, step)
         began = time.monotonic()
-        record = record_of(model, measure(model))
+        record = measuring.record_of(model, measure(model))
         records.append(record)
-        if not first:
-            continue
         say(f"step {model.step}: measured in {time.monotonic() - began:.1f} s")
-        if saves:
-            stop_if_unwritable(lambda record=record: save_record(workdir, record), workdir)
-        if as_json:
-            put(as_line(record))
+        if first and saves:
+            stop_if_unwritable(lambda record=record: measuring.save_record(workdir, record), workdir)
+        if first and as_json:
+            put(measuring.as_line(record))
     if first and not as_json:
         show_table(records) if flags.steps is not None else show_lines(records[-1])
-    if first and saves:
+    if saves:
         say(f"{workdir}/evals.jsonl has the numbers, {workdir}/evals.html the curves")
     return 0
 
 
-def read_request(flags: EvaluateFlags) -> Request:
+def read_request(flags: EvaluateFlags) -> EvalRequest:
     """Returns the request of the flags. Raises BadInput for conflicting flags and missing files."""
     if not flags.workdir:
         raise BadInput("--workdir must be given: the work folder of a run, or of a converted model")
@@ -159,9 +137,9 @@ def read_request(flags: EvaluateFlags) -> Request:
             raise BadInput(f"--{name} is for --lm_eval; give that too")
     if flags.include_path and not Path(flags.include_path).is_dir():
         raise BadInput(f"--include_path={flags.include_path} is not a folder")
-    names = [field.name for field in dataclasses.fields(Request) if field.name not in ("evals", "tasks")]
-    request = Request(read_evals(flags), tasks, **{name: getattr(flags, name) for name in names})
-    check_request(request)
+    names = [field.name for field in dataclasses.fields(EvalRequest) if field.name not in ("evals", "tasks")]
+    request = EvalRequest(read_evals(flags), tasks, **{name: getattr(flags, name) for name in names})
+    measuring.check_request(request)
     return request
 
 
@@ -198,10 +176,7 @@ def default_name(pattern: str, kind: str) -> str:
 
 
 def selected_steps(flags: EvaluateFlags, say: Callable[[str], None]) -> Sequence[int | None]:
-    """Returns the steps to evaluate, [None] for the newest. --steps=all skips damaged steps with a warning.
-
-    Raises BadInput for a step that is not a number or does not exist.
-    """
+    """Returns the steps to evaluate, [None]: the newest. 'all' skips damaged ones. Raises BadInput for missing ones."""
     if flags.steps is None:
         return [flags.step]
     workdir = flags.workdir
@@ -232,13 +207,9 @@ def measured(metrics: Mapping[str, float]) -> list[str]:
     return [name for name in metrics if name not in COUNTS and not name.endswith("_stderr")]
 
 
-def counted(number: float, what: str) -> str:
-    """Returns text such as '1 document', '2 documents' or '3 left out'."""
-    return f"{number:,} left out" if what == "left_out" else plural(int(number), what.removesuffix("s"))
-
-
 def show_lines(record: Record) -> None:
-    """Prints a line for each evaluator of one step."""
+    """Prints a line for each evaluator of one step, with counts such as '2 documents, 3 left out'."""
+    counted = lambda n, what: f"{n:,} left out" if what == "left_out" else plural(int(n), what.removesuffix("s"))
     for name, metrics in by_name(record).items():
         values = ", ".join(f"{metric} {with_error(metrics, metric)}" for metric in measured(metrics))
         counts = ", ".join(counted(metrics[count], count) for count in COUNTS if count in metrics)
@@ -248,15 +219,9 @@ def show_lines(record: Record) -> None:
 def show_table(records: Sequence[Record]) -> None:
     """Prints a row for each step and a column for each metric except the loss, whose exponential is shown."""
     rows = [(str(record["step"]), by_name(record)) for record in records]
-    columns = list(
-        dict.fromkeys(
-            (name, metric)
-            for _, found in rows
-            for name, metrics in found.items()
-            for metric in measured(metrics)
-            if metric != "loss"
-        )
-    )
+    evaluators = [pair for _, found in rows for pair in found.items()]
+    columns = [(name, metric) for name, metrics in evaluators for metric in measured(metrics) if metric != "loss"]
+    columns = list(dict.fromkeys(columns))
     cells = [["step", *(f"{name}/{metric}" for name, metric in columns)]]
     for step, found in rows:
         values = [with_error(found[name], metric) if metric in found.get(name, {}) else "-" for name, metric in columns]

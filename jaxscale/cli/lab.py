@@ -8,6 +8,7 @@ Experiments consist of ordinary runs, each in its own folder. Finished runs are 
 interrupted ones resume. A run that diverges is a result. The page is WORKDIR/EXPERIMENT.html; docs/lab.md shows some.
 """
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -15,7 +16,6 @@ from collections.abc import Sequence
 
 from jaxscale.cli import run_verb
 from jaxscale.cli.shrink import as_overrides, shrink, with_scaled_training
-from jaxscale.config import RunConfig
 from jaxscale.settings.command_line import Arguments, flag
 from jaxscale.settings.config_file import config_name
 from jaxscale.settings.help_text import command
@@ -38,21 +38,19 @@ def numbers(kind: type):
     """Returns a reader of a flag with comma-separated numbers above 0."""
 
     def read(name: str, text: str) -> tuple:
-        try:
+        with contextlib.suppress(ValueError):
             found = tuple(kind(part.replace("_", "")) for part in text.split(","))
-        except ValueError:
-            found = ()
-        if not found or not all(0 < number < math.inf for number in found):
-            raise BadInput(f"--{name}={text} must be numbers above 0 with commas, such as 1,2,4")
-        return tuple(dict.fromkeys(found))
+            if all(0 < number < math.inf for number in found):
+                return tuple(dict.fromkeys(found))
+        raise BadInput(f"--{name}={text} must be numbers above 0 with commas, such as 1,2,4")
 
     return read
 
 
 def times_above_1(name: str, text: str) -> float:
     """Returns a flag's number above 1. Raises BadInput for anything else."""
-    (found,) = numbers(float)(name, text)[:1]
-    if not 1 < found < math.inf or "," in text:
+    found = numbers(float)(name, text)[0]
+    if found <= 1 or "," in text:
         raise BadInput(f"--{name}={text} must be one number above 1, such as 10")
     return found
 
@@ -85,10 +83,7 @@ class LabFlags:
     )
     batches: tuple[int, ...] = flag((), "rate, batch: tokens per step", "1024,4096", read=numbers(int))
     sizes: tuple[float, ...] = flag(
-        (),
-        "isoflop, ladder, width: widths, shape: layers, as multiples of the config",
-        "0.5,1,2",
-        read=numbers(float),
+        (), "isoflop, ladder, width: widths, shape: layers, as multiples of the config", "0.5,1,2", read=numbers(float)
     )
     target: float = flag(
         0.0, "ladder: also trains a model with this multiple of the largest rung's parameters", "10", read=times_above_1
@@ -113,11 +108,16 @@ def main(arguments: Arguments) -> int:
     flags, name = arguments.flags, arguments.subverb
     check_flags(flags, name)
     base = base_of(arguments)
-    check_validation_data(base.cfg)
+    data = base.cfg.data
+    if not base.cfg.eval.num_rows:  # without a held-out loss each run would count as diverged
+        raise BadInput("eval.num_rows=0, but the lab compares held-out losses; give --config.eval.num_rows=64")
+    if not (data.val_fraction or data.val_files or data.name == "synthetic"):
+        raise BadInput(
+            "no data are held out, but the lab compares held-out losses; give --config.data.val_fraction=0.01"
+        )
     work = paths.as_path(flags.workdir or f"runs/lab-{config_name(flags.config)}")
-    options = Options(
-        flags.seeds, flags.rates, flags.batches, flags.sizes, flags.target, flags.names, read_vary(flags.vary)
-    )
+    how = (flags.seeds, flags.rates, flags.batches, flags.sizes, flags.target, flags.names)
+    options = Options(*how, read_vary(flags.vary))
     jobs = flags.jobs or running.default_jobs(os.environ.get("JAX_PLATFORMS"))
     seen: dict[str, Result] = {}
 
@@ -169,16 +169,6 @@ def check_flags(flags: LabFlags, name: str) -> None:
             raise BadInput(f"--{flag_name} is for jaxscale lab {', '.join(experiments)}; lab {name} does not read it")
     if flags.seeds and name == "resume":
         raise BadInput("lab resume compares runs of one seed; leave --seeds out")
-
-
-def check_validation_data(cfg: RunConfig) -> None:
-    """Raises BadInput for a config without a held-out loss: each run would count as diverged."""
-    if not cfg.eval.num_rows:
-        raise BadInput("eval.num_rows=0, but the lab compares held-out losses; give --config.eval.num_rows=64")
-    if not (cfg.data.val_fraction or cfg.data.val_files or cfg.data.name == "synthetic"):
-        raise BadInput(
-            "no data are held out, but the lab compares held-out losses; give --config.data.val_fraction=0.01"
-        )
 
 
 if __name__ == "__main__":

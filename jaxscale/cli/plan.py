@@ -7,7 +7,6 @@ at the end. Exit code 0: it fits by the estimate, or a proposal was made; 3: it 
 """
 
 import dataclasses
-import math
 import pathlib
 import re
 
@@ -16,7 +15,7 @@ from jaxscale.api import planning as api
 from jaxscale.cli import plan_loss, run_verb
 from jaxscale.config import RunConfig
 from jaxscale.settings import config_file
-from jaxscale.settings.command_line import Arguments, file_to_write, flag
+from jaxscale.settings.command_line import Arguments, file_to_write, flag, number, positive
 from jaxscale.settings.config_file import config_name
 from jaxscale.settings.help_text import command
 from jaxscale.system.exits import BadInput, Exit, print_stderr, put
@@ -30,29 +29,15 @@ from jaxscale.tools.planning.speed import check_peak, expected_mfu
 SIZES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
 
-def positive(name: str, text: str) -> float:
-    """Returns a number above 0, such as '1e6', '1_000_000' or '$5'. Raises BadInput naming the flag."""
-    try:
-        number = float(text.removeprefix("$").replace(",", ""))
-    except ValueError:
-        number = math.nan
-    if not (math.isfinite(number) and number > 0):
-        raise BadInput(f"--{name}={text} must be a number above 0")
-    return number
-
-
 def share(name: str, text: str) -> float:
     """Returns a number above 0, at most 1."""
-    if (number := positive(name, text)) > 1:
-        raise BadInput(f"--{name}={text} must be a fraction of the peak, such as 0.4")
-    return number
+    return number(f"--{name}", text, lambda found: 0 < found <= 1, "a fraction of the peak, such as 0.4")
 
 
 def overhead(name: str, text: str) -> float:
     """Returns a number of at least 1."""
-    if (number := positive(name, text)) < 1:
-        raise BadInput(f"--{name}={text} must be 1 or more: energy of the data centre over that of its machines")
-    return number
+    rule = "1 or more: energy of the data centre over that of its machines"
+    return number(f"--{name}", text, lambda found: found >= 1, rule)
 
 
 def duration_of(name: str, text: str) -> float:
@@ -127,9 +112,8 @@ def main(arguments: Arguments) -> int:
     flags = arguments.flags
     if not arguments.config:
         return propose(arguments)
-    for name in ("flops", "model_size", "write"):
-        if name in arguments.options:
-            raise BadInput(f"--{name} proposes a model, and --config names one; give one of them")
+    if given := [name for name in ("flops", "model_size", "write") if name in arguments.options]:
+        raise BadInput(f"--{given[0]} proposes a model, and --config names one; give one of them")
     cfg = config_file.load_config(arguments.config, arguments.overrides)
     return answer(cfg, flags, flags.plan_options(config_name(arguments.config)))
 
@@ -186,20 +170,16 @@ def run_of(found: Proposal) -> RunConfig:
 
 
 def fitted(found: Proposal, topology_name: str, options: PlanOptions) -> Proposal:
-    """Returns the proposal with the fewest microbatches that fit, the tokens that the budget covers, and the checkpoint
-    interval that loses the least time.
-    """
+    """Returns it with the fewest microbatches that fit, tokens that the budget covers, and the best save interval."""
     topology, measured = api.machine_of(topology_name)
-    plan = make_plan(run_of(found), topology, options, measured=measured)
+    plan_of = lambda found: make_plan(run_of(found), topology, options, measured=measured)
+    plan = plan_of(found)
     if not plan.device.fits and plan.device.fitting_microbatches:
         found = dataclasses.replace(found, num_microbatches=plan.device.fitting_microbatches)
-        plan = make_plan(run_of(found), topology, options, measured=measured)
-    if (
-        options.budget_dollars is not None
-        and plan.money.dollars is not None
-        and plan.money.dollars.high > options.budget_dollars
-    ):
-        found = shortened(found, options.budget_dollars / plan.money.dollars.high)
+        plan = plan_of(found)
+    budget, dollars = options.budget_dollars, plan.money.dollars
+    if budget is not None and dollars is not None and dollars.high > budget:
+        found = shortened(found, budget / dollars.high)
     if (step := plan.time.speed.step_seconds) is not None:
         every = float(f"{plan.saves.best_interval_seconds / step.high:.1g}")
         found = dataclasses.replace(found, save_every_steps=0 if every >= found.total_steps else max(1, int(every)))

@@ -65,13 +65,12 @@ class PreflightFlags:
 
 
 @command(PreflightFlags, settings=RunConfig)
-def main(arguments: Arguments) -> int:
+def main(arguments: Arguments) -> Exit:
     """Prints the report and returns the exit code."""
     flags = arguments.flags
     if not flags.topology:
         raise BadInput("--topology must be given, such as --topology=v5p:4x4x8 or --topology=h100:8x8")
-    cfg = config_file.load_config(arguments.config, arguments.overrides)
-    return answer(cfg, open_topology(flags.topology), flags)
+    return answer(config_file.load_config(arguments.config, arguments.overrides), open_topology(flags.topology), flags)
 
 
 def answer(cfg: RunConfig, topology: Topology, flags: PreflightFlags) -> Exit:
@@ -91,28 +90,18 @@ def answer(cfg: RunConfig, topology: Topology, flags: PreflightFlags) -> Exit:
         put(f"the compiled step is in {flags.save_executable}; loading it needs the chips and is untested")
     known, tried = [(search.unchanged_candidate(cfg, topology), report)], []
     if flags.search:
-        tried = search_more(topology, known, compile_one, flags.search_seconds)
-        write_winner(tried, flags.overrides or pathlib.Path(f"{name}-{file_name(topology)}.flags"))
+        put(f"\nsearching other layouts for {flags.search_seconds} s")
+        candidates = search.search_candidates(known[0][0].cfg, topology, put)
+        tried = explore(candidates, known, compile_one, flags.search_seconds)
+        put("\n".join(["", *summary_rows([(one.label, found) for one, found in search.ranked(tried)])]))
+        chips = topology.name.replace("*", "-").replace(":", "-")  # '2*v6e:16x16' -> '2-v6e-16x16'
+        write_winner(tried, flags.overrides or pathlib.Path(f"{name}-{chips}.flags"))
     elif not report.fits and not (report.shortage and report.shortage.space != "hbm"):
         tried = repair(topology, known, compile_one, flags.search_seconds)
     if flags.json:
         others = [{"changes": one.changes, "report": found.to_dict()} for one, found in search.ranked(tried)]
         write_json(flags.json, {"report": report.to_dict(), "others": others})
     return Exit.DONE if report.fits else Exit.NO_GO
-
-
-def file_name(topology: Topology) -> str:
-    """Returns the topology as part of a file name: '2*v6e:16x16' -> '2-v6e-16x16'."""
-    return topology.name.replace("*", "-").replace(":", "-")
-
-
-def search_more(topology: Topology, known: Tried, compile_one: Compile, seconds: int) -> Tried:
-    """Prints a table of other layouts, the best first, and returns all compiled ones, including `known`."""
-    put(f"\nsearching other layouts for {seconds} s")
-    candidates = search.search_candidates(known[0][0].cfg, topology, put)
-    tried = explore(candidates, known, compile_one, seconds)
-    put("\n".join(["", *summary_rows([(one.label, found) for one, found in search.ranked(tried)])]))
-    return tried
 
 
 def repair(topology: Topology, known: Tried, compile_one: Compile, seconds: int) -> Tried:

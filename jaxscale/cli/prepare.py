@@ -52,11 +52,7 @@ class PrepareFlags:
         "--runner=DataflowRunner -- --project=P --temp_location=gs://B/tmp",
         "local|NAME",
     )
-    work_dir: str | None = flag(
-        None,
-        "for an output under gs://: a local folder for the work",
-        "FOLDER",
-    )
+    work_dir: str | None = flag(None, "for an output under gs://: a local folder for the work", "FOLDER")
     keep_work: bool = flag(False, "does not delete --work_dir in the end")
     index: bool = flag(
         False,
@@ -82,38 +78,34 @@ class PrepareFlags:
 def main(arguments: Arguments) -> int:
     """Prepares the set and returns the exit code."""
     flags, progress = arguments.flags, PrepareProgress()
-    output = flags.output
+    output, folder = flags.output, pathlib.Path(flags.output).expanduser()
     if not output and not flags.plan:
         raise BadInput("--output must be given: the folder for shards, manifest and report")
     if is_remote(output) and (flags.report or flags.export or flags.index):
         raise BadInput(f"--output={output}: --report, --index and --export need a local folder")
     if flags.report:
-        rewrite_report(pathlib.Path(output).expanduser())
+        rewrite_report(folder)
         progress.say(f"wrote {output}/report.html")
         return 0
     if flags.index:
-        folder, rows = pathlib.Path(output).expanduser(), load_rows(arguments.config, arguments.overrides)
+        rows = load_rows(arguments.config, arguments.overrides)
         with storage_errors(folder):
             publish_indexes(folder, rows, progress.say)
         return 0
     if flags.export:
-        progress.say(export(pathlib.Path(output).expanduser(), flags.export))
+        progress.say(export(folder, flags.export))
         return 0
     recipe = load_recipe(arguments.config, arguments.overrides, flags.input)
     if flags.plan:
         progress.say(describe(make_plan(recipe)))
         return 0
-    check_work_dir(flags)
+    if flags.work_dir and not is_remote(output):
+        raise BadInput(f"--work_dir is for an output under gs://; --output={output} keeps its work in itself")
+    if is_remote(output) and not flags.work_dir:
+        raise BadInput(f"--output={output} is remote; give --work_dir=FOLDER, a local one with room for all shards")
     with make_executor(flags, arguments.behind) as executor:
-        made = prepare(
-            recipe,
-            output,
-            work_dir=flags.work_dir,
-            keep_work=flags.keep_work,
-            strict=flags.strict,
-            executor=executor,
-            progress=progress,
-        )
+        how = dict(work_dir=flags.work_dir, keep_work=flags.keep_work, strict=flags.strict)
+        made = prepare(recipe, output, **how, executor=executor, progress=progress)
     progress.say(
         f"{made['num_documents']:,} documents, {made['num_tokens']:,} tokens in {len(made['shards']):,} shards; "
         f"tokenizer {made['tokenizer']['name']}"
@@ -144,16 +136,6 @@ def load_rows(file: str, overrides: Mapping[str, str]) -> RowsConfig:
         raise BadInput(f"--config.{others[0]}: --index reads rows.* alone; leave this out")
     values = schema.merge(config_values(file) if file else {}, overrides)
     return schema.from_dict(RowsConfig, values.get("rows", {}))
-
-
-def check_work_dir(flags: PrepareFlags) -> None:
-    """Raises BadInput unless --work_dir is given exactly for a remote output."""
-    if flags.work_dir and not is_remote(flags.output):
-        raise BadInput(f"--work_dir is for an output under gs://; --output={flags.output} keeps its work in itself")
-    if is_remote(flags.output) and not flags.work_dir:
-        raise BadInput(
-            f"--output={flags.output} is remote; give --work_dir=FOLDER, a local one with room for all shards"
-        )
 
 
 def make_executor(flags: PrepareFlags, beam_flags: Sequence[str]) -> Executor:

@@ -12,7 +12,6 @@ probe failed; 15: a probe hung.
 """
 
 import dataclasses
-import math
 
 import jax
 
@@ -23,7 +22,7 @@ from jaxscale.program.machine_check import check_machine
 from jaxscale.runtime.hosts import cluster
 from jaxscale.runtime.hosts.watchdog import Watchdog
 from jaxscale.settings import config_file
-from jaxscale.settings.command_line import Arguments, flag
+from jaxscale.settings.command_line import Arguments, flag, positive
 from jaxscale.settings.config_file import config_name
 from jaxscale.settings.help_text import command
 from jaxscale.system import paths
@@ -36,17 +35,6 @@ MIN_LIMIT = 60.0  # seconds, which the first compilation may take
 DEFAULTS = Floors()
 
 
-def above_0(name: str, text: str) -> float:
-    """Returns a number above 0. Raises BadInput naming the flag."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not (math.isfinite(number) and number > 0):
-        raise BadInput(f"--{name}={text} must be a number above 0")
-    return number
-
-
 def probes_of(name: str, text: str) -> tuple[str, ...]:
     """Returns the probes of a list such as 'products,links'. Raises BadInput for an unknown one."""
     names = tuple(text.split(","))
@@ -57,7 +45,7 @@ def probes_of(name: str, text: str) -> tuple[str, ...]:
 
 def floor(default: float, help: str) -> float:
     """Returns a flag for a floor."""
-    return flag(default, help, f"{default:g}", read=above_0)
+    return flag(default, help, f"{default:g}", read=positive)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +57,7 @@ class QualifyFlags(cluster.HostFlags):
         None, "folder for test saves, or gs://; default: --out. 4 GiB per process, deleted afterwards", "FOLDER"
     )
     minutes: float = flag(
-        8.0, "starts no probe after this time; one probe that takes as long hangs (exit 15)", "8", read=above_0
+        8.0, "starts no probe after this time; one probe that takes as long hangs (exit 15)", "8", read=positive
     )
     only: tuple[str, ...] = flag(PROBES, f"a subset of {', '.join(PROBES)}", "products,links", read=probes_of)
     config: str = flag("", "times the step of this config instead of the 1B model", "FILE")
@@ -79,7 +67,7 @@ class QualifyFlags(cluster.HostFlags):
     bandwidth_floor: float = floor(DEFAULTS.bandwidth, "minimum fraction of its memory bandwidth")
     links_floor: float = floor(DEFAULTS.links, "minimum fraction of its link bandwidth, for the largest array")
     mfu_floor: float | None = flag(
-        None, "minimum MFU of the step; default 0.38 on H100-class chips, none on others", "0.4", read=above_0
+        None, "minimum MFU of the step; default 0.38 on H100-class chips, none on others", "0.4", read=positive
     )
     memory_within: float = floor(
         DEFAULTS.memory_within, "allowed relative difference of the step's peak memory from the compiler's estimate"

@@ -6,30 +6,37 @@ Text is streamed to stdout, everything else to stderr. On several hosts the host
 writes.
 """
 
+import collections
+import contextlib
 import dataclasses
 import json
 import os
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import jax
 
 from jaxscale import schema
-from jaxscale.api.inference import open_model, tokenizer_of
-from jaxscale.api.writing import Piece, SampleOptions, TextWriter, write_all
-from jaxscale.cli import run_verb, sample_chat
+from jaxscale.api.inference import LoadedModel, make_generator, open_model, tokenizer_of
+from jaxscale.api.writing import SampleOptions, TextPiece, TextWriter, open_chat_prompts, write_all
+from jaxscale.cli import run_verb
 from jaxscale.core.config import MESH_AXES, MeshConfig
 from jaxscale.core.models.config import Dtype
 from jaxscale.program.out_of_memory import out_of_memory_explained
 from jaxscale.runtime.hosts import cluster
+from jaxscale.runtime.sampling.chat_server import ChatServer, open_chat
+from jaxscale.runtime.sampling.generator import Generator
+from jaxscale.runtime.sampling.text_stream import GeneratedText, write_texts
+from jaxscale.runtime.text.chat.spans import Message
 from jaxscale.runtime.text.sources.jsonl import JSON_LINES
 from jaxscale.runtime.text.sources.records import json_records, kind_of, text_lines
 from jaxscale.settings.command_line import Arguments, flag, port_of
 from jaxscale.settings.help_text import command
 from jaxscale.system import paths
-from jaxscale.system.exits import BadInput, print_stderr, put, put_raw
+from jaxscale.system.exits import BadInput, print_stderr, put, put_raw, silence_closed_streams
 from jaxscale.system.redact import printable
+
+PORT = 8643
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,10 +59,17 @@ class ModelFlags(cluster.HostFlags):
     compute_dtype: Dtype | None = flag(None, "float32, bfloat16 or float16, instead of the run's", "TYPE")
     devices: int | None = flag(None, "simulated CPU devices", "N", least=1)
 
-    @property
-    def what(self) -> str:
-        """'ema' or 'params'."""
-        return "ema" if self.ema else "params"
+    def open(self, mesh: MeshConfig, step: int | None, say: Callable[[str], None]) -> LoadedModel:
+        """Returns the model at a step; None: the newest."""
+        return open_model(
+            self.workdir,
+            step=step,
+            what="ema" if self.ema else "params",
+            mesh=mesh,
+            compute_dtype=self.compute_dtype,
+            tokenizer=self.tokenizer,
+            say=say,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,9 +85,9 @@ class SampleFlags(ModelFlags, SampleOptions):
     interactive: bool = flag(False, "prompts from the terminal, one a line; Ctrl-D ends")
     serve: int | None = flag(
         None,
-        f"chat: a page at http://127.0.0.1:PORT for this machine only; default {sample_chat.PORT}, 0: any free port",
+        f"chat: a page at http://127.0.0.1:PORT for this machine only; default {PORT}, 0: any free port",
         "PORT",
-        bare=str(sample_chat.PORT),
+        bare=str(PORT),
         read=port_of,
     )
     context: int | None = flag(
@@ -99,32 +113,26 @@ def main(arguments: Arguments) -> int:
     smaller = (f"--batch={max(flags.batch // 2, 1)}", f"--num_tokens={max(flags.num_tokens // 2, 1)}")
     with cluster.joined(place, facts, options), out_of_memory_explained(lambda: ("", smaller)):
         say = print_stderr if jax.process_index() == 0 else lambda line: None
-        model = open_model(
-            flags.workdir,
-            step=flags.step,
-            what=flags.what,
-            mesh=mesh,
-            compute_dtype=flags.compute_dtype,
-            tokenizer=flags.tokenizer,
-            say=say,
-        )
+        model = flags.open(mesh, flags.step, say)
         tokenizer_of(model)
         writer = TextWriter(model, flags, say)
         if is_session:
-            return sample_chat.converse(writer, flags.context, prompts=flags.prompt, serve=flags.serve)
+            return converse(writer, flags.context, prompts=flags.prompt, serve=flags.serve)
         found = write_all(writer, texts, num_samples=flags.num_samples)
-        show = show_json if flags.json else show_text
-        show(found, alone=len(texts) * flags.num_samples == 1, silent=jax.process_index() != 0)
+        if jax.process_index() != 0:
+            collections.deque(found, maxlen=0)  # generates them too, and prints nothing
+        elif flags.json:
+            show_json(found)
+        else:
+            show_text(found, alone=len(texts) * flags.num_samples == 1)
     return 0
 
 
-def show_text(pieces: Iterator[Piece], *, alone: bool, silent: bool) -> None:
+def show_text(pieces: Iterator[TextPiece], *, alone: bool) -> None:
     """Prints each prompt and its text; with a heading line if there are several."""
     count, begun = 0, False
     shown = printable if sys.stdout.isatty() else str  # a model's bytes may contain terminal escape sequences
     for piece in pieces:
-        if silent:
-            continue
         if not begun:
             count, begun = count + 1, True
             head = "" if alone else f"--- {count}\n"
@@ -135,11 +143,11 @@ def show_text(pieces: Iterator[Piece], *, alone: bool, silent: bool) -> None:
             begun = False
 
 
-def show_json(pieces: Iterator[Piece], *, alone: bool, silent: bool) -> None:
+def show_json(pieces: Iterator[TextPiece]) -> None:
     """Prints a JSON object for each complete text."""
     shown = printable if sys.stdout.isatty() else str  # JSON does not escape U+009B, which begins a terminal command
     for piece in pieces:
-        if piece.done is not None and not silent:
+        if piece.done is not None:
             line = {"prompt": piece.prompt, "sample": piece.sample, **dataclasses.asdict(piece.done)}
             put_raw(f"{shown(json.dumps(line, ensure_ascii=False))}\n")
 
@@ -179,7 +187,12 @@ def read_prompts(given: Sequence[str], file: str | None) -> list[str]:
         raise BadInput(f"--prompts={file} is not a file")
     path = os.path.expanduser(file)
     if kind_of(path) in JSON_LINES:
-        found = [json_prompt(f"{file} line {number}", value) for number, value in json_records(path)]
+        found = []
+        for number, value in json_records(path):
+            found.append(value.get("prompt", value.get("text")) if isinstance(value, dict) else value)
+            if not isinstance(found[-1], str):
+                place = f"{file} line {number}"
+                raise BadInput(f"--prompts: {place} is neither text in JSON nor an object with a prompt")
     else:
         found = [line for _, line in text_lines(path) if line.strip()]
     if not found:
@@ -187,12 +200,111 @@ def read_prompts(given: Sequence[str], file: str | None) -> list[str]:
     return [*given, *found]
 
 
-def json_prompt(place: str, value: Any) -> str:
-    """Returns the prompt of a JSON line: text, or an object with `prompt` or `text`."""
-    value = value.get("prompt", value.get("text")) if isinstance(value, dict) else value
-    if isinstance(value, str):
-        return value
-    raise BadInput(f"--prompts: {place} is neither text in JSON nor an object with a prompt")
+def converse(writer: TextWriter, context: int | None, *, prompts: Sequence[str], serve: int | None) -> int:
+    """Runs the session until its input ends, and returns the exit code. context: tokens of the longest text."""
+    context = context or writer.model.cfg.max_seq_len or writer.model.seq_len
+    if context > writer.model.seq_len:
+        writer.say(f"texts of up to {context} tokens; the model was trained on rows of {writer.model.seq_len}")
+    generator = make_generator(writer.model, batch=1, longest=context, say=writer.say)
+    if not writer.options.chat:
+        return continue_lines(writer, generator)
+    encode_messages, stop_ids = open_chat_prompts(writer)
+
+    def answer(messages: Sequence[Message], written: list[GeneratedText]) -> Iterator[str]:
+        yield from generate_pieces(writer, generator, encode_messages(messages), stop_ids, written)
+
+    if serve is not None:
+        return serve_page(writer, open_chat(answer, writer.model.path, serve, generator.engine.longest))
+    messages: list[Message] = []
+    for line in prompts or read_lines():
+        messages.append({"role": "user", "content": line})
+        written: list[GeneratedText] = []
+        if prompts:
+            show(answer(messages, written))
+        else:
+            show_in_session(writer, answer(messages, written))
+        writer.log_speed(generator.timing, written)
+        if written and written[0].tokens >= writer.options.num_tokens:
+            writer.say(f"the answer is cut at --num_tokens={writer.options.num_tokens}")
+        if written and written[0].text:
+            messages.append({"role": "assistant", "content": written[0].text})
+        else:  # drop the question
+            messages.pop()
+    return 0
+
+
+def continue_lines(writer: TextWriter, generator: Generator) -> int:
+    """Continues each line of the input."""
+    loaded = tokenizer_of(writer.model)
+    for line in read_lines():
+        ids, written = [*loaded.tokenizer.begin_ids, *loaded.tokenizer.encode(line).tolist()], list[GeneratedText]()
+        show_in_session(writer, generate_pieces(writer, generator, ids, loaded.stop_ids, written), line)
+        writer.log_speed(generator.timing, written)
+    return 0
+
+
+def generate_pieces(
+    writer: TextWriter, generator: Generator, ids: Sequence[int], stop_ids: Sequence[int], written: list[GeneratedText]
+) -> Iterator[str]:
+    """Yields the pieces of the text that follows `ids`. Raises BadInput if they leave no room for one."""
+    generator.timing = None
+    if len(ids) >= generator.engine.longest:
+        raise BadInput(
+            f"this has {len(ids)} tokens, but a text can have at most {generator.engine.longest}; start over, write "
+            "less, or give --context"
+        )
+    settings = writer.write_settings(stop_ids)
+    for _, piece in write_texts(generator, tokenizer_of(writer.model).tokenizer.decode, [ids], settings, written):
+        yield piece
+
+
+def show(pieces: Iterator[str], prompt: str = "") -> None:
+    """Streams a prompt, once the first piece is there, a text and a final newline."""
+    shown = printable if sys.stdout.isatty() else str
+    try:
+        put_raw(shown(prompt + next(pieces, "")))  # not wrapped or cleaned, as another program may read it
+        for piece in pieces:
+            put_raw(shown(piece))
+    finally:
+        put("")
+
+
+def show_in_session(writer: TextWriter, pieces: Iterator[str], prompt: str = "") -> None:
+    """Streams a text in a session: an error is printed, and Ctrl-C ends only this text."""
+    try:
+        show(pieces, prompt)
+    except BadInput as error:
+        writer.say(f"error: {error}")
+    except KeyboardInterrupt:
+        writer.say("interrupted; Ctrl-D ends the program")
+
+
+def read_lines() -> Iterator[str]:
+    """Yields the lines of stdin, with a prompt in a terminal, until Ctrl-D."""
+    while True:
+        if sys.stdin.isatty():
+            print("> ", end="", file=sys.stderr, flush=True)  # noqa: T201
+        line = sys.stdin.readline()
+        if not line:
+            return
+        if line.strip():
+            yield line.rstrip("\n")
+
+
+def serve_page(writer: TextWriter, server: ChatServer) -> int:
+    """Serves the page until Ctrl-C, which also ends an unfinished answer."""
+    with server:
+        with contextlib.suppress(KeyboardInterrupt):
+            writer.say(f"http://127.0.0.1:{server.server_address[1]}/ for this machine only; Ctrl-C ends it")
+            server.serve_forever()
+        ended = False
+        with contextlib.suppress(KeyboardInterrupt):
+            ended = server.end_answer()
+        if not ended:
+            # Its thread is in the compiler, and would abort when it returns after the interpreter has shut down.
+            silence_closed_streams()
+            os._exit(0)
+    return 0
 
 
 if __name__ == "__main__":

@@ -42,9 +42,8 @@ def shrink(cfg: RunConfig, *, layers: int | None = None, small: bool = False, ke
     layers = SMALL_LAYERS if layers is None and small else layers
     num_layers = min(layers or cfg.model.num_layers, cfg.model.num_layers)
     model = dataclasses.replace(cfg.model, num_layers=num_layers)
-    cfg = dataclasses.replace(cfg, model=model)
     if not small:
-        return cfg
+        return dataclasses.replace(cfg, model=model)
     seq_len = cfg.seq_len if "seq_len" in keep else min(cfg.seq_len, SMALL_SEQ_LEN)
     parts = cfg.train.num_microbatches if "train.num_microbatches" in keep else min(cfg.train.num_microbatches, 2)
     return dataclasses.replace(
@@ -85,8 +84,7 @@ def small_model(cfg: AnyModelConfig, keep: Collection[str]) -> AnyModelConfig:
 
 
 def with_scaled_training(old: RunConfig, new: RunConfig, keep: Collection[str]) -> RunConfig:
-    """Returns `new`, a smaller model of `old`, with the same tokens per parameter, the same fraction of warmup, and
-    learning rates scaled to its width.
+    """Returns `new`, a smaller model, with the tokens per parameter and warmup of `old`, and rates for its width.
 
     Args: old: the config without overrides. keep: settings that do not change.
     """
@@ -113,10 +111,9 @@ def as_overrides(old: RunConfig, new: RunConfig) -> dict[str, str]:
 
 def use_available_data(cfg: RunConfig) -> tuple[RunConfig, list[str]]:
     """Returns (cfg, []) if its data can be read, else (cfg with synthetic tokens, the problems)."""
-    problems = check_data(cfg.data, cfg.seq_len, cfg.model.vocab_size)
-    if not problems:
-        return cfg, []
-    return dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, name="synthetic")), problems
+    if problems := check_data(cfg.data, cfg.seq_len, cfg.model.vocab_size):
+        cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, name="synthetic"))
+    return cfg, problems
 
 
 def without_extras(cfg: RunConfig) -> RunConfig:

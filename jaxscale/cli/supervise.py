@@ -11,6 +11,9 @@ Deletes nothing.
 
 import collections
 import dataclasses
+import datetime
+import itertools
+import json
 import os
 import random
 import signal
@@ -23,27 +26,30 @@ from typing import Any
 from jaxscale import units
 from jaxscale.cli import run_verb
 from jaxscale.cli.attempt import Attempt
-from jaxscale.cli.supervisor_log import SuperviseLedger, Totals
 from jaxscale.runtime.checkpoint.folders import all_steps
 from jaxscale.runtime.checkpoint.lineage import read_start_step
 from jaxscale.runtime.hosts.config import host_budgets
 from jaxscale.runtime.hosts.discovery import FLAGS as HOST_FLAGS
 from jaxscale.runtime.hosts.discovery import ProcessInfo, discover_process
-from jaxscale.runtime.monitor.records import Record, tail_records
+from jaxscale.runtime.monitor.records import Record, append, tail_records
 from jaxscale.settings.command_line import Arguments, flag
 from jaxscale.settings.config_file import config_name
 from jaxscale.settings.help_text import command
 from jaxscale.system import paths
-from jaxscale.system.exits import BadInput, Exit, codes_help, may_start_again, meaning, print_stderr
+from jaxscale.system.exits import BadInput, Exit, codes_help, first_line, may_start_again, meaning, print_stderr
 
 POLL_SECONDS = 0.05  # of signals during a pause
 FORWARDED_SIGNALS = {signal.SIGTERM: signal.SIGTERM, signal.SIGINT: signal.SIGINT, signal.SIGHUP: signal.SIGTERM}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Policy:
-    """Limits of restarts and the pauses before them."""
+class SuperviseFlags:
+    """The flags of `jaxscale supervise`: also limits of restarts and the pauses before them."""
 
+    no_config = "it is a flag of the training: jaxscale supervise -- --config=FILE"
+
+    workdir: str | None = flag(None, "of the run; default: the --workdir, or runs/<config>, of the command", "FOLDER")
+    ledger: str | None = flag(None, "log of the supervisor, JSON lines; default WORKDIR/supervise.jsonl", "FILE")
     max_fruitless: int | None = flag(
         None,
         "gives up after N consecutive starts without progress (a new checkpoint, or a local copy of a later step that "
@@ -63,18 +69,8 @@ class Policy:
         return min(doubled, self.max_backoff_seconds) * (1 - draw / 2)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SuperviseFlags(Policy):
-    """The flags of `jaxscale supervise`."""
-
-    no_config = "it is a flag of the training: jaxscale supervise -- --config=FILE"
-
-    workdir: str | None = flag(None, "of the run; default: the --workdir, or runs/<config>, of the command", "FOLDER")
-    ledger: str | None = flag(None, "log of the supervisor, JSON lines; default WORKDIR/supervise.jsonl", "FILE")
-
-
 @dataclasses.dataclass(frozen=True)
-class Progress:
+class RunProgress:
     """Progress of a run as seen in its work folder."""
 
     saved: dict[int, float]  # {committed step: modification time in the storage}
@@ -89,19 +85,13 @@ class Progress:
         """The newest committed step, or 0."""
         return max(self.saved, default=0)
 
-    def advanced(self, before: "Progress") -> bool:
-        """Returns True for a checkpoint that `before` lacks, even of an earlier step after a rewind.
-
-        Also if a start resumed from a later step than any before, which proves good local copies.
-        """
+    def advanced(self, before: "RunProgress") -> bool:
+        """True for a checkpoint that `before` lacks, and if a start resumed from a later step, as from local copies."""
         return bool(set(self.saved.items()) - set(before.saved.items())) or self.begun > before.begun
 
 
-def read_progress(workdir: Any, begun: int = 0) -> Progress:
-    """Reads the progress of the run in `workdir`; empty, with `read_error`, if it cannot be read.
-
-    begun: the furthest step from which an earlier start resumed.
-    """
+def read_progress(workdir: Any, begun: int = 0) -> RunProgress:
+    """Reads the run's progress; `read_error` if that fails. begun: the furthest step from which a start resumed."""
     folder = paths.as_path(workdir)
     try:
         checkpoints = folder / "checkpoints"
@@ -109,11 +99,10 @@ def read_progress(workdir: Any, begun: int = 0) -> Progress:
         records = tail_records(folder / "metrics.jsonl")
         begun = max(begun, read_start_step(folder))
     except Exception as error:  # any storage client's errors: a failed read must not end the supervisor
-        reason = str(error).splitlines()[0] if str(error) else ""
-        return Progress({}, begun=begun, read_error=f"{type(error).__name__}: {reason}")
+        return RunProgress({}, begun=begun, read_error=first_line(error))
     steps = [record for record in records if "tokens_hash" in record]
     seconds = [record["step_seconds"] for record in steps if record.get("step_seconds")]
-    return Progress(
+    return RunProgress(
         saved,
         logged=max((record["step"] for record in steps), default=0),
         last_record=records[-1] if records else None,
@@ -136,8 +125,8 @@ class Ended:
 
     code: int
     seconds: float
-    before: Progress
-    after: Progress
+    before: RunProgress
+    after: RunProgress
 
     @property
     def fruitless(self) -> bool:
@@ -169,44 +158,30 @@ class Ended:
         return min(self.seconds, self.steps_lost * self.after.step_seconds)
 
 
-def give_up_reason(policy: Policy, ends: Sequence[Ended]) -> str:
-    """Returns the reason to stop restarting, or ''."""
-    fruitless = trailing(ends, lambda end: end.fruitless)
-    assert policy.max_fruitless is not None, "main() sets the default"
-    if fruitless >= policy.max_fruitless:
-        last = ends[-1]
-        codes = ", ".join(meaning(end.code) for end in ends[-fruitless:])
-        newest = f"step {last.after.newest} is the newest and is kept" if last.after.newest else "there is none"
-        seen = f" ({last.after.read_error})" if last.after.read_error else ""
-        return f"crash loop: {fruitless} starts in a row brought no new checkpoint{seen}; {newest}; they ended: {codes}"
-    return ""
+def crash_loop_text(ends: Sequence[Ended]) -> str:
+    """Returns the reason to stop restarting after these fruitless ends."""
+    last = ends[-1].after
+    newest = f"step {last.newest} is the newest and is kept" if last.newest else "there is none"
+    seen = f" ({last.read_error})" if last.read_error else ""
+    codes = ", ".join(meaning(end.code) for end in ends)
+    return f"crash loop: {len(ends)} starts in a row brought no new checkpoint{seen}; {newest}; they ended: {codes}"
 
 
 def trailing(ends: Sequence[Ended], holds: Callable[[Ended], bool]) -> int:
     """Returns the number of consecutive last ends for which `holds` is True."""
-    count = 0
-    for end in reversed(ends):
-        if not holds(end):
-            break
-        count += 1
-    return count
+    return len(list(itertools.takewhile(holds, reversed(ends))))
 
 
 class Supervisor:
     """Runs the command until it ends for good. `supervise()` may be called once, in the main thread."""
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        workdir: Any,
-        policy: Policy,
-        ledger: SuperviseLedger,
-        say: Callable[[str], None],
-        draw: Callable[[], float] = random.random,
-    ):
-        self.command, self.workdir, self.policy, self.ledger = list(command), workdir, policy, ledger
-        self.say, self.draw = say, draw
-        self.totals, self.began = Totals(), time.monotonic()
+    def __init__(self, command: Sequence[str], workdir: Any, policy: SuperviseFlags, ledger: str):
+        self.command, self.workdir, self.policy, self.ledger = list(command), workdir, policy, paths.as_path(ledger)
+        self.unwritten: list[str] = []  # lines of the ledger, until the run has made its folder
+        self.ledger_failed = False
+        self.began = time.monotonic()
+        self.waiting, self.keeping = 0.0, 0.0  # seconds of pauses; of reading the folder and writing the ledger
+        self.ends: list[Ended] = []
         self.attempt: Attempt | None = None
         self.received: list[int] = []  # signals
         self.unsent: collections.deque[int] = collections.deque()  # of these, not yet forwarded
@@ -227,7 +202,7 @@ class Supervisor:
 
     def run(self) -> int:
         """Implements supervise() without signal handlers."""
-        ends: list[Ended] = []
+        ends = self.ends
         progress = self.read_progress()
         while True:
             end = self.start(progress)
@@ -240,68 +215,73 @@ class Supervisor:
                 return self.leave(end.code, meaning(end.code))
             if end.code == Exit.STORAGE and not (paths.is_remote(self.workdir) or os.path.isdir(self.workdir)):
                 return self.leave(int(Exit.ERROR), f"gave up: {self.workdir} was moved or deleted", event="gave_up")
-            if reason := give_up_reason(self.policy, ends):
-                return self.leave(int(Exit.ERROR), f"gave up: {reason}", event="gave_up")
+            count, most = trailing(ends, lambda end: end.fruitless), self.policy.max_fruitless
+            if most is not None and count >= most:
+                return self.leave(int(Exit.ERROR), f"gave up: {crash_loop_text(ends[-count:])}", event="gave_up")
             quick = trailing(ends, lambda end: end.seconds < self.policy.min_seconds or end.fruitless)
-            seconds = self.policy.pause(quick, self.draw())
+            seconds = self.policy.pause(quick, random.random())
             self.note("pause", seconds=round(seconds, 3), restart=len(ends))
-            count = trailing(ends, lambda end: end.fruitless)
-            left = f" (start {count} of at most {self.policy.max_fruitless} without a new checkpoint)" if count else ""
-            self.say(
+            left = f" (start {count} of at most {most} without a new checkpoint)" if count else ""
+            print_stderr(
                 f"supervise: {meaning(end.code)}, after {units.duration(end.seconds)} at step {progress.newest}"
                 f" ({end.steps_won:+d}, {end.steps_lost} to be repeated); restarting in {seconds:.1f} s{left}"
             )
-            self.pause(seconds)
+            began = time.monotonic()
+            while not self.received and (remaining := seconds - (time.monotonic() - began)) > 0:
+                time.sleep(min(remaining, POLL_SECONDS))
+            self.waiting += time.monotonic() - began
             if self.received:
                 return self.leave(end.code, f"told to end during a pause; the last: {meaning(end.code)}")
 
-    def start(self, before: Progress) -> Ended:
+    def start(self, before: RunProgress) -> Ended:
         """Runs the command once."""
-        self.totals.starts += 1
-        began, keeping = time.monotonic(), self.totals.keeping
+        number, began, keeping = len(self.ends) + 1, time.monotonic(), self.keeping
         self.attempt = Attempt(self.command)
         self.forward_unsent()  # signals from before the start
-        self.note("start", number=self.totals.starts, step=before.newest, pid=self.attempt.process.pid)
-        self.totals.keeping = keeping  # this time counts as `up`
+        self.note("start", number=number, step=before.newest, pid=self.attempt.process.pid)
+        self.keeping = keeping  # this time counts as `up`
         code = self.attempt.wait()
         self.attempt = None
         seconds = time.monotonic() - began
         end = Ended(code, seconds, before, self.read_progress(before.begun))
-        self.totals.up += seconds
-        self.totals.steps_won += end.steps_won
-        self.totals.steps_lost += end.steps_lost
-        self.totals.lost += end.lost_seconds
-        self.note("end", number=self.totals.starts, **end.record())
+        self.note("end", number=number, **end.record())
         return end
 
-    def read_progress(self, begun: int = 0) -> Progress:
+    def read_progress(self, begun: int = 0) -> RunProgress:
         """Reads and times the progress of the run."""
         began = time.monotonic()
         found = read_progress(self.workdir, begun)
-        self.totals.keeping += time.monotonic() - began
+        self.keeping += time.monotonic() - began
         return found
 
     def note(self, event: str, **facts: Any) -> None:
-        """Appends a line to the log."""
-        began = time.monotonic()
-        self.ledger.note(event, **facts)
-        self.totals.keeping += time.monotonic() - began
-
-    def pause(self, seconds: float) -> None:
-        """Waits until the time is over or a signal comes."""
-        began = time.monotonic()
-        while not self.received and (left := seconds - (time.monotonic() - began)) > 0:
-            time.sleep(min(left, POLL_SECONDS))
-        self.totals.waiting += time.monotonic() - began
+        """Appends a line to the ledger, durably if its folder exists. Reports one write error."""
+        began, now = time.monotonic(), datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+        self.unwritten.append(json.dumps({"time": now, "event": event, **facts}, allow_nan=False) + "\n")
+        try:
+            if paths.is_remote(self.ledger) or self.ledger.parent.is_dir():
+                append(self.ledger, "".join(self.unwritten).encode(), mode=0o600, durable=True)
+                self.unwritten.clear()
+        except Exception as error:  # any storage client's errors
+            if not self.ledger_failed:
+                print_stderr(f"supervise: continuing without {self.ledger}: {type(error).__name__}: {error}")
+            self.ledger_failed = True
+        self.keeping += time.monotonic() - began
 
     def leave(self, code: int, reason: str, event: str = "leave") -> int:
         """Writes the last line and returns the exit code, 128 + N for signal N."""
-        totals = self.totals.record(time.monotonic() - self.began)
-        self.ledger.note(event, code=code, why=reason, **totals)
-        times = ", ".join(f"{name} {units.duration(getattr(self.totals, name))}" for name in ("up", "waiting"))
-        self.say(
-            f"supervise: {reason}\nsupervise: {self.totals.starts} starts, {times}, "
-            f"{self.totals.steps_won} steps gained, {self.totals.steps_lost} lost, goodput {totals['goodput']:.1%}"
+        starts, wall = len(self.ends), time.monotonic() - self.began
+        total = lambda name: sum(getattr(end, name) for end in self.ends)
+        up, won, lost = total("seconds"), total("steps_won"), total("steps_lost")
+        # each is measured separately, so that the sum of the first three can be checked against the wall time
+        seconds = {"up": up, "waiting": self.waiting, "keeping": self.keeping, "lost": total("lost_seconds")}
+        goodput = (up - seconds["lost"]) / wall if wall > 0 else 0.0
+        times = {f"{name}_seconds": round(value, 3) for name, value in ({"wall": wall} | seconds).items()}
+        steps = {"starts": starts, "steps_won": won, "steps_lost": lost}
+        self.note(event, code=code, why=reason, **times, **steps, goodput=round(goodput, 4))
+        print_stderr(
+            f"supervise: {reason}\nsupervise: {starts} starts, up {units.duration(up)}, waiting "
+            f"{units.duration(self.waiting)}, {won} steps gained, {lost} lost, goodput {goodput:.1%}"
         )
         return 128 - code if code < 0 else code
 
@@ -327,10 +307,10 @@ def main(arguments: Arguments) -> int:
         training = [sys.executable, "-m", "jaxscale.cli", "train", *training]
     workdir = flags.workdir or workdir_of(training)
     process_info = process_info_of(training)
-    ledger = SuperviseLedger(flags.ledger or default_ledger(workdir, process_info), say=print_stderr)
+    ledger = flags.ledger or default_ledger(workdir, process_info)
     default = host_budgets(process_info.num_processes if process_info else 1).max_fruitless
     policy = dataclasses.replace(flags, max_fruitless=flags.max_fruitless or default)
-    return Supervisor(training, workdir, policy, ledger, say=print_stderr).supervise()
+    return Supervisor(training, workdir, policy, ledger).supervise()
 
 
 def flags_of(command: Sequence[str]) -> dict[str, str]:

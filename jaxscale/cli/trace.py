@@ -17,7 +17,7 @@ stderr and the exit code is 12.
 import dataclasses
 import json
 
-from jaxscale.api.tracing import Piece, Trace, trace
+from jaxscale.api.tracing import BatchTrace, TracedPiece, trace
 from jaxscale.cli import run_verb
 from jaxscale.runtime.data.ledger import DocumentPiece
 from jaxscale.settings.command_line import Arguments, flag
@@ -57,15 +57,8 @@ def main(arguments: Arguments) -> int:
         raise BadInput(f"--config.{moved[0]}: only settings of data may be given, for moved data")
     if fixed := [name for name in arguments.overrides if name.startswith(FIXED_SETTINGS)]:
         raise BadInput(f"--config.{fixed[0]}: this is read from the run's work folder; leave it out")
-    found = trace(
-        flags.workdir,
-        step=flags.step,
-        batch=flags.batch,
-        document=flags.doc,
-        row=flags.row,
-        characters=flags.text,
-        moved=arguments.overrides,
-    )
+    where = dict(step=flags.step, batch=flags.batch, document=flags.doc, row=flags.row)
+    found = trace(flags.workdir, **where, characters=flags.text, moved=arguments.overrides)
     code, piece = 0 if found.batch is None else remarks(found, found.batch), None
     for piece in found.pieces:
         line = piece_line(piece, found.run.ledger.corpus.seq_len, with_step=found.batch is None)
@@ -77,7 +70,7 @@ def main(arguments: Arguments) -> int:
     return code
 
 
-def remarks(found: Trace, n: int) -> int:
+def remarks(found: BatchTrace, n: int) -> int:
     """Prints notes about batch n to stderr, and returns the exit code."""
     step, run = found.step, found.run
     if step is None:
@@ -101,7 +94,7 @@ def remarks(found: Trace, n: int) -> int:
     return 0
 
 
-def piece_line(piece: Piece, seq_len: int, *, with_step: bool) -> str:
+def piece_line(piece: TracedPiece, seq_len: int, *, with_step: bool) -> str:
     """Returns the line of a piece. seq_len: tokens in a row of the data."""
     notes = "" if piece.done else ", in the future"
     notes += f", in rows of {piece.row_tokens}" if piece.row_tokens < seq_len else ""

@@ -2,10 +2,13 @@
 
 Shared by `verify resume` and `rehearse`. Each run is the real command in its own process, and all read one config file.
 The kill is deterministic: with `checkpoint.save_every_steps=3` the second save, at step 6, waits until the first one
-is committed, and the process kills itself at a named point (system/faults.py).
+is committed, and the process kills itself at a named point (system/faults.py). The comparison of both is bitwise:
+state, data position, resolved config, token ids, metrics. It uses only the CPU, and reads each state in parts.
 """
 
 import dataclasses
+import json
+import math
 import pathlib
 import re
 import signal
@@ -13,15 +16,21 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
+
 from jaxscale import units
 from jaxscale.cli.attempt import Child
-from jaxscale.cli.compare_runs import checkpoints_of, read_metrics
 from jaxscale.cli.shrink import without_extras
 from jaxscale.config import RunConfig
+from jaxscale.runtime.checkpoint.config import CheckpointConfig
 from jaxscale.runtime.checkpoint.manager import Checkpoints
+from jaxscale.runtime.checkpoint.record import named_leaves, nest
+from jaxscale.runtime.monitor.records import read_records
 from jaxscale.settings.config_file import file_text
 from jaxscale.system import paths
-from jaxscale.system.exits import Exit, Stop, may_start_again, meaning
+from jaxscale.system.exits import Exit, Stop, may_start_again, meaning, put, run_and_exit
+from jaxscale.units import table
 
 SAVE_EVERY = 3
 KILL_AFTER = 2 * SAVE_EVERY + 1
@@ -33,16 +42,11 @@ STEP_LINE = re.compile(r"^step (\d+)/\d+  loss", re.MULTILINE)
 
 def comparable(cfg: RunConfig, keep_last: int) -> RunConfig:
     """Returns cfg with a save every SAVE_EVERY steps, none postponed, every step logged, and ramps at their end."""
-    cfg = without_extras(cfg)
-    return dataclasses.replace(
-        cfg,
-        batch_ramp=(),
-        seq_len_ramp=(),
-        checkpoint=dataclasses.replace(
-            cfg.checkpoint, save_every_steps=SAVE_EVERY, keep_last=keep_last, keep_every_steps=0, wait_seconds=3600
-        ),
-        monitor=dataclasses.replace(cfg.monitor, log_every_steps=1, tensorboard=False, progress="lines"),
-    )
+    saves = dict(save_every_steps=SAVE_EVERY, keep_last=keep_last, keep_every_steps=0, wait_seconds=3600)
+    checkpoint = dataclasses.replace(cfg.checkpoint, **saves)
+    monitor = dataclasses.replace(cfg.monitor, log_every_steps=1, tensorboard=False, progress="lines")
+    changes = dict(batch_ramp=(), seq_len_ramp=(), checkpoint=checkpoint, monitor=monitor)
+    return dataclasses.replace(without_extras(cfg), **changes)
 
 
 @dataclasses.dataclass
@@ -103,11 +107,7 @@ class TwoRuns:
         return checkpoints_of(self.folder / "killed").latest_step() or 0
 
     def run(self, run: str, kill_at: str = "") -> Watched:
-        """Starts or resumes a run and watches it until it ends.
-
-        Raises Stop for an unexpected end, with the run's exit code if it is an Exit, and if the run did not resume from
-        its newest checkpoint.
-        """
+        """Starts or resumes a run and watches it to its end. Raises Stop if that, or the resume, is not as expected."""
         begin = self.newest() if run == "killed" else 0
         child = self.start(run, kill_at)
         seen = watch(child, checkpoints_of(self.folder / run), self.steps, self.say)
@@ -156,3 +156,158 @@ def watch(child: Child, checkpoints: Checkpoints, steps: int, say: Callable[[str
         seen.code = child.attempt.wait()
     seen.seconds = time.monotonic() - began
     return seen
+
+
+SHOWN_DIFFERENCES = 6
+READ_BYTES = 1 << 30  # per part, of each run
+# substrings of metric names that depend on time or on the machine
+TIMING_METRICS = ("seconds", "per_second", "mfu", "bytes", "goodput/", "device/", "host_")
+
+
+@dataclasses.dataclass(frozen=True)
+class RunComparison:
+    """The result of a comparison of two runs."""
+
+    rows: list[tuple[str, str, str]]  # what was compared, its size, the number of differences
+    differences: list[str]  # one line each
+    kills: list[str] = dataclasses.field(default_factory=list)  # a line for each kill and restart
+    folder: str = ""  # of the runs, if it was not deleted
+
+    @property
+    def passes(self) -> bool:
+        """True if nothing is missing or differs."""
+        return not self.differences
+
+    def lines(self) -> list[str]:
+        """Returns the table and the verdict."""
+        shown = [f"  {line}" for line in self.differences[:SHOWN_DIFFERENCES]]
+        more = len(self.differences) - len(shown)
+        shown += [f"  and {more} more"] if more else []
+        folder = [f"both runs are kept in {self.folder}"] if self.folder else []
+        verdict = "resume: exact" if self.passes else f"resume: NOT exact, {len(self.differences)} differences"
+        return [*table([("compared", "how much", "differing"), *self.rows], indent=""), verdict, *shown, *folder]
+
+
+def read_metrics(workdir: Any, *, timing: bool = False) -> dict[int, dict[str, Any]]:
+    """Returns {step: training metrics}, without TIMING_METRICS unless `timing`."""
+    shown = lambda name: timing or not any(part in name for part in TIMING_METRICS)
+    records = read_records(paths.as_path(workdir) / "metrics.jsonl")
+    trained = [record for record in records if "tokens_hash" in record]
+    return {record["step"]: {name: record[name] for name in record if shown(name)} for record in trained}
+
+
+def compare(one: Any, other: Any, steps: int, seen: list[dict[int, dict]] | None = None) -> RunComparison:
+    """Compares checkpoints of step `steps` and metrics of two work folders. seen: metrics at each kill of `other`."""
+    checkpoints, other_checkpoints = checkpoints_of(one), checkpoints_of(other)
+    run, other_run = checkpoints.read_run(steps), other_checkpoints.read_run(steps)
+    rows, differences = [], []
+
+    def note(what: str, amount: str, found: list[str]) -> None:
+        rows.append((what, amount, str(len(found))))
+        differences.extend(f"{what}: {line}" for line in found)
+
+    for group, amount, found in compare_state(checkpoints, other_checkpoints, steps):
+        note(f"state: {group}", amount, found)
+    note("data position", ", ".join(run["data"]), dict_differences(run["data"], other_run["data"]))
+    note("resolved config", "all settings", dict_differences(run["config"], other_run["config"]))
+
+    metrics, other_metrics = read_metrics(one), read_metrics(other)
+    logged = range(1, steps + 1)
+    if paths.is_remote(other):  # a killed run may not have uploaded its last lines
+        logged = [step for step in logged if step in other_metrics]
+    for what, names in (("token ids", ("tokens_hash", "batch_index")), ("metrics", None)):
+        note(what, f"{len(logged)} steps", metric_differences(metrics, other_metrics, logged, names))
+    before_kill = [(step, record) for early in seen or () for step, record in early.items()]
+    found = [line for step, r in before_kill for line in metric_differences(metrics, {step: r}, [step], None)]
+    note("metrics before a kill", f"{len(before_kill)} steps", found)
+    return RunComparison(rows, differences)
+
+
+def compare_state(one: Checkpoints, other: Checkpoints, step: int) -> Iterator[tuple[str, str, list[str]]]:
+    """Yields (group, size, a line for each differing leaf). Reads in parts, as two states may not fit in memory."""
+    leaves, other_leaves = one.read_record(step)["leaves"], other.read_record(step)["leaves"]
+    groups: dict[str, list[str]] = {}
+    for name in sorted(leaves | other_leaves):
+        groups.setdefault(name.split("/")[0], []).append(name)
+    for group, names in groups.items():
+        shared = [name for name in names if name in leaves and name in other_leaves]
+        which = lambda name: "second" if name in other_leaves else "first"
+        found = [f"{name} is only in the {which(name)} run" for name in names if name not in shared]
+        for part in batches(shared, {name: num_bytes(leaves[name]) for name in shared}):
+            state = read_leaves(one, step, leaves, part)
+            other_state = read_leaves(other, step, other_leaves, part)
+            found += [line for name in part if (line := leaf_difference(name, state[name], other_state[name]))]
+        numbers = sum(math.prod(leaves[name][0]) for name in shared)
+        yield group, f"{len(names)} arrays, {numbers:,} numbers", found
+
+
+def batches(names: Sequence[str], sizes: Mapping[str, int]) -> Iterator[list[str]]:
+    """Yields the names in groups of at most READ_BYTES; a larger leaf is alone in its group."""
+    part, filled = [], 0
+    for name in names:
+        if part and filled + sizes[name] > READ_BYTES:
+            yield part
+            part, filled = [], 0
+        part.append(name)
+        filled += sizes[name]
+    if part:
+        yield part
+
+
+def num_bytes(described: Sequence[Any]) -> int:
+    """Returns the bytes of a leaf that a checkpoint's record describes as (shape, dtype)."""
+    return math.prod(described[0]) * jnp.dtype(described[1]).itemsize
+
+
+def read_leaves(checkpoints: Checkpoints, step: int, leaves: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Returns {name: array on the host}."""
+    target = {name: np.empty(leaves[name][0], jnp.dtype(leaves[name][1])) for name in names}
+    return named_leaves(checkpoints.restore(step, nest(target), partial=True))
+
+
+def checkpoints_of(workdir: Any) -> Checkpoints:
+    """Opens the checkpoints of a work folder for reading."""
+    return Checkpoints(paths.as_path(workdir) / "checkpoints", CheckpointConfig())
+
+
+def leaf_difference(name: str, one: np.ndarray, other: np.ndarray) -> str:
+    """Returns '' if both are bitwise equal, else a description of the difference."""
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return f"{name} is {one.dtype}{list(one.shape)} and {other.dtype}{list(other.shape)}"
+    if one.tobytes() == other.tobytes():
+        return ""
+    unequal = int(np.sum(one != other))
+    largest = np.max(np.abs(one.astype(np.float64) - other.astype(np.float64)))
+    return f"{name}: {unequal:,} of {one.size:,} numbers differ, by {largest:.3g} at most"
+
+
+def metric_differences(one: Mapping, other: Mapping, steps: Any, names: tuple[str, ...] | None) -> list[str]:
+    """Returns one line for the differing values of each step. names: metrics to compare; None: all."""
+    found = []
+    for step in steps:
+        if step not in one or step not in other:
+            found.append(f"step {step} is missing in metrics.jsonl")
+            continue
+        pick = lambda record: record if names is None else {name: record.get(name) for name in names}
+        if lines := dict_differences(pick(one[step]), pick(other[step])):
+            found.append(f"step {step}: {'; '.join(lines)}")
+    return found
+
+
+def dict_differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Returns 'NAME is VALUE and VALUE' for each differing entry."""
+    pairs = {name: (one.get(name), other.get(name)) for name in sorted(one.keys() | other.keys())}
+    return [f"{name} is {left!r} and {right!r}" for name, (left, right) in pairs.items() if left != right]
+
+
+def main(argv: list[str]) -> int:
+    """Compares two work folders at a step and prints the result. Returns 0 if they are equal, else 1."""
+    one, other, step, early = argv
+    seen = {int(number): record for number, record in paths.read_json(early).items()}
+    found = compare(one, other, int(step), [seen])
+    put(json.dumps({"rows": found.rows, "differences": found.differences}))
+    return Exit.DONE if found.passes else Exit.ERROR
+
+
+if __name__ == "__main__":
+    run_and_exit(main)

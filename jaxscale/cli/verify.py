@@ -10,16 +10,107 @@ Exit code 0 if the check passes, 1 if not. Changes that are made to the config a
 """
 
 import dataclasses
+import pathlib
+import shutil
 import sys
+import tempfile
+from collections.abc import Callable
 from typing import Literal
 
-from jaxscale.cli import run_verb, verify_parity, verify_resume
+from jaxscale.cli import run_verb, verify_parity
+from jaxscale.cli.attempt import simulated_devices_env
 from jaxscale.cli.shrink import changes_text, is_large, shrink, use_available_data
+from jaxscale.cli.two_runs import KILL_AFTER, SAVE_EVERY, RunComparison, TwoRuns, comparable, compare
 from jaxscale.config import RunConfig
+from jaxscale.core.config import MeshConfig
+from jaxscale.core.mesh import mesh_shape
 from jaxscale.settings import config_file
 from jaxscale.settings.command_line import Arguments, flag
 from jaxscale.settings.help_text import command
-from jaxscale.system.exits import Exit, put
+from jaxscale.system import paths
+from jaxscale.system.exits import BadInput, Exit, Stop, put
+
+LEAST_STEPS = 4 * SAVE_EVERY  # a kill after the second checkpoint, and one in the second save after that
+KILLS = {f"step:{KILL_AFTER}": "", "save/start:2": ", while it began to write the next"}
+
+
+def resume_settings(cfg: RunConfig, steps: int, devices: int) -> RunConfig:
+    """Returns the config of both runs: `steps` steps, a checkpoint every 3, every step logged, no evals or samples."""
+    mesh = cfg.mesh
+    try:
+        shape = mesh_shape(mesh, devices)
+    except BadInput:
+        mesh = MeshConfig()
+        shape = mesh_shape(mesh, devices)
+    shards = shape["data"] * shape["fsdp"] * cfg.train.num_microbatches
+    rows = -(-cfg.rows_per_step // shards) * shards
+    return dataclasses.replace(
+        comparable(cfg, keep_last=steps),
+        mesh=mesh,
+        batch_tokens=cfg.batch_tokens if rows == cfg.rows_per_step else rows * cfg.seq_len,
+        train_tokens=f"{steps} steps",
+        optim=dataclasses.replace(cfg.optim, warmup_tokens=f"{SAVE_EVERY} steps"),
+        eval=dataclasses.replace(cfg.eval, num_rows=0),
+        evals={},
+    )
+
+
+def verify_resume(
+    cfg: RunConfig, steps: int, devices: int, workdir: str | None = None, say: Callable[[str], None] = put
+) -> RunComparison:
+    """Trains and compares both runs of a config from `resume_settings`. Deletes their folder if they are equal.
+
+    The second run is killed with SIGKILL after steps that no checkpoint has, restarted, killed while a checkpoint is
+    being written, and restarted. Raises Stop if a run fails.
+    """
+    folder = new_folder(workdir)
+    runs = TwoRuns(
+        trained=cfg,
+        command=[sys.executable, "-m", "jaxscale.cli", "train"],
+        folder=folder,
+        logs=folder,
+        steps=steps,
+        env=simulated_devices_env(devices),
+        kills=KILLS,
+        say=lambda line: None,
+    )
+    starts, metrics = [], []  # a line for each start of the second run; the metrics logged before each kill
+
+    def report(line: str) -> None:
+        starts.append(line)
+        say(f"the same, {line}")
+
+    try:
+        say(f"an uninterrupted run of {steps} steps")
+        runs.run("straight")
+        for kill in runs.kill():
+            metrics.append(kill.metrics)
+            last = max(kill.metrics, default=0)
+            report(f"from step {kill.begin}: killed after step {last}, newest checkpoint {kill.newest}{kill.where}")
+        report(f"from step {runs.newest()}: to the end")
+        runs.run("killed")
+    except Stop:
+        say(f"the runs are kept in {folder}")
+        raise
+    except KeyboardInterrupt:
+        if workdir is None:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    found = compare(folder / "straight", folder / "killed", steps, metrics)
+    if found.passes:
+        shutil.rmtree(folder)
+    return dataclasses.replace(found, kills=starts, folder="" if found.passes else str(folder))
+
+
+def new_folder(workdir: str | None) -> pathlib.Path:
+    """Returns an empty folder for both runs. Raises BadInput if `workdir` is not empty."""
+    if workdir is None:
+        return pathlib.Path(tempfile.mkdtemp(prefix="jaxscale-verify-"))
+    folder = paths.make_run_dir(workdir)
+    if any(folder.iterdir()):
+        raise BadInput(f"workdir={workdir} is not empty, but verify needs an empty folder; name another one")
+    return folder
+
 
 SHARED = ("config", "settings", "layers", "small")
 SUBVERBS = {"resume": (*SHARED, "steps", "devices", "workdir"), "parity": SHARED}
@@ -35,7 +126,7 @@ class VerifyFlags:
     small: Literal["on", "off", "auto"] = flag(
         "auto", "on: a narrow model and short rows; off: the config's sizes; auto: on for a large config"
     )
-    steps: int = flag(12, "resume: steps of each run", least=verify_resume.LEAST_STEPS)
+    steps: int = flag(12, "resume: steps of each run", least=LEAST_STEPS)
     devices: int = flag(1, "resume: simulated devices", least=1)
     workdir: str | None = flag(
         None, "resume: folder of the two runs, which is kept if they differ; default: a temporary folder", "FOLDER"
@@ -44,30 +135,22 @@ class VerifyFlags:
 
 @command(VerifyFlags, subverbs=SUBVERBS, alone="--help")
 def main(arguments: Arguments) -> int:
-    """Runs the named check and returns the exit code."""
-    return (resume if arguments.subverb == "resume" else parity)(arguments)
-
-
-def resume(arguments: Arguments) -> int:
-    """`jaxscale verify resume`."""
-    flags = arguments.flags
-    cfg, checked = prepared(arguments, copies=flags.devices)
-    checked = verify_resume.settings(checked, flags.steps, flags.devices)
+    """Runs the named check and returns the exit code. Re-executes for parity without the simulated devices."""
+    flags, is_parity = arguments.flags, arguments.subverb == "parity"
+    if is_parity:
+        verify_parity.on_simulated_devices([sys.executable, "-m", "jaxscale.cli.verify", "parity", *arguments.words])
+    cfg, checked = prepared(arguments, copies=verify_parity.NUM_DEVICES if is_parity else flags.devices)
+    if is_parity:
+        checked = verify_parity.settings(checked)
+    else:
+        checked = resume_settings(checked, flags.steps, flags.devices)
     put(*changes_text(cfg, checked))
-    done = verify_resume.verify(checked, flags.steps, flags.devices, flags.workdir)
+    if is_parity:
+        done = verify_parity.verify(checked, verify_parity.layouts(checked), put)
+    else:
+        done = verify_resume(checked, flags.steps, flags.devices, flags.workdir)
     put(*done.lines())
-    return Exit.DONE if done.exact else Exit.ERROR
-
-
-def parity(arguments: Arguments) -> int:
-    """`jaxscale verify parity`. Re-executes this process if jax would not see the simulated devices."""
-    verify_parity.on_simulated_devices([sys.executable, "-m", "jaxscale.cli.verify", "parity", *arguments.words])
-    cfg, checked = prepared(arguments, copies=verify_parity.NUM_DEVICES)
-    checked = verify_parity.settings(checked)
-    put(*changes_text(cfg, checked))
-    done = verify_parity.verify(checked, verify_parity.layouts(checked), put)
-    put(*done.lines())
-    return Exit.DONE if done.agrees else Exit.ERROR
+    return Exit.DONE if done.passes else Exit.ERROR
 
 
 def prepared(arguments: Arguments, copies: int) -> tuple[RunConfig, RunConfig]:

@@ -7,6 +7,8 @@ gradients come from the real training step.
 
 import contextlib
 import dataclasses
+import itertools
+import math
 import os
 import subprocess
 import sys
@@ -18,18 +20,9 @@ import numpy as np
 
 from jaxscale.build import Program, make_program
 from jaxscale.cli.attempt import simulated_devices_env
-from jaxscale.cli.parity_layouts import (
-    MAX_DEVICES,
-    MICROBATCHES,
-    NUM_DEVICES,
-    WIDTH,
-    ParallelLayout,
-    all_layouts,
-    tensor_layout,
-)
 from jaxscale.config import RunConfig
 from jaxscale.core.batch import Batch
-from jaxscale.core.config import ContextConfig, ExpertConfig, MeshConfig
+from jaxscale.core.config import ContextConfig, ExchangeName, ExpertConfig, MeshConfig, PipelineConfig, SharingName
 from jaxscale.core.mesh import mesh_shape
 from jaxscale.program.budget import resolve_budget
 from jaxscale.runtime.data.pipeline import open_data
@@ -37,6 +30,12 @@ from jaxscale.runtime.hosts.row_placement import put_rows
 from jaxscale.system.exits import BadInput
 from jaxscale.tools.qualify.timing import CompileLog
 
+NUM_DEVICES, MAX_DEVICES = 8, 16  # most layouts use 8; layouts of four axes use 16
+MICROBATCHES = (1, 2, 4)
+AXES = ("pipeline", "data", "fsdp", "context", "tensor")  # and expert, for a mixture of experts
+CONTEXT_METHODS: tuple[SharingName, ...] = ("gather", "ulysses", "ring")  # of context.attention
+WHOLE_HEAD = PipelineConfig(head="whole")
+WIDTH = 58  # of a layout's name
 NUM_STEPS = 20  # with compared losses
 GRADIENT_STEPS = 5  # with compared gradients; later parameters differ too much by rounding
 ROWS = NUM_DEVICES * max(MICROBATCHES)  # a row for each device in each microbatch
@@ -48,7 +47,86 @@ COLUMNS = f"{'layout':{WIDTH}}{'microbatches':>12}{'loss':>10}{'gradient':>10}{'
 
 
 @dataclasses.dataclass(frozen=True)
-class Trace:
+class ParallelLayout:
+    """A mesh and the settings that divide the work over it."""
+
+    mesh: dict[str, int]  # axes longer than 1
+    rules: str
+    num_microbatches: int
+    sharing: SharingName = "auto"  # context.attention
+    stages: PipelineConfig = PipelineConfig()
+    exchange: ExchangeName = "auto"  # expert.exchange
+
+    @property
+    def num_devices(self) -> int:
+        """Devices in the mesh."""
+        return math.prod(self.mesh.values())
+
+    def __str__(self) -> str:
+        axes = " ".join(f"{axis}={size}" for axis, size in self.mesh.items())
+        words = [axes, self.rules] if self.mesh else ["one device"]
+        words += [form for form in (self.sharing, self.exchange) if form != "auto"]
+        changed = [
+            f"{field.name}={getattr(self.stages, field.name)}"
+            for field in dataclasses.fields(self.stages)
+            if getattr(self.stages, field.name) != field.default
+        ]
+        return " ".join(words + changed)
+
+
+def all_layouts(tensor: int, *, experts: bool = False) -> list[ParallelLayout]:
+    """Returns meshes of each axis alone, each pair, and four. tensor: its longest axis. experts: for a mixture."""
+    shared = [{"context": 8}, {"context": 4, "tensor": 2}, {"fsdp": 2, "context": 2, "tensor": 2}]
+    shared_parts = {"ulysses": 1, "gather": 2, "ring": 2}
+    cube = {"pipeline": 2, "context": 2, "tensor": 2}
+    return [
+        *[ParallelLayout({}, "zero3", parts) for parts in MICROBATCHES],
+        *[ParallelLayout({"data": 8}, "zero3", parts) for parts in MICROBATCHES],
+        *[ParallelLayout({"fsdp": 8}, rules, parts) for rules in ("zero1", "zero2", "zero3") for parts in (1, 4)],
+        *[ParallelLayout({"fsdp": 4, "tensor": 2}, "zero3", parts) for parts in MICROBATCHES],
+        *[tensor_layout(tensor, parts) for parts in (1, 2)],
+        # a context axis, alone and with others, for every attention method
+        *[ParallelLayout(mesh, "zero3", shared_parts[method], method) for mesh in shared for method in CONTEXT_METHODS],
+        ParallelLayout({"data": 2, "context": 4}, "zero1", 2, "gather"),
+        # a pipeline axis alone: each schedule, whole and sharded heads, several chunks
+        ParallelLayout({"pipeline": 2}, "zero3", 4),
+        ParallelLayout({"pipeline": 2}, "zero3", 4, stages=WHOLE_HEAD),
+        ParallelLayout({"pipeline": 2}, "zero3", 4, stages=PipelineConfig(schedule="gpipe")),
+        ParallelLayout({"pipeline": 2}, "zero3", 4, stages=PipelineConfig(chunks=2)),
+        ParallelLayout({"pipeline": 4}, "zero3", 4),
+        ParallelLayout({"pipeline": 4}, "zero3", 4, stages=PipelineConfig(schedule="zero_bubble")),
+        # every pair of axes, and four axes
+        *[
+            ParallelLayout({one: 2, other: 2}, "zero3", parts)
+            for one, other in itertools.combinations(AXES, 2)
+            for parts in ((1, 4) if experts else (4,))
+        ],
+        ParallelLayout({"pipeline": 2, "fsdp": 4}, "zero1", 4, stages=WHOLE_HEAD),
+        ParallelLayout(cube | {"fsdp": 2}, "zero3", 4),
+        ParallelLayout(cube | {"data": 2}, "zero2", 4, stages=WHOLE_HEAD),
+        *(expert_layouts() if experts else []),
+    ]
+
+
+def tensor_layout(size: int, num_microbatches: int) -> ParallelLayout:
+    """Returns a layout with `size` devices on the tensor axis and the others on data."""
+    mesh = {"data": NUM_DEVICES // size, "tensor": size}
+    return ParallelLayout({axis: length for axis, length in mesh.items() if length > 1}, "zero3", num_microbatches)
+
+
+def expert_layouts() -> list[ParallelLayout]:
+    """Returns layouts with an expert axis, alone and with each other axis, and of four axes."""
+    meshes = [{"expert": 4}, *({"expert": 2, other: 2} for other in AXES)]
+    ways = list(itertools.product(meshes, ("gather", "send"), (1, 4)))
+    return [
+        *[ParallelLayout(mesh, "zero3", parts, exchange=exchange) for mesh, exchange, parts in ways],
+        ParallelLayout({"fsdp": 2, "expert": 4}, "zero1", 2, exchange="send"),
+        ParallelLayout({"pipeline": 2, "fsdp": 2, "expert": 2, "tensor": 2}, "zero3", 4, exchange="send"),
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class LayoutRun:
     """Losses and gradients of the steps in one layout."""
 
     losses: np.ndarray  # float64[steps]
@@ -88,11 +166,11 @@ class Row:
 class Parity:
     """All layouts compared with the first one."""
 
-    reference: Trace
+    reference: LayoutRun
     rows: list[Row]
 
     @property
-    def agrees(self) -> bool:
+    def passes(self) -> bool:
         """True if every supported layout agrees."""
         return all(row.agrees for row in self.rows)
 
@@ -104,25 +182,20 @@ class Parity:
         return [
             *[f"{row.layout}, microbatches {row.layout.num_microbatches}: {w}" for row in done for w in row.warnings],
             f"loss {first:.4f} to {last:.4f} in {NUM_STEPS} steps",
-            f"parity: {'agrees' if self.agrees else 'does NOT agree'}, largest difference {loss:.1e} in a loss "
+            f"parity: {'agrees' if self.passes else 'does NOT agree'}, largest difference {loss:.1e} in a loss "
             f"and {gradient:.1e} in a gradient (relative; tolerance {TOLERANCE:.0e})",
         ]
 
 
 def settings(cfg: RunConfig) -> RunConfig:
-    """Returns the config in float32 with SGD at a constant rate, no dropout and enough rows for every layout.
-
-    The vocabulary is rounded up to a multiple of 8 devices.
-    """
-    model = cfg.model
-    dropout = {"dropout": 0.0} if model.dropout else {}
+    """Returns the config in float32, SGD at a constant rate, no dropout, rows and vocabulary for every layout."""
     model = dataclasses.replace(
-        model,
+        cfg.model,
         compute_dtype="float32",
         embed_compute_dtype=None,
-        matmul_precision="default" if model.matmul_precision == "tf32" else model.matmul_precision,
-        vocab_size=-(-model.vocab_size // NUM_DEVICES) * NUM_DEVICES,
-        **dropout,
+        matmul_precision="default" if cfg.model.matmul_precision == "tf32" else cfg.model.matmul_precision,
+        vocab_size=-(-cfg.model.vocab_size // NUM_DEVICES) * NUM_DEVICES,
+        **({"dropout": 0.0} if cfg.model.dropout else {}),
     )
     sgd = dict(name="sgd", b1=TINY_MOMENTUM, clip_norm=0.0)
     constant = dict(peak_lr=LR, min_lr=0.0, decay="constant", warmup_tokens=0)
@@ -171,8 +244,7 @@ def verify(cfg: RunConfig, tested: Sequence[ParallelLayout], say: Callable[[str]
 def read_batches(cfg: RunConfig) -> list[Batch]:
     """Returns the first batches of the run, on the host."""
     corpus = open_data(cfg.data, seq_len=cfg.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.seed)
-    batches = corpus.batches(cfg.rows_per_step)
-    return [batches.batch(n) for n in range(NUM_STEPS)]
+    return [corpus.batches(cfg.rows_per_step).batch(n) for n in range(NUM_STEPS)]
 
 
 def program(cfg: RunConfig, layout: ParallelLayout) -> Program:
@@ -200,7 +272,7 @@ def unsupported_reason(cfg: RunConfig, layout: ParallelLayout) -> str:
     return ""
 
 
-def run(program: Program, batches: Sequence[Batch]) -> Trace:
+def run(program: Program, batches: Sequence[Batch]) -> LayoutRun:
     """Trains on these batches from the initial parameters."""
     placed = [put_rows(batch, list(range(ROWS)), ROWS, program.batch_sharding) for batch in batches]
     state, losses, gradients = program.init(), [], []
@@ -212,10 +284,10 @@ def run(program: Program, batches: Sequence[Batch]) -> Trace:
             if len(gradients) < GRADIENT_STEPS:
                 gradients.append([np.asarray(leaf) for leaf in jax.tree.leaves(state.opt_state)])
     warnings = [line for line in "".join(written).splitlines() if REMATERIALIZED in line]
-    return Trace(np.array(losses), gradients, log.count, warnings)
+    return LayoutRun(np.array(losses), gradients, log.count, warnings)
 
 
-def compare(reference: Trace, other: Trace, layout: ParallelLayout) -> Row:
+def compare(reference: LayoutRun, other: LayoutRun, layout: ParallelLayout) -> Row:
     """Returns the largest relative differences of a layout from the reference."""
     loss = np.max(np.abs(other.losses - reference.losses) / np.abs(reference.losses))
     gradient = max(relative_difference(*pair) for pair in zip(other.gradients, reference.gradients, strict=True))
@@ -231,10 +303,7 @@ def relative_difference(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) 
 
 @contextlib.contextmanager
 def captured_stderr() -> Iterator[list[str]]:
-    """Captures file descriptor 2, to which XLA writes past sys.stderr; fills the yielded list at the end of the block.
-
-    A tee process also forwards the output immediately, so that XLA's last words before an abort are seen.
-    """
+    """Captures file descriptor 2, to which XLA writes, into the yielded list; a tee forwards it immediately."""
     written: list[str] = []
     sys.stderr.flush()
     stderr_fd = os.dup(2)
@@ -254,14 +323,9 @@ def captured_stderr() -> Iterator[list[str]]:
 
 
 def on_simulated_devices(command: list[str]) -> None:
-    """Returns if jax will see 16 simulated CPU devices, else re-executes `command` with them.
-
-    The new process has no compilation cache, as a cached program gives no warnings, and shows XLA's warnings.
-    """
-    env = simulated_devices_env(MAX_DEVICES) | {
-        "JAX_ENABLE_COMPILATION_CACHE": "false",
-        "TF_CPP_MIN_LOG_LEVEL": "1",
-    }
+    """Re-executes `command` unless jax sees 16 CPU devices, XLA warns, and no cached program hides warnings."""
+    more = {"JAX_ENABLE_COMPILATION_CACHE": "false", "TF_CPP_MIN_LOG_LEVEL": "1"}
+    env = simulated_devices_env(MAX_DEVICES) | more
     if env != dict(os.environ):
         sys.stdout.flush()
         os.execve(command[0], command, env)

@@ -7,35 +7,244 @@ Ctrl-C ends it. NO_COLOR turns colours off (https://no-color.org). Needs no devi
 
 import contextlib
 import dataclasses
+import datetime
+import functools
+import math
 import os
 import shutil
 import signal
+import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TextIO
+import unicodedata
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TextIO
 
+from jaxscale import units
 from jaxscale.cli import run_verb
-from jaxscale.cli.watch_frame import LEAST_HEIGHT, LEAST_WIDTH, Line, frame
+from jaxscale.kernels.hardware import find_chip
+from jaxscale.runtime.monitor.console import format_number
+from jaxscale.runtime.monitor.goodput import measure_goodput, unix_time
 from jaxscale.runtime.monitor.history import History, is_finite
-from jaxscale.runtime.monitor.json_lines import Row, as_dict, clean_event, finite
 from jaxscale.runtime.monitor.records import Follower
+from jaxscale.runtime.monitor.run_files import Row, as_dict, clean_event, read_object
 from jaxscale.settings.command_line import Arguments, flag
 from jaxscale.settings.help_text import command
 from jaxscale.system import paths
-from jaxscale.system.exits import BadInput, put_raw
-from jaxscale.system.redact import printable
+from jaxscale.system.exits import BadInput, first_line, put_raw
+from jaxscale.system.redact import printable, shown
+from jaxscale.tools.reporting.event_text import incidents
+from jaxscale.tools.reporting.status import status_of
 
+LEAST_WIDTH, LEAST_HEIGHT = 80, 24
+LABEL = 12  # columns
+BLOCKS = "▁▂▃▄▅▆▇█"
+PLAIN_BLOCKS = "_.-~=+*#"
+EXPERTS = {  # metrics of a mixture of experts
+    "experts_busiest": "busiest {:.3g} times the mean".format,
+    "experts_effective": "effective {:.3g}".format,
+    "experts_dead": "dead {:.0f}".format,
+    "expert_rounds": "rounds {:.0f}".format,
+}
+DEVICES = {  # metrics of telemetry
+    "utilisation": "busy {:.0%}".format,
+    "power_watts": "{:.0f} W".format,
+    "temperature_c": "{:.0f} C".format,
+}
+STATES = {"running": "green", "finished": "green", "silent": "red", "failed": "red"}  # other states are yellow
 EVERY_SECONDS, EVERY_SECONDS_REMOTE = 2, 15
 TICK_SECONDS = 0.2  # between checks of the terminal's size
 MOST_RECORDS = 50_000
 MOST_EVENTS = 10_000
 COLOURS = {"red": "\x1b[31m", "green": "\x1b[32m", "yellow": "\x1b[33m"}
 PLAIN = "\x1b[0m"
-OPEN, CLOSE = (
-    "\x1b[?1049h\x1b[?25l",
-    "\x1b[?25h\x1b[?1049l",
-)  # enter the alternate screen, hide the cursor; and back
+OPEN, CLOSE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"  # enter the alternate screen, hide the cursor; and back
+
+
+class WatchLine(NamedTuple):
+    """Text and the name of its colour, '' for the default."""
+
+    text: str
+    colour: str = ""
+
+
+def frame(run: History, now: float, width: int, height: int, *, unicode: bool = True) -> list[WatchLine]:
+    """Returns at most `height` lines of at most `width` columns. now: seconds since 1970."""
+    training = [row for row in run.rows if "loss" in row]
+    status = status_of(run, now)
+    eta = status.left_seconds if status.state.name in ("running", "starting") else None
+    room = max(8, width - LABEL - 42)
+    words = status.state.words  # at the right end; the left one is cut if they do not fit
+    title = cut(shown(f"jaxscale watch  {run.workdir}"), max(0, width - columns_of(words) - 2))
+    title += " " * (width - columns_of(title) - columns_of(words)) + words
+    lines = [
+        WatchLine(title, STATES.get(status.state.name, "yellow")),
+        WatchLine(run_line(run.config)),
+        WatchLine(bar(status.step, status.total_steps or 0, eta, width, unicode=unicode)),
+        WatchLine(""),
+        *curves(training, run.rows, room, unicode=unicode),
+        *machine(training),
+        *goodput_lines(run, now if status.state.name == "silent" else None, width),
+        WatchLine(""),
+    ]
+    left = height - len(lines) - len(run.problems)
+    lines += event_lines(run.events, max(left, 1), now)
+    lines += [WatchLine(problem, "red") for problem in run.problems]
+    return [WatchLine(cut(shown(line.text).replace("\n", " "), width), line.colour) for line in lines[:height]]
+
+
+def run_line(config: Mapping[str, Any]) -> str:
+    """Returns text such as 'llama (12 layers), 8 x TPU v5p'."""
+    devices, model = as_dict(config.get("devices")), as_dict(as_dict(config.get("config")).get("model"))
+    if not devices:
+        return "no config.json yet"
+    words = {"num_layers": "layers", "embed_dim": "wide"}
+    sizes = ", ".join(f"{model[name]} {word}" for name, word in words.items() if model.get(name))
+    chip = find_chip(str(devices.get("kind") or "?"))
+    kind = chip.name if chip else devices.get("kind", "?")
+    return f"{model.get('name', '?')} ({sizes}), {devices.get('number', '?')} x {kind}"
+
+
+def bar(step: int, total: float, eta: float | None, width: int, *, unicode: bool) -> str:
+    """Returns text such as ' 51% ██████····  step 10,200 of 20,000  eta 3h12m'."""
+    done = min(max(step / total, 0.0), 1.0) if total else 0.0
+    label = f"step {step:,} of {total:,}" if total else f"step {step:,}"
+    label += "" if eta is None else f"  eta {units.duration(eta)}"
+    columns = max(10, width - len(label) - 8)
+    full, empty = ("█", "·") if unicode else ("#", ".")
+    filled = int(done * columns)
+    return f"{done:4.0%} {full * filled}{empty * (columns - filled)}  {label}"
+
+
+def curves(training: Sequence[Mapping], records: Sequence[Mapping], room: int, *, unicode: bool) -> list[WatchLine]:
+    """Returns lines of loss, validation, gradient norm, learning rate and throughput: last value, curve, range."""
+    last = training[-1] if training else {}
+    validation = [record for record in records if "validation/loss" in record]
+    where = f"at step {validation[-1].get('step')}" if validation else ""
+    draw = functools.partial(curve, room=room, unicode=unicode)
+    column = lambda name: [row.get(name) for row in training]
+    lines = [
+        draw("loss", column("loss"), alarm=last.get("loss") is None),
+        draw("validation", [row["validation/loss"] for row in validation], note=where),
+        draw("grad norm", column("grad_norm")),
+        draw("learn. rate", column("learning_rate"), format_value="{:.2e}".format),
+        draw("tokens/s", column("tokens_per_second"), format_value=units.count),
+    ]
+    if skipped := last.get("skipped_total"):
+        lines.append(WatchLine(f"{'refused':<{LABEL}}{int(skipped)} steps of this run", "yellow"))
+    return lines if training or validation else [WatchLine("no metrics yet")]
+
+
+def curve(
+    label: str,
+    values: Sequence[Any],
+    room: int,
+    *,
+    unicode: bool,
+    format_value: Any = format_number,
+    note: str = "",
+    alarm=False,
+) -> WatchLine:
+    """Returns text such as 'loss        2.314      ▇▆▅▄▃▂▁  2.31 to 4.16'."""
+    numbers = [value for value in values if is_finite(value)]
+    if not numbers:
+        return WatchLine(f"{label:<{LABEL}}n/a")
+    newest = next((value for value in reversed(values) if is_finite(value)), None)
+    shown_value = "not finite" if alarm and values[-1] is None else format_value(newest)
+    note = note or f"{format_value(min(numbers))} to {format_value(max(numbers))}"
+    line = f"{label:<{LABEL}}{shown_value:<11} {sparkline(values, room, unicode=unicode):<{room}}  {note}"
+    return WatchLine(line, "red" if shown_value == "not finite" else "")
+
+
+def sparkline(values: Sequence[Any], room: int, *, unicode: bool = True) -> str:
+    """Returns block characters for the means of `room` equal parts of the values; spaces for parts without numbers."""
+    blocks = BLOCKS if unicode else PLAIN_BLOCKS
+    columns = min(room, len(values))
+    edges = [round(column * len(values) / columns) for column in range(columns + 1)] if columns else []
+    parts = [[value for value in values[a:b] if is_finite(value)] for a, b in zip(edges, edges[1:])]
+    means = [statistics.fmean(part) if part else None for part in parts]
+    known = [mean for mean in means if mean is not None]
+    low, span = min(known, default=0.0), max(known, default=0.0) - min(known, default=0.0)
+    top = len(blocks) - 1
+    level = lambda mean: 0 if not (span > 0 and math.isfinite(span)) else min(top, int((mean - low) / span * (top + 1)))
+    return "".join(" " if mean is None else blocks[level(mean)] for mean in means)
+
+
+def machine(training: Sequence[Mapping]) -> list[WatchLine]:
+    """Returns lines of step time, MFU, wait for data, experts, memory and device metrics."""
+    last = training[-1] if training else {}
+    if not last:
+        return []
+    newest = lambda name: next((row[name] for row in reversed(training[-5:]) if is_finite(row.get(name))), None)
+    seconds, wait, mfu = map(newest, ("step_seconds", "data_wait_seconds", "mfu"))
+    parts = [f"{seconds:.3g} s" if seconds else "n/a", f"MFU {mfu:.1%}" if mfu else "MFU n/a"]
+    if seconds and wait is not None:
+        parts.append(f"waits for data {wait / seconds:.1%}")
+    lines = [WatchLine(f"{'step':<{LABEL}}{'  '.join(parts)}")]
+    lines += numbers_line("experts", last, "train/", EXPERTS)
+    used, limit, host = map(last.get, ("device_peak_bytes", "device_bytes_limit", "host_peak_bytes"))
+    memory = [f"host {units.size(host)}"] if host else []
+    if used:
+        memory.append(f"device {units.size(used)}" + (f" of {units.size(limit)} ({used / limit:.0%})" if limit else ""))
+    lines.append(WatchLine(f"{'peak memory':<{LABEL}}{'  '.join(memory) or 'n/a'}"))
+    return lines + numbers_line("device", last, "device/", DEVICES)
+
+
+def numbers_line(
+    label: str, last: Mapping, prefix: str, formats: Mapping[str, Callable[[float], str]]
+) -> list[WatchLine]:
+    """Returns one line with the finite numbers of a record, [] without any."""
+    known = {name: last[prefix + name] for name in formats if is_finite(last.get(prefix + name))}
+    parts = [formats[name](value) for name, value in known.items()]
+    return [WatchLine(f"{label:<{LABEL}}{'  '.join(parts)}")] if parts else []
+
+
+def goodput_lines(run: History, now: float | None, width: int) -> list[WatchLine]:
+    """Returns text such as 'goodput     91.2% of 3d04h  compile 2%  save 1%', over all starts."""
+    goodput = measure_goodput(run.rows, run.events, now)
+    if goodput.fraction is None:
+        return []
+    wall = goodput.wall_seconds
+    overheads = [
+        f"{kind} {seconds / wall:.1%}"
+        for kind, seconds in sorted(goodput.seconds.items(), key=lambda item: -item[1])
+        if kind != "step" and seconds / wall >= 0.001
+    ]
+    starts = f", {goodput.starts} starts" if goodput.starts > 1 else ""
+    starts += f", {units.plural(goodput.rewinds, 'rewind')}" if goodput.rewinds else ""
+    first = f"{'goodput':<{LABEL}}{goodput.fraction:.1%} of {units.duration(wall)}{starts}"
+    while overheads and LABEL + len("  ".join(overheads)) > width:
+        overheads.pop()  # the smallest
+    return [WatchLine(first), WatchLine(" " * LABEL + "  ".join(overheads))]
+
+
+def event_lines(events: Sequence[Mapping[str, Any]], most: int, now: float) -> list[WatchLine]:
+    """Returns lines such as '12:01:33  step 200: checkpoint saved, 1.2s' of the newest events, dated for other days."""
+    found, today = [], datetime.datetime.fromtimestamp(now).date()
+    for event in events[-most:]:
+        when = unix_time(event.get("time"))
+        local = None if when is None else datetime.datetime.fromtimestamp(when)
+        form = "%H:%M:%S" if local is None or local.date() == today else "%Y-%m-%d %H:%M"
+        clock = "??:??:??" if local is None else local.strftime(form)
+        (incident,), _ = incidents([event])
+        step = f"step {incident.step}: " if incident.step else ""
+        found.append(WatchLine(f"{clock}  {step}{incident.what}", "red" if incident.is_trouble else ""))
+    return found
+
+
+def cut(text: str, width: int) -> str:
+    """Returns the text, cut to `width` columns."""
+    used = 0
+    for number, character in enumerate(text):
+        used += columns_of(character)
+        if used > width:
+            return text[:number]
+    return text
+
+
+def columns_of(text: str) -> int:
+    """Returns the terminal columns of a text: two for wide characters, none for combining ones."""
+    return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,24 +277,15 @@ class RunReader:
             self.events = grown(self.events, self.log, MOST_EVENTS, clean_event)
             starts = sum(event.get("event") in ("started", "resumed") for event in self.events)
             if starts != self.starts_seen:  # each start may write a new one
-                self.config = self.read_config()
+                self.config = read_object(self.folder / "config.json", [], "")
                 self.starts_seen = starts if self.config else -1
         except Exception as error:  # any storage client's errors, which may be temporary
-            reason = str(error).splitlines()[0] if str(error) else ""
-            problems = (f"cannot be read now: {type(error).__name__}: {reason}",)
+            problems = (f"cannot be read now: {first_line(error)}",)
         times = [follow.grown_at for follow in (self.metrics, self.log) if follow.grown_at is not None]
         return History(
             workdir=self.workdir, rows=tuple(self.records), events=tuple(self.events), config=self.config,
             written_at=max(times, default=None), problems=problems,
         )  # fmt: skip
-
-    def read_config(self) -> dict[str, Any]:
-        """Returns config.json, {} before it exists."""
-        try:
-            config = paths.read_json(self.folder / "config.json")
-        except FileNotFoundError:
-            return {}
-        return finite(as_dict(config))
 
 
 def clean_record(record: Row) -> Row | None:
@@ -142,15 +342,14 @@ def frame_text(history: History, size: os.terminal_size, stream: TextIO, *, colo
     encoding = getattr(stream, "encoding", None) or "ascii"
     unicode = "utf" in encoding.lower()
     lines = frame(history, time.time(), size.columns, size.lines - 1, unicode=unicode)
-    text = "\n".join(painted(lines, colour=colour))
+    painted = [
+        f"{COLOURS[line.colour]}{printable(line.text)}{PLAIN}"
+        if colour and line.colour
+        else printable(line.text).rstrip()
+        for line in lines
+    ]
+    text = "\n".join(painted)
     return text if unicode else text.encode(encoding, "replace").decode(encoding)
-
-
-def painted(lines: Sequence[Line], *, colour: bool) -> Iterator[str]:
-    """Yields the lines, with terminal codes of their colours if `colour`."""
-    for line in lines:
-        text = printable(line.text)
-        yield f"{COLOURS[line.colour]}{text}{PLAIN}" if colour and line.colour else text.rstrip()
 
 
 def is_terminal(stream: TextIO) -> bool:

@@ -20,7 +20,7 @@ AUX_LOSSES = ("z_loss", *EXPERT_LOSSES)
 MIN_WINDOW_STEPS = 10  # steps in the window before its median is used
 # Spike limits of a loss or gradient norm, relative to the median of the accepted values before it. They work on Python
 # floats and, with maximum=jnp.maximum, inside a compiled step. Shared by the guard, which decides which steps are
-# applied, by recovery and by the health rules, which have other ratio limits (runtime/monitor/health/robust.py).
+# applied, by recovery and by the health rules, which have other ratio limits (runtime/monitor/health/rule.py).
 SIGMA_PER_MAD = 1.4826  # standard deviation over median absolute deviation of a normal distribution
 MIN_SIGMA = 1e-3  # relative to the median: in a constant window every rounding error would be a spike
 MIN_SPIKE = 0.5  # nats per token above the median: a loss near 0 doubles by chance

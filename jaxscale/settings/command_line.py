@@ -1,7 +1,9 @@
 """Flags of a verb, declared in a dataclass, and the parser of its command line."""
 
+import contextlib
 import dataclasses
 import difflib
+import math
 import pathlib
 import types
 import typing
@@ -138,8 +140,10 @@ def hint_for(word: str, cls: type, only: Collection[str] | None) -> str:
         return "; its other verbs have it"
     if "." in name:
         return settings
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean --{close[0]}?" if close else f"; {flag_list(known)}"
+    if close := difflib.get_close_matches(name, known, n=1):
+        return f"; did you mean --{close[0]}?"
+    listed = sorted(known, key=lambda name: not name.startswith("config"))
+    return f"; flags are {', '.join(f'--{name}' for name in listed)}" if listed else "; it has no flags"
 
 
 def kind_of(cls: type, field: dataclasses.Field) -> Any:
@@ -182,6 +186,19 @@ def whole_number(name: str, text: str, least: int) -> int:
     return int(text)
 
 
+def number(name: str, text: str, holds: Callable[[float], bool], rule: str) -> float:
+    """Parses a finite number, such as '1e6', '1_000_000' or '$5'. Raises BadInput with the rule unless it holds."""
+    with contextlib.suppress(ValueError):
+        if math.isfinite(found := float(text.removeprefix("$").replace(",", ""))) and holds(found):
+            return found
+    raise BadInput(f"{name}={text} must be {rule}")
+
+
+def positive(name: str, text: str) -> float:
+    """Parses a flag's number above 0."""
+    return number(f"--{name}", text, lambda found: found > 0, "a number above 0")
+
+
 def file_to_write(name: str, text: str) -> pathlib.Path:
     """Returns the output file of --name. Raises BadInput, before anything is computed, if it cannot be written."""
     file = pathlib.Path(text).expanduser()
@@ -196,9 +213,3 @@ def port_of(name: str, text: str) -> int:
     if port > HIGHEST_PORT:
         raise BadInput(f"--{name}={text} is not a port; give 0 (any free one) to {HIGHEST_PORT}")
     return port
-
-
-def flag_list(names: Collection[str]) -> str:
-    """Returns 'flags are --config, --config.NAME, --workdir'."""
-    listed = sorted(names, key=lambda name: not name.startswith("config"))
-    return f"flags are {', '.join(f'--{name}' for name in listed)}" if listed else "it has no flags"

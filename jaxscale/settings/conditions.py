@@ -42,15 +42,14 @@ def as_text(value: Any) -> str:
 
 def parse(condition: str) -> list[list[Clause]]:
     """Returns the alternatives, each a list of clauses. Asserts that the syntax is correct."""
-    return [[parse_clause(text) for text in part.split(" and ")] for part in condition.split(" or ")]
 
+    def clause(text: str) -> Clause:
+        found = CLAUSE.fullmatch(text)
+        assert found and not (found["off"] and found["sign"]), f"{text!r} is not a clause of a condition"
+        sign = "off" if found["off"] else found["sign"] or "on"
+        return Clause(found["name"], sign, tuple((found["values"] or "").split("|")) if found["sign"] else ())
 
-def parse_clause(text: str) -> Clause:
-    """Parses one clause."""
-    found = CLAUSE.fullmatch(text)
-    assert found and not (found["off"] and found["sign"]), f"{text!r} is not a clause of a condition"
-    sign = "off" if found["off"] else found["sign"] or "on"
-    return Clause(found["name"], sign, tuple((found["values"] or "").split("|")) if found["sign"] else ())
+    return [[clause(text) for text in part.split(" and ")] for part in condition.split(" or ")]
 
 
 def whole_condition(condition: str, path: str) -> str:

@@ -61,30 +61,23 @@ def check_no_secrets(settings: dict[str, Any]) -> None:
     """Raises BadInput for a setting that holds a secret: every checkpoint and the command line would show it."""
     cleaned = redacted([[value, name] for name, value in settings.items()])  # in one call: it reads the environment
     for (name, value), clean in zip(settings.items(), cleaned):
+        fix = "libraries read secrets from the environment, where they belong"
         # eos_token etc. are words of a vocabulary; an access token is recognized by its form
         if isinstance(value, str) and not name.endswith("_token") and is_secret(name.rpartition(".")[2], value):
-            raise BadInput(
-                f"{name} holds a secret, by its name; libraries read secrets from the environment, where they belong"
-            )
+            raise BadInput(f"{name} holds a secret, by its name; {fix}")
         if clean != [value, name]:
-            raise BadInput(
-                f"{name}={value!r} holds a secret, or the value of an environment variable that is named like one; "
-                "libraries read secrets from the environment, where they belong"
-            )
+            kinds = "a secret, or the value of an environment variable that is named like one"
+            raise BadInput(f"{name}={value!r} holds {kinds}; {fix}")
 
 
 def with_flags(arguments: Arguments) -> dict[str, Any]:
-    """Returns the overrides with those flags that set a setting, such as --skip-data=A:B,C:D for data.skip_batches.
-
-    Raises BadInput for invalid ranges, and if both a flag and its setting are given.
-    """
+    """Returns the overrides with flags such as --skip-data=A:B,C:D. Raises BadInput for invalid or double ones."""
     overrides: dict[str, Any] = dict(arguments.overrides)
     for flag, name in FLAG_SETTINGS:
-        if (text := arguments.options.get(flag)) is None:
-            continue
-        if name in overrides:
-            raise BadInput(f"--{flag}={text} and --config.{name} say the same thing; give one of them")
-        overrides[name] = skipped_batches(text) if flag == "skip-data" else text
+        if text := arguments.options.get(flag):
+            if name in overrides:
+                raise BadInput(f"--{flag}={text} and --config.{name} say the same thing; give one of them")
+            overrides[name] = skipped_batches(text) if flag == "skip-data" else text
     return overrides
 
 

@@ -11,6 +11,7 @@ import textwrap
 import types
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 from jaxscale import schema
 from jaxscale.settings.command_line import Arguments, flags_of, parse
@@ -30,17 +31,16 @@ HELP_WORDS = ("help", "-h", "--help", "--helpfull")
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """main(argv) of a verb; see `command`."""
+    """main(argv) of a verb."""
 
-    work: Callable[[Arguments], int | None]
-    flags: type
+    work: Callable[[Arguments], int | None]  # returns an exit code; None: 0
+    flags: type  # of `flag` fields; may also have no_config, a hint for --config, and moved: {old subverb: command}
     page: str
-    settings: type | None
-    subverbs: Mapping[str, Collection[str]]
-    alone: str
-    instead: Mapping[str, "Command"]
-    passes_on: bool
-    moved: Mapping[str, str]
+    settings: type | None = None  # a dataclass whose groups --help lists
+    subverbs: Mapping[str, Collection[str]] = dataclasses.field(default_factory=dict)  # {first word: its flags' fields}
+    alone: str = ""  # the word that an empty command line stands for
+    instead: Mapping[str, "Command"] = dataclasses.field(default_factory=dict)  # by the flags that select them
+    passes_on: bool = False  # words after -- are for another program
 
     def __call__(self, argv: Sequence[str]) -> int:
         """Parses argv, runs the verb and returns its exit code, or prints the page. Raises BadInput as `parse` does."""
@@ -59,8 +59,7 @@ class Command:
             subverb, *words = [*default, *words]
             if subverb not in self.subverbs:
                 verb = self.work.__module__.rpartition(".")[2]
-                if subverb in self.moved:
-                    now = self.moved[subverb]
+                if now := getattr(self.flags, "moved", {}).get(subverb):
                     raise BadInput(f"jaxscale {verb} {subverb} has moved; run `{now}` in a checkout of jaxscale")
                 raise BadInput(f"jaxscale {verb} has no verb {subverb!r}; it has {', '.join(self.subverbs)}")
         arguments = parse(words, self.flags, self.subverbs.get(subverb))
@@ -72,28 +71,20 @@ class Command:
 
 
 def command(
-    flags: type,
-    more: str = "",
-    *,
-    settings: type | None = None,
-    without: type | None = None,
-    subverbs: Mapping[str, Collection[str]] = types.MappingProxyType({}),
-    alone: str = "",
-    instead: Mapping[str, Command] = types.MappingProxyType({}),
-    passes_on: bool = False,
-    moved: Mapping[str, str] = types.MappingProxyType({}),
+    flags: type, more: str = "", *, without: type | None = None, **how: Any
 ) -> Callable[[Callable[[Arguments], int | None]], Command]:
-    """Decorates a function of Arguments that returns an exit code (None: 0) to make the main(argv) of a verb.
+    """Decorates a function of Arguments that returns an exit code (None: 0) to make the Command of a verb.
 
-    The docstring of the function's module is its page. Args: more: appended to the page. settings: a dataclass whose
-    groups --help lists. without: flags that are not listed. subverbs: {first word: the fields of `flags` that may
-    follow it}. alone: the word that an empty command line stands for. instead: flags that select another command.
-    passes_on: words after -- are for another program.
+    The docstring of the function's module is its page, with a line for each flag after the examples.
+    Args: more: appended to the page. without: flags that the page describes. how: other fields of Command.
     """
 
     def decorate(work: Callable[[Arguments], int | None]) -> Command:
-        page = page_of(docstring(sys.modules[work.__module__]) + more, flags, without)
-        return Command(work, flags, page, settings, subverbs, alone, instead, passes_on, moved)
+        summary, *parts = (docstring(sys.modules[work.__module__]) + more).strip("\n").split("\n\n")
+        number = next((n for n, part in enumerate(parts) if not part.startswith(" ")), len(parts))
+        lines = flag_lines(flags, flags_of(without) if without else ())
+        page = "\n\n".join([summary, *parts[:number], *([lines] if lines else []), *parts[number:]]) + "\n"
+        return Command(work, flags, page, **how)
 
     return decorate
 
@@ -111,17 +102,6 @@ def docstring(owner: types.ModuleType | type) -> str:
     return ast.get_docstring(tree if owner is module else next(classes), clean=False) or ""
 
 
-def page_of(text: str, flags: type, without: type | None = None) -> str:
-    """Returns the page of a verb: its module's docstring, with a line for each flag after the examples.
-
-    without: flags that the text describes.
-    """
-    summary, *parts = text.strip("\n").split("\n\n")
-    number = next((n for n, part in enumerate(parts) if not part.startswith(" ")), len(parts))
-    lines = flag_lines(flags, flags_of(without) if without else ())
-    return "\n\n".join([summary, *parts[:number], *([lines] if lines else []), *parts[number:]]) + "\n"
-
-
 def flag_lines(flags: type, without: Collection[str] = ()) -> str:
     """Returns a line for each listed flag: its value or default, and its help."""
     lines, labels = [], []
@@ -135,23 +115,24 @@ def flag_lines(flags: type, without: Collection[str] = ()) -> str:
         if metadata["help"]:
             label, labels = " ".join(labels), []
             first = f"  {label:<{FLAG_WIDTH}}  "
-            lines += textwrap.wrap(
-                metadata["help"], DEFAULT_SIZE[0], initial_indent=first, subsequent_indent=" " * len(first),
-                break_long_words=False, break_on_hyphens=False,
-            )  # fmt: skip
+            lines += refill(metadata["help"], DEFAULT_SIZE[0], first, " " * len(first))
     return "\n".join(lines)
+
+
+def refill(text: str, width: int, first: str, hang: str) -> list[str]:
+    """Wraps the text between words: `first` begins the first line, `hang` all others."""
+    return textwrap.wrap(
+        text, width, initial_indent=first, subsequent_indent=hang, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def show_help(page: str, settings: type | None = None, topic: str = "") -> None:
     """Prints a verb's page and the groups of its settings; with a topic the settings of one group, or of 'all'."""
-    if settings is None:
-        put(fit_width(page))
-    elif topic == "all":
-        put(fit_width(f"{page}\nSettings:\n{describe_settings(settings)}"))
-    elif topic:
-        put(fit_width(describe_settings(settings, topic)))
-    else:
-        put(fit_width(f"{page}\nSettings:\n{list_groups(settings)}"))
+    if settings is not None and topic not in ("", "all"):
+        page = describe_settings(settings, topic)
+    elif settings is not None:
+        page += f"\nSettings:\n{describe_settings(settings) if topic else list_groups(settings)}"
+    put(fit_width(page))
 
 
 def list_groups(cls: type) -> str:
@@ -160,23 +141,16 @@ def list_groups(cls: type) -> str:
     for field in dataclasses.fields(cls):
         kind = hints[field.name]
         is_group = isinstance(kind, type) and dataclasses.is_dataclass(kind)
-        docs[field.name] = first_sentence(docstring(kind)) if is_group else ""
+        first_sentence = re.split(r"[.;:](?:\s|$)|\n", docstring(kind), maxsplit=1)[0] if is_group else ""
+        docs[field.name] = first_sentence
     groups = by_group(cls)
     width = max(map(len, groups))
     lines = [f"  {name.ljust(width)}  {len(groups[name]):3}  {SUMMARIES.get(name) or docs[name]}" for name in groups]
     return "\n".join([*lines, "", "--help GROUP lists the settings of one, --help all lists every setting."])
 
 
-def first_sentence(text: str) -> str:
-    """Returns the first sentence of a docstring, at most its first line."""
-    return re.split(r"[.;:](?:\s|$)|\n", text, maxsplit=1)[0]
-
-
 def describe_settings(cls: type, group: str = "") -> str:
-    """Describes the settings of `cls`, or of one group: type, default, help, and the model or kind that has it.
-
-    Raises BadInput for an unknown group.
-    """
+    """Describes the settings of `cls` or of a group: type, default, help, model kind. Raises BadInput for no group."""
     groups = by_group(cls)
     if group and group not in groups:
         close = difflib.get_close_matches(group, groups, n=1)
@@ -227,6 +201,4 @@ def wrap(lines: list[str], width: int) -> list[str]:
     words = " ".join([lines[0][len(first) :], *(line.strip() for line in lines[1:])])
     if flag and len(first) >= width // 2:
         first, words = " " * indent, f"{flag[1].strip()}  {words}"
-    return textwrap.wrap(
-        words, width, initial_indent=first, subsequent_indent=hang, break_long_words=False, break_on_hyphens=False
-    )
+    return refill(words, width, first, hang)

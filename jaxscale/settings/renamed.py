@@ -20,12 +20,11 @@ def with_current_names(values: Mapping[str, Any], table: Mapping[str, str]) -> M
     """Returns nested settings under their current names. If both names are there, the current one counts."""
     renamed = []
     for old, new in table.items():
-        parents = old.split(".")
-        found: Any = values
-        for name in parents:
+        names, found = old.split("."), values
+        for name in names:
             found = found.get(name) if isinstance(found, Mapping) else None
         if found is not None:
-            values = put_default(remove(values, parents), new.split("."), found)
+            values = put_default(remove(values, names), new.split("."), found)
             renamed.append(f"{old} is now {new}")
     if renamed:
         log_renamed(", ".join(renamed))

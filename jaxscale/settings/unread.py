@@ -23,11 +23,6 @@ class Leaf(NamedTuple):
     default: Any  # MISSING if the setting is required
     conditions: tuple[str, ...]
 
-    @property
-    def is_default(self) -> bool:
-        """True if the value is the default."""
-        return schema.to_dict(self.value) == schema.to_dict(self.default)
-
 
 def leaves(config: Any, path: str = "", conditions: tuple[str, ...] = ()) -> Iterator[Leaf]:
     """Yields every setting of the config, including those in lists and dicts of groups."""
@@ -49,10 +44,7 @@ def leaves(config: Any, path: str = "", conditions: tuple[str, ...] = ()) -> Ite
 
 
 def unread(config: Any) -> dict[str, tuple[Leaf, list[Clause]]]:
-    """Returns {name: (setting, unsatisfied clauses)} of the settings that are not read, whatever their values.
-
-    A clause on a setting that is itself not read is not satisfied.
-    """
+    """Returns {name: (setting, unsatisfied clauses)} of unread settings. A clause on an unread one is not satisfied."""
     known = {leaf.name: leaf for leaf in leaves(config)}
 
     @functools.cache
@@ -109,14 +101,11 @@ def refuse_unread(config: Any, given: Collection[str] = (), recorded: Callable[[
     refused = {
         name: (leaf, clauses)
         for name, (leaf, clauses) in unread(config).items()
-        if not leaf.is_default and (typed(name) or not switched(clauses))
+        if schema.to_dict(leaf.value) != schema.to_dict(leaf.default) and (typed(name) or not switched(clauses))
     }
     before = recorded() if refused else {}
-    refused = {
-        name: (leaf, clauses)
-        for name, (leaf, clauses) in refused.items()
-        if schema.look_up(before, name) != schema.to_dict(leaf.value)
-    }
+    is_recorded = lambda leaf: schema.look_up(before, leaf.name) == schema.to_dict(leaf.value)
+    refused = {name: found for name, found in refused.items() if not is_recorded(found[0])}
     if not refused:
         return
     values = {leaf.name: leaf.value for leaf in leaves(config)}

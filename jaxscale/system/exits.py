@@ -184,6 +184,11 @@ def verdict(error: BaseException) -> tuple[int, str | None]:
     return Exit.ERROR, None
 
 
+def first_line(error: BaseException) -> str:
+    """Returns 'TYPE: MESSAGE' of an error, the first line of its message only."""
+    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
+
+
 def print_stderr(line: str) -> None:
     """Prints a line to stderr, without secrets and control characters. Ignores write errors."""
     with contextlib.suppress(OSError):  # no reader, or a full disk

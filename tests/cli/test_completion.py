@@ -29,9 +29,9 @@ def scripts(tmp_path_factory):
     """{shell: file}, of the verbs as they are."""
     folder, verbs = tmp_path_factory.mktemp("completion"), completion.read_verbs()
     files = {}
-    for shell, make in completion.SHELLS.items():
+    for shell in ("bash", "zsh"):
         files[shell] = folder / f"jaxscale.{shell}"
-        files[shell].write_text(make(verbs))
+        files[shell].write_text(completion.script(shell, verbs))
     return files
 
 

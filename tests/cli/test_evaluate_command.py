@@ -45,7 +45,8 @@ def test_one_checkpoint_is_a_line_for_each_name(workdir, files, capsys):
     assert "perplexity" in lines["names"] and lines["names"].endswith("3 items")
     assert f"{workdir}/checkpoints/7: llama" in err and "ask: choice, 5 items" in err
     assert not (workdir / "evals.jsonl").exists()
-    assert [evaluate.counted(n, "left_out") for n in (1, 2)] == ["1 left out", "2 left out"]
+    evaluate.show_lines({"evals/wiki/loss": 1.0, "evals/wiki/documents": 1, "evals/wiki/left_out": 2})
+    assert capsys.readouterr().out == "wiki: loss 1; 1 document, 2 left out\n"
 
 
 def test_items_and_texts_that_are_damaged_are_counted_or_named(workdir, tmp_path, capsys):

@@ -20,7 +20,7 @@ SEVEN = f"--config={ROOT / 'configs' / '7b.py'}"
 
 
 def test_the_verb_uses_no_device():
-    assert cli.VERBS["plan"].set_up is cli.NO_DEVICES
+    assert "plan" in cli.NO_DEVICES
 
 
 def test_a_plan_is_printed_and_written(tmp_path, capsys):

@@ -15,8 +15,8 @@ import tiny
 from xla_flags import xla_flags
 
 from jaxscale import units
-from jaxscale.cli import compare_runs, rehearsal, rehearse
-from jaxscale.cli.rehearsal import NO, NOTE, OK, NoGo, Rehearsal, Report
+from jaxscale.cli import rehearse, two_runs
+from jaxscale.cli.rehearse import NO, NOTE, OK, NoGo, Rehearsal, RehearsalReport
 from jaxscale.cli.two_runs import comparable
 from jaxscale.runtime.checkpoint import write
 from jaxscale.runtime.checkpoint.config import CheckpointConfig
@@ -99,7 +99,7 @@ workdir = pathlib.Path(flags["workdir"])
 @pytest.fixture
 def report():
     told = []
-    return Report(told.append)
+    return RehearsalReport(told.append)
 
 
 def failing_row(report, phase, *arguments):
@@ -113,30 +113,30 @@ def failing_row(report, phase, *arguments):
 
 def test_a_training_that_is_refused_is_no_go_with_its_own_line(tmp_path, report):
     one = made(tmp_path, "print('error: model.vocab_size=7 is wrong'); sys.exit(2)")
-    what, seen = failing_row(report, rehearsal.run_straight, one, report)
+    what, seen = failing_row(report, rehearse.run_straight, one, report)
     assert what == "train" and seen.endswith("error: model.vocab_size=7 is wrong") and "exit 2" in seen
 
 
 def test_a_horizon_that_is_shorter_than_the_rehearsal_is_no_go(tmp_path, report):
-    what, seen = failing_row(report, rehearsal.run_straight, made(tmp_path), report)
+    what, seen = failing_row(report, rehearse.run_straight, made(tmp_path), report)
     assert what == "train" and "it ended at step 0" in seen and "train_tokens=20 steps is shorter" in seen
 
 
 def test_a_run_that_does_not_go_on_from_its_checkpoint_is_no_go(tmp_path, report):
     save = "os.makedirs(workdir / 'checkpoints' / '3' / 'state', exist_ok=True); print('step 1/40  loss 1', flush=True)"
     crash = "; os.environ.get('JAXSCALE_CRASH_AT') == 'step:7' and os.kill(os.getpid(), 9)"
-    what, seen = failing_row(report, rehearsal.run_killed, made(tmp_path, save + crash), report)
+    what, seen = failing_row(report, rehearse.run_killed, made(tmp_path, save + crash), report)
     assert what == "resume" and "did not resume from step 3" in seen
     assert report.rows[0][:2] == ("kill", OK) and "killed by SIGKILL after step 7" in report.rows[0][3]
 
 
 def test_a_kill_before_any_checkpoint_was_committed_is_no_go(tmp_path, report):
-    what, seen = failing_row(report, rehearsal.run_killed, made(tmp_path, "os.kill(os.getpid(), 9)"), report)
+    what, seen = failing_row(report, rehearse.run_killed, made(tmp_path, "os.kill(os.getpid(), 9)"), report)
     assert what == "kill" and "no checkpoint to resume from" in seen
 
 
 def test_a_run_that_is_not_killed_is_no_go(tmp_path, report):
-    what, seen = failing_row(report, rehearsal.run_killed, made(tmp_path, "print('done: 8 steps')"), report)
+    what, seen = failing_row(report, rehearse.run_killed, made(tmp_path, "print('done: 8 steps')"), report)
     assert what == "kill" and "but: exit 0, done: done: 8 steps" in seen
 
 
@@ -159,16 +159,16 @@ def test_one_other_bit_of_the_state_is_no_go(tmp_path, report):
     one = made(tmp_path)
     write_run(one.folder / "straight")
     write_run(one.folder / "killed", changed=["w"])
-    what, seen = failing_row(report, rehearsal.compare_runs, one, report, {})
+    what, seen = failing_row(report, rehearse.compare_runs, one, report, {})
     assert what == "compare" and "params/w: 4 of 12 numbers differ" in seen
 
 
 def test_a_state_is_compared_in_parts_that_fit(tmp_path, monkeypatch):
     for name in ("one", "other"):
         write_run(tmp_path / name)
-    monkeypatch.setattr(compare_runs, "READ_BYTES", 1)
-    assert list(compare_runs.batches(["a", "b", "c"], dict(a=1, b=9, c=1))) == [["a"], ["b"], ["c"]]
-    assert compare_runs.compare(tmp_path / "one", tmp_path / "other", 8).exact
+    monkeypatch.setattr(two_runs, "READ_BYTES", 1)
+    assert list(two_runs.batches(["a", "b", "c"], dict(a=1, b=9, c=1))) == [["a"], ["b"], ["c"]]
+    assert two_runs.compare(tmp_path / "one", tmp_path / "other", 8).passes
 
 
 def test_too_little_room_for_what_is_kept_is_no_go(tmp_path, report, monkeypatch):
@@ -177,19 +177,19 @@ def test_too_little_room_for_what_is_kept_is_no_go(tmp_path, report, monkeypatch
     size = 15 * 4
     for free in (4 * size * MARGIN, 4 * size, None):  # keep_last=3 and 2, and the rehearsal's own is there
         monkeypatch.setattr(shutil, "disk_usage", lambda folder, free=free: types.SimpleNamespace(free=free))
-        rehearsal.check_space(one, report, free and int(free))
+        rehearse.check_space(one, report, free and int(free))
     assert [mark for _, mark, _, _ in report.rows] == [OK, NO, NOTE]  # None: a bucket
     assert f"4 checkpoints of {units.size(size)} need {units.size(4 * size * MARGIN)}" in report.rows[1][3]
     shutil.copytree(one.folder / "straight" / "checkpoints", tmp_path / "run" / "checkpoints")
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: types.SimpleNamespace(free=3 * size * MARGIN))
-    rehearsal.check_space(one, report, 3 * size)  # one of those that will be kept is there already
+    rehearse.check_space(one, report, 3 * size)  # one of those that will be kept is there already
     assert report.rows[-1][1] == OK
     assert "has 198 B free" in write.check_before_run(tmp_path / "run" / "checkpoints", size, 3, [1])  # training's
 
 
 def test_a_storage_that_cannot_be_written_is_no_go(tmp_path, report):
     (tmp_path / "run").write_text("a file")
-    what, seen = failing_row(report, rehearsal.try_storage, made(tmp_path), report)
+    what, seen = failing_row(report, rehearse.try_storage, made(tmp_path), report)
     assert what == "storage" and str(tmp_path) in seen
 
 

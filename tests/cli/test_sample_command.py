@@ -15,7 +15,7 @@ import pytest
 import verbs
 
 from jaxscale.api.writing import SampleOptions
-from jaxscale.cli import sample, sample_chat
+from jaxscale.cli import sample
 from jaxscale.runtime.sampling.generator import Timing
 from jaxscale.runtime.sampling.text_stream import GeneratedText
 from jaxscale.runtime.text.chat.template import load_template
@@ -66,7 +66,7 @@ def test_prompts_of_a_file_are_written_in_batches_of_several_samples_on_a_mesh(w
 
 def test_the_speed_is_of_tokens_that_are_in_a_text_and_of_no_prompt():
     said = []
-    writer = sample_chat.TextWriter(None, SampleOptions(), said.append)
+    writer = sample.TextWriter(None, SampleOptions(), said.append)
     timing = Timing(9.0, 0.5, prompt_tokens=20, decode_seconds=2.0, decoded_tokens=70)
     writer.log_speed(timing, [GeneratedText(tokens=31), GeneratedText(tokens=11), GeneratedText(tokens=0)])
     writer.log_speed(timing, [GeneratedText(tokens=1)])

@@ -158,7 +158,7 @@ def test_a_crash_loop_ends_with_the_reason_and_the_last_good_step_stays(tmp_path
 
 
 def test_pauses_grow_while_starts_end_quickly_and_never_beyond_the_longest():
-    policy = supervise.Policy(backoff_seconds=5, max_backoff_seconds=60)
+    policy = supervise.SuperviseFlags(backoff_seconds=5, max_backoff_seconds=60)
     assert [policy.pause(n, 0.0) for n in (0, 1, 2, 3, 4, 5, 99)] == [5, 5, 10, 20, 40, 60, 60]
     assert policy.pause(3, 0.99) == pytest.approx(20 * 0.505)
 

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxscale import schema
 from jaxscale.cli import verify_parity as vp
 from jaxscale.cli.attempt import COLLECTIVE_TIMEOUT, simulated_devices_env
-from jaxscale.cli.parity_layouts import ParallelLayout, expert_layouts, tensor_layout
+from jaxscale.cli.verify_parity import ParallelLayout, expert_layouts, tensor_layout
 from jaxscale.config import RunConfig
 from jaxscale.core.config import PipelineConfig
 from jaxscale.tools.qualify.timing import CompileLog
@@ -80,7 +80,7 @@ PROOFS = [
 def test_losses_and_gradients_do_not_depend_on_the_layout(model, layouts):
     told = []
     found = vp.verify(config(model), [ONE, *layouts], told.append)
-    assert found.agrees, "\n".join(told)
+    assert found.passes, "\n".join(told)
     first, last = found.reference.losses[[0, -1]]
     assert last < 0.98 * first  # the steps did something
     possible = [row for row in found.rows if not row.unsupported]
@@ -103,13 +103,13 @@ def test_the_gradient_that_is_compared_is_the_one_that_moves_the_parameters():
 
 def made_trace(seed):
     rng = np.random.default_rng(seed)
-    return vp.Trace(rng.uniform(3, 5, 5), [[rng.normal(size=(4, 3)), rng.normal(size=7)] for _ in range(5)], 1, [])
+    return vp.LayoutRun(rng.uniform(3, 5, 5), [[rng.normal(size=(4, 3)), rng.normal(size=7)] for _ in range(5)], 1, [])
 
 
 def test_other_numbers_do_not_agree():
     row = vp.compare(made_trace(0), made_trace(1), ONE)
     assert not row.agrees and row.loss > 1e-3 and row.gradient > 0.1 and "BEYOND" in row.line()
-    assert not vp.Parity(made_trace(0), [row]).agrees
+    assert not vp.Parity(made_trace(0), [row]).passes
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxscale.cli import compare_runs, rehearse, verify, verify_resume
+from jaxscale.cli import rehearse, two_runs, verify
 from jaxscale.cli.two_runs import TwoRuns
 from jaxscale.runtime.checkpoint.config import CheckpointConfig
 from jaxscale.runtime.checkpoint.manager import Checkpoints
@@ -99,12 +99,12 @@ def change_line(folder, number, **values):
 def test_the_same_is_exact_whatever_the_clock_said(finished, tmp_path):
     other = write_run(tmp_path / "other")
     change_line(other, 3, step_seconds=99.0, **dict.fromkeys(HostLoad().metrics(), 0.5))
-    found = compare_runs.compare(finished, other, STEPS)
-    assert found.exact and found.lines()[-1] == "resume: exact"
+    found = two_runs.compare(finished, other, STEPS)
+    assert found.passes and found.lines()[-1] == "resume: exact"
 
 
 def test_another_run_is_not_exact(finished, tmp_path):
-    found = compare_runs.compare(finished, write_run(tmp_path / "other", seed=1), STEPS)
+    found = two_runs.compare(finished, write_run(tmp_path / "other", seed=1), STEPS)
     differing = {what for what, _, count in found.rows if count != "0"}
     assert differing == {"state: params", "state: key", "data position", "resolved config", "token ids", "metrics"}
     assert f"resume: NOT exact, {len(found.differences)} differences" in found.lines()
@@ -113,34 +113,34 @@ def test_another_run_is_not_exact(finished, tmp_path):
 @pytest.mark.parametrize("name", ["params/w", "params/b", "key", "step"])
 def test_one_flipped_bit_of_the_state_is_found(finished, tmp_path, name):
     other = write_run(tmp_path / "other")
-    checkpoints = compare_runs.checkpoints_of(other)
+    checkpoints = two_runs.checkpoints_of(other)
     record = checkpoints.read_record(STEPS)
-    state, run = compare_runs.read_leaves(checkpoints, STEPS, record["leaves"], list(record["leaves"])), record["run"]
+    state, run = two_runs.read_leaves(checkpoints, STEPS, record["leaves"], list(record["leaves"])), record["run"]
     leaf = state[name].copy()
     state[name] = np.frombuffer(bytes([leaf.tobytes()[0] ^ 1]) + leaf.tobytes()[1:], leaf.dtype).reshape(leaf.shape)
     shutil.rmtree(other / "checkpoints" / str(STEPS))
     write_checkpoint(other, nest(state), run)
-    (line,) = compare_runs.compare(finished, other, STEPS).differences
+    (line,) = two_runs.compare(finished, other, STEPS).differences
     assert line.startswith(f"state: {name.split('/')[0]}: {name}: 1 of ")
 
 
 def test_a_zero_of_the_other_sign_is_a_difference():
-    assert "0 of 1 numbers differ" in compare_runs.leaf_difference("w", np.zeros(1), -np.zeros(1))
+    assert "0 of 1 numbers differ" in two_runs.leaf_difference("w", np.zeros(1), -np.zeros(1))
 
 
 @pytest.mark.parametrize(("name", "what"), [("tokens_hash", "token ids"), ("loss", "metrics")])
 def test_one_changed_step_of_the_metrics_is_found(finished, tmp_path, name, what):
     other = write_run(tmp_path / "other")
     change_line(other, 5, **{name: "another"})
-    found = compare_runs.compare(finished, other, STEPS)
+    found = two_runs.compare(finished, other, STEPS)
     assert [line for line in found.differences if line.startswith(f"{what}: step 5: {name} is ")]
 
 
 def test_what_was_done_before_a_kill_is_compared_too(finished):
-    early = compare_runs.read_metrics(finished)
-    assert compare_runs.compare(finished, finished, STEPS, [early]).exact
+    early = two_runs.read_metrics(finished)
+    assert two_runs.compare(finished, finished, STEPS, [early]).passes
     changed = {3: early[3] | {"loss": 0.0}}
-    (line,) = compare_runs.compare(finished, finished, STEPS, [early, changed]).differences
+    (line,) = two_runs.compare(finished, finished, STEPS, [early, changed]).differences
     assert line.startswith("metrics before a kill: step 3: loss is ")
 
 
@@ -148,7 +148,7 @@ def test_a_missing_step_is_not_exact(finished, tmp_path):
     other = write_run(tmp_path / "other")
     lines = (other / "metrics.jsonl").read_text().splitlines()
     (other / "metrics.jsonl").write_text("\n".join(lines[:-1]))
-    assert "token ids: step 12 is missing" in str(compare_runs.compare(finished, other, STEPS).differences)
+    assert "token ids: step 12 is missing" in str(two_runs.compare(finished, other, STEPS).differences)
 
 
 def test_a_run_that_ends_by_itself_says_why(tmp_path):
@@ -177,7 +177,7 @@ def test_the_runs_of_a_proof_take_each_config_that_training_takes(tmp_path, give
     flags = [f"--config.{one}" for one in GIVEN[given].split()]
     words = ["--config=configs/quickstart.py", f"--workdir={tmp_path / 'w'}", *flags]
     _, wanted = verify.prepared(parse(words, verify.VerifyFlags), copies=1)
-    wanted = verify_resume.settings(wanted, STEPS, 1)
+    wanted = verify.resume_settings(wanted, STEPS, 1)
     rehearsed = rehearse.plan_rehearsal(parse(words, rehearse.RehearseFlags)).trained
     for cfg in (wanted, rehearsed):
         shared = dict(folder=tmp_path, logs=tmp_path, steps=STEPS, env={}, kills={}, say=print)
@@ -189,7 +189,7 @@ def test_the_runs_of_a_proof_take_each_config_that_training_takes(tmp_path, give
 
 def test_a_folder_that_holds_something_is_refused(finished):
     with pytest.raises(ValueError, match="is not empty"):
-        verify_resume.new_folder(str(finished))
+        verify.new_folder(str(finished))
 
 
 @pytest.mark.parametrize("given", [False, True])
@@ -201,5 +201,5 @@ def test_ctrl_c_removes_a_temporary_folder_and_no_other(tmp_path, monkeypatch, g
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     workdir = str(tmp_path / "given") if given else None
     with pytest.raises(KeyboardInterrupt):
-        verify_resume.verify(tiny.config(), STEPS, 1, workdir, say=lambda text: None)
+        verify.verify_resume(tiny.config(), STEPS, 1, workdir, say=lambda text: None)
     assert [path.name for path in tmp_path.iterdir()] == (["given"] if given else [])

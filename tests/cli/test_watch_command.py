@@ -16,7 +16,7 @@ import time
 import pytest
 
 from jaxscale.cli import watch
-from jaxscale.cli.watch_frame import columns_of, cut, event_lines, frame, sparkline
+from jaxscale.cli.watch import columns_of, cut, event_lines, frame, sparkline
 from jaxscale.runtime.monitor.goodput import iso_time
 from jaxscale.runtime.monitor.history import History
 from jaxscale.runtime.monitor.records import Follower

@@ -38,7 +38,7 @@ def check(words: list[str]) -> None:
     elif program == "jaxscale":
         check_verb(rest)
     elif words[:2] == ["python", "-m"] and words[2].startswith("jaxscale"):
-        modules = {about.module: verb for verb, about in cli.VERBS.items()}
+        modules = {cli.module_of(verb): verb for verb in cli.VERBS}
         if words[2] not in modules:
             raise ValueError(f"{words[2]} is no verb's module")
         check_verb([modules[words[2]], *words[3:]])
@@ -70,7 +70,7 @@ def check_verb(words: list[str]) -> None:
         flags = flags[:cut]
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
-        code = importlib.import_module(cli.VERBS[verb].module).main([*flags, "--help"])
+        code = cli.command_of(verb)([*flags, "--help"])
     if code or not said.getvalue():
         raise ValueError(
             f"jaxscale {verb} {' '.join(flags)} --help ends with {code} and {len(said.getvalue())} characters"

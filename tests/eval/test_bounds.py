@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from jaxscale.runtime.eval import bits_per_byte as text
-from jaxscale.runtime.eval import choice, items
+from jaxscale.runtime.eval import items, named
 from jaxscale.runtime.eval.bits_per_byte import EvalReading, TextSet
-from jaxscale.runtime.eval.choice import encode_items
 from jaxscale.runtime.eval.items import read_items
+from jaxscale.runtime.eval.named import encode_items
 from jaxscale.runtime.text.config import ReadConfig
 from jaxscale.runtime.text.sources import records
 from jaxscale.runtime.text.sources.files import SourceFile
@@ -94,7 +94,7 @@ def test_what_items_hold_in_memory_is_bounded_and_what_is_cut_is_given_back(tmp_
     reading = EvalReading.of(ByteTokenizer(), 10)
     found = encode_items("cloze", read_items([path], "cloze"), reading)
     assert found.cut == 3 and all(span.ids.base is None or span.ids.base.nbytes < 100 for span in found.spans)
-    monkeypatch.setattr(choice, "MAX_IDS", 25)
+    monkeypatch.setattr(named, "MAX_IDS", 25)
     with pytest.raises(BadInput, match="x.jsonl:3: the items up to it have more than 25 tokens"):
         encode_items("cloze", read_items([path], "cloze"), reading)
 

@@ -13,8 +13,8 @@ import pytest
 from pyarrow import parquet
 
 from jaxscale.runtime.eval.bits_per_byte import EvalReading
-from jaxscale.runtime.eval.choice import choice_metrics, cloze_metrics, encode_items, encode_pair, move_space, span_of
 from jaxscale.runtime.eval.items import EvalItem, SkippedItems, check_item_files, read_items
+from jaxscale.runtime.eval.named import choice_metrics, cloze_metrics, encode_items, encode_pair, move_space, span_of
 from jaxscale.runtime.eval.scorer import Scores
 from jaxscale.runtime.text.tokenizer.load import load_tokenizer
 from jaxscale.system.exits import BadInput

@@ -11,7 +11,6 @@ from no_packages import no_distribution
 from jaxscale.api.inference import make_generator, open_model
 from jaxscale.cli import evaluate
 from jaxscale.runtime.eval.bits_per_byte import EvalReading
-from jaxscale.runtime.eval.choice import encode_pair
 from jaxscale.runtime.eval.lm_eval_adapter import (
     Served,
     WriteSettings,
@@ -21,6 +20,7 @@ from jaxscale.runtime.eval.lm_eval_adapter import (
     rolling_log_likelihoods,
     write_settings,
 )
+from jaxscale.runtime.eval.named import encode_pair
 from jaxscale.runtime.eval.scorer import Scorer, TokenSpan
 from jaxscale.runtime.sampling.config import GREEDY, Sampling
 from jaxscale.runtime.text.chat.spans import open_prompts

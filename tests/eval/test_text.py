@@ -10,11 +10,19 @@ from token_losses import make_token_losses
 
 from jaxscale.api.inference import open_model
 from jaxscale.core.batch import Batch
-from jaxscale.runtime.eval.bits_per_byte import DocumentSums, EvalReading, document_spans, summarise_text, text_windows
+from jaxscale.runtime.eval.bits_per_byte import (
+    DocumentSums,
+    EvalReading,
+    document_spans,
+    exp_error,
+    mean_error,
+    ratio_error,
+    summarise_text,
+    text_windows,
+)
 from jaxscale.runtime.eval.config import TextEval
 from jaxscale.runtime.eval.named import open_evaluators
 from jaxscale.runtime.eval.scorer import Scorer
-from jaxscale.runtime.eval.uncertainty import exp_error, mean_error, ratio_error
 from jaxscale.runtime.text.tokenizer.load import load_tokenizer
 from jaxscale.system.exits import BadInput
 

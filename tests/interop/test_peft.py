@@ -70,7 +70,7 @@ def losses(path, rows):
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     plan = resolve_plan(cfg, mesh, ParallelSettings(config["rules"]))
     sharded = shard_model(cfg, plan, schema.convert(config["lora"], LoraConfig, "lora"))
-    params = restore_params(source.checkpoints, source.step, source.record["leaves"], sharded, "params", "")
+    params = restore_params(source, sharded, "params", "")
     model = LoadedModel(cfg, 16, params, mesh, None, 0, "", {}, sharded, None)
     tokens = np.asarray(rows, np.int32)
     places = np.broadcast_to(np.arange(tokens.shape[1] - 1, dtype=np.int32), tokens[:, 1:].shape)

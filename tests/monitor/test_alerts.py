@@ -10,11 +10,22 @@ import types
 
 import pytest
 
-from jaxscale.runtime.monitor.alerts import Alerts, Diagnosis, finding_to_json, format_line, format_message, read_facts
+from jaxscale.runtime.monitor.alerts import (
+    MAX_PENDING,
+    MAX_WAIT,
+    VARIABLE,
+    Diagnosis,
+    Webhook,
+    finding_to_json,
+    format_line,
+    format_message,
+    read_facts,
+    retry_after,
+    webhook_url,
+)
 from jaxscale.runtime.monitor.config import HealthConfig, MonitorConfig
 from jaxscale.runtime.monitor.events import Events, read_events
 from jaxscale.runtime.monitor.health import Cause, Finding, RunFacts
-from jaxscale.runtime.monitor.webhook import MAX_PENDING, MAX_WAIT, VARIABLE, Webhook, retry_after, webhook_url
 from jaxscale.runtime.monitor.writers import Writer
 from jaxscale.system import redact
 
@@ -57,9 +68,16 @@ def chat(answer):
         thread.join()
 
 
+def made_diagnosis(note, say, workdir="RUN", url=None):
+    diagnosis = Diagnosis(HealthConfig(), RunFacts(workdir=workdir), note)
+    diagnosis.url = url
+    diagnosis.replay([], say)
+    return diagnosis
+
+
 def test_the_console_has_one_line_and_the_event_all_facts(tmp_path):
     said, events = [], Events(tmp_path, primary=True)
-    alerts = Alerts(events.note, said.append)
+    alerts = made_diagnosis(events.note, said.append)
     alerts.report(SPIKE)
     alerts.report(OVER)
     events.close()
@@ -77,7 +95,7 @@ def test_the_console_has_one_line_and_the_event_all_facts(tmp_path):
 
 def test_a_chat_gets_the_message_as_text_without_markup():
     with chat(lambda number, handler: (200, {})) as (url, received):
-        alerts = Alerts(lambda *args, **facts: None, lambda text: None, run="runs/<a>&b", url=url)
+        alerts = made_diagnosis(lambda *args, **facts: None, lambda text: None, "runs/<a>&b", url)
         alerts.report(SPIKE)
         alerts.close()
     ((path, body, _),) = received
@@ -128,7 +146,7 @@ def test_what_is_refused_is_not_tried_again_and_one_that_always_fails_not_for_ev
 def test_an_address_that_fails_is_complained_of_once_and_again_when_it_fails_after_it_was_well():
     statuses, said = [404, 404, 404, 200, 404], []
     with chat(lambda number, handler: (statuses[number - 1], {})) as (url, received):
-        alerts = Alerts(lambda *args, **facts: None, said.append, url=url)
+        alerts = made_diagnosis(lambda *args, **facts: None, said.append, url=url)
         for number in range(len(statuses)):
             alerts.report(SPIKE)
             with alerts.webhook.changed:

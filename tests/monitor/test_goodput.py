@@ -220,7 +220,7 @@ def test_a_rewind_and_a_kill_leave_no_second_out(tmp_path):
         ledger = TimeLedger(age_seconds=2.0, clock=clock, wall_clock=clock)
         facts = ledger.start_facts(tmp_path)
         if step:
-            open_records(metrics, step, clock)  # as the writer does, before it is noted
+            open_records(metrics, step)  # as the writer does, before it is noted
         events.append(event("resumed" if step else "started", clock.now, step, **facts))
         return ledger, Watchdog(None, HangConfig(), observers=(ledger,)).phase
 

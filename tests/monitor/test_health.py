@@ -11,10 +11,7 @@ from jaxscale import schema
 from jaxscale.runtime.monitor.alerts import finding_to_json, format_message
 from jaxscale.runtime.monitor.config import RULES, HealthConfig
 from jaxscale.runtime.monitor.health import ALL, Health, RunFacts, facts_from_config
-from jaxscale.runtime.monitor.health.course_rules import interpolate_band
-from jaxscale.runtime.monitor.health.explanations import EXPLANATIONS
-from jaxscale.runtime.monitor.health.finding import is_harmless, parse_forecast
-from jaxscale.runtime.monitor.health.robust import Baseline, BlockMeans, median, slope
+from jaxscale.runtime.monitor.health.rule import Baseline, BlockMeans, is_harmless, median, parse_forecast, slope
 from jaxscale.system.exits import BadInput
 
 FACTS = RunFacts(workdir="runs/a", total_steps=10_000, warmup_steps=100, decay="constant", clip_norm=1.0, branched=True)
@@ -34,15 +31,14 @@ def said(records, facts=FACTS, events=(), **settings):
 
 
 def test_every_rule_has_words_and_a_name_by_which_it_is_switched_off():
-    assert {rule.kind for rule in ALL} == set(RULES) == set(EXPLANATIONS)
-    for words in EXPLANATIONS.values():
-        assert words.causes and words.advice and words.sources
+    assert {rule.kind for rule in ALL} == set(RULES)
+    for rule in ALL:
+        assert rule.causes and rule.advice and rule.sources
 
 
-@pytest.mark.parametrize("kind", RULES)
-def test_advice_and_sources_of_every_rule_are_tuples_of_whole_texts(kind):
-    words = EXPLANATIONS[kind]
-    for texts in (words.advice, words.sources):
+@pytest.mark.parametrize("rule", ALL, ids=RULES)
+def test_advice_and_sources_of_every_rule_are_tuples_of_whole_texts(rule):
+    for texts in (rule.advice, rule.sources):
         assert isinstance(texts, tuple) and all(len(text) > 1 for text in texts)
 
 
@@ -468,8 +464,3 @@ def test_the_statistics_are_what_they_are_called():
         blocks.add(step, float(step))
     assert len(blocks.done) <= 8 and all(x == pytest.approx(y) for x, y in blocks.done)
     assert [x for x, _ in blocks.done] == sorted(x for x, _ in blocks.done)
-
-
-def test_between_two_points_the_band_lies_on_straight_lines():
-    band = ((10.0, 1.0, 2.0), (20.0, 3.0, 6.0), (40.0, 3.0, 6.0))
-    assert [interpolate_band(band, tokens) for tokens in (10, 15, 20, 40)] == [(1, 2), (2, 4), (3, 6), (3, 6)]

@@ -95,7 +95,7 @@ def state_of(health):
             return {name: told(inner) for name, inner in (value if isinstance(value, dict) else vars(value)).items()}
         return repr(value)
 
-    return [told(rule) for rule in health.rules] + [told(health.losses), told(health.history), health.active]
+    return [told(rule) for rule in health.rules] + [told(health.losses), told(health.recent), health.active]
 
 
 def later_findings(records, number, facts):

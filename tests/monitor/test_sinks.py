@@ -68,14 +68,14 @@ def test_a_run_keeps_its_id_and_counts_attempts_also_where_it_begins_again_witho
         opened(tmp_path, made).close()
     begins = [service.service_run for service in made]
     assert len({begin.id for begin in begins}) == 1 and [begin.attempt for begin in begins] == [1, 2, 3, 4]
-    assert begins[0].config == {"config": {"seed": 3}}
+    assert begins[0].settings == {"seed": 3, "attempts": 1}
     assert (tmp_path / "writers").stat().st_mode & 0o777 == 0o700
 
 
 def test_secrets_do_not_reach_a_service(tmp_path, monkeypatch):
     monkeypatch.setenv("SOME_API_KEY", "correcthorsebattery")
     (tmp_path / "config.json").write_text(json.dumps({"config": {"data": {"files": "x?key=correcthorsebattery"}}}))
-    assert "correcthorse" not in json.dumps(ServiceRun(tmp_path, "test").config)
+    assert "correcthorse" not in json.dumps(ServiceRun(tmp_path, "test").settings)
 
 
 def test_a_service_that_stands_still_keeps_nobody_waiting(tmp_path):

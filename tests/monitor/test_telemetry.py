@@ -7,8 +7,8 @@ import types
 
 import pytest
 
-from jaxscale.runtime.monitor import telemetry
-from jaxscale.runtime.monitor.telemetry import (
+from jaxscale.runtime.monitor import machine
+from jaxscale.runtime.monitor.machine import (
     Telemetry,
     combine_devices,
     make_reader,
@@ -39,7 +39,7 @@ def program(tmp_path, monkeypatch):
 
 
 def test_the_programs_answer_becomes_means_and_the_hottest(program):
-    program(f"import sys\nassert sys.argv[1:] == {list(telemetry.QUERY[1:])!r}, sys.argv\nprint({TWO!r}, end='')")
+    program(f"import sys\nassert sys.argv[1:] == {list(machine.QUERY[1:])!r}, sys.argv\nprint({TWO!r}, end='')")
     read = make_reader("gpu")
     expected = {"device/utilisation": 0.94, "device/power_watts": 600.0, "device/temperature_c": 66.0}
     assert read() == pytest.approx(expected)
@@ -85,7 +85,7 @@ def watched(read, seconds, **settings):
     ids=["hangs", "rubbish", "fails", "binary"],
 )
 def test_a_program_that_goes_wrong_is_told_once_and_asked_no_more(program, monkeypatch, code, told):
-    monkeypatch.setattr(telemetry, "TIMEOUT_SECONDS", 0.3)
+    monkeypatch.setattr(machine, "TIMEOUT_SECONDS", 0.3)
     program(code)
     (line,), metrics = watched(make_reader("gpu"), 20)
     assert told in line and "training continues without it" in line and metrics == {}

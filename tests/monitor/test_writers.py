@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 
+from jaxscale.runtime.monitor import sinks
 from jaxscale.runtime.monitor.config import MonitorConfig
 from jaxscale.runtime.monitor.writers import Writer, json_record
 
@@ -130,14 +131,14 @@ def test_tensorboard_gets_the_numbers_and_hides_the_steps_run_again(tmp_path):
 
 
 @pytest.mark.fault("F4")
-def test_a_full_disk_is_said_once_and_every_record_is_there_when_it_has_room_again(tmp_path):
+def test_a_full_disk_is_said_once_and_every_record_is_there_when_it_has_room_again(tmp_path, monkeypatch):
     stream = io.StringIO()
     writer = Writer(tmp_path, MonitorConfig(progress="off"), 100, stream=stream)
     writer.write(1, {"loss": 1.0})
     writer.tensorboard.file.records.flush()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "metrics.jsonl").stat().st_size + 9, hard))
-    writer.tensorboard.clock = writer.tensorboard.file.clock = lambda: 2e9  # every write is also a flush
+    monkeypatch.setattr(sinks, "FLUSH_SECONDS", 0.0)  # every write is also a flush
     try:
         for step in range(2, 6):
             writer.write(step, {"loss": 1.0})

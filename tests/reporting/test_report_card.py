@@ -6,7 +6,7 @@ import re
 import markdown_it
 import pytest
 
-from jaxscale.runtime.monitor.history import History, Sample
+from jaxscale.runtime.monitor.history import History, TextSample
 from jaxscale.tools.reporting.card import make_card, table
 
 READER = markdown_it.MarkdownIt().enable("table")
@@ -32,7 +32,7 @@ BASE = History(
             "evals/held/loss": 2.0,
         },
     ),
-    samples=(Sample(20, "def f():\n    return | 1\n```\n# no heading"),),
+    samples=(TextSample(20, "def f():\n    return | 1\n```\n# no heading"),),
 )
 CHAT = dataclasses.replace(BASE, workdir="runs/chat", evals=({"step": 20, "evals/questions/acc": 0.5},), samples=())
 
@@ -72,7 +72,7 @@ def test_nothing_that_a_run_wrote_is_obeyed():
             "devices": {"kind": hostile, "number": 8},
         },
         evals=({"step": 1, f"evals/{hostile.splitlines()[0]}/acc": 0.5},),
-        samples=(Sample(1, f"{hostile}\n</pre>\n```\n"),),
+        samples=(TextSample(1, f"{hostile}\n</pre>\n```\n"),),
     )
     card = make_card([run], now=NOW)
     assert card.replace("\n", "").isprintable()

@@ -7,9 +7,9 @@ import re
 import pytest
 from headless import BROWSER, Browser
 
-from jaxscale.cli.watch_frame import frame
-from jaxscale.runtime.monitor.expert_counts import read_expert_counts
+from jaxscale.cli.watch import frame
 from jaxscale.runtime.monitor.history import read_history
+from jaxscale.runtime.monitor.run_files import read_expert_counts
 from jaxscale.tools.reporting.page import make_page
 
 NAMES = ("experts_busiest", "experts_effective", "experts_idle", "router_entropy", "router_bias_to_scores",

@@ -6,8 +6,7 @@ import threading
 
 import pytest
 
-from jaxscale.runtime.sampling.chat_page import SCRIPT, chat_page
-from jaxscale.runtime.sampling.chat_server import ChatHandler, check_messages, csp_source, open_chat
+from jaxscale.runtime.sampling.chat_server import SCRIPT, ChatHandler, chat_page, check_messages, csp_source, open_chat
 from jaxscale.runtime.sampling.text_stream import GeneratedText
 from jaxscale.system.exits import BadInput
 

@@ -152,7 +152,7 @@ def test_a_run_that_goes_on_knows_what_happened_before(changed, tmp_path):
     cfg = schema.from_dict(RunConfig, json.loads((changed / "config.json").read_text())["config"])
     longer = dataclasses.replace(cfg, train_tokens="70 steps", optim=cfg.optim)
     run = opened(longer, tmp_path / "run", allow_change=("train_tokens",))
-    told = [(event["event"], event["step"]) for event in run.writer.diagnosis.health.history.events]
+    told = [(event["event"], event["step"]) for event in run.writer.diagnosis.health.recent.events]
     run.writer.close()
     assert ("hang", 58) in told and ("hang", 70) not in told
 

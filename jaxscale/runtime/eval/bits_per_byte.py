@@ -1,4 +1,4 @@
-"""Perplexity and bits per byte of text by source, with every token counted once.
+"""Perplexity and bits per byte of text by source, and perplexity of token ids, with every token counted once.
 
 A document is read in windows of `context` tokens that advance by `stride`: in the first window every token is scored,
 in later ones the `stride` newest, so that each of these has at least context - stride tokens before it. stride =
@@ -11,15 +11,17 @@ import hashlib
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 
+from jaxscale.runtime.data.checks import check_data, corpus_files
+from jaxscale.runtime.data.config import DataConfig
+from jaxscale.runtime.data.remote import map_ids
+from jaxscale.runtime.data.token_files import open_tokens
 from jaxscale.runtime.eval.scorer import Scorer, TokenSpan, row_length
-from jaxscale.runtime.eval.uncertainty import exp_error, ratio_error
 from jaxscale.runtime.text.config import Globs, ReadConfig
-from jaxscale.runtime.text.document import Document
 from jaxscale.runtime.text.sources.files import SourceFile, list_files, text_problem
 from jaxscale.runtime.text.sources.read import read_file
 from jaxscale.runtime.text.tokenizer.base import Tokenizer
@@ -27,6 +29,36 @@ from jaxscale.system.exits import BadInput
 
 MAX_TOKENS = 1 << 28  # of one source: a gigabyte
 TOKENS_AT_ONCE = 1 << 21  # of a block of documents; a longer document is a block
+Numbers: TypeAlias = Sequence[float] | np.ndarray
+
+
+def mean_error(values: Numbers) -> tuple[float, float | None]:
+    """Returns (mean, standard error: the sample's deviation, with n - 1, over sqrt(n))."""
+    array = np.asarray(values, np.float64)
+    if len(array) < 2:
+        return float(array.mean()), None
+    return float(array.mean()), float(array.std(ddof=1) / math.sqrt(len(array)))
+
+
+def ratio_error(above: Numbers, below: Numbers) -> tuple[float, float | None]:
+    """Returns (sum of `above` / sum of `below`, the standard error of that ratio).
+
+    Items are drawn, and each has both numbers, as a document has nats and bytes: the error is of first order in the
+    deviations above - ratio * below (Cochran 1977, Sampling Techniques, chapter 6).
+    """
+    numerators, denominators = np.asarray(above, np.float64), np.asarray(below, np.float64)
+    ratio = float(numerators.sum() / denominators.sum())
+    if len(numerators) < 2:
+        return ratio, None
+    deviations = numerators - ratio * denominators
+    n = len(numerators)
+    return ratio, float(math.sqrt(n / (n - 1) * np.square(deviations).sum()) / denominators.sum())
+
+
+def exp_error(mean: float, error: float | None) -> tuple[float, float | None]:
+    """Returns (exp of a mean, its standard error to first order): a perplexity."""
+    value = math.inf if mean > 700 else math.exp(mean)
+    return value, None if error is None or not math.isfinite(value) else value * error
 
 
 class EvalReading(NamedTuple):
@@ -56,8 +88,7 @@ class DocumentSums(NamedTuple):
 
 
 def text_windows(num_ids: int, num_start: int, context: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """Yields (begin, first, end) of windows over ids [0, num_ids): a window reads [begin, end - 1) and scores [first,
-    end). The ids before num_start are never scored, all others once."""
+    """Yields (begin, first, end): windows read ids [begin, end - 1) and score [first, end), all from num_start once."""
     first = num_start
     while first < num_ids:
         end = min(context + 1 if first == num_start else first + stride, num_ids)
@@ -82,17 +113,6 @@ def check_text_files(files: Globs, setting: str) -> dict[str, list[SourceFile]]:
     for file in found:
         sources.setdefault(file.source, []).append(file)
     return sources
-
-
-def read_documents(files: Iterable[SourceFile], cfg: ReadConfig, limit: int, skipped: Counter) -> Iterator[Document]:
-    """Yields the documents of a source, at most `limit` (0: all), and counts skipped ones."""
-    count = 0
-    for file in files:
-        for document in read_file(file, cfg, skipped):
-            yield document
-            count += 1
-            if count == limit:
-                return
 
 
 def in_blocks(documents: Iterable[tuple[np.ndarray, int]]) -> Iterator[Block]:
@@ -137,8 +157,7 @@ class TextSet:
 
     def loaded(self) -> "TextSet":
         """Returns the set with its documents in memory, where they cannot change."""
-        left_out: Counter = Counter()
-        blocks, tokens = [], 0
+        blocks, tokens, left_out = [], 0, Counter()
         for block in self.blocks(left_out):
             blocks.append(block)
             tokens += sum(len(ids) for ids, _ in block)
@@ -153,7 +172,8 @@ class TextSet:
             skipped.update(self.left_out)
             yield from self.in_memory
             return
-        documents = read_documents(self.files, self.read, self.limit, skipped)
+        documents = itertools.chain.from_iterable(read_file(file, self.read, skipped) for file in self.files)
+        documents = itertools.islice(documents, self.limit or None)
         yield from in_blocks((self.reading.tokenizer.encode(one.text), one.size) for one in documents)
 
     def measure(self, scorer: Scorer, params: Any, skipped: Counter) -> list[DocumentSums]:
@@ -190,8 +210,8 @@ def summarise_text(measured: Sequence[DocumentSums]) -> dict[str, float]:
     metrics = {"loss": loss, "perplexity": perplexity}
     errors = {"loss_stderr": loss_error, "perplexity_stderr": perplexity_error}
     if sum(sizes):
-        bits, bits_error = ratio_error(np.asarray(nats) / math.log(2), sizes)
-        metrics["bits_per_byte"], errors["bits_per_byte_stderr"] = bits, bits_error
+        metrics["bits_per_byte"], bits_error = ratio_error(np.asarray(nats) / math.log(2), sizes)
+        errors["bits_per_byte_stderr"] = bits_error
     counts = {"documents": len(measured), "tokens": sum(tokens), "bytes": sum(sizes)}
     return metrics | {name: error for name, error in errors.items() if error is not None} | counts
 
@@ -199,8 +219,7 @@ def summarise_text(measured: Sequence[DocumentSums]) -> dict[str, float]:
 def text_metrics(
     sets: Mapping[str, TextSet], scorer: Scorer, params: Any, skipped: Counter | None = None
 ) -> dict[str, float]:
-    """Returns the metrics of all sources: 'bits_per_byte' and others in total, and, if there are several sources,
-    'SOURCE/bits_per_byte' for each. Raises BadInput for a source without text."""
+    """Returns the metrics of all sources in total, and of several also 'SOURCE/bits_per_byte'. Raises as measure()."""
     skipped = Counter() if skipped is None else skipped
     measured = {name: one.measure(scorer, params, skipped) for name, one in sets.items()}
     metrics = summarise_text([document for found in measured.values() for document in found])
@@ -208,3 +227,59 @@ def text_metrics(
         for name, found in measured.items():
             metrics |= {f"{name}/{metric}": value for metric, value in summarise_text(found).items()}
     return metrics
+
+
+Tokens: TypeAlias = Globs | Sequence[Sequence[int]]  # files, or documents
+
+
+def open_documents(name: str, given: Tokens, vocab_size: int, limit: int = 0) -> Callable[[], Iterator[np.ndarray]]:
+    """Returns a function that yields at most `limit` documents (0: all). Raises BadInput for missing files or ids."""
+    if isinstance(given, (str, dict)) or len(given) and all(isinstance(one, str) for one in given):
+        documents = open_token_files(name, cast(Globs, given), vocab_size)
+    else:
+        documents = lambda: checked_documents(name, given, vocab_size)
+    return lambda: itertools.islice(documents(), limit or None)
+
+
+def checked_documents(name: str, documents: Iterable[Any], vocab_size: int) -> Iterator[np.ndarray]:
+    """Yields documents that a person gave. Raises BadInput for anything but ids of the vocabulary."""
+    for number, document in enumerate(documents):
+        ids = np.asarray(document)
+        if ids.ndim != 1 or not (ids.dtype.kind in "iu" or ids.size == 0):
+            raise BadInput(f"{name}[{number}] must be a list of token ids; a single document is [ids]")
+        if ids.size and not 0 <= ids.min() <= ids.max() < vocab_size:
+            worst = ids.max() if ids.max() >= vocab_size else ids.min()
+            raise BadInput(f"{name}[{number}] has the token id {worst}, and the model's vocabulary is {vocab_size}")
+        yield ids
+
+
+def open_token_files(name: str, files: Globs, vocab_size: int) -> Callable[[], Iterator[np.ndarray]]:
+    """Returns a function that yields the documents of token files. Raises BadInput as open_documents does."""
+    cfg = DataConfig(name="tokens", files=files)
+    if problems := check_data(cfg, 1, vocab_size):
+        raise BadInput(problems[0].replace("data.files", name))
+    shards = open_tokens(cfg, corpus_files(cfg)[0][0], (), vocab_size, lambda line: None)[0]
+    for shard in shards:
+        if (largest := shard.header["max_id"]) >= vocab_size:
+            raise BadInput(f"{shard.place} has the token id {largest}, and the model's vocabulary is {vocab_size}")
+
+    def documents() -> Iterator[np.ndarray]:
+        for shard in shards:
+            ids = map_ids(shard.bin_path, shard.header["dtype"])
+            for begin, end in zip(shard.offsets[:-1], shard.offsets[1:]):
+                yield ids[begin:end]
+
+    return documents
+
+
+def token_metrics(
+    name: str, documents: Iterable[np.ndarray], scorer: Scorer, params: Any, context: int, stride: int
+) -> dict[str, float]:
+    """Returns loss and perplexity; the first id of a document is only read. Raises BadInput without a second id."""
+    measured = []
+    for block in in_blocks((np.asarray(document, np.int32), 0) for document in documents):
+        triples = [(ids[:1], ids[1:], size) for ids, size in block]
+        measured += measure_documents(triples, scorer, params, context, stride)
+    if not measured:
+        raise BadInput(f"{name} has no document of two tokens or more: nothing is predicted")
+    return summarise_text(measured)

@@ -12,8 +12,9 @@ version 0.4.13), so that the numbers can be compared with published ones:
              context, target
 """
 
+import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,13 +48,13 @@ def check_item_files(pattern: str, setting: str) -> list[Path]:
     return [Path(file.path) for file in found]
 
 
+@dataclasses.dataclass
 class SkippedItems:
     """The items that an evaluation skips: their number, and the first error."""
 
-    def __init__(self, damaged: Damage = "stop"):
-        self.damaged: Damage = damaged
-        self.counts: Counter = Counter()  # by the reasons of reading
-        self.first = ""
+    damaged: Damage = "stop"
+    counts: Counter = dataclasses.field(default_factory=Counter)  # by the reasons of reading
+    first: str = ""
 
     def add(self, error: BadInput) -> None:
         """Counts an item. Raises the error if the settings say to stop."""
@@ -85,9 +86,19 @@ def read_items(files: Sequence[Path], kind: str, limit: int = 0, skipped: Skippe
     for path in files:
         for name, value in read_records(path, skipped.damaged, skipped.counts):
             try:
-                items.append(named(form, name, str(path.parent / name), value))
+                if not isinstance(value, Mapping):
+                    raise BadInput(f"is a {type(value).__name__}, and an item is an object with fields")
+                item = form(name, value)
+                answers = len(item.continuations)
+                size = answers * len(item.context) + sum(map(len, item.continuations))
+                if size > MAX_ITEM_CHARACTERS:
+                    raise BadInput(
+                        f"has {answers:,} answers, with the context before each {size:,} characters, and at most "
+                        f"{MAX_ITEM_CHARACTERS:,} are read; take it out"
+                    )
+                items.append(item)
             except BadInput as error:
-                skipped.add(error)
+                skipped.add(BadInput(f"evaluation item {path.parent / name} {error}"))
             if limit and len(items) == limit:
                 return items
     if not items:
@@ -95,30 +106,15 @@ def read_items(files: Sequence[Path], kind: str, limit: int = 0, skipped: Skippe
     return items
 
 
-def named(form: Callable[[str, Mapping[str, Any]], EvalItem], name: str, place: str, value: Any) -> EvalItem:
-    """Returns the item of a record. Raises BadInput that begins with its place."""
-    try:
-        if not isinstance(value, Mapping):
-            raise BadInput(f"is a {type(value).__name__}, and an item is an object with fields")
-        item = form(name, value)
-        size = len(item.continuations) * len(item.context) + sum(map(len, item.continuations))
-        if size > MAX_ITEM_CHARACTERS:
-            raise BadInput(
-                f"has {len(item.continuations):,} answers, with the context before each {size:,} characters, and at "
-                f"most {MAX_ITEM_CHARACTERS:,} are read; take it out"
-            )
-        return item
-    except BadInput as error:
-        raise BadInput(f"evaluation item {place} {error}") from None
-
-
 def choice_item(name: str, value: Mapping[str, Any]) -> EvalItem:
     """Returns the item of a record of PIQA, SciQ, ARC or our form, distinguished by their fields."""
     if {"context", "choices", "answer"} <= value.keys():
         return context_item(name, value)
     if {"goal", "sol1", "sol2", "label"} <= value.keys():
-        question, answers = text_of(value, "goal"), (text_of(value, "sol1"), text_of(value, "sol2"))
-        return question_item(name, f"Question: {question}\nAnswer:", answers, right_index(value, "label", 2))
+        answers = (text_of(value, "sol1"), text_of(value, "sol2"))
+        return question_item(
+            name, f"Question: {text_of(value, 'goal')}\nAnswer:", answers, right_index(value, "label", 2)
+        )
     if {"question", "correct_answer", "distractor1", "distractor2", "distractor3"} <= value.keys():
         support = text_of(value, "support").lstrip() if value.get("support") is not None else ""
         answers = tuple(text_of(value, f"distractor{i}") for i in (1, 2, 3)) + (text_of(value, "correct_answer"),)

@@ -4,20 +4,20 @@ The class is registered with lm-eval under the name `jaxscale`. Its three kinds 
 evaluate` and the generator of `jaxscale sample`.
 """
 
+import collections
 import contextlib
 import dataclasses
 import datetime
 import functools
 import os
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxscale.runtime.eval.bits_per_byte import EvalReading, document_spans
-from jaxscale.runtime.eval.choice import encode_pair, span_of
+from jaxscale.runtime.eval.named import encode_pair, span_of
 from jaxscale.runtime.eval.scorer import Scorer, Scores
 from jaxscale.runtime.sampling.config import Sampling
 from jaxscale.runtime.sampling.generator import Generator
@@ -121,8 +121,9 @@ def generated(
     Args: chat: as for log_likelihoods; a text then also ends with the model's turn.
     """
     reading, stop_ids = served.reading, chat.stop_ids if chat else served.tokenizer.stop_ids
-    ids_of = (lambda text: chat.text_ids(text, "")) if chat else functools.partial(prompt_ids, reading)
-    groups: dict[WriteSettings, list[int]] = defaultdict(list)
+    plain = lambda text: [*reading.begin_ids, *reading.tokenizer.encode(text).tolist()] or [*reading.start_ids]
+    ids_of = (lambda text: chat.text_ids(text, "")) if chat else plain
+    groups: dict[WriteSettings, list[int]] = collections.defaultdict(list)
     for number, (_, settings) in enumerate(requests):
         groups[write_settings(settings)].append(number)
     texts, num_truncated = [""] * len(requests), 0
@@ -139,19 +140,13 @@ def generated(
             batch, written = numbers[first : first + served.rows], []
             ids = [prompts[number] for number in batch]
             row_settings = dataclasses.replace(settings, stop_ids=stop_ids, numbers=batch)
-            for _ in write_texts(generator, reading.tokenizer, ids, row_settings, written):
-                pass
+            collections.deque(write_texts(generator, reading.tokenizer.decode, ids, row_settings, written), maxlen=0)
             for number, one in zip(batch, written):
                 texts[number] = one.text
     if num_truncated:
         number = f"{num_truncated:,} of {len(requests):,} prompts"
         served.say(f"lm-eval: {number} truncated on the left to leave room for new tokens in {reading.context:,}")
     return texts
-
-
-def prompt_ids(reading: EvalReading, text: str) -> list[int]:
-    """Returns the ids of a context; the start token if it has none."""
-    return [*reading.begin_ids, *reading.tokenizer.encode(text).tolist()] or list(reading.start_ids)
 
 
 @functools.cache
@@ -171,24 +166,21 @@ def adapter_class() -> type:
             self.chat: ChatPrompts | None = None  # set once a conversation was rendered: then every context is one
 
         def loglikelihood(self, requests: list, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-            """As log_likelihoods."""
-            return self.add_to_cache("loglikelihood", requests, self.answers(log_likelihoods, requests))
+            ask = lambda arguments: log_likelihoods(self.served, arguments, self.chat)
+            return self.answers("loglikelihood", ask, requests)
 
         def loglikelihood_rolling(self, requests: list, disable_tqdm: bool = False) -> list[float]:
-            """As rolling_log_likelihoods."""
-            found = rolling_log_likelihoods(self.served, [request.args[0] for request in requests])
-            return self.add_to_cache("loglikelihood_rolling", requests, found)
+            ask = lambda arguments: rolling_log_likelihoods(self.served, [text for text, *_ in arguments])
+            return self.answers("loglikelihood_rolling", ask, requests)
 
         def generate_until(self, requests: list, disable_tqdm: bool = False) -> list[str]:
-            """As generated."""
-            return self.add_to_cache("generate_until", requests, self.answers(generated, requests))
+            return self.answers(
+                "generate_until", lambda arguments: generated(self.served, arguments, self.chat), requests
+            )
 
-        def answers(self, ask: Callable, requests: list) -> list:
-            """Returns the answers of the function to the requests."""
-            return ask(self.served, [request.args for request in requests], self.chat)
-
-        def add_to_cache(self, kind: str, requests: list, found: list) -> list:
-            """Adds the answers to lm-eval's cache, and returns them."""
+        def answers(self, kind: str, ask: Callable[[list], list], requests: list) -> list:
+            """Returns the answers to the requests, and adds them to lm-eval's cache."""
+            found = ask([request.args for request in requests])
             for request, answer in zip(requests, found):
                 self.cache_hook.add_partial(kind, request.args, answer)
             return found

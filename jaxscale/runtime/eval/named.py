@@ -1,18 +1,175 @@
-"""Opens evaluators by name: their text and items as ids, ready to measure one or several models."""
+"""Opens evaluators by name: their text and items as ids, ready to measure one or several models.
+
+The boundary between context and continuation, in tokens, follows lm-eval (TemplateLM._encode_pair): white space at the
+end of the context is moved to the front of the continuation, because tokenizers join it to the next word; then the ids
+of the whole text are split after as many ids as the context alone has. So the scored ids are those that the model would
+read, without unusual splits of words. If one token spans the boundary, so that nothing is left after it, the
+continuation is encoded alone, as in lm-eval's pull request 4055. A context without a token is replaced by the start
+token.
+"""
 
 import dataclasses
+import hashlib
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
-from jaxscale.runtime.eval.bits_per_byte import EvalReading, TextSet, check_text_files, text_metrics
-from jaxscale.runtime.eval.choice import encode_items
+import numpy as np
+
+from jaxscale.runtime.eval.bits_per_byte import (
+    EvalReading,
+    TextSet,
+    check_text_files,
+    exp_error,
+    mean_error,
+    text_metrics,
+)
 from jaxscale.runtime.eval.config import Evals, NamedEval, TextEval, setting_name
-from jaxscale.runtime.eval.items import SkippedItems, check_item_files, read_items
-from jaxscale.runtime.eval.scorer import Scorer, pack_spans, row_length
+from jaxscale.runtime.eval.items import EvalItem, SkippedItems, check_item_files, read_items
+from jaxscale.runtime.eval.scorer import PackedSpans, Scorer, Scores, TokenSpan, pack_spans, row_length
 from jaxscale.runtime.text.sources.decode import is_repair
 from jaxscale.runtime.text.sources.part import BYTES
 from jaxscale.system.exits import BadInput
+
+MAX_IDS = 1 << 27  # tokens of all spans: half a gigabyte
+TextIds = Callable[[str, str], Sequence[int]]  # (context, continuation) -> their ids as one text
+
+
+@dataclasses.dataclass(frozen=True)
+class ItemSet:
+    """Items as spans, to be scored under one or several models."""
+
+    kind: str  # choice or cloze
+    items: tuple[EvalItem, ...]
+    spans: tuple[TokenSpan, ...]  # of every continuation of every item, in order
+    cut: int  # spans with a context longer than the model reads
+    alone: int  # spans with a continuation that was encoded alone
+
+    @property
+    def fingerprint(self) -> str:
+        """Returns the sha256 of the spans and of the right answers."""
+        digest = hashlib.sha256(repr([item.right for item in self.items]).encode())
+        for ids, first in self.spans:
+            digest.update(f"{first} {len(ids)} ".encode() + np.ascontiguousarray(ids, np.int32).tobytes())
+        return digest.hexdigest()
+
+    def metrics(self, scorer: Scorer, packed: PackedSpans, params: object) -> dict[str, float]:
+        """Returns the metrics of the kind, with standard errors."""
+        scores = scorer.score_packed(params, packed)
+        return choice_metrics(self.items, scores) if self.kind == "choice" else cloze_metrics(scores)
+
+
+def encode_items(
+    kind: str, items: Sequence[EvalItem], reading: EvalReading, skipped: SkippedItems | None = None
+) -> ItemSet:
+    """Returns the items as ids.
+
+    skipped: counts items with an answer that has no token or is longer than the model reads, if it says to skip them;
+    None: stop. Raises BadInput naming such an item, or if no item remains.
+    """
+    skipped = SkippedItems() if skipped is None else skipped
+    encoded, spans, num_cut, num_alone, num_ids = [], [], 0, 0, 0
+    for item in items:
+        try:
+            pairs = [encode_pair(reading, item.context, continuation) for continuation in item.continuations]
+            item_spans = [span_of(pair, reading.context) for pair in pairs]
+        except BadInput as error:
+            skipped.add(BadInput(f"evaluation item {item.name}: {error}"))
+            continue
+        encoded.append(item)
+        spans += [span for span, _ in item_spans]
+        num_ids += sum(len(span.ids) for span, _ in item_spans)
+        if num_ids > MAX_IDS:
+            raise BadInput(
+                f"evaluation item {item.name}: the items up to it have more than {MAX_IDS:,} tokens, contexts "
+                "included, which are stored in memory; set a limit of items"
+            )
+        num_cut += sum(cut for _, cut in item_spans)
+        num_alone += sum(pair.alone for pair in pairs)
+    if not encoded:
+        raise BadInput(f"no item can be scored{skipped}")
+    return ItemSet(kind, tuple(encoded), tuple(spans), num_cut, num_alone)
+
+
+def choice_metrics(items: Sequence[EvalItem], scores: Scores) -> dict[str, float]:
+    """Returns acc, acc_norm and acc_bytes with their standard errors, as lm-eval defines them.
+
+    acc: the likeliest continuation is the right one; acc_norm: the likeliest per character of the answer; acc_bytes:
+    the likeliest per UTF-8 byte of it. The first of equal ones is chosen. A likelihood of NaN makes all accuracies NaN.
+    """
+    right: dict[str, list[float]] = {"acc": [], "acc_norm": [], "acc_bytes": []}
+    begin = 0
+    for item in items:
+        end = begin + len(item.continuations)
+        likelihoods, begin = -scores.nats[begin:end], end
+        encoded = [answer.encode(errors="surrogatepass") for answer in item.answers]
+        lengths = {"acc": 1.0, "acc_norm": list(map(len, item.answers)), "acc_bytes": list(map(len, encoded))}
+        for name, length in lengths.items():
+            chosen = np.argmax(likelihoods / np.asarray(length, np.float64))  # the NaN, if there is any
+            right[name].append(float(chosen == item.right) if not np.isnan(likelihoods[chosen]) else np.nan)
+    return with_errors({name: mean_error(values) for name, values in right.items()}) | {"items": len(items)}
+
+
+def cloze_metrics(scores: Scores) -> dict[str, float]:
+    """Returns acc (every token of the target is the likeliest) and perplexity of the targets (arXiv:1606.06031)."""
+    acc = mean_error(np.where(np.isnan(scores.nats), np.nan, scores.likeliest))
+    perplexity = exp_error(*mean_error(scores.nats))
+    return with_errors({"acc": acc, "perplexity": perplexity}) | {"items": len(scores.nats)}
+
+
+def with_errors(found: dict[str, tuple[float, float | None]]) -> dict[str, float]:
+    """Returns {'acc': value, 'acc_stderr': error}, without errors that are None."""
+    metrics = {}
+    for name, (value, error) in found.items():
+        metrics[name] = value
+        if error is not None:
+            metrics[f"{name}_stderr"] = error
+    return metrics
+
+
+class EncodedPair(NamedTuple):
+    """Ids of a context and its continuation, as one text."""
+
+    ids: np.ndarray  # int32[n]
+    first: int  # index of the continuation
+    alone: bool  # True if the continuation was encoded alone
+
+
+def move_space(context: str, continuation: str) -> tuple[str, str]:
+    """Moves white space at the end of the context to the front of the continuation."""
+    stripped = context.rstrip()
+    return stripped, context[len(stripped) :] + continuation
+
+
+def encode_pair(reading: EvalReading, context: str, continuation: str, text_ids: TextIds | None = None) -> EncodedPair:
+    """Returns the ids after what begins a document. text_ids: of chat contexts, which contain it. Raises BadInput."""
+    ids_of = text_ids or (lambda before, behind: reading.tokenizer.encode(before + behind))
+    context, continuation = move_space(context, continuation)
+    begin, tail = () if text_ids else reading.begin_ids, ids_of(context, "") if context else ()
+    begin = begin if len(begin) + len(tail) else reading.start_ids
+    parts = [begin, ids_of(context, continuation)]
+    alone = len(parts[1]) <= len(tail)  # a token spans the boundary
+    if alone:
+        parts = [begin, tail, ids_of("", continuation)]
+    ids = np.concatenate([np.asarray(part, np.int32) for part in parts])
+    first = len(begin) + len(tail)
+    if first >= len(ids):
+        raise BadInput(f"the continuation {continuation[:80]!r} has no token")
+    return EncodedPair(ids, first, alone)
+
+
+def span_of(pair: EncodedPair, longest: int) -> tuple[TokenSpan, bool]:
+    """Returns (span of at most `longest` tokens, True if its context was cut). Raises BadInput if still too long."""
+    ids, first, _ = pair
+    cut = max(len(ids) - 1 - longest, 0)
+    if first - cut < 1:
+        raise BadInput(
+            f"its continuation has {len(ids) - first} tokens, and {longest} are read; remove it, or increase the limit "
+            "(--context, or seq_len of the run)"
+        )
+    ids = ids[cut:].copy() if cut else ids  # a view would keep the whole array in memory
+    return TokenSpan(ids, first - cut), cut > 0
+
 
 GROUP = "evals"  # prefix of the metrics' names
 
@@ -70,10 +227,8 @@ def text_evaluator(name: str, settings: TextEval, reading: EvalReading, where: s
     if stride > reading.context:
         raise BadInput(f"{where}: stride={stride} is more than the {reading.context} tokens that the model reads")
     sources = check_text_files(settings.files, where)
-    sets = {
-        source: TextSet(tuple(files), settings, reading, stride, settings.limit) for source, files in sources.items()
-    }
-
+    make = lambda files: TextSet(tuple(files), settings, reading, stride, settings.limit)
+    sets = {source: make(files) for source, files in sources.items()}
     if hold:
         sets = {source: one.loaded() for source, one in sets.items()}
         for one in sets.values():
@@ -95,10 +250,7 @@ def text_evaluator(name: str, settings: TextEval, reading: EvalReading, where: s
 
 
 def check_files(evals: Evals, named: Callable[[str, NamedEval], str] = setting_name) -> None:
-    """Raises BadInput, one line, for an evaluator with missing files or files of an unknown kind. Reads none.
-
-    named: name of an evaluator in messages.
-    """
+    """Raises BadInput, one line, for missing files or files of an unknown kind. named: name of an evaluator."""
     for name, settings in evals.items():
         if isinstance(settings, TextEval):
             check_text_files(settings.files, named(name, settings))

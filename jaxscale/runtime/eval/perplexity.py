@@ -68,15 +68,6 @@ def describe(name: str, sums: np.ndarray) -> dict[str, float]:
     return found
 
 
-def by_position(sums: np.ndarray, seq_len: int) -> dict[str, float]:
-    """Returns metrics from float[2, ranges] sums: 'validation_by_position/5-8/loss' of each range with tokens."""
-    found = {}
-    for (first, last), nats, tokens in zip(position_ranges(seq_len), *sums.tolist(), strict=True):
-        if tokens:
-            found[f"validation_by_position/{first}-{last}/loss"] = nats / tokens
-    return found
-
-
 def evaluate(
     eval_step: EvalStep, params: Any, batches: Sequence[tuple], source_names: Sequence[str]
 ) -> dict[str, float]:
@@ -84,4 +75,6 @@ def evaluate(
     parts = [eval_step(params, *batch) for batch in batches]
     total = lambda *arrays: np.sum([np.asarray(array, np.float64) for array in arrays], axis=0)
     sums = jax.tree.map(total, *parts)
-    return summarise(sums.sources, source_names) | by_position(sums.positions, batches[0][0].positions.shape[1])
+    ranges = zip(position_ranges(batches[0][0].positions.shape[1]), *sums.positions.tolist(), strict=True)
+    by_position = {f"validation_by_position/{a}-{b}/loss": nats / tokens for (a, b), nats, tokens in ranges if tokens}
+    return summarise(sums.sources, source_names) | by_position

@@ -81,30 +81,22 @@ class Scorer:
             batch_tokens=batch_tokens,
         )
 
-    def rows_of(self, row_tokens: int) -> int:
-        """Returns the number of rows of a batch."""
-        return max(1, self.batch_tokens // row_tokens // self.shards) * self.shards
-
     def score(self, params: Any, spans: Sequence[TokenSpan], row_tokens: int | None = None) -> Scores:
-        """Returns the scores of the spans. All processes call it with the same spans and get the same scores.
-
-        row_tokens: length of the rows; None: row_length of the longest span.
-        """
+        """Returns the scores, the same in all processes. row_tokens: None: row_length of the longest span."""
         return self.score_packed(params, pack_spans(spans, row_tokens))
 
     def score_packed(self, params: Any, packed: PackedSpans) -> Scores:
         """As score()."""
         nats, likeliest = np.zeros(len(packed.spans)), np.ones(len(packed.spans), bool)
-        rows = self.rows_of(packed.row_tokens)
-        pending = None
+        rows = max(1, self.batch_tokens // packed.row_tokens // self.shards) * self.shards
+        pending: list[tuple[tuple[jax.Array, jax.Array], np.ndarray]] = []
         for batch, owners_BT in packed.batches(rows, self.multiple):
             sharded = put_rows(batch, rows=list(range(rows)), num_rows=rows, sharding=self.sharding)
-            started = self.step(params, sharded), owners_BT
-            if pending is not None:
-                add_up(*pending, nats, likeliest)  # of the batch before, while the device computes this one
-            pending = started
-        if pending is not None:
-            add_up(*pending, nats, likeliest)
+            pending.append((self.step(params, sharded), owners_BT))
+            if len(pending) > 1:
+                add_up(*pending.pop(0), nats, likeliest)  # of the batch before, while the device computes this one
+        for last in pending:
+            add_up(*last, nats, likeliest)
         tokens = np.array([len(span.ids) - span.first for span in packed.spans], np.int64)
         return Scores(nats[packed.indices], likeliest[packed.indices], tokens[packed.indices])
 
@@ -122,9 +114,7 @@ def pack_spans(spans: Sequence[TokenSpan], row_tokens: int | None = None) -> Pac
 
 def row_length(tokens: int, longest: int | None = None) -> int:
     """Returns the row length for spans of up to `tokens`: one of few, and at most `longest`."""
-    length = MIN_ROW
-    while length < tokens:
-        length *= 2
+    length = MIN_ROW << (max(tokens - 1, 0) // MIN_ROW).bit_length()
     return max(min(length, longest or length), tokens)
 
 

@@ -1,7 +1,21 @@
-"""Reports health findings on the console, in events.jsonl and by webhook."""
+"""Reports health findings on the console, in events.jsonl and by webhook to a chat: {"text": ...}, as for Slack.
 
+The webhook's URL is a secret: it allows writing to the chat. It comes from the environment and is never logged.
+"""
+
+import collections
+import contextlib
 import dataclasses
+import email.utils
+import http.client
+import json
 import math
+import os
+import threading
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,41 +23,15 @@ from jaxscale.runtime.monitor.config import HealthConfig
 from jaxscale.runtime.monitor.events import Note
 from jaxscale.runtime.monitor.health import Finding, Health, RunFacts, facts_from_config
 from jaxscale.runtime.monitor.health.evidence import EVENTS, pair_with_events
-from jaxscale.runtime.monitor.webhook import Webhook, webhook_url
+from jaxscale.runtime.monitor.run_files import finite
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput
+from jaxscale.system.redact import in_slack
+from jaxscale.system.storage import is_loopback
 
 Say = Callable[[str], None]
 NameDocuments = Callable[[int], Sequence[str]]  # of batch n, those with the most tokens in it first
 MAX_DOCUMENTS = 8  # in an event
-
-
-class Alerts:
-    """Reports findings of one run. Only the first process has one."""
-
-    def __init__(self, note: Note, say: Say, *, run: str = "", url: str | None = None):
-        """run: name in messages. url: of the webhook, from webhook_url(), or None."""
-        self.note, self.say, self.run = note, say, run
-        self.webhook = Webhook(url) if url else None
-
-    def report(self, finding: Finding) -> None:
-        """Reports a finding everywhere; blocks on the console and events.jsonl only."""
-        self.say(format_line(finding))
-        self.note("alert", finding.step, **finding_to_json(finding))
-        if self.webhook is not None:
-            self.webhook.post(f"{self.run}: {format_message(finding)}" if self.run else format_message(finding))
-        self.log_webhook_problem()
-
-    def log_webhook_problem(self) -> None:
-        """Logs a problem of the webhook, once."""
-        if self.webhook is not None and (problem := self.webhook.take_problem()):
-            self.say(f"webhook: {problem}")
-
-    def close(self) -> None:
-        """Waits a few seconds for pending messages."""
-        if self.webhook is not None:
-            self.webhook.close()
-            self.log_webhook_problem()
 
 
 def format_line(finding: Finding) -> str:
@@ -83,7 +71,7 @@ def finding_to_json(finding: Finding) -> dict[str, Any]:
         "what": finding.kind,
         "over": finding.over,
         "seen": finding.seen,
-        "numbers": finite_or_none(finding.numbers),
+        "numbers": finite(finding.numbers),
         "causes": [cause._asdict() for cause in finding.causes],
         "documents": list(finding.documents),
         "advice": list(finding.advice),
@@ -94,28 +82,15 @@ def finding_to_json(finding: Finding) -> dict[str, Any]:
 def read_facts(
     folder: Any, config: Mapping[str, Any], stage_batches: Sequence[int] | None = None, say: Say = print
 ) -> RunFacts:
-    """Returns the facts of the run in a folder with this config.json; logs an unreadable forecast.json.
-
-    Args: stage_batches: first batches of the mixture stages, where known more exactly than from the config.
-    """
-    name = str(folder)
+    """Returns the facts of the run with this config.json. stage_batches: of the mixture, where known more exactly."""
+    facts = facts_from_config(config, str(folder))
     try:
-        facts = facts_from_config(config, name, paths.read_json(folder / "forecast.json"))
+        facts = facts_from_config(config, str(folder), paths.read_json(folder / "forecast.json"))
     except FileNotFoundError:
-        facts = facts_from_config(config, name)
+        pass
     except (BadInput, OSError) as error:
         say(f"health: no alert will rest on {folder / 'forecast.json'}: {error}")
-        facts = facts_from_config(config, name)
     return facts if stage_batches is None else dataclasses.replace(facts, stage_batches=tuple(stage_batches))
-
-
-def finite_or_none(value: Any) -> Any:
-    """Returns nested data with None for non-finite numbers."""
-    if isinstance(value, Mapping):
-        return {name: finite_or_none(inner) for name, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite_or_none(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class Diagnosis:
@@ -129,19 +104,17 @@ class Diagnosis:
         documents: NameDocuments | None = None,
         earlier: Sequence[Mapping[str, Any]] = (),
     ):
-        """documents: returns the document names of a batch. earlier: events from before this start.
-
-        Raises: BadInput for an invalid webhook URL. Accesses no file and no network.
-        """
+        """documents: of a batch. earlier: events before this start. Raises BadInput for an invalid webhook URL."""
         self.documents, self.earlier = documents, earlier
         self.health, self.note, self.run, self.url = Health(cfg, facts), note, facts.workdir, webhook_url()
-        self.alerts = Alerts(note, lambda text: None)
+        self.say: Say = lambda text: None
+        self.webhook: Webhook | None = None
         self.events: list[Mapping[str, Any]] = []
         self.broken = False
 
     def replay(self, records: Sequence[Mapping[str, Any]], say: Say) -> None:
         """Restores the state from records before this start, which were reported then. say: logs later findings."""
-        self.alerts = Alerts(self.note, say, run=self.run, url=self.url)
+        self.say, self.webhook = say, Webhook(self.url) if self.url else None
         for record, due in pair_with_events(records, self.earlier):
             self.events = due
             self.observe(record)
@@ -150,8 +123,21 @@ class Diagnosis:
     def update(self, record: Mapping[str, Any]) -> None:
         """Adds a record of metrics.jsonl and reports its findings."""
         for finding in self.observe(record):
-            self.alerts.report(self.with_documents(finding))
-        self.alerts.log_webhook_problem()
+            self.report(self.with_documents(finding))
+        self.log_webhook_problem()
+
+    def report(self, finding: Finding) -> None:
+        """Reports a finding everywhere; blocks on the console and events.jsonl only."""
+        self.say(format_line(finding))
+        self.note("alert", finding.step, **finding_to_json(finding))
+        if self.webhook is not None:
+            self.webhook.post(f"{self.run}: {format_message(finding)}")
+        self.log_webhook_problem()
+
+    def log_webhook_problem(self) -> None:
+        """Logs a problem of the webhook, once."""
+        if self.webhook is not None and (problem := self.webhook.take_problem()):
+            self.say(f"webhook: {problem}")
 
     def observe(self, record: Mapping[str, Any]) -> list[Finding]:
         """Returns the findings of a record. An error in a rule is logged and disables the diagnosis."""
@@ -162,7 +148,7 @@ class Diagnosis:
             return self.health.observe(record, events)
         except Exception as error:  # monitoring must not end a run
             self.broken = True
-            self.alerts.say(f"health: no diagnosis from step {record.get('step')} on, by a fault in it: {error!r}")
+            self.say(f"health: no diagnosis from step {record.get('step')} on, by a fault in it: {error!r}")
             self.note("alarm", record.get("step"), what="no diagnosis", cause=repr(error))
             return []
 
@@ -175,7 +161,7 @@ class Diagnosis:
             names = self.documents(number)
         except Exception as error:  # as above
             self.documents = None
-            self.alerts.say(f"health: alerts do not name documents any more, by a fault: {error!r}")
+            self.say(f"health: alerts do not name documents any more, by a fault: {error!r}")
             return finding
         numbers = finding.numbers | {"documents": len(names)}
         return finding._replace(numbers=numbers, documents=tuple(names[:MAX_DOCUMENTS]))
@@ -191,5 +177,150 @@ class Diagnosis:
         return wrapped
 
     def close(self) -> None:
-        """Closes the webhook."""
-        self.alerts.close()
+        """Waits a few seconds for pending messages."""
+        if self.webhook is not None:
+            self.webhook.close()
+            self.log_webhook_problem()
+
+
+VARIABLE = "JAXSCALE_WEBHOOK_URL"
+MAX_PENDING = 100  # messages; the oldest are dropped
+TIMEOUT_SECONDS = 10.0  # of a connection and of each read
+TRIES = 6
+MAX_WAIT = 300.0  # seconds, for the Retry-After of a 429
+MAX_TEXT = 3500  # characters; Slack truncates at 40,000 and recommends 4,000
+LAST_SECONDS = 5.0  # for pending messages, when a run ends
+
+
+def webhook_url(environment: Mapping[str, str] = os.environ) -> str | None:
+    """Returns JAXSCALE_WEBHOOK_URL or None. Raises BadInput, without the URL, unless https or to this machine."""
+    if not (url := environment.get(VARIABLE, "").strip()):
+        return None
+    try:
+        parts = urllib.parse.urlsplit(url)
+        host, _ = parts.hostname, parts.port
+    except ValueError:
+        host = None
+    plain = url.isascii() and url.isprintable() and " " not in url
+    if not plain or not host or not (parts.scheme == "https" or parts.scheme == "http" and is_loopback(host)):
+        raise BadInput(f"{VARIABLE} must be an https:// address (http:// for this machine alone); unset it for none")
+    return url
+
+
+class NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Refuses redirects: messages go only to the configured URL."""
+
+    def redirect_request(self, *args, **kwargs):
+        """Returns None, which urllib treats as a refusal."""
+        return None
+
+
+class Webhook:
+    """Posts messages in order, with retries, in a thread. Never raises, blocks or ends a run."""
+
+    def __init__(self, url: str, *, timeout: float = TIMEOUT_SECONDS, first_wait: float = 1.0):
+        self.url, self.timeout, self.first_wait = url, timeout, first_wait
+        self.pending: collections.deque[str] = collections.deque()
+        self.changed = threading.Condition()
+        self.ended, self.busy = False, False
+        self.dropped, self.sent = 0, 0
+        self.problem: str | None = None
+        self.failing: str | None = None  # the problem since a message was last delivered
+        self.thread: threading.Thread | None = None
+        local = is_loopback(urllib.parse.urlsplit(url).hostname or "")
+        self.opener = urllib.request.build_opener(NoRedirect, *([urllib.request.ProxyHandler({})] if local else []))
+
+    def post(self, text: str) -> None:
+        """Queues a message and returns at once."""
+        with self.changed:
+            if self.ended:
+                return
+            if len(self.pending) >= MAX_PENDING:
+                self.pending.popleft()
+                self.dropped += 1
+                self.set_problem("messages come faster than it takes them, and the oldest are left out")
+            self.pending.append(text)
+            if self.thread is None:
+                self.thread = threading.Thread(target=self.work, name="webhook", daemon=True)
+                self.thread.start()
+            self.changed.notify_all()
+
+    def set_problem(self, problem: str) -> None:
+        """Sets the problem if it is new. Call with the lock held."""
+        if problem != self.failing:
+            self.problem = self.failing = problem
+
+    def take_problem(self) -> str | None:
+        """Returns why messages are lost, once until one is delivered again."""
+        with self.changed:
+            problem, self.problem = self.problem, None
+            return problem
+
+    def close(self, seconds: float = LAST_SECONDS) -> None:
+        """Waits for pending messages up to `seconds`, then stops. May be called twice."""
+        with self.changed:
+            idle = self.changed.wait_for(lambda: not self.pending and not self.busy, timeout=seconds)
+            if not idle and not self.ended:
+                left = len(self.pending) + self.busy
+                self.set_problem(f"the last {left} message{'s' * (left > 1)} may be lost: no answer in {seconds:g} s")
+            self.ended = True
+            self.changed.notify_all()
+
+    def work(self) -> None:
+        """Sends pending messages until `close`."""
+        while True:
+            with self.changed:
+                self.changed.wait_for(lambda: self.pending or self.ended)
+                if self.ended:
+                    return
+                text, self.busy = self.pending.popleft(), True
+            problem = self.deliver(text)
+            with self.changed:
+                self.busy, self.sent = False, self.sent + (problem is None)
+                if problem is None:
+                    self.failing = None
+                elif not self.ended:
+                    self.set_problem(problem)
+                self.changed.notify_all()
+
+    def deliver(self, text: str) -> str | None:
+        """Sends a message with retries; returns the last error, or None."""
+        problem, wait = self.send(text)
+        for attempt in range(TRIES - 1):
+            if wait is None:
+                break
+            with self.changed:
+                if self.changed.wait_for(lambda: self.ended, timeout=max(wait, self.first_wait * 2**attempt)):
+                    break
+            problem, wait = self.send(text)
+        return problem
+
+    def send(self, text: str) -> tuple[str | None, float | None]:
+        """Tries once; returns (error or None, seconds before a retry or None if it is not worth one)."""
+        body = json.dumps({"text": in_slack(text[:MAX_TEXT])}).encode()
+        headers = {"Content-Type": "application/json", "User-Agent": "jaxscale"}
+        try:
+            request = urllib.request.Request(self.url, body, headers, method="POST")
+            with self.opener.open(request, timeout=self.timeout):
+                return None, None
+        except urllib.error.HTTPError as error:
+            with error:
+                problem = f"it answered {error.code}"
+                if error.code == 429:
+                    return problem, retry_after(error.headers.get("Retry-After"), time.time())
+                if 300 <= error.code < 400:
+                    return f"{problem}, a redirect, which is not followed", None
+                return problem, 0.0 if error.code >= 500 or error.code == 408 else None
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            reason = getattr(error, "reason", error)
+            return f"it could not be reached: {getattr(reason, 'strerror', None) or type(reason).__name__}", 0.0
+
+
+def retry_after(header: str | None, now: float) -> float:
+    """Returns the seconds of a Retry-After header, a number or a date; 1 without one, at most MAX_WAIT."""
+    seconds = math.nan
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+        seconds = email.utils.parsedate_to_datetime(header or "").timestamp() - now
+    with contextlib.suppress(ValueError):
+        seconds = float(header or "")
+    return 1.0 if math.isnan(seconds) else min(max(seconds, 0.0), MAX_WAIT)

@@ -33,12 +33,11 @@ def parse_steps(text: str | None) -> Steps | None:
     """Parses '100:105' as steps 100 to 104. Raises BadInput for an invalid range."""
     if not text:
         return None
-    found = RANGE.fullmatch(text)
-    if not found or not 1 <= int(found[1]) < int(found[2]):
-        raise BadInput(
-            f"profile_steps={text!r} must be FIRST:STOP with 1 <= FIRST < STOP, such as 100:105 for steps 100 to 104"
-        )
-    return Steps(int(found[1]), int(found[2]))
+    if (found := RANGE.fullmatch(text)) and 1 <= int(found[1]) < int(found[2]):
+        return Steps(int(found[1]), int(found[2]))
+    raise BadInput(
+        f"profile_steps={text!r} must be FIRST:STOP with 1 <= FIRST < STOP, such as 100:105 for steps 100 to 104"
+    )
 
 
 def threshold(default: Any, help: str, *rules: str) -> Any:
@@ -128,26 +127,22 @@ class HealthConfig:
     def __post_init__(self):
         if unknown := [name for name in self.off if name not in RULES]:
             raise BadInput(f"off={unknown} names no rule; the rules are {', '.join(RULES)}")
-        for name in [field.name for field in dataclasses.fields(self) if field.name.endswith("_ratio")]:
-            if getattr(self, name) <= 1:
-                raise BadInput(f"{name}={getattr(self, name)} must be above 1: it multiplies what is usual")
-        for name in FRACTIONS:
-            if not 0 < getattr(self, name) < 1:
-                raise BadInput(f"{name}={getattr(self, name)} must be a fraction between 0 and 1")
-        for name in ("spike_sigma", "grad_norm", "attention_logit"):
-            if getattr(self, name) <= 0:
-                raise BadInput(f"{name}={getattr(self, name)} must be above 0")
-        if self.plateau_records < 50:
-            raise BadInput(f"plateau_records={self.plateau_records} must be at least 50: fewer are noise")
-        if self.zero_grad_records < 2:
-            raise BadInput(
-                f"zero_grad_records={self.zero_grad_records} must be at least 2: a first step, or a batch without "
-                "targets, gives gradients of zero in a healthy run"
-            )
+        few = "a first step, or a batch without targets, gives gradients of zero in a healthy run"
+        for name, value in dataclasses.asdict(self).items():
+            if name.endswith("_ratio") and value <= 1:
+                raise BadInput(f"{name}={value} must be above 1: it multiplies what is usual")
+            if name in FRACTIONS and not 0 < value < 1:
+                raise BadInput(f"{name}={value} must be a fraction between 0 and 1")
+            if name in ("spike_sigma", "grad_norm", "attention_logit") and value <= 0:
+                raise BadInput(f"{name}={value} must be above 0")
+            if name == "plateau_records" and value < 50:
+                raise BadInput(f"{name}={value} must be at least 50: fewer are noise")
+            if name == "zero_grad_records" and value < 2:
+                raise BadInput(f"{name}={value} must be at least 2: {few}")
+            if name == "speed_seconds" and value < 0:
+                raise BadInput(f"{name}={value} must be at least 0")
         if not 0 < self.activation_low < self.activation_high:
             raise BadInput("activation_low must be above 0 and below activation_high")
-        if self.speed_seconds < 0:
-            raise BadInput(f"speed_seconds={self.speed_seconds} must be at least 0")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

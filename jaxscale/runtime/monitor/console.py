@@ -22,10 +22,7 @@ ETA_WINDOW = 50  # reports over which the speed is averaged
 
 
 def choose_style(progress: Literal["auto"] | Style, stream: TextIO | None, *, notebook: bool = False) -> Style:
-    """Returns the style set by `progress`; for 'auto', 'bar' in a notebook or on a terminal, else 'lines'.
-
-    Args: stream: None if standard output is closed.
-    """
+    """Returns the style set by `progress`; 'auto': 'bar' in a notebook or on a terminal. stream: None if closed."""
     if progress != "auto":
         return progress
     if notebook:
@@ -34,10 +31,7 @@ def choose_style(progress: Literal["auto"] | Style, stream: TextIO | None, *, no
 
 
 class Console:
-    """Prints messages, with the progress bar below them.
-
-    A closed reader (a closed terminal, `| head`) or a full disk silences the console and does not end the run.
-    """
+    """Prints messages, with the bar below them. A closed reader or a full disk silences it and ends no run."""
 
     seconds_between_draws = 0.1
 
@@ -66,11 +60,11 @@ class Console:
         if self.style == "off":
             return
         validation = {name.removeprefix(VALIDATION): v for name, v in metrics.items() if name.startswith(VALIDATION)}
-        if validation:
-            self.say(f"step {step}/{self.total_steps}  validation  {named_values(validation)}")
         evals = {match[1]: value for name, value in metrics.items() if (match := EVALS.fullmatch(name))}
-        if evals:
-            self.say(f"step {step}/{self.total_steps}  evals  {named_values(evals)}")
+        for what, values in (("validation", validation), ("evals", evals)):
+            if values:
+                text = "  ".join(f"{name} {format_number(value)}" for name, value in values.items())
+                self.say(f"step {step}/{self.total_steps}  {what}  {text}")
         if "loss" not in metrics:
             return
         self.seen.append((step, self.clock()))
@@ -188,13 +182,11 @@ def find_display() -> Display | None:
     return ipython.display.display if ipython and getattr(shell, "kernel", None) is not None else None
 
 
-def open_console(
-    style: Style, total_steps: int, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
-) -> Console:
+def open_console(style: Style, total_steps: int, stream: TextIO | None = None) -> Console:
     """Returns a console of this style; a bar in a notebook is a cell output."""
     if style == "bar" and (display := find_display()):
-        return NotebookConsole(display, total_steps, stream, clock)
-    return Console(style, total_steps, stream, clock)
+        return NotebookConsole(display, total_steps, stream)
+    return Console(style, total_steps, stream)
 
 
 def training_values(
@@ -218,11 +210,6 @@ def training_values(
     if metrics.get("skipped"):
         parts.append("SKIPPED")
     return "  ".join(parts)
-
-
-def named_values(metrics: Mapping[str, Any]) -> str:
-    """Returns 'loss 2.314  bits_per_byte 1.205', with the names of metrics.jsonl."""
-    return "  ".join(f"{name} {format_number(value)}" for name, value in metrics.items())
 
 
 def format_number(value: Any) -> str:

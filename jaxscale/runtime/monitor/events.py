@@ -81,10 +81,7 @@ class Events:
 
 
 def read_events(workdir: Any) -> list[dict[str, Any]]:
-    """Returns the events of a run, oldest first, without a torn last line; [] if there are none.
-
-    Raises BadInput with the number of any other damaged line, since decisions depend on events.
-    """
+    """Returns the events of a run, oldest first, without a torn last line. Raises BadInput for other damaged lines."""
     path, damage, events = paths.as_path(workdir) / NAME, Damage(), []
     for event in read_records(path, damage):
         if damage.lines or not ("event" in event and "step" in event):

@@ -79,9 +79,9 @@ class TimeLedger:
         frame = self.frames.pop()
         if frame.kind == "data":
             self.data_wait = frame
-        elif self.data_wait is not None and self.is_wait_hidden(frame):
-            self.seconds["data"] -= self.data_wait.seconds
-            self.seconds[frame.kind] += self.data_wait.seconds
+        elif hidden := self.hidden_wait(frame):
+            self.seconds["data"] -= hidden
+            self.seconds[frame.kind] += hidden
             self.data_wait = None
 
     def kind_of(self, name: str, step: int | None) -> str:
@@ -93,12 +93,13 @@ class TimeLedger:
             name = "step"
         return "lost" if name in ("step", "data") and step is not None and step <= self.done_before else name
 
-    def is_wait_hidden(self, frame: Frame) -> bool:
-        """Returns True if the data wait cost nothing, because in this frame the host still waits for the devices."""
+    def hidden_wait(self, frame: Frame) -> float:
+        """Returns the seconds of the data wait if they cost nothing: here the host still waits for the devices."""
         wait = self.data_wait
         if wait is None or wait.step is None or frame.kind not in ("step", "lost") or frame.step is None:
-            return False
-        return frame.step < wait.step and frame.seconds >= MIN_HIDDEN_FRACTION * (wait.seconds + frame.seconds)
+            return 0.0
+        hidden = frame.step < wait.step and frame.seconds >= MIN_HIDDEN_FRACTION * (wait.seconds + frame.seconds)
+        return wait.seconds if hidden else 0.0
 
     def charge(self) -> None:
         """Charges the time since the last call to the current phase."""
@@ -112,9 +113,9 @@ class TimeLedger:
         """Returns seconds by kind up to now; their sum is the wall time of this start."""
         self.charge()
         seconds = dict(self.seconds)
-        if self.data_wait is not None and self.frames and self.is_wait_hidden(self.frames[-1]):
-            seconds["data"] -= self.data_wait.seconds
-            seconds[self.frames[-1].kind] += self.data_wait.seconds
+        if self.frames and (hidden := self.hidden_wait(self.frames[-1])):
+            seconds["data"] -= hidden
+            seconds[self.frames[-1].kind] += hidden
         return seconds
 
     def metrics(self) -> dict[str, float]:
@@ -130,10 +131,7 @@ class TimeLedger:
         return {name.removeprefix(PREFIX): value for name, value in self.metrics().items()}
 
     def start_facts(self, workdir: Any) -> dict[str, Any]:
-        """Returns facts for the event that begins this start: its process's start time, the last ledger before it.
-
-        Call it before records of repeated steps are dropped: steps up to the last of them count as lost.
-        """
+        """Returns {process_began, left: the last ledger}. Call it before records of repeated steps are dropped."""
         facts: dict[str, Any] = {"process_began": iso_time(self.began_at)}
         if self.has_start_facts:  # a rewind within this process
             return facts
@@ -177,7 +175,6 @@ class RecordedStart:
     is_new: bool  # it began with step 0
     ledger: dict[str, float] = dataclasses.field(default_factory=dict)
     ended: float | None = None
-
     last_event: float = 0.0
     last_rewind: float = 0.0
 
@@ -255,11 +252,10 @@ def parse_starts(events: Iterable[Mapping[str, Any]]) -> tuple[list[RecordedStar
 
 def parse_ledger(record: Mapping[str, Any]) -> dict[str, float]:
     """Returns {step_seconds, lost_seconds, ...} of a record or event, with or without the prefix; {} if it has none."""
-    names = [f"{kind}_seconds" for kind in KINDS]
     prefix = PREFIX if f"{PREFIX}wall_seconds" in record else ""
-    if not prefix and "wall_seconds" not in record:
+    if f"{prefix}wall_seconds" not in record:
         return {}
-    found = {name: record.get(f"{prefix}{name}") for name in [*names, "wall_seconds"]}
+    found = {f"{kind}_seconds": record.get(f"{prefix}{kind}_seconds") for kind in (*KINDS, "wall")}
     return {name: float(value) for name, value in found.items() if isinstance(value, (int, float))}
 
 
@@ -278,10 +274,7 @@ def unix_time(text: Any) -> float | None:
 
 
 def process_age_seconds() -> float:
-    """Returns the age of this process if it is a jaxscale program; 0.0 in a notebook and without /proc.
-
-    Read from /proc (proc(5)), so that a re-exec, as for huge pages, keeps the first start time.
-    """
+    """Returns the age of a jaxscale program, also after a re-exec (proc(5)); 0.0 in a notebook and without /proc."""
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     if not (spec and spec.name.partition(".")[0] == "jaxscale") and os.path.basename(sys.argv[0]) != "jaxscale":
         return 0.0

@@ -12,9 +12,8 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, TypeGuard
 
-from jaxscale.runtime.monitor.expert_counts import ExpertCounts, read_expert_counts
-from jaxscale.runtime.monitor.json_lines import LARGEST_NUMBER, as_dict, as_list, clean_event, read_lines, read_object
-from jaxscale.runtime.monitor.metrics_file import LARGEST, Row, is_number, read_abandoned, read_metrics
+from jaxscale.runtime.monitor import run_files
+from jaxscale.runtime.monitor.run_files import ExpertCounts, Row, as_dict, as_list, clean_event, is_number, read_lines
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput
 from jaxscale.units import BatchSizes, recorded_sizes
@@ -28,7 +27,7 @@ OPTIONAL_FILES = ("abandoned.jsonl", "samples.jsonl", "experts.jsonl", "sample.t
 LEDGERS = "supervise*.jsonl"  # one for each host that supervises
 
 
-class Sample(NamedTuple):
+class TextSample(NamedTuple):
     """Text that the model wrote."""
 
     step: int | None
@@ -45,7 +44,7 @@ class History:
     events: tuple[Row, ...] = ()  # oldest first
     config: dict[str, Any] = dataclasses.field(default_factory=dict)  # config.json, {} where there is none
     problems: tuple[str, ...] = ()  # messages about missing, damaged or skipped data
-    samples: tuple[Sample, ...] = ()
+    samples: tuple[TextSample, ...] = ()
     forecast: dict[str, Any] | None = None  # forecast.json: tokens, low, middle, high, made_from
     evals: tuple[Row, ...] = ()  # of evals.jsonl: what was measured of checkpoints from outside, by step
     supervised: tuple[Row, ...] = ()  # the ledgers of `jaxscale supervise`, oldest first
@@ -134,33 +133,28 @@ def read_history(workdir: Any, most_values: int | None = MOST_VALUES) -> History
     if not any((folder / name).exists() for name in RUN_FILES):
         raise BadInput(missing_run_message(workdir, folder))
     problems: list[str] = []
-    metrics = read_metrics(folder, most_values, problems)
-    abandoned = read_abandoned(folder, metrics, most_values, problems)  # may take rows out of the metrics
+    metrics = run_files.read_metrics(folder, most_values, problems)
+    abandoned = run_files.read_abandoned(folder, metrics, most_values, problems)  # may take rows out of the metrics
+    written_at = []
+    for name in ("metrics.jsonl", "events.jsonl"):
+        with contextlib.suppress(OSError):
+            written_at.append((folder / name).stat().st_mtime)
     ledgers = [row for file in sorted(folder.glob(LEDGERS)) for row in read_newest(file, problems)]
     return History(
         workdir=os.fspath(workdir),
         rows=tuple(metrics.rows),
         abandoned=tuple(abandoned),
         events=tuple(read_newest(folder / "events.jsonl", problems)),
-        config=read_object(folder / "config.json", problems, "settings, horizon and chips are unknown"),
+        config=run_files.read_object(folder / "config.json", problems, "settings, horizon and chips are unknown"),
         samples=read_samples(folder, problems),
         forecast=read_forecast(folder, problems),
         evals=tuple(read_evals(folder, problems)),
-        experts=read_expert_counts(folder, problems),
+        experts=run_files.read_expert_counts(folder, problems),
         supervised=tuple(sorted(ledgers, key=lambda record: str(record.get("time", "")))),
         lines=metrics.lines,
-        written_at=newest_write(folder),
+        written_at=max(written_at, default=None),
         problems=tuple(problems),
     )
-
-
-def newest_write(folder: Any) -> float | None:
-    """When metrics.jsonl or events.jsonl was last written, in Unix seconds; None where the storage does not say."""
-    times = []
-    for name in ("metrics.jsonl", "events.jsonl"):
-        with contextlib.suppress(OSError):
-            times.append((folder / name).stat().st_mtime)
-    return max(times, default=None)
 
 
 def missing_run_message(workdir: Any, folder: Any) -> str:
@@ -191,7 +185,7 @@ def read_evals(folder: Any, problems: list[str]) -> list[Row]:
     found: collections.deque[Row] = collections.deque(maxlen=MOST_EVENTS)
     for record in read_lines(folder / "evals.jsonl", problems):
         step = record.get("step")
-        if type(step) is int and 0 <= step < LARGEST:
+        if type(step) is int and 0 <= step < run_files.LARGEST:
             numbers = {n: value for n, value in record.items() if n.startswith("evals") and is_finite(value)}
             found.append({"step": step} | numbers)
     return sorted(found, key=lambda row: row["step"])
@@ -201,30 +195,29 @@ def read_forecast(folder: Any, problems: list[str]) -> dict[str, Any] | None:
     """forecast.json where it is whole: lists of equal length of finite numbers."""
     if not (folder / "forecast.json").exists():
         return None
-    found = read_object(folder / "forecast.json", problems, "no forecast is shown")
+    found = run_files.read_object(folder / "forecast.json", problems, "no forecast is shown")
     columns = [as_list(found.get(name)) for name in ("tokens", "low", "middle", "high")]
     good = all(column and all(map(is_finite, column)) for column in columns)
-    if not good or len({len(column) for column in columns}) != 1:
-        if found:
-            problems.append(
-                "forecast.json lacks lists of equal length named tokens, low, middle, high: it is not shown"
-            )
-        return None
-    return found
+    if good and len(set(map(len, columns))) == 1:
+        return found
+    if found:
+        problems.append("forecast.json lacks lists of equal length named tokens, low, middle, high: it is not shown")
+    return None
 
 
 def is_finite(value: Any) -> TypeGuard[float]:
     """True for a number that may be a measurement: finite, and not beyond all of them."""
-    return is_number(value) and abs(value) <= LARGEST_NUMBER
+    return is_number(value) and abs(value) <= run_files.LARGEST_NUMBER
 
 
-def read_samples(folder: Any, problems: list[str]) -> tuple[Sample, ...]:
-    """Texts that the model wrote, oldest first: samples.jsonl, in which a step counts once, and sample.txt, which the
-    end of a run writes."""
-    found: list[Sample] = []
+def read_samples(folder: Any, problems: list[str]) -> tuple[TextSample, ...]:
+    """Texts that the model wrote, oldest first: samples.jsonl, each step once, and sample.txt of the end of a run."""
+    found: list[TextSample] = []
     for record in read_lines(folder / "samples.jsonl", problems):
         if isinstance(record.get("text"), str):
-            sample = Sample(record["step"] if is_number(record.get("step")) else None, record["text"][:LONGEST_TEXT])
+            sample = TextSample(
+                record["step"] if is_number(record.get("step")) else None, record["text"][:LONGEST_TEXT]
+            )
             while sample.step is not None and found and (found[-1].step or 0) >= sample.step:
                 found.pop()  # of steps that were run again
             found = [*found[1 - MOST_SAMPLES :], sample]
@@ -232,7 +225,7 @@ def read_samples(folder: Any, problems: list[str]) -> tuple[Sample, ...]:
         with paths.open_binary(folder / "sample.txt") as file:
             text = file.read(4 * LONGEST_TEXT).decode("utf-8", "replace")[:LONGEST_TEXT]
         if text not in [sample.text for sample in found]:
-            found.append(Sample(None, text))
+            found.append(TextSample(None, text))
     except FileNotFoundError:
         pass
     except BadInput as error:

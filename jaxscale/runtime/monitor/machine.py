@@ -1,11 +1,25 @@
-"""Memory of the host and the devices in bytes, and the processor time of this process and others."""
+"""Memory of the host and the devices, processor time of this process and others, and telemetry of the devices.
 
+`device/utilisation` is the fraction of time in which a device did anything: one kernel on one of its units counts as
+full use. It is not MFU, which counts the model's FLOPs. Sources: nvidia-smi --help-query-gpu (utilization.gpu: the part
+of the last sample period in which a kernel was executing); for a TPU,
+https://cloud.google.com/tpu/docs/tpu-monitoring-library (duty_cycle_pct: the part of the last sample period in which
+the accelerator was processing). A TPU reports neither power nor temperature there.
+"""
+
+import itertools
+import math
 import os
 import resource
+import shutil
+import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jaxscale.system.exits import first_line
 
 STATM = "/proc/self/statm"  # Linux: pages; the second number is resident, the third file-backed
 STAT = "/proc/stat"  # Linux: ticks of each processor in user, nice, system, idle, iowait, irq, ...
@@ -19,10 +33,9 @@ def host_peak_bytes() -> int:
 
 
 def host_bytes_in_use() -> int | None:
-    """Returns the resident memory of this process without file-backed pages; None if the platform does not report it.
+    """Returns the resident memory of this process, or None if the platform does not report it.
 
-    Token shards are memory-mapped and stay resident until memory is needed, so the total resident size rises through
-    the first epoch of a healthy run.
+    Without file-backed pages: memory-mapped token shards stay resident, so these rise through a healthy first epoch.
     """
     try:
         with open(STATM, encoding="ascii") as file:
@@ -33,10 +46,7 @@ def host_bytes_in_use() -> int | None:
 
 
 def memory_metrics(device_stats: Sequence[Mapping[str, int] | None] = ()) -> dict[str, int | float | None]:
-    """Returns host_bytes_in_use, host_peak_bytes, device_bytes_in_use, device_peak_bytes and device_bytes_limit.
-
-    Device values are those of the device with the most; None if the platform does not report them.
-
+    """Returns bytes in use, peak bytes and limit of the host and of the fullest device; None where not reported.
 
     Args: device_stats: `device.memory_stats()` of each local device; None on CPU.
     """
@@ -69,10 +79,7 @@ class HostLoad:
         self.last = self.read()
 
     def metrics(self) -> dict[str, float | None]:
-        """Returns {host_own_share, host_other_share}: fractions of processor time of this process and of all others.
-
-        None if the platform does not report them or the interval is too short. Costs one read of /proc/stat.
-        """
+        """Returns {host_own_share, host_other_share} of processor time, None if unknown. Reads /proc/stat once."""
         now, last = self.read(), self.last
         if now is None or last is None or now.total - last.total < MIN_SECONDS:
             return {"host_own_share": None, "host_other_share": None}
@@ -106,3 +113,120 @@ def processor_seconds(text: str, processors: set[int]) -> tuple[float, float]:
             busy, total = busy + worked, total + worked + idle + iowait
     ticks_per_second = os.sysconf("SC_CLK_TCK")
     return busy / ticks_per_second, total / ticks_per_second
+
+
+EVERY_SECONDS = 30.0
+TIMEOUT_SECONDS = 10.0  # nvidia-smi takes 0.1 to 2 s, and hangs with a stuck driver
+MAX_FAILURES = 3  # in a row; then polling stops for this start
+FIELDS = ("index", "uuid", "utilization.gpu", "power.draw", "temperature.gpu")
+QUERY = ("nvidia-smi", f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits")
+
+Read = Callable[[], Mapping[str, float]]
+
+
+class Telemetry:
+    """Latest telemetry of this machine's devices; {} before the first read and after a failure."""
+
+    def __init__(self, read: Read | None, *, every_seconds: float = EVERY_SECONDS, say: Callable[[str], None] = print):
+        """read: may block and raise; None if the platform has no telemetry."""
+        self.read, self.every_seconds, self.say = read, every_seconds, say
+        self.latest: dict[str, float] = {}
+        self.stopped = threading.Event()
+
+    def __enter__(self) -> "Telemetry":
+        if self.read is not None:
+            threading.Thread(target=self.work, args=(self.read,), name="telemetry", daemon=True).start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stopped.set()
+
+    def work(self, read: Read) -> None:
+        """Polls until the end, or until MAX_FAILURES in a row, which is logged once."""
+        failures = 0
+        while not self.stopped.is_set():
+            try:
+                self.latest, failures = dict(read()), 0
+            except Exception as error:  # telemetry must not end a run
+                self.latest, failures = {}, failures + 1
+                if failures == MAX_FAILURES:
+                    return self.say(f"telemetry: no longer read ({first_line(error)}); training continues without it")
+            self.stopped.wait(self.every_seconds)
+
+    def metrics(self) -> dict[str, float]:
+        """Returns those of {device/utilisation, device/power_watts, device/temperature_c} that are known."""
+        return self.latest
+
+
+def make_reader(platform: str) -> Read | None:
+    """Returns the reader for a JAX platform ('gpu' or 'tpu'); None if it has no telemetry."""
+    if platform == "gpu":
+        return read_nvidia if shutil.which(QUERY[0]) else None
+    if platform != "tpu":
+        return None
+    try:
+        from libtpu.sdk import tpumonitoring as monitoring
+    except Exception:  # not installed, too old, or it cannot be loaded
+        return None
+    return lambda: combine_devices(parse_duty(monitoring.get_metric("duty_cycle_pct").data()))
+
+
+def read_nvidia() -> dict[str, float]:
+    """Returns the metrics of this machine's visible NVIDIA GPUs. Raises OSError, TimeoutExpired or ValueError."""
+    done = subprocess.run(QUERY, capture_output=True, timeout=TIMEOUT_SECONDS, stdin=subprocess.DEVNULL)
+    text = done.stdout.decode("utf-8", "replace")
+    if done.returncode:
+        lines = (done.stderr.decode("utf-8", "replace") or text).strip().splitlines()
+        raise ValueError(f"nvidia-smi exited with {done.returncode}: {lines[0][:200] if lines else 'no output'}")
+    return combine_devices(parse_nvidia(text, os.environ.get("CUDA_VISIBLE_DEVICES")))
+
+
+def parse_nvidia(text: str, visible: str | None = None) -> list[dict[str, float]]:
+    """Returns one dict per GPU from the output of QUERY, without unsupported values ('[N/A]').
+
+    Args: visible: CUDA_VISIBLE_DEVICES, which nvidia-smi ignores: indices or UUID prefixes, up to the first that is not
+    a GPU of this machine, such as -1.
+    Raises ValueError for any other text.
+    """
+    found: dict[tuple[str, str], dict[str, float]] = {}  # by index and UUID
+    for line in filter(None, map(str.strip, text.splitlines())):
+        cells = [cell.strip() for cell in line.split(",")]
+        if len(cells) != len(FIELDS) or not cells[0].isdecimal():
+            raise ValueError(f"nvidia-smi printed no table: {line[:80]!r}")
+        percent, watts, celsius = map(parse_number, cells[2:])
+        values = {"utilisation": None if percent is None else percent / 100, "power_watts": watts}
+        values |= {"temperature_c": celsius}
+        found[cells[0], cells[1]] = {name: value for name, value in values.items() if value is not None}
+    if visible is None:
+        return list(found.values())
+    matching = lambda name: [key for key in found if name == key[0] or name and key[1].startswith(name)]
+    keys = itertools.takewhile(bool, (matching(name.strip()) for name in visible.split(",")))
+    return [found[key[0]] for key in keys]
+
+
+def parse_number(cell: str) -> float | None:
+    """Parses a finite number; None for '[N/A]', '[Not Supported]', 'ERR!' and the like."""
+    try:
+        value = float(cell)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+def combine_devices(devices: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Returns the mean utilisation, the mean power and the highest temperature over devices."""
+    column = lambda name: [device[name] for device in devices if name in device]
+    devices = list(devices)
+    metrics = {}
+    for name in ("utilisation", "power_watts"):
+        if values := column(name):
+            metrics[f"device/{name}"] = round(sum(values) / len(values), 4)
+    if values := column("temperature_c"):
+        metrics["device/temperature_c"] = max(values)
+    return metrics
+
+
+def parse_duty(data: Iterable[Any]) -> list[dict[str, float]]:
+    """Returns one dict per chip from libtpu's percentages, one string per chip."""
+    values = [parse_number(str(value)) for value in data]
+    return [{"utilisation": value / 100} for value in values if value is not None]

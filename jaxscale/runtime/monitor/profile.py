@@ -21,7 +21,7 @@ from typing import Any
 from jaxscale.runtime.monitor.config import Steps
 from jaxscale.runtime.monitor.events import Note
 from jaxscale.system import fence, paths
-from jaxscale.system.exits import Stop
+from jaxscale.system.exits import Stop, first_line
 
 TRIGGER_FILE = "PROFILE"
 FOLDER = "profiles"
@@ -81,7 +81,6 @@ class Profiler:
         """Enters a phase; a step begins with its data wait."""
         if threading.get_ident() != self.owner:
             return
-
         self.phases.append(name)
         if name == "data" and step is not None and self.compiled:
             self.before_step(step)
@@ -112,12 +111,11 @@ class Profiler:
         self.destination = self.workdir / FOLDER / str(step)
         try:
             if self.remote:
-                folder = pathlib.Path(tempfile.mkdtemp(prefix="jaxscale-profile-"))
+                self.folder = pathlib.Path(tempfile.mkdtemp(prefix="jaxscale-profile-"))
             else:
-                folder = self.destination
-                paths.make_private(folder)
-            self.folder = folder
-            self.start(str(folder))
+                self.folder = self.destination
+                paths.make_private(self.folder)
+            self.start(str(self.folder))
         except Exception as error:  # OSError, or an error of the platform's profiler, such as being in use
             self.first = None
             self.fail(step, "could not begin", error)
@@ -139,13 +137,12 @@ class Profiler:
         except Exception as error:
             self.fail(step, "could not be written", error)
             return
-        seconds = round(time.monotonic() - began, 3)
         if self.remote:
             args = (step, self.folder, self.destination)
             self.uploads.append(threading.Thread(target=self.upload, args=args, daemon=True))
             self.uploads[-1].start()
-            return
-        self.report_written(step, self.destination, seconds)
+        else:
+            self.report_written(step, self.destination, began)
 
     def upload(self, step: int, folder: pathlib.Path, destination: Any) -> None:
         """Copies a capture into the bucket, in a thread."""
@@ -160,17 +157,17 @@ class Profiler:
             except Exception as error:  # any exception of the storage client
                 self.fail(step, f"could not be uploaded to the bucket, and stays in {folder}", error)
                 return
-            self.report_written(step, destination, round(time.monotonic() - began, 3))
+            self.report_written(step, destination, began)
 
-    def report_written(self, step: int, destination: Any, seconds: float) -> None:
+    def report_written(self, step: int, destination: Any, began: float) -> None:
         """Logs that the capture is complete."""
+        seconds = round(time.monotonic() - began, 3)
         self.note("profile", step, what="written", place=str(destination), seconds=seconds)
         self.say(f"profile: written in {seconds:g} s; look at it with: xprof {destination}")
 
     def fail(self, step: int, what: str, error: Exception) -> None:
         """Logs the failure of the capture that began at `step` and disables the profiler for this start."""
-        first_line = str(error).splitlines()[0] if str(error) else ""
-        cause = f"the profile from step {step} on {what}: {type(error).__name__}: {first_line}"
+        cause = f"the profile from step {step} on {what}: {first_line(error)}"
         self.failed = True
         self.note("alarm", None, cause=cause)
         self.say(f"{cause}; training continues without it")
@@ -195,11 +192,9 @@ class Profiler:
 
 def remove_if_exists(file: Any) -> bool:
     """Removes the file; returns False if it is missing or cannot be removed, which would trigger again and again."""
-    try:
-        if not file.exists():
-            return False
-        fence.ask(file)
-        file.unlink()
-    except OSError:
-        return False
-    return True
+    with contextlib.suppress(OSError):
+        if file.exists():
+            fence.ask(file)
+            file.unlink()
+            return True
+    return False

@@ -8,10 +8,10 @@ completes a torn line, so that a new record never joins it.
 import collections
 import contextlib
 import dataclasses
+import io
 import json
 import os
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from jaxscale.runtime.monitor.upload import ExclusiveObject, Uploader
@@ -48,10 +48,7 @@ def parse_record(line: bytes | None) -> Record | None:
 
 
 def read_records(path: Any, damage: Damage | None = None) -> Iterator[Record]:
-    """Yields the records of a local or remote file in bounded memory; none if the file is missing.
-
-    Args: damage: counts skipped lines. Raises: OSError if the file cannot be read, BadInput if it is not a file.
-    """
+    """Yields the records of a file, none if missing. damage: counts skipped lines. Raises OSError and BadInput."""
     for _, record in read_lines(path, damage):
         yield record
 
@@ -93,25 +90,17 @@ def split_lines(file: Any) -> Iterator[tuple[bytes | None, bool]]:
 
 def parse_lines(content: bytes) -> tuple[list[Record], int, int]:
     """Parses lines as (records, number of damaged lines, bytes up to a torn last line)."""
-    *lines, last = content.split(b"\n")
-    parsed = [parse_record(line) for line in lines if line.strip()]
-    records = [record for record in parsed if record is not None]
-    ending = parse_record(last) if last else None
-    whole = len(content) - len(last) if ending is None else len(content)
-    return [*records, *([ending] if ending is not None else ())], len(parsed) - len(records), whole
+    damage = Damage()
+    records = [record for _, record in parse_file(io.BytesIO(content), damage)]
+    return records, damage.lines, content.rfind(b"\n") + 1 if damage.torn else len(content)
 
 
 def tail_records(path: Any) -> list[Record]:
     """Returns the records in the last TAIL_BYTES of a file; [] if it is missing. Raises as read_records."""
     try:
-        if paths.is_remote(path):
-            whole = paths.read_bytes(path)
-            begin = max(0, len(whole) - TAIL_BYTES)
-            content = whole[begin:]
-        else:
-            with paths.open_binary(path) as file:
-                begin = file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-                content = file.read()
+        with io.BytesIO(paths.read_bytes(path)) if paths.is_remote(path) else paths.open_binary(path) as file:
+            begin = file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+            content = file.read()
     except FileNotFoundError:
         return []
     return parse_lines(content.partition(b"\n")[2] if begin else content)[0]
@@ -234,10 +223,7 @@ def write_lines(path: Any, lines: Iterable[bytes]) -> None:
 
 
 def abandon(workdir: Any, to_step: int, rewind: int) -> int:
-    """Moves the lines of metrics.jsonl after to_step, discarded by a rewind, to abandoned.jsonl; returns their number.
-
-    Adds "rewind": the number of the rewind. Idempotent after a crash.
-    """
+    """Moves lines of metrics.jsonl after to_step to abandoned.jsonl with "rewind"; returns how many. Idempotent."""
     folder = paths.as_path(workdir)
     remaining, moved = [], []
     for line, record in read_lines(folder / "metrics.jsonl"):
@@ -249,30 +235,17 @@ def abandon(workdir: Any, to_step: int, rewind: int) -> int:
             remaining.append(line)
     if moved:
         before = [line for line, _ in read_lines(folder / "abandoned.jsonl")]
-        known = set(before)
-        write_lines(folder / "abandoned.jsonl", [*before, *(line for line in moved if line not in known)])
+        write_lines(folder / "abandoned.jsonl", dict.fromkeys([*before, *moved]))
         write_lines(folder / "metrics.jsonl", remaining)
     return len(moved)
 
 
 class RecordFile:
-    """A file that a run appends records to, on disk when `write` returns; a thread uploads them to a bucket.
+    """A file of records, on disk when `write` returns, else buffered until the next; a thread uploads to a bucket."""
 
-    Records that cannot be written are buffered in memory until the next write.
-    """
-
-    def __init__(
-        self,
-        path: Any,
-        *,
-        mode: int = 0o666,
-        durable: bool = False,
-        every_seconds: float = 0.0,
-        clock: Callable[[], float] = time.monotonic,
-    ):
+    def __init__(self, path: Any, *, mode: int = 0o666, durable: bool = False, every_seconds: float = 0.0):
         """every_seconds: pause between uploads to a bucket."""
-        self.path, self.mode, self.durable = path, mode, durable
-        self.every_seconds, self.clock = every_seconds, clock
+        self.path, self.mode, self.durable, self.every_seconds = path, mode, durable, every_seconds
         self.unwritten: collections.deque[str] = collections.deque(maxlen=MAX_UNWRITTEN)
         self.cause: str | None = None  # of unwritten records
         self.uploader: Uploader | None = None
@@ -281,7 +254,7 @@ class RecordFile:
         """Returns (content of the bucket's object, its uploader). Raises as ExclusiveObject.read does."""
         remote = ExclusiveObject(os.fspath(self.path))
         found = remote.read()
-        self.uploader = Uploader(self.path, every_seconds=self.every_seconds, clock=self.clock, write=remote.write)
+        self.uploader = Uploader(self.path, every_seconds=self.every_seconds, write=remote.write)
         return found, self.uploader
 
     @property

@@ -21,10 +21,7 @@ def versions() -> dict[str, str | None]:
 
 
 def git_commit(folder: str | pathlib.Path | None = None) -> str | None:
-    """Returns the commit of the source tree, with '-dirty' if tracked files differ; None outside a git checkout.
-
-    Args: folder: a folder of the tree; by default this package's.
-    """
+    """Returns the commit of `folder` (default: this package), with '-dirty' if files differ; None outside git."""
     source = pathlib.Path(folder) if folder else pathlib.Path(__file__).resolve().parent
     # a package installed in an environment inside another repository is not tracked by it
     tracked = git(source, "ls-files", "--error-unmatch", ".")

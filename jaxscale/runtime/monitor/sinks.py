@@ -10,6 +10,7 @@ https://docs.wandb.ai/guides/runs/resuming (an id with resume="allow"), https://
 
 import contextlib
 import os
+import pathlib
 import queue
 import secrets
 import sys
@@ -19,9 +20,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxscale.system import packages, paths
-from jaxscale.system.exits import BadInput
-from jaxscale.system.redact import redacted, shown
+from jaxscale.system import fence, packages, paths
+from jaxscale.system.exits import BadInput, Stop
+from jaxscale.system.redact import block_in_markdown, redacted, shown
 
 MAX_PENDING = 10_000  # records, some 10 MB
 CLOSE_SECONDS = 10.0  # timeout for pending records when a run ends
@@ -52,13 +53,8 @@ class ServiceRun:
         if not paths.is_remote(folder):
             paths.make_private(folder / FOLDER)
         paths.write_json(file, {"id": self.id, "attempt": self.attempt})
-        config = folder / "config.json"
-        self.config = redacted(paths.read_json(config)) if config.exists() else {}
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Settings of the run to show in the service."""
-        return self.config.get("config", self.config) | {"attempts": self.attempt}
+        config = redacted(paths.read_json(folder / "config.json")) if (folder / "config.json").exists() else {}
+        self.settings: dict[str, Any] = config.get("config", config) | {"attempts": self.attempt}
 
     def with_attempt(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the record with its attempt and without None, which W&B does not draw."""
@@ -145,14 +141,14 @@ def open_wandb(service_run: ServiceRun) -> Service:
         finish_timeout_raises=True,
         x_disable_machine_info=True,  # do not upload the host name
     )
+    folder = service_run.folder
+    folder = tempfile.mkdtemp(prefix="jaxscale-wandb-") if paths.is_remote(folder) else str(folder)
     run = wandb.init(
         project=os.environ.get("WANDB_PROJECT") or "jaxscale",
         id=service_run.id,
         name=os.environ.get("WANDB_NAME") or service_run.run_name,
         resume=None if offline else "allow",  # offline, `wandb sync --append` joins the attempts
-        dir=tempfile.mkdtemp(prefix="jaxscale-wandb-")
-        if paths.is_remote(service_run.folder)
-        else str(service_run.folder),
+        dir=folder,
         config=service_run.settings,
         settings=settings,
     )
@@ -167,10 +163,7 @@ def open_wandb(service_run: ServiceRun) -> Service:
 
 
 def open_trackio(service_run: ServiceRun) -> Service:
-    """Opens or resumes the run of this work folder in a local database or a Hugging Face Space.
-
-    Honors TRACKIO_PROJECT, TRACKIO_DIR and TRACKIO_SPACE_ID.
-    """
+    """Opens or resumes the run. Honors TRACKIO_PROJECT, TRACKIO_DIR and TRACKIO_SPACE_ID (a Hugging Face Space)."""
     import trackio
 
     with contextlib.redirect_stdout(sys.stderr):  # its messages would break the bar on stdout
@@ -209,3 +202,130 @@ def missing_packages(names: Sequence[str]) -> list[str]:
         for name in names
         if not packages.is_installed(name)
     ]
+
+
+FLUSH_SECONDS = 10.0  # a flush also syncs the disk, which is too slow for every write
+
+
+class Scalars:
+    """TensorBoard scalars. A write error drops values and starts a new file: TensorBoard stops at a torn record."""
+
+    def __init__(self, folder: pathlib.Path, start_step: int = 0):
+        self.folder, self.start_step = folder, start_step
+        self.file: EventFile | None = None
+        self.problem: str | None = None
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Adds one event with all scalars of a step."""
+        self.attempt(step, lambda file: file.write(step, scalars))
+
+    def write_text(self, step: int, name: str, text: str) -> None:
+        """Adds a text, which TensorBoard shows in its text panel."""
+        self.attempt(step, lambda file: file.write_text(step, name, text))
+
+    def attempt(self, step: int, add: Callable[["EventFile"], None]) -> None:
+        """Adds to the file, after opening one if needed."""
+        try:
+            if self.file is None:
+                self.file = EventFile(self.folder, self.start_step)
+            add(self.file)
+            self.problem = None
+        except Stop:  # another process owns the folder
+            if self.file is not None:
+                self.file.abandon()
+            self.file = None
+            raise
+        except OSError as error:
+            self.problem = f"{self.folder} lacks metrics that metrics.jsonl has: {error.strerror or error}"
+            if self.file is not None:
+                self.file.abandon()
+                self.file, self.start_step = None, step  # the next file must not hide the events of this one
+
+    def close(self) -> None:
+        """Flushes and closes."""
+        if self.file is not None:
+            try:
+                self.file.close()
+            except Stop:  # the lock reports it
+                pass
+            except OSError as error:
+                self.problem = f"{self.folder} lacks its last metrics: {error.strerror or error}"
+        self.file = None
+
+
+class EventFile:
+    """One TensorBoard event file, written in the calling thread.
+
+    tensorboardX's SummaryWriter would start a thread and a multiprocessing queue, and put the host name into the file
+    name; this uses only its record format and messages.
+    """
+
+    def __init__(self, folder: pathlib.Path, start_step: int = 0):
+        # these take 0.1 s, so not before the first metrics are written
+        from tensorboardX.proto import event_pb2, summary_pb2, tensor_pb2, tensor_shape_pb2
+        from tensorboardX.record_writer import RecordWriter
+
+        # protobuf modules, which are generated and therefore untyped
+        self.event: Any = event_pb2
+        self.summary: Any = summary_pb2
+        self.tensor: Any = tensor_pb2
+        self.tensor_shape: Any = tensor_shape_pb2
+        paths.make_folder(folder)
+        stem = f"events.out.tfevents.{int(time.time())}.jaxscale"
+        names = (folder / f"{stem}.{number}" for number in range(1_000_000))
+        self.path = next(name for name in names if not name.exists())  # a second start within a second
+        self.records, self.flushed_at = RecordWriter(str(self.path)), time.time()
+        self.pending: list[bytes] = []  # records; the fence is checked once per flush
+        self.add(file_version="brain.Event:2")
+        # TensorBoard hides events of earlier processes from this step on, which are repeated
+        restart = self.event.SessionLog(status=self.event.SessionLog.START)
+        self.add(step=start_step + 1 if start_step else 0, session_log=restart)  # a new run has a validation at step 0
+        try:
+            self.flush()
+        except OSError:
+            self.abandon()
+            self.path.unlink(missing_ok=True)  # do not leave an empty file for each try
+            raise
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Adds one event with all scalars of a step."""
+        summary = self.summary.Summary
+        values = [summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
+        self.add(step=step, summary=summary(value=values))
+        if time.time() - self.flushed_at >= FLUSH_SECONDS:
+            self.flush()
+            self.flushed_at = time.time()
+
+    def write_text(self, step: int, name: str, text: str) -> None:
+        """Adds one event with a text, as a code block since TensorBoard renders Markdown."""
+        summary, metadata = self.summary.Summary, self.summary.SummaryMetadata
+        shape_type = self.tensor_shape.TensorShapeProto
+        text_metadata = metadata(plugin_data=metadata.PluginData(plugin_name="text"))
+        shape, content = shape_type(dim=[shape_type.Dim(size=1)]), block_in_markdown(text).encode()
+        tensor = self.tensor.TensorProto(dtype="DT_STRING", string_val=[content], tensor_shape=shape)
+        value = summary.Value(tag=f"{name}/text_summary", metadata=text_metadata, tensor=tensor)
+        self.add(step=step, summary=summary(value=[value]))
+
+    def add(self, **fields: Any) -> None:
+        """Buffers one event for the next flush."""
+        self.pending.append(self.event.Event(wall_time=time.time(), **fields).SerializeToString())
+
+    def flush(self) -> None:
+        """Writes buffered records. Raises: Stop if this process no longer owns the folder; OSError."""
+        fence.ask(self.path)
+        for record in self.pending:
+            self.records.write(record)
+        self.pending.clear()
+        self.records.flush()
+
+    def close(self) -> None:
+        """Flushes and closes."""
+        try:
+            self.flush()
+        finally:
+            self.records.close()
+
+    def abandon(self) -> None:
+        """Closes a file that cannot be written."""
+        with contextlib.suppress(OSError):
+            self.records.close()

@@ -37,10 +37,7 @@ class Throughput:
     def add(
         self, tokens: int, data_wait_seconds: float = 0.0, *, excluded: bool = False, row_tokens: int | None = None
     ) -> None:
-        """Counts one finished step of `tokens` tokens (the global batch), in rows of row_tokens.
-
-        excluded: the step does not count, because it compiled.
-        """
+        """Counts a finished step of `tokens` (the global batch) in rows of row_tokens. excluded: it compiled."""
         if not self.compiled:
             self.compiled = True
             self.start()
@@ -68,14 +65,14 @@ class Throughput:
         mfu is None if the peak or the FLOPs are unknown; all are None if no step was counted.
         """
         seconds = self.clock() - self.began - self.excluded_seconds
-        report: dict[str, float | None] = dict.fromkeys(
-            ("tokens_per_second", "step_seconds", "data_wait_seconds", "mfu")
-        )
-        if self.steps and seconds > 0:
-            report["tokens_per_second"] = self.tokens / seconds
-            report["step_seconds"] = seconds / self.steps
-            report["data_wait_seconds"] = self.data_wait_seconds / self.steps
-            if self.flops_per_token and self.peak_flops:
-                report["mfu"] = self.flops / seconds / (self.peak_flops * self.num_chips)
+        counted = self.steps > 0 and seconds > 0
+        report = {
+            "tokens_per_second": self.tokens / seconds if counted else None,
+            "step_seconds": seconds / self.steps if counted else None,
+            "data_wait_seconds": self.data_wait_seconds / self.steps if counted else None,
+            "mfu": None,
+        }
+        if counted and self.flops_per_token and self.peak_flops:
+            report["mfu"] = self.flops / seconds / (self.peak_flops * self.num_chips)
         self.start()
         return report

@@ -1,5 +1,6 @@
 """Uploads growing text to a bucket in a thread, so that writers never wait for the network."""
 
+import functools
 import os
 import random
 import threading
@@ -53,14 +54,18 @@ class Uploader:
     def put(self, text: str) -> None:
         """Sets the text, without blocking."""
         with self.changed:
-            self.pieces = [text]
-            self.note_change()
+            self.pieces.clear()
+            self.append(text)
 
     def append(self, text: str) -> None:
         """Appends to the text, without blocking."""
         with self.changed:
             self.pieces.append(text)
-            self.note_change()
+            self.version += 1
+            if self.thread is None:
+                self.thread = threading.Thread(target=self.work, name=f"upload {self.path}", daemon=True)
+                self.thread.start()
+            self.changed.notify_all()
 
     def skip_pause(self) -> None:
         """Skips the pause after the last upload once, without blocking."""
@@ -81,13 +86,6 @@ class Uploader:
         with self.changed:
             self.ended = True
             self.changed.notify_all()
-
-    def note_change(self) -> None:
-        self.version += 1
-        if self.thread is None:
-            self.thread = threading.Thread(target=self.work, name=f"upload {self.path}", daemon=True)
-            self.thread.start()
-        self.changed.notify_all()
 
     def work(self) -> None:
         """Uploads new text until `close`."""
@@ -136,22 +134,17 @@ class ExclusiveObject:
 
     def __init__(self, url: str):
         self.url = url
-        self.bucket: Bucket | None = None
         self.generation: int | None = None  # of our last read or write; None: the first write replaces any object
         self.tried = b""
 
-    def open(self) -> Bucket:
-        """Returns the bucket client; the first call may take seconds to find credentials."""
-        if self.bucket is None:
-            self.bucket = open_bucket(writing=True, silence=SILENCE_SECONDS)
-        return self.bucket
+    @functools.cached_property
+    def bucket(self) -> Bucket:
+        """The bucket client; the first use may take seconds to find credentials."""
+        return open_bucket(writing=True, silence=SILENCE_SECONDS)
 
     def read(self) -> bytes:
-        """Returns the content, b"" without an object; later writes fail if another process writes in between.
-
-        Raises: BadInput if the service does not answer, or refuses.
-        """
-        found = self.open().look(self.url)
+        """Returns the content, b"" without an object; a write by another process ends ours. Raises BadInput."""
+        found = self.bucket.look(self.url)
         self.generation, self.tried = (found.generation, found.content) if found else (0, b"")
         return self.tried
 
@@ -161,14 +154,13 @@ class ExclusiveObject:
         Raises: as Bucket.put does; WrittenElsewhere if another process has written it; Stop if it owns the folder.
         """
         fence.ask(self.url)
-        bucket = self.open()
         before, self.tried = self.tried, content
         try:
-            self.generation = bucket.put(self.url, content, self.generation)
+            self.generation = self.bucket.put(self.url, content, self.generation)
         except Changed:
-            found = bucket.look(self.url)
+            found = self.bucket.look(self.url)
             is_ours = found is None or found.content in (before, content)  # an earlier try whose response was lost
             if not is_ours and not fence.ask(self.url):  # with the lock held, it is a late retry of our earlier upload
                 self.tried = before
                 raise WrittenElsewhere(f"another process has written {self.url}; this one stops writing it") from None
-            self.generation = bucket.put(self.url, content, found.generation if found else 0)
+            self.generation = self.bucket.put(self.url, content, found.generation if found else 0)

@@ -3,7 +3,6 @@
 import io
 import math
 import sys
-import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TextIO
 
@@ -12,8 +11,7 @@ from jaxscale.runtime.monitor.alerts import Diagnosis
 from jaxscale.runtime.monitor.config import MonitorConfig
 from jaxscale.runtime.monitor.console import choose_style, find_display, open_console
 from jaxscale.runtime.monitor.records import Damage, Record, RecordFile, append, parse_file, read_lines, write_lines
-from jaxscale.runtime.monitor.sinks import Sink, open_sinks
-from jaxscale.runtime.monitor.tensorboard import Scalars
+from jaxscale.runtime.monitor.sinks import Scalars, Sink, open_sinks
 from jaxscale.runtime.monitor.upload import LAST_SECONDS
 from jaxscale.system import paths
 from jaxscale.system.redact import redacted
@@ -40,7 +38,6 @@ class Writer:
         *,
         primary: bool = True,
         stream: TextIO | None = None,
-        clock: Callable[[], float] = time.monotonic,
         vitals: Callable[[], Mapping[str, Any]] = dict,
         diagnosis: Diagnosis | None = None,
     ):
@@ -52,16 +49,15 @@ class Writer:
         self.workdir = paths.as_path(workdir)
         notebook = stream is None and find_display() is not None
         style = choose_style(cfg.progress, stream or sys.stdout, notebook=notebook) if primary else "off"
-        self.console = open_console(style, total_steps, stream, clock)
+        self.console = open_console(style, total_steps, stream)
         self.metrics_file, self.tensorboard, self.reported = None, None, set()
         self.other_files: dict[str, RecordFile] = {}  # samples and expert counts, once there are any
-        self.clock = clock
         if not primary:
             return
-        self.metrics_file, existing = open_records(self.workdir / METRICS, start_step, clock)
+        self.metrics_file, existing = open_records(self.workdir / METRICS, start_step)
         for name in (SAMPLES, EXPERTS):
             if (self.workdir / name).exists():  # drop records of repeated steps
-                self.other_files[name], _ = open_records(self.workdir / name, start_step, clock)
+                self.other_files[name], _ = open_records(self.workdir / name, start_step)
         if self.diagnosis is not None:
             self.diagnosis.replay(existing.records, self.say)
         if existing.damaged:
@@ -78,10 +74,7 @@ class Writer:
         return step in (self.start_step + 1, self.total_steps) or step % self.cfg.log_every_steps == 0
 
     def write(self, step: int, metrics: Mapping[str, float | int | None | str]) -> None:
-        """Writes one record everywhere. Names with slashes are groups.
-
-        Non-finite values become null in metrics.jsonl, since JSON has no NaN, and are listed in "nonfinite".
-        """
+        """Writes one record everywhere. Non-finite values are null in metrics.jsonl and listed in "nonfinite"."""
         if self.metrics_file is None:  # not the primary process
             return
         to_python = lambda value: value.item() if hasattr(value, "item") else value
@@ -121,7 +114,7 @@ class Writer:
     def append(self, name: str, record: Mapping[str, Any]) -> None:
         """Appends a record to a file in the work folder."""
         if name not in self.other_files:
-            self.other_files[name], _ = open_records(self.workdir / name, self.start_step, self.clock)
+            self.other_files[name], _ = open_records(self.workdir / name, self.start_step)
         self.other_files[name].write(record)
 
     def log_problems(self) -> None:
@@ -188,12 +181,9 @@ class ExistingRecords(NamedTuple):
     damaged: int  # dropped lines
 
 
-def open_records(path: Any, start_step: int, clock: Callable[[], float]) -> tuple[RecordFile, ExistingRecords]:
-    """Drops records after start_step; returns (the file to append to, its existing records).
-
-    With start_step 0 all are dropped: the validation before the first step is repeated.
-    """
-    file, damage = RecordFile(path, every_seconds=REMOTE_SECONDS, clock=clock), Damage()
+def open_records(path: Any, start_step: int) -> tuple[RecordFile, ExistingRecords]:
+    """Drops records after start_step, all of a new run; returns (the file to append to, its existing records)."""
+    file, damage = RecordFile(path, every_seconds=REMOTE_SECONDS), Damage()
     uploader = None
     if paths.is_remote(path):
         content, uploader = file.open_object()

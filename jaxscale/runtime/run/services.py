@@ -16,9 +16,9 @@ from jaxscale.runtime.hosts.watchdog import Watchdog
 from jaxscale.runtime.monitor.config import parse_steps
 from jaxscale.runtime.monitor.events import NAME, Events
 from jaxscale.runtime.monitor.goodput import TimeLedger, process_age_seconds
+from jaxscale.runtime.monitor.machine import Telemetry, make_reader
 from jaxscale.runtime.monitor.profile import Profiler
 from jaxscale.runtime.monitor.records import replace_with_copy
-from jaxscale.runtime.monitor.telemetry import Telemetry, make_reader
 from jaxscale.runtime.monitor.writers import EXPERTS, METRICS, SAMPLES
 from jaxscale.runtime.run.options import RunOptions
 from jaxscale.runtime.training.loop_services import Services

@@ -7,16 +7,35 @@ differs, and JSON requests need a CORS permission that is never given) nor read 
 
 import base64
 import hashlib
+import importlib.resources
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from jaxscale.runtime.sampling.chat_page import SCRIPT, STYLE, chat_page
 from jaxscale.runtime.sampling.text_stream import GeneratedText
 from jaxscale.system.exits import BadInput, Stop, print_stderr
 from jaxscale.system.foreign import parse_json
 from jaxscale.system.local_server import ADDRESS, LocalHandler, LocalServer
+from jaxscale.system.redact import in_html
+
+FILES = importlib.resources.files("jaxscale.runtime.sampling")
+STYLE, SCRIPT = (FILES.joinpath(name).read_text("utf-8") for name in ("chat.css", "chat.js"))
+
+
+def chat_page(title: str) -> str:
+    """Returns the HTML of the page. title: of the model."""
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<title>jaxscale chat</title><style>{STYLE}</style></head><body>"
+        f"<header>{in_html(title)}</header>"
+        '<main id="turns" aria-live="polite"></main><div class="note" id="note" role="status"></div>'
+        '<form id="form"><textarea id="box" rows="2" aria-label="Your message" placeholder="Your message"></textarea>'
+        '<button id="send">Send</button><button id="new" type="button">New</button></form>'
+        f"<script>{SCRIPT}</script></body></html>\n"
+    )
+
 
 MAX_BYTES = 1 << 20  # of a conversation
 MAX_TURNS = 400  # of a conversation: its chat template renders in 0.1 s
@@ -27,8 +46,7 @@ END_SECONDS = 3.0  # for an answer to end when the program does
 Answer = Callable[[Sequence[dict[str, str]], list[GeneratedText]], Iterator[str]]
 
 
-# the client has disconnected, or has read nothing for STALL_SECONDS
-DISCONNECTED = (ConnectionError, TimeoutError)
+DISCONNECTED = (ConnectionError, TimeoutError)  # or the client has read nothing for STALL_SECONDS
 
 
 class TooLong(BadInput):
@@ -133,8 +151,14 @@ class ChatHandler(LocalHandler):
             raise BadInput(f"a conversation must have 1 to {MAX_BYTES} bytes, as given in Content-Length")
         body = self.rfile.read(int(length))
         self.server.has_asked(self.connection)
-        messages = check_messages(parse_json(body))
-        check_length(messages, self.server.longest)
+        messages, longest = check_messages(parse_json(body)), self.server.longest
+        turns, characters = len(messages), sum(len(message["content"]) for message in messages)
+        # certainly more than `longest` tokens, or a template that would be slow to render
+        if turns > min(MAX_TURNS, longest) or characters > MAX_CHARACTERS_PER_TOKEN * longest:
+            raise TooLong(
+                f"this has {turns:,} turns and {characters:,} characters; the limits are {min(MAX_TURNS, longest):,} "
+                f"turns, and texts of {longest:,} tokens; start a new conversation, or write less"
+            )
         return messages
 
     def refuse(self, code: int, reason: str) -> None:
@@ -162,13 +186,3 @@ def check_messages(sent: Any) -> list[dict[str, str]]:
     if len(found) % 2 == 0:
         raise BadInput("the last message must be the user's")
     return found
-
-
-def check_length(messages: Sequence[dict[str, str]], longest: int) -> None:
-    """Raises TooLong for more than `longest` tokens for certain, or for a template that would be slow to render."""
-    turns, characters = len(messages), sum(len(message["content"]) for message in messages)
-    if turns > min(MAX_TURNS, longest) or characters > MAX_CHARACTERS_PER_TOKEN * longest:
-        raise TooLong(
-            f"this has {turns:,} turns and {characters:,} characters; the limits are {min(MAX_TURNS, longest):,} "
-            f"turns, and texts of {longest:,} tokens; start a new conversation, or write less"
-        )

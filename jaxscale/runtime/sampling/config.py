@@ -61,9 +61,8 @@ class Sampling:
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("min_p", 0 <= self.min_p < 1, "0 or more and below 1"),
         ):
-            value = getattr(self, name)
-            if not holds or not math.isfinite(value):
-                raise BadInput(f"{name}={value} must be {rule}")
+            if not holds or not math.isfinite(getattr(self, name)):
+                raise BadInput(f"{name}={getattr(self, name)} must be {rule}")
 
     @property
     def depends_on_text(self) -> bool:

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from jaxscale import units
 from jaxscale.core.axes.tensor_axis import make_tensor_axis
 from jaxscale.core.models.model import unembed
 from jaxscale.core.models.sharded import ShardedModel
@@ -134,9 +135,8 @@ class Engine:
 
     def state_spec(self, sampling: Sampling) -> DecodeState:
         """Returns the partition spec of each array of the state."""
-        rows = self.rows_spec
+        rows, cache = self.rows_spec, Cache._make((self.cache_spec, self.cache_spec))
         seen = rows if sampling.depends_on_text else None
-        cache = Cache._make((self.cache_spec, self.cache_spec))
         return DecodeState._make((cache, rows, rows, rows, rows, rows, seen, P()))
 
     def draw(self, state: DecodeState, logits_BV: jax.Array, sampling: Sampling, stop_ids: tuple[int, ...]):
@@ -151,8 +151,7 @@ class Engine:
         ended_B = state.ended_B | (state.lengths_B >= self.longest)
         for stop in stop_ids:
             ended_B |= (next_B == stop) & ~broken_B  # argmax of NaN is id 0, which may be a stop id
-        seen_BV = state.seen_BV
-        if seen_BV is not None:
+        if (seen_BV := state.seen_BV) is not None:
             seen_BV = seen_BV.at[jnp.arange(next_B.shape[0]), next_B].set(True)
         state = state._replace(last_B=next_B, ended_B=ended_B, drawn_B=state.drawn_B + 1, seen_BV=seen_BV)
         return state, jnp.where(ended_B, ENDED, jnp.where(broken_B, NOT_FINITE, next_B))
@@ -191,20 +190,15 @@ class Engine:
 
     def compiled(self, params: Any, arguments: tuple, sampling: Sampling, stop_ids: tuple[int, ...]):
         """Returns (prefill, decode, seconds of compilation) for arguments of these shapes."""
-        began = time.monotonic()
-        length = arguments[0].shape[1]
+        began, length, key = time.monotonic(), arguments[0].shape[1], (sampling, stop_ids)
         prefill, decode = self.functions(sampling, stop_ids)
-        key = (sampling, stop_ids)
         if (*key, length) not in self.programs:
-            rows = f"{self.batch} row{'s' if self.batch > 1 else ''}"
+            rows = units.plural(self.batch, "row")
             self.say(f"compiling for {rows}, prompts of up to {length} tokens and texts of up to {self.longest}")
             lowered = prefill.lower(params, *arguments)
-            self.programs[*key, length] = lowered.compile()
-            state = jax.tree.map(
-                lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-                lowered.out_info[0],
-                self.programs[*key, length].output_shardings[0],
-            )
+            self.programs[*key, length] = compiled = lowered.compile()
+            with_sharding = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+            state = jax.tree.map(with_sharding, lowered.out_info[0], compiled.output_shardings[0])
             if key not in self.programs:
                 self.programs[key] = decode.lower(params, state).compile()
             self.say(f"compiled in {time.monotonic() - began:.1f} s")
@@ -283,10 +277,7 @@ class Generator:
 
 
 def filtered(logits_BV: jax.Array, seen_BV: jax.Array | None, sampling: Sampling) -> jax.Array:
-    """Returns the logits of the distribution to draw from, float32[B, V], -inf for excluded tokens.
-
-    seen_BV: bool, tokens of the text so far; for a repetition penalty. At temperature 0 logits are not divided.
-    """
+    """Returns logits to draw from, float32[B, V], -inf if excluded, undivided at temperature 0. seen_BV: so far."""
     logits_BV = logits_BV.astype(jnp.float32)
     if sampling.depends_on_text:
         assert seen_BV is not None, "a repetition penalty needs the tokens of the text so far"
@@ -328,26 +319,17 @@ def check_prompts(prompts: Sequence[Sequence[int]], engine: Engine) -> None:
         if len(prompt) > engine.longest:
             raise BadInput(f"prompt {number} has {len(prompt)} tokens, and a text has at most {engine.longest}")
         if not 0 <= min(prompt) <= max(prompt) < engine.sharded.cfg.vocab_size:
-            worst = min(prompt) if min(prompt) < 0 else max(prompt)
-            raise BadInput(
-                f"prompt {number} has the token id {worst}, and the model's vocabulary is "
-                f"{engine.sharded.cfg.vocab_size}"
-            )
+            worst, size = min(prompt) if min(prompt) < 0 else max(prompt), engine.sharded.cfg.vocab_size
+            raise BadInput(f"prompt {number} has the token id {worst}, and the model's vocabulary is {size}")
 
 
 def prompt_length(tokens: int, longest: int) -> int:
     """Returns the padded length of prompts: one of few, so that few programs are compiled."""
-    length = MIN_PROMPT
-    while length < tokens:
-        length *= 2
-    return min(length, longest)
+    return min(MIN_PROMPT << (max(tokens - 1, 0) // MIN_PROMPT).bit_length(), longest)
 
 
 def prompt_numbers(prompts: Sequence[Sequence[int]]) -> list[int]:
-    """Returns a number for each prompt's random numbers, from its tokens and how many before it are equal.
-
-    So equal prompts get different texts, unequal prompts independent ones, and a text does not depend on other prompts.
-    """
+    """Returns numbers for prompts' random numbers: equal ones get different texts, which depend on no other prompt."""
     seen: collections.Counter = collections.Counter()
     numbers = []
     for prompt in map(tuple, prompts):

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 
@@ -14,14 +14,6 @@ REPLACED = "\ufffd"  # decoded from bytes that are not a character, or not yet o
 CHARACTER_TOKENS = 4  # a character has at most four bytes (RFC 3629), and a token at least one
 CONTEXT = 8  # prompt tokens decoded with the first new one: some decoders drop a space at the beginning of a text
 Reason = Literal["end", "stop", "length"]  # an end token, a stop text, or the limit of tokens
-
-
-class Decoder(Protocol):
-    """The method of a tokenizer that is needed here."""
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Returns the text of ids."""
-        ...
 
 
 @dataclasses.dataclass
@@ -61,16 +53,13 @@ def write_ids(generator: Generator, prompts: Sequence[Sequence[int]], settings: 
 
 def write_texts(
     generator: Generator,
-    decoder: Decoder,
+    decode: Callable[[Sequence[int]], str],
     prompts: Sequence[Sequence[int]],
     settings: WriteSettings,
     written: list[GeneratedText],
 ) -> Iterator[tuple[int, str]]:
-    """Yields (row, piece of its text) as the text is generated; `written` has each row's text so far.
-
-    A stop text is not part of the text. Raises as Generator.generate does.
-    """
-    streams = [TextStream(decoder.decode, prompt, settings.stops) for prompt in prompts]
+    """Yields (row, piece of its text) without stop texts; `written` has each text so far. Raises as generate()."""
+    streams = [TextStream(decode, prompt, settings.stops) for prompt in prompts]
     written[:] = [GeneratedText() for _ in prompts]
     active = set(range(len(prompts)))
     for step_B in settings.steps(generator, prompts):

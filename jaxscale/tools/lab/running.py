@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from jaxscale import units
 from jaxscale.runtime.hosts.discovery import TPU_FILES
-from jaxscale.runtime.monitor.json_lines import read_lines
+from jaxscale.runtime.monitor.run_files import read_lines
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Exit, Stop, meaning
 from jaxscale.tools.lab.trial import ENDS, Result, Trial, folder_of, outcome_of, read_result

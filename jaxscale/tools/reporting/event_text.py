@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 from jaxscale import units
 from jaxscale.runtime.monitor.goodput import unix_time
-from jaxscale.runtime.monitor.health.finding import is_harmless
+from jaxscale.runtime.monitor.health.rule import is_harmless
 from jaxscale.runtime.monitor.history import is_number
-from jaxscale.runtime.monitor.json_lines import as_list
+from jaxscale.runtime.monitor.run_files import as_list
 from jaxscale.system.exits import is_failure, meaning
 from jaxscale.tools.reporting.page_text import clock, plain, seconds
 from jaxscale.tools.reporting.plots import Mark

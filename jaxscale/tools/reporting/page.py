@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxscale.runtime.monitor.history import History
-from jaxscale.runtime.monitor.json_lines import as_list
+from jaxscale.runtime.monitor.run_files import as_list
 from jaxscale.tools.reporting.canvas import Canvas, step_axis, tokens_per_step
 from jaxscale.tools.reporting.evals import eval_plots, eval_table
 from jaxscale.tools.reporting.event_text import described

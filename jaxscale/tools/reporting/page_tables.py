@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from jaxscale import units
 from jaxscale.runtime.monitor.goodput import measure_goodput
 from jaxscale.runtime.monitor.history import History, is_number
-from jaxscale.runtime.monitor.json_lines import as_list
+from jaxscale.runtime.monitor.run_files import as_list
 from jaxscale.tools.reporting.event_text import described, incidents
 from jaxscale.tools.reporting.page_text import escape, percent
 from jaxscale.tools.reporting.plots import color_of, key

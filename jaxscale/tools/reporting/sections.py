@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from jaxscale import units
-from jaxscale.runtime.monitor.expert_counts import ExpertCounts
 from jaxscale.runtime.monitor.health.expert_rules import DEAD_STEPS
 from jaxscale.runtime.monitor.health.speed_rules import OTHER_WORK
 from jaxscale.runtime.monitor.history import History, is_number
+from jaxscale.runtime.monitor.run_files import ExpertCounts
 from jaxscale.tools.reporting.canvas import Canvas, history_label, plots, tokens_per_step
 from jaxscale.tools.reporting.evals import evals_section
 from jaxscale.tools.reporting.page_tables import goodput_table, left_out, n, supervised_table, table

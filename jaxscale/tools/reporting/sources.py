@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxscale import units
 from jaxscale.runtime.monitor.history import History, is_number
-from jaxscale.runtime.monitor.json_lines import as_dict, as_list
+from jaxscale.runtime.monitor.run_files import as_dict, as_list
 from jaxscale.tools.reporting.event_text import described, is_pair
 from jaxscale.tools.reporting.page_tables import n, run_name, table
 from jaxscale.tools.reporting.page_text import escape, percent, plain

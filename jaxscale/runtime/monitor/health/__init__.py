@@ -4,46 +4,39 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxscale.runtime.monitor.config import HealthConfig
-from jaxscale.runtime.monitor.health.course_rules import OutOfForecast, Overfitting
-from jaxscale.runtime.monitor.health.evidence import History, batch, suspect_batch
-from jaxscale.runtime.monitor.health.expert_rules import DeadExperts, RouterBias, RouterCollapse
-from jaxscale.runtime.monitor.health.explanations import EXPLANATIONS
-from jaxscale.runtime.monitor.health.finding import Cause, Finding, RuleResult, RunFacts, facts_from_config
-from jaxscale.runtime.monitor.health.gradient_rules import (
-    Activations,
-    AttentionLogits,
-    Explosion,
-    SkippedSteps,
-    SourceJump,
-    ZeroGradient,
+from jaxscale.runtime.monitor.health import expert_rules, gradient_rules, loss_rules, speed_rules
+from jaxscale.runtime.monitor.health.evidence import RecentRecords, batch, suspect_batch
+from jaxscale.runtime.monitor.health.rule import (
+    Cause,
+    Finding,
+    Losses,
+    Rule,
+    RuleResult,
+    RunFacts,
+    View,
+    facts_from_config,
 )
-from jaxscale.runtime.monitor.health.loss_rules import Divergence, FlatStart, NonFinite, Oscillation, Plateau, Spike
-from jaxscale.runtime.monitor.health.rule import Losses, Rule, View
-from jaxscale.runtime.monitor.health.speed_rules import BusyMachine, MemoryCreep, SlowStep, Starvation, UtilisationDrop
 
 __all__ = ["Cause", "Finding", "Health", "RunFacts", "facts_from_config"]
 
 # in order of evaluation: a rule may stay silent while an earlier one is active
 ALL = (
-    NonFinite, Spike, Divergence, FlatStart, Plateau, Oscillation, Explosion, ZeroGradient, SkippedSteps, Activations,
-    AttentionLogits, BusyMachine, Starvation, SlowStep, UtilisationDrop, MemoryCreep, Overfitting, SourceJump,
-    OutOfForecast, RouterCollapse, DeadExperts, RouterBias,
+    loss_rules.NonFinite, loss_rules.Spike, loss_rules.Divergence, loss_rules.FlatStart, loss_rules.Plateau,
+    loss_rules.Oscillation, gradient_rules.Explosion, gradient_rules.ZeroGradient, gradient_rules.SkippedSteps,
+    gradient_rules.Activations, gradient_rules.AttentionLogits, speed_rules.BusyMachine, speed_rules.Starvation,
+    speed_rules.SlowStep, speed_rules.UtilisationDrop, speed_rules.MemoryCreep, loss_rules.Overfitting,
+    gradient_rules.SourceJump, loss_rules.OutOfForecast, expert_rules.RouterCollapse, expert_rules.DeadExperts,
+    expert_rules.RouterBias,
 )  # fmt: skip
 
 
-UNKNOWN = RunFacts()
-
-
 class Health:
-    """State of the health rules of one run; a function of the records so far.
+    """State of the health rules of one run; a function of the records so far, so that a resumed run restores it."""
 
-    A resumed run that replays its metrics.jsonl reaches the same state as one that never stopped.
-    """
-
-    def __init__(self, cfg: HealthConfig | None = None, facts: RunFacts = UNKNOWN):
-        self.cfg, self.facts = cfg or HealthConfig(), facts
+    def __init__(self, cfg: HealthConfig | None = None, facts: RunFacts | None = None):
+        self.cfg, self.facts = cfg or HealthConfig(), facts or RunFacts()
         self.rules: list[Rule] = [rule() for rule in ALL if rule.kind not in self.cfg.off] if self.cfg.on else []
-        self.losses, self.history = Losses(), History()
+        self.losses, self.recent = Losses(), RecentRecords()
         self.active: frozenset[str] = frozenset()  # rules with an open finding
 
     def observe(self, record: Mapping[str, Any], events: Sequence[Mapping[str, Any]] = ()) -> list[Finding]:
@@ -54,9 +47,8 @@ class Health:
         """
         if not self.rules:
             return []
-        self.history.add(record, events)
-        loss = record.get("loss")
-        if loss is not None:
+        self.recent.add(record, events)
+        if (loss := record.get("loss")) is not None:
             self.losses.add(loss)
         findings = []
         view = View(record, record["step"], self.cfg, self.facts, self.losses, self.active)
@@ -70,13 +62,12 @@ class Health:
     def finding(self, rule: Rule, step: int, result: RuleResult, over: bool) -> Finding:
         """Returns the finding of a result, with its causes ordered by evidence."""
         numbers = {"since": rule.since, **result.numbers}
-        explanation = EXPLANATIONS[rule.kind]
         if over:
-            return Finding(rule.kind, step, result.seen, numbers, (), (), explanation.sources, over=True)
-        blames_batch = any(evidence_of is batch for _, evidence_of in explanation.causes)
-        if blames_batch and (found := suspect_batch(self.history, rule.since)):
+            return Finding(rule.kind, step, result.seen, numbers, (), (), rule.sources, over=True)
+        blames_batch = any(evidence_of is batch for _, evidence_of in rule.causes)
+        if blames_batch and (found := suspect_batch(self.recent, rule.since)):
             numbers["batch"] = found.number
-        ranked = [(what, evidence_of(self.history, self.facts, rule.since)) for what, evidence_of in explanation.causes]
-        ranked.sort(key=lambda cause: -cause[1].weight)  # stable: ties keep the order of EXPLANATIONS
+        ranked = [(what, evidence_of(self.recent, self.facts, rule.since)) for what, evidence_of in rule.causes]
+        ranked.sort(key=lambda cause: -cause[1].weight)  # stable: ties keep the order of the rule's causes
         causes = tuple(Cause(what, evidence.text) for what, evidence in ranked)
-        return Finding(rule.kind, step, result.seen, numbers, causes, explanation.advice, explanation.sources)
+        return Finding(rule.kind, step, result.seen, numbers, causes, rule.advice, rule.sources)

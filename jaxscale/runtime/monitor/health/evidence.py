@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxscale.runtime.monitor.health.finding import RunFacts
+from jaxscale.runtime.monitor.health.rule import RunFacts
 
 NEAR_RECORDS = 20  # records within which an event can be a cause
 AGAINST, NEUTRAL, FOR, STRONG = range(4)
@@ -21,7 +21,7 @@ class Evidence(NamedTuple):
     text: str
 
 
-class History:
+class RecentRecords:
     """The last records and events, and the token hashes of the batches so far."""
 
     def __init__(self) -> None:
@@ -52,6 +52,10 @@ class History:
         """The newest training record."""
         return self.records[-1] if self.records else {}
 
+    def known(self, name: str) -> list[Any]:
+        """The values of a metric in the last records that have it."""
+        return [record[name] for record in self.records if record.get(name) is not None]
+
     @property
     def width(self) -> int:
         """Number of steps that the last records span."""
@@ -76,10 +80,10 @@ def pair_with_events(
         yield record, due
 
 
-EvidenceFn = Callable[[History, RunFacts, int], Evidence]  # step: of the first bad record
+EvidenceFn = Callable[[RecentRecords, RunFacts, int], Evidence]  # step: of the first bad record
 
 
-def warmup(history: History, facts: RunFacts, step: int) -> Evidence:
+def warmup(recent: RecentRecords, facts: RunFacts, step: int) -> Evidence:
     """The warmup has just ended."""
     if not facts.warmup_steps:
         return Evidence(NEUTRAL, "this run has no warmup, or it is not known")
@@ -91,37 +95,37 @@ def warmup(history: History, facts: RunFacts, step: int) -> Evidence:
     return Evidence(AGAINST, f"the warmup ended at step {facts.warmup_steps}, long before")
 
 
-def rate(history: History, facts: RunFacts, step: int) -> Evidence:
+def rate(recent: RecentRecords, facts: RunFacts, step: int) -> Evidence:
     """The learning rate is at its peak."""
-    now = history.last.get("learning_rate")
-    if now is None or not history.highest_rate:
+    now = recent.last.get("learning_rate")
+    if now is None or not recent.highest_rate:
         return Evidence(NEUTRAL, "the learning rate is not known" if now is None else "the learning rate is 0")
-    if now >= 0.9 * history.highest_rate:
+    if now >= 0.9 * recent.highest_rate:
         return Evidence(FOR, f"the learning rate is {now:.3g}, at its highest so far")
-    fraction = now / history.highest_rate
+    fraction = now / recent.highest_rate
     weight = NEUTRAL if fraction > 0.3 else AGAINST
     return Evidence(weight, f"the learning rate is {now:.3g}, {fraction:.0%} of its peak")
 
 
-def low_rate(history: History, facts: RunFacts, step: int) -> Evidence:
+def low_rate(recent: RecentRecords, facts: RunFacts, step: int) -> Evidence:
     """The learning rate is small, absolutely or relative to its peak."""
-    now = history.last.get("learning_rate")
+    now = recent.last.get("learning_rate")
     if now is None:
         return Evidence(NEUTRAL, "the learning rate is not known")
     if now < 1e-6:
         return Evidence(STRONG, f"the learning rate is {now:.3g}; 1e-4 to 3e-4 is usual")
-    if now < 0.5 * history.highest_rate:
-        return Evidence(FOR, f"the learning rate is {now:.3g}, {now / history.highest_rate:.0%} of its peak")
+    if now < 0.5 * recent.highest_rate:
+        return Evidence(FOR, f"the learning rate is {now:.3g}, {now / recent.highest_rate:.0%} of its peak")
     return Evidence(NEUTRAL, f"the learning rate is {now:.3g}")
 
 
-def stage(history: History, facts: RunFacts, step: int) -> Evidence:
+def stage(recent: RecentRecords, facts: RunFacts, step: int) -> Evidence:
     """A stage of the mixture has just begun."""
-    batch = history.last.get("batch_index")
+    batch = recent.last.get("batch_index")
     if not facts.stage_batches or batch is None:
         return Evidence(AGAINST, "the mixture of sources is the same all along")
     started = [first for first in facts.stage_batches if first <= batch]
-    if started and batch - started[-1] <= history.width:
+    if started and batch - started[-1] <= recent.width:
         return Evidence(STRONG, f"a stage of data.mixture began with batch {started[-1]}; this is batch {batch}")
     return Evidence(AGAINST, f"no stage of data.mixture began near batch {batch}")
 
@@ -134,52 +138,46 @@ class Suspect(NamedTuple):
     same_as: int | None  # an earlier batch with the same tokens
 
 
-def suspect_batch(history: History, step: int) -> Suspect | None:
+def suspect_batch(recent: RecentRecords, step: int) -> Suspect | None:
     """Returns a repeated batch near the step, else the step's batch; None if its number is unknown."""
-    for repeated, number, first in reversed(history.repeats):
-        if repeated >= step - history.width:
+    for repeated, number, first in reversed(recent.repeats):
+        if repeated >= step - recent.width:
             return Suspect(number, repeated, first)
-    record = next((record for record in history.records if record["step"] >= step), history.last)
+    record = next((record for record in recent.records if record["step"] >= step), recent.last)
     number = record.get("batch_index")
     return None if number is None else Suspect(number, record["step"], None)
 
 
-def batch(history: History, facts: RunFacts, step: int) -> Evidence:
+def batch(recent: RecentRecords, facts: RunFacts, step: int) -> Evidence:
     """The batch of the step, and whether its tokens are a repeat."""
-    if (found := suspect_batch(history, step)) is None:
+    if (found := suspect_batch(recent, step)) is None:
         return Evidence(NEUTRAL, "the number of the batch is not known")
-    if found.same_as is not None:
-        text = f"batch {found.number} has the very tokens of batch {found.same_as}: {trace_hint(facts, found.number)}"
-        return Evidence(STRONG, text)
-    return Evidence(FOR, f"step {found.step} trained on batch {found.number}: {trace_hint(facts, found.number)}")
+    n, same_as = found.number, found.same_as
+    hint = f"`jaxscale trace --workdir={shlex.quote(facts.workdir)} --batch={n}` lists its documents"
+    if same_as is not None:
+        return Evidence(STRONG, f"batch {n} has the very tokens of batch {same_as}: {hint}")
+    return Evidence(FOR, f"step {found.step} trained on batch {n}: {hint}")
 
 
-def trace_hint(facts: RunFacts, number: int) -> str:
-    """Returns the command that lists a batch's documents."""
-    return f"`jaxscale trace --workdir={shlex.quote(facts.workdir)} --batch={number}` lists its documents"
-
-
-def gradient(history: History, facts: RunFacts, step: int) -> Evidence:
+def gradient(recent: RecentRecords, facts: RunFacts, step: int) -> Evidence:
     """The gradient norm was large before the loss, and was clipped."""
-    near = [record for record in history.records if record["step"] <= step + history.width]
+    near = [record for record in recent.records if record["step"] <= step + recent.width]
     known = [(record["grad_norm"], record["step"]) for record in near if record.get("grad_norm") is not None]
     if not known:
         return Evidence(NEUTRAL, "the gradient norm is not known, or not finite")
     norm, at = max(known)
     if not facts.clip_norm:
-        return Evidence(
-            FOR if norm > 10 else NEUTRAL, f"the largest norm was {norm:.3g} at step {at}; nothing is clipped"
-        )
+        text = f"the largest norm was {norm:.3g} at step {at}; nothing is clipped"
+        return Evidence(FOR if norm > 10 else NEUTRAL, text)
     if norm > 3 * facts.clip_norm:
         text = f"the norm reached {norm:.3g} at step {at} and was clipped to {facts.clip_norm:g}"
         return Evidence(STRONG if norm > 10 * facts.clip_norm else FOR, text)
     return Evidence(AGAINST, f"the largest norm was {norm:.3g}, at step {at}, with clip_norm {facts.clip_norm:g}")
 
 
-def numerics(history: History, facts: RunFacts, step: int) -> Evidence:
+def numerics(recent: RecentRecords, facts: RunFacts, step: int) -> Evidence:
     """The compute dtype is narrow, or the loss scale changes."""
-    scales = {scale for record in history.records if (scale := record.get("train/loss_scale")) is not None}
-    if len(scales) > 1:
+    if len(scales := set(recent.known("train/loss_scale"))) > 1:
         return Evidence(STRONG, f"the loss scale moved between {min(scales):g} and {max(scales):g}")
     if facts.compute_dtype == "float16":
         return Evidence(FOR, "model.compute_dtype is float16, which ends at 65504")
@@ -188,7 +186,7 @@ def numerics(history: History, facts: RunFacts, step: int) -> Evidence:
     return Evidence(NEUTRAL, f"model.compute_dtype is {facts.compute_dtype or 'not known'}")
 
 
-def float16(history: History, facts: RunFacts, step: int) -> Evidence:
+def float16(recent: RecentRecords, facts: RunFacts, step: int) -> Evidence:
     """The run computes in float16, in which small gradients underflow."""
     dtype = facts.compute_dtype
     if dtype == "float16":
@@ -196,9 +194,9 @@ def float16(history: History, facts: RunFacts, step: int) -> Evidence:
     return Evidence(AGAINST if dtype else NEUTRAL, f"model.compute_dtype is {dtype or 'not known'}")
 
 
-def data_wait(history: History, facts: RunFacts, step: int) -> Evidence:
+def data_wait(recent: RecentRecords, facts: RunFacts, step: int) -> Evidence:
     """The step waits for data."""
-    pairs = [(record.get("data_wait_seconds"), record.get("step_seconds")) for record in list(history.records)[-5:]]
+    pairs = [(record.get("data_wait_seconds"), record.get("step_seconds")) for record in list(recent.records)[-5:]]
     known = [(wait, seconds) for wait, seconds in pairs if wait is not None and seconds]
     if not known:
         return Evidence(NEUTRAL, "the wait for data is not known")
@@ -207,38 +205,36 @@ def data_wait(history: History, facts: RunFacts, step: int) -> Evidence:
     return Evidence(STRONG if fraction > 0.3 else FOR if fraction > 0.1 else AGAINST, text)
 
 
-def recent_event(history: History, facts: RunFacts, step: int) -> Evidence:
+def recent_event(recent: RecentRecords, facts: RunFacts, step: int) -> Evidence:
     """The run was resumed, was rewound, or had its learning rate cut just before."""
-    for event in reversed(history.events):
+    for event in reversed(recent.events):
         at = effective_step(event)
-        if at is not None and step - max(history.width, 1) <= at <= step:
+        if at is not None and step - max(recent.width, 1) <= at <= step:
             to = f", to step {at}" if at != event["step"] else ""
             return Evidence(STRONG, f"events.jsonl has '{event['event']}' at step {event['step']}{to}")
     return Evidence(AGAINST, "events.jsonl has no start, rewind or cut of the rate near it")
 
 
-def skips(history: History, facts: RunFacts, step: int) -> Evidence:
+def skips(recent: RecentRecords, facts: RunFacts, step: int) -> Evidence:
     """The guard skipped steps."""
-    totals = [record["skipped_total"] for record in history.records if record.get("skipped_total") is not None]
-    if not totals:
+    if not (totals := recent.known("skipped_total")):
         return Evidence(NEUTRAL, "skipped steps are not known")
     skipped = totals[-1] - totals[0]
     if skipped > 0:
-        return Evidence(FOR, f"{skipped} of the last {history.width} steps were skipped by train.guard")
+        return Evidence(FOR, f"{skipped} of the last {recent.width} steps were skipped by train.guard")
     return Evidence(AGAINST, "no step near it was skipped")
 
 
-def other_work(history: History, facts: RunFacts, step: int) -> Evidence:
+def other_work(recent: RecentRecords, facts: RunFacts, step: int) -> Evidence:
     """Other programs used this host's processors."""
-    shares = [record["host_other_share"] for record in history.records if record.get("host_other_share") is not None]
-    if not shares:
+    if not (shares := recent.known("host_other_share")):
         return Evidence(NEUTRAL, "whose work the processors do is not known")
     share = sum(shares[-5:]) / len(shares[-5:])
     text = f"other programs took {share:.0%} of the processors"
     return Evidence(STRONG if share > 0.5 else FOR if share > 0.2 else AGAINST, text)
 
 
-def schedule(history: History, facts: RunFacts, step: int) -> Evidence:
+def schedule(recent: RecentRecords, facts: RunFacts, step: int) -> Evidence:
     """Progress of the run in its schedule."""
     if not facts.total_steps:
         return Evidence(NEUTRAL, "the length of the run is not known")
@@ -246,18 +242,17 @@ def schedule(history: History, facts: RunFacts, step: int) -> Evidence:
     return Evidence(NEUTRAL, text)
 
 
-def balance(history: History, facts: RunFacts, step: int) -> Evidence:
+def balance(recent: RecentRecords, facts: RunFacts, step: int) -> Evidence:
     """The load of the experts is not balanced by a bias or a loss."""
     if not facts.balanced_by:
-        return Evidence(
-            STRONG, "there is neither model.experts.bias with a rate nor a balance loss in train.aux_losses"
-        )
+        text = "there is neither model.experts.bias with a rate nor a balance loss in train.aux_losses"
+        return Evidence(STRONG, text)
     return Evidence(AGAINST, f"they are balanced by {' and '.join(facts.balanced_by)}")
 
 
-def bias_rate(history: History, facts: RunFacts, step: int) -> Evidence:
+def bias_rate(recent: RecentRecords, facts: RunFacts, step: int) -> Evidence:
     """The step of the biases is large compared with the scores that they are added to."""
-    scores = history.last.get("train/router_scores")
+    scores = recent.last.get("train/router_scores")
     if not facts.bias_rate or not scores:
         return Evidence(NEUTRAL, "no bias moves" if not facts.bias_rate else "the scores are not known")
     fraction = 2 * facts.bias_rate / scores
@@ -265,6 +260,19 @@ def bias_rate(history: History, facts: RunFacts, step: int) -> Evidence:
     return Evidence(STRONG if fraction > MAX_BIAS_STEP else FOR if fraction > 0.03 else AGAINST, text)
 
 
-def no_evidence(history: History, facts: RunFacts, step: int) -> Evidence:
+def no_evidence(recent: RecentRecords, facts: RunFacts, step: int) -> Evidence:
     """Evidence of causes that the metrics cannot show."""
     return Evidence(NEUTRAL, "the metrics do not show it")
+
+
+# (cause, function that returns its evidence), of several rules
+RATE = ("the learning rate is too high", rate)
+BATCH = ("a bad batch: broken, repeated or very long documents", batch)
+WARMUP = ("the warmup is too short", warmup)
+STAGE = ("the data changed", stage)
+NUMERICS = ("numbers out of range in the computation", numerics)
+RETURN = ("the run has just come back from another state", recent_event)
+GRADIENT = ("a gradient explosion", gradient)
+WAIT = ("the step waits for data", data_wait)
+OTHER_PROGRAMS = ("other work takes the host's processors", other_work)
+SLOW_DEVICE = ("a device or a link is slow, or throttled by heat", no_evidence)

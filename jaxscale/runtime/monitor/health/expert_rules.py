@@ -5,9 +5,9 @@ import math
 from typing import Any
 
 from jaxscale import units
-from jaxscale.runtime.monitor.health.evidence import MAX_BIAS_STEP
-from jaxscale.runtime.monitor.health.finding import RuleResult, RunFacts
-from jaxscale.runtime.monitor.health.rule import Rule, View
+from jaxscale.runtime.monitor.health import evidence
+from jaxscale.runtime.monitor.health.evidence import MAX_BIAS_STEP, RATE, WARMUP
+from jaxscale.runtime.monitor.health.rule import Rule, RuleResult, RunFacts, View
 
 # Steps without a token after which an expert counts as dead. An expert that is chosen in one step of ten reaches it
 # by chance 3 times in 100,000.
@@ -31,10 +31,7 @@ class PersistentRule(Rule):
 
     begin, end = 2, 5
 
-    def __init__(self) -> None:
-        super().__init__()
-
-        self.first: int | None = None  # the step of the first bad record in a row
+    first: int | None = None  # the step of the first bad record in a row
 
     @abc.abstractmethod
     def evaluate(self, view: View) -> tuple[RuleResult, float] | None:
@@ -57,6 +54,23 @@ class RouterCollapse(PersistentRule):
     """The router uses few experts, or gives one expert nearly all of a token."""
 
     kind = "router_collapse"
+    causes = (
+        ("nothing keeps the experts equally busy", evidence.balance),
+        RATE,
+        WARMUP,
+        ("the bias moves so far in a step that loads swing", evidence.bias_rate),
+        ("the router's weights are so large that scores are all or nothing", evidence.no_evidence),
+    )
+    advice = (
+        "see in the report which layers and experts it is",
+        "balance it: model.experts.bias=true in a new run, or balance_loss=0.01 in train.aux_losses",
+        "router_z_loss=0.001 in train.aux_losses keeps the router's logits small",
+        "lower optim.peak_lr 2 times or lengthen the warmup",
+    )
+    sources = (
+        "routers left alone send ever more tokens to few experts: arXiv:1701.06538, section 4",
+        "own threshold: a quarter of the way from the fewest experts to all, for longer than balance takes",
+    )
 
     def evaluate(self, view: View) -> tuple[RuleResult, float] | None:
         used, entropy = view.number("train/experts_effective"), view.number("train/router_entropy_lowest")
@@ -88,6 +102,18 @@ class DeadExperts(PersistentRule):
     """Some experts received no token for a long time."""
 
     kind = "dead_experts"
+    causes = (
+        ("nothing keeps the experts equally busy", evidence.balance),
+        ("the batch is small for this number of experts", evidence.no_evidence),
+        ("the router began far from balance, and its bias has not come far enough yet", evidence.bias_rate),
+        RATE,
+    )
+    advice = (
+        "see in the report which they are: a layer alone points at its router, some everywhere at the balance",
+        "balance it: model.experts.bias=true in a new run, or balance_loss=0.01 in train.aux_losses",
+        "an expert without tokens learns nothing: fewer experts would do the same",
+    )
+    sources = ("own threshold: 100 steps without a token, for longer than balance takes",)
 
     def evaluate(self, view: View) -> tuple[RuleResult, float] | None:
         if (dead := view.number("train/experts_dead")) is None:
@@ -104,6 +130,20 @@ class RouterBias(PersistentRule):
     """The range of the biases, or their change in a step, is too large for the scores."""
 
     kind = "router_bias"
+    causes = (
+        ("the bias moves too fast", evidence.bias_rate),
+        ("some expert is not wanted whatever its bias is", evidence.no_evidence),
+        RATE,
+    )
+    advice = (
+        "lower model.experts.bias_rate: 0.001 is usual, for scores by sigmoid",
+        "if it grows at a usual rate: add balance_loss or row_balance_loss to train.aux_losses, so that scores "
+        "themselves come closer",
+    )
+    sources = (
+        "a rate of 0.001: arXiv:2408.15664; arXiv:2412.19437",
+        "own threshold: three times the range of a token's scores, and a tenth of it in one step",
+    )
 
     def evaluate(self, view: View) -> tuple[RuleResult, float] | None:
         bias_range, scores = view.number("train/router_bias_to_scores"), view.number("train/router_scores")

@@ -2,18 +2,39 @@
 
 import collections
 
-from jaxscale.runtime.monitor.health.finding import HEALTHY, RuleResult
-from jaxscale.runtime.monitor.health.robust import Baseline, format_ratio, loss_limit
-from jaxscale.runtime.monitor.health.rule import Rule, View, finite_numbers
+from jaxscale.runtime.monitor.health import evidence
+from jaxscale.runtime.monitor.health.evidence import BATCH, NUMERICS, RATE, RETURN, STAGE, WARMUP
+from jaxscale.runtime.monitor.health.rule import (
+    HEALTHY,
+    Baseline,
+    Rule,
+    RuleResult,
+    View,
+    finite_numbers,
+    format_ratio,
+    loss_limit,
+)
 
 
 class Explosion(Rule):
     """The gradient norm is above an absolute limit, or far above this run's median."""
 
     kind = "explosion"
+    causes = (RATE, WARMUP, BATCH, NUMERICS, STAGE, RETURN)
+    advice = (
+        "check that optim.clip_norm is 1: the norm that is logged is from before clipping",
+        "lower the rate 2 to 5 times",
+        "look at the batch",
+        "try model.embed_compute_dtype=float32",
+    )
+    sources = (
+        "above 100 or NaN, 0.1 to 10 is normal: a common rule",
+        "above 3 times the clip norm: another; with clip norm 1 that is 3, normal by the first, so "
+        "it is shown and alerts nobody",
+        "own threshold: a multiple of the run's own median",
+    )
 
     def __init__(self) -> None:
-        super().__init__()
         self.baseline = Baseline()
 
     def check(self, view: View) -> RuleResult | None:
@@ -45,9 +66,25 @@ class ZeroGradient(Rule):
 
     kind = "zero_gradient"
     begin, end = 1, 2
+    causes = (
+        (
+            "the loss does not depend on it: an unused parameter, or a branch that is multiplied by zero",
+            evidence.no_evidence,
+        ),
+        ("both factors of a product are zero, so that neither gets a gradient", evidence.no_evidence),
+        ("a mask or gate in front of it is always closed", evidence.no_evidence),
+        ("its gradient underflows in float16", evidence.float16),
+    )
+    advice = (
+        "follow the parameter from its use in the model to the loss",
+        "initialize one of the two factors with values that are not zero",
+        "if it is not meant to learn, freeze it: optim.groups with its pattern and frozen=true, which saves its "
+        "moments and its gradient",
+        "if it belongs to an expert, look for dead_experts too: one without tokens gets no gradient",
+    )
+    sources = ("own threshold: exactly zero, in consecutive records with statistics",)
 
     def __init__(self) -> None:
-        super().__init__()
         self.steps: dict[str, list[int]] = {}  # {parameter: steps of consecutive records with a zero gradient}
 
     def check(self, view: View) -> RuleResult | None:
@@ -73,10 +110,15 @@ class SkippedSteps(Rule):
 
     kind = "skipped_steps"
     begin, end = 2, 10
+    causes = (("the guard meets gradients that explode", evidence.gradient), NUMERICS, BATCH, STAGE)
+    advice = (
+        "read why in events.jsonl: each 'skipped' has its verdict",
+        "if the steps were well, raise the setting of train.guard that the verdict follows from",
+        "else lower the rate, or leave the batches out with --skip-data",
+    )
+    sources = ("skipping is the first answer to a spike: a common rule; own threshold",)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.before: tuple[int, float, float | None] | None = None  # step, skipped_total, loss scale
+    before: tuple[int, float, float | None] | None = None  # step, skipped_total, loss scale
 
     def check(self, view: View) -> RuleResult | None:
         if (total := view.number("skipped_total")) is None:
@@ -101,6 +143,18 @@ class Activations(Rule):
 
     kind = "activations"
     begin, end = 2, 2
+    causes = (
+        RATE,
+        NUMERICS,
+        ("a layer's weights began too large or too small", evidence.warmup),
+        ("weight decay, or a norm, has shut the layer", evidence.no_evidence),
+    )
+    advice = (
+        "see stats/grad_norm and stats/update_ratio of the same layers",
+        "huge: lower the rate, raise the weight decay, or bound attention logits",
+        "dead: check the init, the norm before the layer and optim.groups",
+    )
+    sources = ("about 1; above 100 or below 0.01 is a concern: a common rule",)
 
     def check(self, view: View) -> RuleResult | None:
         layers = finite_numbers(view, "stats/activation_rms/")
@@ -120,9 +174,8 @@ class Activations(Rule):
             parts.append(f"above {high:g} in {listed(huge, layers)}")
         if dead:
             parts.append(f"below {low:g} in {listed(dead, layers)}")
-        sentences = [
-            f"activation RMS {'; '.join(parts)} (a common rule: about 1, a concern above 100 or below 0.01)"
-        ] * bool(parts)
+        rule = "(a common rule: about 1, a concern above 100 or below 0.01)"
+        sentences = [f"activation RMS {'; '.join(parts)} {rule}"] if parts else []
         if weak:
             branches = listed([*weak], weak)
             sentences.append(f"of the stream behind them, these add less than {view.cfg.branch_low:g}: {branches}")
@@ -130,10 +183,7 @@ class Activations(Rule):
 
 
 def weak_branches(view: View, layers: dict[str, float]) -> dict[str, float]:
-    """Returns {'attention of 03': RMS relative to the layer's output} of branches below branch_low.
-
-    Empty during the warmup, since some branches are initialized to zero.
-    """
+    """Returns {'attention of 03': RMS over the layer's output} of branches below branch_low, after the warmup."""
     if view.step <= view.facts.warmup_steps:
         return {}
     ratios = {
@@ -150,6 +200,13 @@ class AttentionLogits(Rule):
 
     kind = "attention_logits"
     begin, end = 2, 2
+    causes = (RATE, WARMUP, ("query and key weights grow without bound", evidence.no_evidence))
+    advice = ("lower the rate or lengthen the warmup", "in a new run, set model.qk_norm or model.attention_softcap")
+    sources = (
+        "attention logits cause spikes: a common rule",
+        "QK-Clip holds them at 100: arXiv:2507.20534",
+        "own threshold: ten times that",
+    )
 
     def check(self, view: View) -> RuleResult | None:
         exact = finite_numbers(view, "stats/attention_logit_max/")
@@ -179,18 +236,20 @@ class SourceJump(Rule):
 
     kind = "source_jump"
     begin, end = 3, 5
+    causes = (STAGE, BATCH, RATE, RETURN)
+    advice = (
+        "if a stage began: this is the price of the new mix, and should fall again; ease it in over more steps",
+        "if none began: look at the source's documents in the batch",
+    )
+    sources = ("check the data source's transition: a common rule; own threshold",)
 
     def __init__(self) -> None:
-        super().__init__()
         self.baselines: dict[str, Baseline] = {}
         self.rejected: collections.Counter[str] = collections.Counter()
 
     def check(self, view: View) -> RuleResult | None:
-        losses = {
-            name[: -len("/loss")]: loss
-            for name, loss in finite_numbers(view, "train/").items()
-            if name.endswith("/loss")
-        }
+        numbers = finite_numbers(view, "train/")
+        losses = {name.removesuffix("/loss"): loss for name, loss in numbers.items() if name.endswith("/loss")}
         if not losses:
             return None
         jumped = {}

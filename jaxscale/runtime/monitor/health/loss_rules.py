@@ -2,12 +2,25 @@
 
 import collections
 import math
-from statistics import median
+from statistics import fmean, median
+
+import numpy as np
 
 from jaxscale.core.config import SIGMA_PER_MAD
-from jaxscale.runtime.monitor.health.finding import HEALTHY, RuleResult
-from jaxscale.runtime.monitor.health.robust import BlockMeans, absolute_deviation, format_ratio, loss_limit, slope
-from jaxscale.runtime.monitor.health.rule import Rule, View
+from jaxscale.runtime.monitor.health import evidence
+from jaxscale.runtime.monitor.health.evidence import BATCH, GRADIENT, NUMERICS, RATE, RETURN, STAGE, WARMUP
+from jaxscale.runtime.monitor.health.rule import (
+    HEALTHY,
+    BlockMeans,
+    Rule,
+    RuleResult,
+    View,
+    absolute_deviation,
+    format_ratio,
+    loss_limit,
+    mean_of,
+    slope,
+)
 
 SPIKE_LEVELS = ((1.5, "a common rule"), (2.0, "another"), (3.0, "a third"))  # they disagree: all are shown
 SURE_RATIO = 2.0  # of a spike: one record is enough
@@ -22,6 +35,14 @@ class NonFinite(Rule):
 
     kind = "nonfinite"
     begin, end = 1, 5
+    causes = (NUMERICS, ("the gradient exploded before", evidence.gradient), RATE, BATCH)
+    advice = (
+        "look at the batch",
+        "if it comes back, lower optim.peak_lr by 2 to 5 times or lengthen the warmup",
+        "compute in bfloat16 or float32 in place of float16, and try model.embed_compute_dtype=float32",
+        "the guard skips such steps; too many in a row rewind the run, or end it with exit 17",
+    )
+    sources = ("common rules: a norm that is NaN is an alarm; stop at NaN",)
 
     def check(self, view: View) -> RuleResult | None:
         if "loss" not in view.record and not view.not_finite("validation/loss"):
@@ -37,10 +58,22 @@ class Spike(Rule):
 
     kind = "spike"
     begin, end = 2, 3
+    causes = (BATCH, WARMUP, STAGE, RATE, GRADIENT, RETURN, NUMERICS)
+    advice = (
+        "wait: most spikes heal within some tens of steps",
+        "look at the batch, and leave it out with --skip-data if its documents are bad",
+        "if spikes return: lower the rate 10 times for 100 steps, then restore it (a common rule; "
+        "another: 2 to 5 times for 100 to 500 steps)",
+        "if it does not heal: go back to a checkpoint before it and skip the batches around it",
+    )
+    sources = (
+        "1.5 times the rolling average: a common rule",
+        "2 times the mean of the last records: another",
+        "3 times the running average: a third",
+        "own threshold: also a number of standard deviations of the run's own noise",
+    )
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.highest, self.usual = 0.0, 0.0
+    highest, usual = 0.0, 0.0
 
     def check(self, view: View) -> RuleResult | None:
         loss, compared = view.number("loss"), view.losses.compared
@@ -61,9 +94,8 @@ class Spike(Rule):
             return RuleResult(False, seen, numbers | {"highest": self.highest}) if recovered else None
         if not self.active:
             self.highest, self.usual = loss, compared.centre
-        levels = ", ".join(
-            f"{'above' if compared.ratio >= level else 'below'} {level:g} ({source})" for level, source in SPIKE_LEVELS
-        )
+        side = lambda level: "above" if compared.ratio >= level else "below"
+        levels = ", ".join(f"{side(level)} {level:g} ({source})" for level, source in SPIKE_LEVELS)
         seen = (
             f"the loss is {loss:.4g}, {format_ratio(compared.ratio, 2)} times the median {compared.centre:.4g} of the "
             f"records before: {levels}; {format_ratio(compared.sigmas, 0)} standard deviations of its noise"
@@ -77,10 +109,16 @@ class Divergence(Rule):
 
     kind = "divergence"
     begin, end = 5, 5
+    causes = (RATE, WARMUP, STAGE, GRADIENT, NUMERICS, RETURN)
+    advice = (
+        "if a stage of the mixture began, look at the losses by source before anything else",
+        "go back to the newest checkpoint from before it, with optim.peak_lr 2 to 10 times lower",
+        "lengthen the warmup",
+        "check that optim.clip_norm is 1",
+    )
+    sources = ("own rule: the smoothed loss against its lowest", "a loss that rises is a concern: a common rule")
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.lowest, self.lowest_step = math.inf, 0
+    lowest, lowest_step = math.inf, 0
 
     def check(self, view: View) -> RuleResult | None:
         smoothed, usual = view.losses.smoothed, view.losses.baseline.center_and_noise()
@@ -111,12 +149,24 @@ class FlatStart(Rule):
 
     kind = "flat_start"
     begin, end = 3, 3
+    causes = (
+        ("the learning rate is too low", evidence.low_rate),
+        ("the learning rate is so high that nothing is learnt", evidence.rate),
+        ("steps are skipped, so that nothing is learnt", evidence.skips),
+        ("targets or weights of the data are wrong", evidence.batch),
+        ("parameters are frozen by optim.groups", evidence.no_evidence),
+    )
+    advice = (
+        "try optim.peak_lr between 1e-4 and 1e-3 on a short run",
+        "read a batch with jaxscale trace: is it text, and is it what the model is to learn",
+        "overfit one batch: a model that cannot has a fault in its code or settings",
+    )
+    sources = ("flat from the start: a common rule; own threshold", "too low a rate is flat or glacial: a common rule")
     records = 20
+    fell = False
 
     def __init__(self) -> None:
-        super().__init__()
         self.first: list[float] = []
-        self.fell = False
 
     def check(self, view: View) -> RuleResult | None:
         loss, smoothed = view.number("loss"), view.losses.smoothed
@@ -130,8 +180,9 @@ class FlatStart(Rule):
         numbers = {"loss": smoothed, "first": initial}
         if smoothed < initial * (1 - 2 * view.cfg.flat_drop):
             self.fell = True
-            seen = f"the loss has begun to fall: {smoothed:.4g} after {initial:.4g}"
-            return RuleResult(False, seen, numbers, sure=True)
+            return RuleResult(
+                False, f"the loss has begun to fall: {smoothed:.4g} after {initial:.4g}", numbers, sure=True
+            )
         if view.losses.records < self.records or view.step < view.facts.warmup_steps / 2:
             return None
         if smoothed < initial * (1 - view.cfg.flat_drop):
@@ -146,16 +197,27 @@ class FlatStart(Rule):
 
 
 class Plateau(Rule):
-    """The loss falls by almost nothing over the last half of the run, while the learning rate is high.
-
-    The window grows with the run: over a fixed window every power law eventually falls by less than any fraction.
-    """
+    """The loss falls by almost nothing over the last half of the run (a window that grows), at a high learning rate."""
 
     kind = "plateau"
     begin, end = 3, 3
+    causes = (
+        ("the rate has decayed too early, or is too low", evidence.low_rate),
+        ("the model has learnt what its size can", evidence.schedule),
+        ("the data are used up and come again", evidence.batch),
+        ("the learning rate is too high to go lower", evidence.rate),
+    )
+    advice = (
+        "see the ratio of tokens to parameters with jaxscale plan: past it, a larger model gains more",
+        "try the rate 2 times higher on a branch (--init_from); if that is worse, decay it now",
+        "see in data.max_epochs and the start's messages how often the data come round",
+    )
+    sources = (
+        "second half of the window at least 0.99 of its first: a common rule",
+        "ours grows the window with the run and asks for certainty: 100 noisy steps are not enough",
+    )
 
     def __init__(self) -> None:
-        super().__init__()
         self.blocks, self.highest_rate = BlockMeans(), 0.0
 
     def check(self, view: View) -> RuleResult | None:
@@ -175,7 +237,8 @@ class Plateau(Rule):
         if self.blocks.records == 1:
             if len(self.blocks.done) % 8:
                 return None
-            late = average_by_eight(late)
+            # single records are too noisy for a fit: means of eight neighbours, aligned to the end
+            late = [mean_of(late[i : i + 8]) for i in range(len(late) % 8, len(late), 8)]
         if len(late) < 6:
             return None
         line = slope([step for step, _ in late], [loss for _, loss in late])
@@ -183,7 +246,9 @@ class Plateau(Rule):
         if line.level <= 0:
             return None
         drop, error = -line.per_x * width / line.level, line.error * width / line.level
-        ratio = half_ratio(late)
+        half = len(late) // 2
+        first, second = (fmean(loss for _, loss in part) for part in (late[:half], late[half:]))
+        ratio = second / first if first > 0 else math.inf
         numbers = {"drop": drop, "error": error, "first_step": late[0][0], "loss": line.level, "half_ratio": ratio}
         if drop + (2 if len(late) >= 16 else 3) * error < view.cfg.plateau_drop:
             seen = (
@@ -197,28 +262,11 @@ class Plateau(Rule):
         return RuleResult(False, seen, numbers) if not self.active or drop > view.cfg.plateau_drop else None
 
 
-def half_ratio(points: list[tuple[float, float]]) -> float:
-    """Returns the mean of the second half over that of the first."""
-    half = len(points) // 2
-    first, second = (sum(y for _, y in part) / len(part) for part in (points[:half], points[half:]))
-    return second / first if first > 0 else math.inf
-
-
 def decaying(view: View, rate: float | None, highest: float) -> bool:
     """Returns True late in a decay of the learning rate, where the loss is expected to level off."""
-    if rate is None:
-        return False
     done = view.step / view.facts.total_steps if view.facts.total_steps else 0.0
-    falls = rate < 0.9 * highest
     late = view.facts.decay in ("cosine", "linear") and done > 0.7
-    return falls and (late or rate < 0.3 * highest)
-
-
-def average_by_eight(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Returns means of eight neighbours, aligned to the end: single records are too noisy for a fit."""
-    whole = points[len(points) % 8 :]
-    groups = [whole[i : i + 8] for i in range(0, len(whole), 8)]
-    return [(sum(x for x, _ in group) / 8, sum(y for _, y in group) / 8) for group in groups]
+    return rate is not None and rate < (0.9 if late else 0.3) * highest
 
 
 class Oscillation(Rule):
@@ -226,10 +274,21 @@ class Oscillation(Rule):
 
     kind = "oscillation"
     begin, end = 3, 3
+    causes = (
+        RATE,
+        ("sources come in long runs in place of a mix", evidence.stage),
+        ("the batch is small for this rate", evidence.no_evidence),
+        ("the gradient is clipped nearly always", evidence.gradient),
+    )
+    advice = (
+        "lower optim.peak_lr 2 times, or raise the batch",
+        "lower optim.b2 to 0.95 if it is higher",
+        "see the losses by source: do they swing one after the other",
+    )
+    sources = ("oscillation points at rate, data or numerics, not at the architecture: a common rule; own threshold",)
     every = 6  # records: the windows overlap by three quarters
 
     def __init__(self) -> None:
-        super().__init__()
         self.losses: collections.deque[float] = collections.deque(maxlen=SWING)
         self.widths: collections.deque[float] = collections.deque(maxlen=16)  # of earlier healthy windows
         self.pending: list[float] = []  # widths of windows that overlap the current one
@@ -265,3 +324,72 @@ class Oscillation(Rule):
                 self.widths.append(self.pending.pop(0))
         seen = f"the loss swings by {width:.1%} of itself again"
         return RuleResult(False, seen, {"width": width, "usual": usual}) if calm or not self.active else None
+
+
+class Overfitting(Rule):
+    """The validation loss rises while the training loss falls."""
+
+    kind = "overfitting"
+    begin, end = 3, 1
+    causes = (
+        ("the data come round too often", evidence.batch),
+        ("the validation text differs from what is trained on now", evidence.stage),
+        ("the model is large for the data", evidence.schedule),
+    )
+    advice = ("see how many epochs are done", "stop here, or add data", "raise weight decay or dropout on a branch")
+    sources = ("log training and validation loss together: a common rule; own threshold",)
+
+    lowest: tuple[float, int, float | None] | None = None  # loss, step, training loss at that step
+
+    def check(self, view: View) -> RuleResult | None:
+        loss, training = view.number("validation/loss"), view.losses.smoothed
+        if loss is None:
+            return None
+        if self.lowest is None or loss < self.lowest[0]:
+            self.lowest = (loss, view.step, training)
+        lowest, step, training_then = self.lowest
+        if lowest <= 0:
+            return None
+        numbers = dict(validation_loss=loss, lowest=lowest, lowest_step=step, loss=training, loss_then=training_then)
+        if loss <= lowest * (1 + view.cfg.overfit_rise):
+            return RuleResult(False, f"the validation loss is {loss:.4g}, its lowest {lowest:.4g}", numbers)
+        if training_then is None or training is None or training >= training_then:
+            return None  # both rise: not overfitting
+        seen = (
+            f"the validation loss is {loss:.4g} after {lowest:.4g} at step {step}, {loss / lowest - 1:.1%} higher, "
+            f"while the training loss fell from {training_then:.4g} to {training:.4g}"
+        )
+        return RuleResult(True, seen, numbers | {"threshold": view.cfg.overfit_rise})
+
+
+class OutOfForecast(Rule):
+    """The smoothed loss is outside the band of forecast.json."""
+
+    kind = "forecast"
+    begin, end = 10, 10
+    causes = (
+        ("the rate, the batch or the warmup differs from that of the runs the forecast was made from", evidence.rate),
+        STAGE,
+        ("the fit does not reach this far", evidence.schedule),
+    )
+    advice = (
+        "above the band: compare the settings with the small runs' before spending more",
+        "below it: look for validation text among the training data, and fit again",
+    )
+    sources = ("forecast.json, made by jaxscale plan --loss (arXiv:2203.15556, approach 3)",)
+
+    def check(self, view: View) -> RuleResult | None:
+        tokens, smoothed, band = view.number("tokens_seen"), view.losses.smoothed, view.facts.forecast
+        if tokens is None or smoothed is None or len(band) < 2 or not band[0][0] <= tokens <= band[-1][0]:
+            return None
+        xs, lows, highs = zip(*band)
+        low, high = float(np.interp(tokens, xs, lows)), float(np.interp(tokens, xs, highs))
+        numbers = {"loss": smoothed, "low": low, "high": high, "tokens": tokens}
+        if low <= smoothed <= high:
+            seen = f"the loss is {smoothed:.4g}, within the forecast's {low:.4g} to {high:.4g}"
+            return RuleResult(False, seen, numbers)
+        seen = (
+            f"the loss, smoothed, is {smoothed:.4g}, {'above' if smoothed > high else 'below'} the forecast's band "
+            f"{low:.4g} to {high:.4g}"
+        )
+        return RuleResult(True, seen, numbers)

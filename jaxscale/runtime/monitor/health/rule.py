@@ -1,19 +1,263 @@
-"""The base class of health rules, and the state that they share."""
+"""Health rules: base class, shared state, inputs and results, and robust statistics (median, MAD) of short windows."""
 
 import abc
 import collections
-from collections.abc import Mapping
+import contextlib
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
+from jaxscale import units
+from jaxscale.core.config import SIGMA_PER_MAD, robust_sigma
 from jaxscale.runtime.monitor.config import HealthConfig
-from jaxscale.runtime.monitor.health.finding import RuleResult, RunFacts
-from jaxscale.runtime.monitor.health.robust import Baseline, Comparison
+from jaxscale.system.exits import BadInput
 
+NOISE_EVERY = 8  # values between updates of the noise of the whole window, the most expensive part
+
+
+def absolute_deviation(values: Sequence[float], centre: float) -> float:
+    """Returns the median absolute deviation from the centre."""
+    return median([abs(value - centre) for value in values])
+
+
+class BaselineComparison(NamedTuple):
+    """A value compared with the values before it."""
+
+    centre: float
+    ratio: float  # of the value to the centre
+    sigmas: float  # above the centre
+
+
+def loss_limit(ratio: float, centre: float) -> float:
+    """Returns `ratio` times the centre of a loss; below 1 nat, the rise of 1 nat: a loss near 0 doubles by chance."""
+    return centre + (ratio - 1) * max(centre, 1.0)
+
+
+def format_ratio(ratio: float, decimals: int) -> str:
+    """Returns '2.67', or 'many' for an infinite ratio."""
+    return f"{ratio:.{decimals}f}" if math.isfinite(ratio) else "many"
+
+
+class Baseline:
+    """Accepted values of a metric, with which the next is compared. Callers add no rejected values, such as spikes."""
+
+    near, enough = 15, 10  # values in the window of the centre; least number of values for a comparison
+
+    def __init__(self) -> None:
+        self.values: collections.deque[float] = collections.deque(maxlen=50)  # the window of the noise
+        self.cached: tuple[float, float] | None = None  # centre and sigma, until a value is added
+        self.noise, self.added = 0.0, 0  # from differences of neighbours; values since the last reset
+
+    def add(self, value: float) -> None:
+        """Adds a value."""
+        self.values.append(value)
+        self.cached, self.added = None, self.added + 1
+
+    def reset(self, values: Sequence[float]) -> None:
+        """Replaces all values."""
+        self.values.clear()
+        self.values.extend(values)
+        self.cached, self.added = None, 0
+
+    def center_and_noise(self) -> tuple[float, float] | None:
+        """Returns (centre, standard deviation of the noise); None while there are too few values.
+
+        The noise is the larger of two estimates: deviations from the centre, which a trend increases, and differences
+        between neighbours, which it does not.
+        """
+        if len(self.values) < self.enough:
+            return None
+        if self.cached is None:
+            values = list(self.values)
+            near = values[-self.near :]
+            centre = median(near)
+            if self.added % NOISE_EVERY == 0 or len(values) < 2 * NOISE_EVERY:
+                steps = [abs(after - before) for before, after in zip(values, values[1:])]
+                self.noise = SIGMA_PER_MAD * median(steps) / math.sqrt(2)
+            self.cached = centre, max(robust_sigma(centre, absolute_deviation(near, centre)), self.noise)
+        return self.cached
+
+    def compare(self, value: float) -> BaselineComparison | None:
+        """Compares a value with the accepted ones; None while there are too few."""
+        if (usual := self.center_and_noise()) is None:
+            return None
+        centre, sigma = usual
+        ratio = value / centre if centre > 0 else math.inf
+        return BaselineComparison(centre, ratio, (value - centre) / sigma if sigma else math.inf)
+
+
+class Slope(NamedTuple):
+    """A least-squares line."""
+
+    per_x: float
+    error: float  # its standard error, increased for correlated neighbours
+    level: float  # the mean of y
+
+
+def slope(xs: Sequence[float], ys: Sequence[float]) -> Slope:
+    """Fits a line with its standard error; residuals of correlation r count as n (1 - r) / (1 + r) points (AR(1))."""
+    n = len(xs)
+    mean_x, mean_y = sum(xs) / n, sum(ys) / n
+    sum_xx = sum((x - mean_x) ** 2 for x in xs)
+    per_x = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys)) / sum_xx
+    residuals = [y - mean_y - per_x * (x - mean_x) for x, y in zip(xs, ys)]
+    variance = sum(r * r for r in residuals)
+    correlation = sum(a * b for a, b in zip(residuals, residuals[1:])) / variance if variance else 0.0
+    inflation = (1 + max(correlation, 0.0)) / (1 - min(max(correlation, 0.0), 0.9))
+    return Slope(per_x, math.sqrt(variance / (n - 2) / sum_xx * inflation), mean_y)
+
+
+class BlockMeans:
+    """Means of a metric over blocks of equal numbers of records. Above `most` blocks neighbours are merged."""
+
+    def __init__(self, most: int = 128):
+        self.most, self.records = most, 1  # of a block
+        self.done: list[tuple[float, float]] = []  # mean step, mean value
+        self.open: list[tuple[float, float]] = []
+
+    def add(self, step: float, value: float) -> bool:
+        """Adds a value; returns True if it completed a block."""
+        self.open.append((step, value))
+        if len(self.open) < self.records:
+            return False
+        self.done.append(mean_of(self.open))
+        self.open = []
+        if len(self.done) > self.most:
+            pairs = zip(self.done[0::2], self.done[1::2])
+            left = self.done[-1:] if len(self.done) % 2 else []
+            self.done = [mean_of(pair) for pair in pairs]
+            self.records *= 2
+            self.open = left * (self.records // 2)  # an odd block becomes half of the next
+        return True
+
+
+def mean_of(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Returns (mean x, mean y)."""
+    return sum(x for x, _ in points) / len(points), sum(y for _, y in points) / len(points)
+
+
+HARMLESS = ("busy_machine",)  # rules about causes outside the run
 SMOOTH = 10  # records in a smoothed loss
 REJECT_SIGMAS = 5.0  # values further above the baseline are not added to it
 REJECT_RATIO = 1.03
 NEW_LEVEL = 12  # consecutive rejected records become the new baseline
+SHORT_WAIT = 1.0  # seconds that one save waited for the one before
+
+
+def is_harmless(event: Mapping[str, Any]) -> bool:
+    """Returns True for an alarm or alert that has ended, or that the run did not cause."""
+    waited = event.get("waited")
+    short = event.get("event") == "alarm" and isinstance(waited, float) and waited < SHORT_WAIT
+    return bool(event.get("over")) or short or event.get("event") == "alert" and event.get("what") in HARMLESS
+
+
+class Cause(NamedTuple):
+    """A possible cause of a finding."""
+
+    what: str
+    evidence: str  # for or against it
+
+
+class Finding(NamedTuple):
+    """A problem, reported when it begins and when it ends."""
+
+    kind: str  # the rule's name
+    step: int
+    seen: str  # with numbers
+    numbers: dict[str, Any]  # the same as plain JSON values
+    causes: tuple[Cause, ...]  # most likely first; empty when it is over
+    advice: tuple[str, ...]
+    sources: tuple[str, ...]  # of the thresholds
+    over: bool = False
+    documents: tuple[str, ...] = ()  # with the most tokens in batch numbers["batch"]
+
+
+class RuleResult(NamedTuple):
+    """Result of one rule for one record."""
+
+    bad: bool
+    seen: str = ""
+    numbers: dict[str, Any] = {}  # never mutated
+    sure: bool = False  # this record alone begins (bad) or ends (good) a finding
+
+
+HEALTHY = RuleResult(False)
+
+
+@dataclasses.dataclass(frozen=True)
+class RunFacts:
+    """Facts about a run that do not come from its metrics; any may be unknown."""
+
+    workdir: str = "RUN"  # in commands
+    total_steps: int | None = None
+    warmup_steps: int = 0
+    decay: str | None = None
+    clip_norm: float = 0.0
+    compute_dtype: str | None = None
+    vocab_size: int | None = None
+    branched: bool = False  # initialized with another run's weights
+    stage_batches: tuple[int, ...] = ()  # first batch of each mixture stage after the first
+    grows_at: tuple[int, ...] = ()  # batches at which the batch size or sequence length increases
+    forecast: tuple[tuple[float, float, float], ...] = ()  # (tokens, low, high), by tokens
+    on_cpu: bool = False  # steps run on processors that other programs share
+    experts: int = 0  # per mixture layer
+    chosen: int = 0  # experts per token
+    balanced_by: tuple[str, ...] = ()  # "bias" and balance losses
+    bias_rate: float = 0.0  # 0 without a router bias
+
+
+def facts_from_config(
+    config: Mapping[str, Any], workdir: str = "RUN", forecast: Mapping[str, Any] | None = None
+) -> RunFacts:
+    """Returns the facts in a run's config.json and forecast.json. Raises BadInput for a malformed forecast."""
+    settings, budget = config.get("config", {}), config.get("budget", {})
+    optim, model = settings.get("optim", {}), settings.get("model", {})
+    experts = model.get("experts") or {}
+    bias_rate = (experts.get("bias") and not settings.get("lora", {}).get("rank") and experts.get("bias_rate")) or 0.0
+    losses = [name for name in settings.get("train", {}).get("aux_losses") or {} if name.endswith("balance_loss")]
+    return RunFacts(
+        workdir=workdir,
+        total_steps=budget.get("total_steps"),
+        warmup_steps=budget.get("warmup_steps") or 0,
+        decay=optim.get("decay"),
+        clip_norm=optim.get("clip_norm") or 0.0,
+        compute_dtype=model.get("compute_dtype"),
+        vocab_size=model.get("vocab_size"),
+        on_cpu=config.get("devices", {}).get("kind") == "cpu",
+        experts=experts.get("number") or 0,
+        chosen=experts.get("chosen") or 0,
+        balanced_by=(*(("bias",) if bias_rate else ()), *losses) if experts else (),
+        bias_rate=bias_rate,
+        branched=bool(settings.get("init", {}).get("from_path")),
+        stage_batches=stage_batches(settings, budget),
+        grows_at=tuple(int(first) for name in ("ramp", "seq_len_ramp") for first, _ in (budget.get(name) or ())[1:]),
+        forecast=parse_forecast(forecast) if forecast else (),
+    )
+
+
+def stage_batches(settings: Mapping[str, Any], budget: Mapping[str, Any]) -> tuple[int, ...]:
+    """Returns the first batches of later stages of data.mixture, but those in epochs, whose length no file has."""
+    mixture, batch_tokens = settings.get("data", {}).get("mixture") or {}, budget.get("batch_tokens")
+    if not batch_tokens or not all(isinstance(weights, Mapping) for weights in mixture.values()):
+        return ()
+    starts, batches = set(), units.recorded_sizes(budget)
+    known = dict(seq_len=settings.get("seq_len", 1), batch_tokens=batch_tokens)
+    for start in mixture:
+        with contextlib.suppress(BadInput):  # in epochs
+            whole = batches.begin(budget.get("total_steps", 0))
+            starts.add(batches.holding(units.resolve("start", start, **known, train_tokens=whole)))
+    return tuple(sorted(batch for batch in starts if batch > 0))
+
+
+def parse_forecast(forecast: Mapping[str, Any]) -> tuple[tuple[float, float, float], ...]:
+    """Returns (tokens, low, high) tuples by tokens, from {"tokens": [...], "low": [...], "high": [...]}."""
+    try:
+        columns = [[float(number) for number in forecast[name]] for name in ("tokens", "low", "high")]
+        return tuple(sorted(zip(*columns, strict=True)))
+    except (KeyError, TypeError, ValueError):
+        raise BadInput("forecast.json must hold tokens, low and high, lists of numbers of one length") from None
 
 
 class View(NamedTuple):
@@ -41,7 +285,7 @@ class Losses:
 
     def __init__(self) -> None:
         self.baseline = Baseline()
-        self.compared: Comparison | None = None  # the last loss with the baseline before it
+        self.compared: BaselineComparison | None = None  # the last loss with the baseline before it
         self.rejected: list[float] = []  # in a row
         self.new_level = False  # the last record reset the baseline
         self.recent: collections.deque[float] = collections.deque(maxlen=SMOOTH)
@@ -73,12 +317,14 @@ class Rule(abc.ABC):
 
     kind: str
     begin, end = 2, 5
+    causes: tuple[tuple[str, Any], ...]  # what may cause it, by likelihood without evidence (docs/health.md)
+    advice: tuple[str, ...]
+    sources: tuple[str, ...]  # of the thresholds
 
-    def __init__(self) -> None:
-        self.active = False
-        self.in_row = 0  # bad records while inactive, good ones while active
-        self.since = 0  # the step of the first bad record
-        self.findings = 0
+    active = False
+    in_row = 0  # bad records while inactive, good ones while active
+    since = 0  # the step of the first bad record
+    findings = 0
 
     @abc.abstractmethod
     def check(self, view: View) -> RuleResult | None:

@@ -6,9 +6,9 @@ from statistics import median
 from typing import Any
 
 from jaxscale import units
-from jaxscale.runtime.monitor.health.finding import RuleResult
-from jaxscale.runtime.monitor.health.robust import BlockMeans
-from jaxscale.runtime.monitor.health.rule import Rule, View
+from jaxscale.runtime.monitor.health import evidence
+from jaxscale.runtime.monitor.health.evidence import OTHER_PROGRAMS, RETURN, SLOW_DEVICE, WAIT
+from jaxscale.runtime.monitor.health.rule import BlockMeans, Rule, RuleResult, View
 
 STREAK = 5  # records in a row
 BLOCK = 20  # records per throughput median
@@ -30,9 +30,14 @@ class TimedRule(Rule):
     begin, end = STREAK, STREAK
     skip_if_contended = True  # a contended CPU explains a slow run
 
+    step, lasted, size = 0, 0.0, 0
+
     def __init__(self) -> None:
-        super().__init__()
-        self.step, self.lasted, self.size = 0, 0.0, 0
+        self.usual: collections.deque[float] = collections.deque(maxlen=50)  # seconds of healthy steps
+
+    def usual_seconds(self) -> float | None:
+        """Returns the median of healthy steps; None while there are too few."""
+        return median(self.usual) if len(self.usual) >= 10 else None
 
     def batches_grew(self, view: View) -> bool:
         """Returns True if batches became larger since the last record, so that earlier times no longer compare."""
@@ -61,16 +66,19 @@ class BusyMachine(TimedRule):
     """Other programs use the processors while steps take longer: not a fault of the run."""
 
     kind = "busy_machine"
+    causes = (("other programs compute on this machine", evidence.other_work),)
+    advice = (
+        "nothing is wrong with the run: it continues at its usual speed once they are done",
+        "see which programs they are: top, or htop",
+        "give the run its own processors",
+    )
+    sources = ("own threshold: a fifth of the processors, while none is left over",)
     skip_if_contended = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.usual: collections.deque[float] = collections.deque(maxlen=50)
 
     def evaluate(self, view: View, seconds: float) -> RuleResult | None:
         if self.batches_grew(view):
             self.usual.clear()
-        usual, others = median(self.usual) if len(self.usual) >= 10 else None, view.number("host_other_share")
+        usual, others = self.usual_seconds(), view.number("host_other_share")
         if not view.facts.on_cpu or others is None:
             return None
         busy = usual is not None and is_cpu_contended(view) and seconds * (1 - view.cfg.speed_drop) > usual
@@ -81,21 +89,27 @@ class BusyMachine(TimedRule):
         numbers = {"step_seconds": seconds, "usual": usual, "others": others, "threshold": OTHER_WORK}
         if busy:
             seen = f"the machine was busy with other work, which took {others:.0%} of its processors"
-            seen += f"; a step took {seconds / usual:.1f} times its usual {format_seconds(usual)}"
+            seen += f"; a step took {seconds / usual:.1f} times its usual {units.step_duration(usual)}"
             return RuleResult(True, seen, numbers)
-        seen = f"other work takes {others:.0%} of the processors, and a step {format_seconds(seconds)}"
+        seen = f"other work takes {others:.0%} of the processors, and a step {units.step_duration(seconds)}"
         return RuleResult(False, seen, numbers)
-
-
-def format_seconds(seconds: float) -> str:
-    """Returns '2.1s' or '35ms'."""
-    return units.duration(seconds) if seconds >= 1 else f"{1000 * seconds:.3g}ms"
 
 
 class Starvation(TimedRule):
     """Steps that wait for data."""
 
     kind = "starvation"
+    causes = (
+        ("reading or decoding is slower than the step", evidence.data_wait),
+        ("the disk, the bucket or its cache is slow", evidence.no_evidence),
+        OTHER_PROGRAMS,
+    )
+    advice = (
+        "give the host more cores",
+        "prepare token shards ahead with jaxscale prepare",
+        "put data.cache_dir on a local disk",
+    )
+    sources = ("own threshold", "throughput falls where the host and the device wait for each other: a common rule")
 
     def evaluate(self, view: View, seconds: float) -> RuleResult | None:
         if (waited := view.number("data_wait_seconds")) is None:
@@ -103,7 +117,7 @@ class Starvation(TimedRule):
         part, limit = min(waited / seconds, 1.0), view.cfg.data_wait
         numbers = {"data_wait_seconds": waited, "step_seconds": seconds, "part": part, "threshold": limit}
         if part > limit:
-            seen = f"{part:.0%} of a step's {format_seconds(seconds)} is spent waiting for data, above {limit:.0%}"
+            seen = f"{part:.0%} of a step's {units.step_duration(seconds)} is spent waiting for data, above {limit:.0%}"
             return RuleResult(True, seen, numbers)
         if self.active and part > limit / 2:
             return None
@@ -114,40 +128,52 @@ class SlowStep(TimedRule):
     """Steps that take much longer than this run's median."""
 
     kind = "slow_step"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.usual: collections.deque[float] = collections.deque(maxlen=50)
+    causes = (WAIT, RETURN, SLOW_DEVICE, OTHER_PROGRAMS)
+    advice = (
+        "capture a profile of a few steps",
+        "compare the hosts: one that is slow holds up all",
+        "see the device's temperature and clock",
+    )
+    sources = ("slower than expected: a common rule; own threshold, against the run's own median",)
 
     def evaluate(self, view: View, seconds: float) -> RuleResult | None:
         if self.batches_grew(view):
             self.usual.clear()
         if "starvation" in view.active:  # more specific
             return None
-        usual = median(self.usual) if len(self.usual) >= 10 else None
+        usual = self.usual_seconds()
         if usual is None or seconds < view.cfg.slow_ratio * usual:
             self.usual.append(seconds)
         if usual is None:
             return None
         numbers = {"step_seconds": seconds, "usual": usual, "threshold": view.cfg.slow_ratio}
         if seconds > view.cfg.slow_ratio * usual:
-            seen = f"a step takes {format_seconds(seconds)}, {seconds / usual:.1f} times this run's median"
-            return RuleResult(True, f"{seen} of {format_seconds(usual)}", numbers)
+            seen = f"a step takes {units.step_duration(seconds)}, {seconds / usual:.1f} times this run's median"
+            return RuleResult(True, f"{seen} of {units.step_duration(usual)}", numbers)
         if self.active and seconds > (1 + view.cfg.slow_ratio) / 2 * usual:
             return None
-        return RuleResult(False, f"a step takes {format_seconds(seconds)}, as usual", numbers)
+        return RuleResult(False, f"a step takes {units.step_duration(seconds)}, as usual", numbers)
 
 
 class UtilisationDrop(TimedRule):
     """The throughput falls and stays low, without a slow_step or starvation finding."""
 
     kind = "utilisation_drop"
+    causes = (
+        WAIT,
+        ("rows of another length, or another stage of the data", evidence.stage),
+        RETURN,
+        OTHER_PROGRAMS,
+        SLOW_DEVICE,
+    )
+    advice = ("capture a profile and compare it with one from before", "compare the hosts", "see the device's clock")
+    sources = ("utilisation drops: a common rule; own threshold, against the run's own best blocks",)
+
+    in_block, name = 0, ""
 
     def __init__(self) -> None:
-        super().__init__()
         self.recent: collections.deque[float] = collections.deque(maxlen=BLOCK)
         self.best: list[float] = []  # the three highest medians of whole blocks
-        self.in_block, self.name = 0, ""
 
     def evaluate(self, view: View, seconds: float) -> RuleResult | None:
         name = "mfu" if view.number("mfu") is not None else "tokens_per_second"
@@ -182,10 +208,19 @@ class MemoryCreep(Rule):
 
     kind = "memory_creep"
     begin, end = 1, 1  # of windows
+    causes = (
+        ("arrays or compiled functions are kept alive", evidence.no_evidence),
+        ("the reader of data keeps what it has read", evidence.data_wait),
+        RETURN,
+    )
+    advice = (
+        "host memory: stop and start again at a checkpoint before it is full, and see whether it rises again",
+        "device memory: look for shapes that change from step to step, which compile again",
+    )
+    sources = ("memory is to be logged, and does not rise in a steady run: a common rule; own threshold",)
     window, settle = 100, 20  # records of the short window; records skipped after a start
 
     def __init__(self) -> None:
-        super().__init__()
         self.seen: dict[str, list[tuple[float, float]]] = {}
         self.whole: dict[str, BlockMeans] = {}  # since the start: shows a slow leak
         self.left_out = 0

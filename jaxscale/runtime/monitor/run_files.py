@@ -1,24 +1,99 @@
-"""The rows of metrics.jsonl and abandoned.jsonl, read line by line and thinned on the way."""
+"""Reads the files of a run, which may still be written: damaged parts are skipped and reported, nothing is raised.
 
+The rows of metrics.jsonl and abandoned.jsonl are thinned while they are read; experts.jsonl has token counts per layer
+and expert, over windows of steps.
+"""
+
+import collections
 import dataclasses
 import json
 import math
+import statistics
 from collections.abc import Callable, Iterator
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 from jaxscale import units
-from jaxscale.runtime.monitor.json_lines import LARGEST_NUMBER, read_lines
+from jaxscale.runtime.monitor.records import Damage, read_records
+from jaxscale.system import paths
+from jaxscale.system.exits import BadInput
+
+LARGEST_NUMBER = 1e100  # larger numbers are not measurements
+NUMBERS = tuple("step code seconds bytes to until batch number steps_won steps_lost wall_seconds".split())
+OBJECTS = ("devices", "goodput", "left")
+
+Row = dict[str, Any]
+
+
+def read_lines(path: Any, problems: list[str]) -> Iterator[Row]:
+    """Yields the JSON objects of a file's lines. Damaged lines are skipped and reported; a missing file is empty."""
+    damage = Damage()
+    try:
+        yield from read_records(path, damage)
+    except BadInput as error:
+        problems.append(str(error))
+    except OSError as error:
+        problems.append(f"{path.name} cannot be read to its end: {error.strerror or error}")
+    if damage.lines:
+        problems.append(f"{path.name}: {units.plural(damage.lines, 'damaged line')} left out")
+    if damage.torn:
+        problems.append(f"{path.name}: its last line is not whole, as while it is written, and is left out")
+
+
+def read_object(path: Any, problems: list[str], without: str) -> dict[str, Any]:
+    """Returns the JSON object in a file after `finite`, or {} and the problem: NAME is missing: `without`."""
+    try:
+        found = paths.read_json(path)
+    except FileNotFoundError:
+        problems.append(f"{path.name} is missing: {without}")
+        return {}
+    except BadInput:
+        problems.append(f"{path.name} is damaged: {without}")
+        return {}
+    if not isinstance(found, dict):
+        problems.append(f"{path.name} is not a JSON object: {without}")
+        return {}
+    return finite(found)
+
+
+def clean_event(record: Row) -> Row | None:
+    """Replaces invalid fields of an event with None; None if it is not an event."""
+    if not isinstance(record.get("event"), str):
+        return None
+    event = finite(record)
+    for names, kind in ((NUMBERS, (int, float)), (OBJECTS, dict)):
+        for name in names:
+            if name in event and (not isinstance(event[name], kind) or isinstance(event[name], bool)):
+                event[name] = None
+    return event
+
+
+def finite(value: Any) -> Any:
+    """Replaces non-finite and too large numbers with None, recursively."""
+    if isinstance(value, dict):
+        return {name: finite(inner) for name, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(inner) for inner in value]
+    return None if is_number(value) and not abs(value) <= LARGEST_NUMBER else value
+
+
+def as_list(value: Any) -> list[Any]:
+    """The value if it is one, else []."""
+    return value if isinstance(value, list) else []
+
+
+def as_dict(value: Any) -> dict[str, Any]:
+    """The value if it is one, else {}: a damaged config.json may hold anything."""
+    return value if isinstance(value, dict) else {}
+
 
 LONGEST_VALUE = 200  # characters of a text among the numbers
 VITALS = ("goodput/", "device/")  # in every row, whatever else it is about: Writer's vitals
 GROUP = 10  # rows, of which thinning keeps at most half
 LARGEST = float(2**63)  # larger integers are not measurements
 
-Row = dict[str, Any]
-
 
 @dataclasses.dataclass
-class Metrics:
+class MetricRows:
     """metrics.jsonl while it is read: rows in the order of their steps, and those that later lines replaced."""
 
     most_values: int | None
@@ -32,9 +107,10 @@ class Metrics:
         """Adds a row. A row of an earlier step replaces all rows from that step on."""
         self.lines += 1
         step, same_step = row["step"], []
+        names = lambda row: {name for name in row if name not in ("step", "nonfinite") and not name.startswith(VITALS)}
         while self.rows and self.rows[-1]["step"] >= step:
             last = self.rows.pop()
-            if last["step"] == step and not shared_names(last, row):
+            if last["step"] == step and names(last).isdisjoint(names(row)):
                 same_step.append(last)  # a validation after the training step of the same number
                 continue
             self.values -= len(last)
@@ -51,11 +127,6 @@ class Metrics:
             self.values = sum(map(len, self.rows))
         if len(self.replaced) > most_values:
             self.replaced, self.thinned = thin(self.replaced), True
-
-
-def shared_names(a: Row, b: Row) -> bool:
-    """True if both rows have a common metric, apart from those that every row has."""
-    return any(name in b for name in a if name not in ("step", "nonfinite") and not name.startswith(VITALS))
 
 
 def thin(rows: list[Row]) -> list[Row]:
@@ -76,6 +147,7 @@ def notable(group: list[tuple[int, Row]]) -> set[int]:
     """Places of the rows of a group that are kept."""
     if "loss" not in group[0][1]:
         return {place for place, _ in group[::2]}
+    number = lambda row, name: row[name] if is_number(row.get(name)) else -math.inf
     asks: tuple[Callable[[Row], float], ...] = (
         lambda row: -number(row, "loss"),
         lambda row: number(row, "loss"),
@@ -86,14 +158,9 @@ def notable(group: list[tuple[int, Row]]) -> set[int]:
     return {max(group, key=lambda item: ask(item[1]))[0] for ask in asks}
 
 
-def number(row: Row, name: str) -> float:
-    """The value, or minus infinity where there is none."""
-    return row[name] if is_number(row.get(name)) else -math.inf
-
-
-def read_metrics(folder: Any, most_values: int | None, problems: list[str]) -> Metrics:
+def read_metrics(folder: Any, most_values: int | None, problems: list[str]) -> MetricRows:
     """The rows of metrics.jsonl."""
-    found = Metrics(most_values)
+    found = MetricRows(most_values)
     if not (folder / "metrics.jsonl").exists():
         problems.append("metrics.jsonl is not there yet: no step has been reported")
         return found
@@ -107,12 +174,9 @@ def read_metrics(folder: Any, most_values: int | None, problems: list[str]) -> M
     return found
 
 
-def read_abandoned(folder: Any, metrics: Metrics, most_values: int | None, problems: list[str]) -> list[Row]:
-    """The rows that do not count, each once: abandoned.jsonl, and what was replaced within metrics.jsonl.
-
-    A crash amid moving them leaves them in both files; then they are taken out of the metrics.
-    """
-    moved = Metrics(most_values)
+def read_abandoned(folder: Any, metrics: MetricRows, most_values: int | None, problems: list[str]) -> list[Row]:
+    """Rows that do not count, once each: abandoned.jsonl, also if still in metrics.jsonl, and replaced lines of it."""
+    moved = MetricRows(most_values)
     seen: set[str] = set()
     for row in read_rows(folder / "abandoned.jsonl", problems) if (folder / "abandoned.jsonl").exists() else ():
         bare = fingerprint(row)
@@ -175,3 +239,65 @@ def read_rows(path: Any, problems: list[str]) -> Iterator[Row]:
 def is_number(value: Any) -> TypeGuard[float]:
     """True for a number; False for True, None and text."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+MOST_WINDOWS = 10_000  # the newest; a run writes some 130
+
+
+class CountWindow(NamedTuple):
+    """The steps from one record to the next."""
+
+    step: int  # the last of them
+    steps: int
+    first_layer: int
+    busiest: tuple[float | None, ...]  # of each layer: the busiest expert over the mean; None without any token
+
+
+class ExpertCounts(NamedTuple):
+    """All windows of a run, and the newest in full."""
+
+    windows: tuple[CountWindow, ...]
+    counts: tuple[tuple[int, ...], ...]  # of the newest window, by layer and expert
+
+    @property
+    def newest(self) -> CountWindow:
+        """The window of `counts`."""
+        return self.windows[-1]
+
+    @property
+    def layers(self) -> range:
+        """The numbers of the layers that have experts."""
+        return range(self.newest.first_layer, self.newest.first_layer + len(self.counts))
+
+
+def read_expert_counts(folder: Any, problems: list[str]) -> ExpertCounts | None:
+    """Reads the counts of a work folder; None without any. The last record of a step counts."""
+    windows: collections.deque[CountWindow] = collections.deque(maxlen=MOST_WINDOWS)
+    counts: tuple[tuple[int, ...], ...] = ()
+    for record in read_lines(folder / "experts.jsonl", problems):
+        found = counts_in(record)
+        if found is None:
+            continue
+        while windows and windows[-1].step >= record["step"]:
+            windows.pop()
+        busiest = tuple(max(counts) / statistics.fmean(counts) if any(counts) else None for counts in found)
+        windows.append(CountWindow(record["step"], record["steps"], record["first_layer"], busiest))
+        counts = found
+    if not windows:
+        return None
+    similar = [one for one in windows if (one.first_layer, len(one.busiest)) == (windows[-1].first_layer, len(counts))]
+    return ExpertCounts(tuple(similar), counts)
+
+
+def counts_in(record: dict[str, Any]) -> tuple[tuple[int, ...], ...] | None:
+    """Returns the table of a record; None if it is invalid."""
+    facts = [record.get(name) for name in ("step", "steps", "first_layer")]
+    table = record.get("counts")
+    if not all(type(fact) is int and 0 <= fact <= LARGEST_NUMBER for fact in facts) or not isinstance(table, list):
+        return None
+    whole = all(isinstance(row, list) and row and len(row) == len(table[0]) for row in table)
+    if not table or not whole:
+        return None
+    if not all(type(count) is int and 0 <= count <= LARGEST_NUMBER for row in table for count in row):
+        return None
+    return tuple(map(tuple, table))
