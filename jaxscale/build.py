@@ -19,7 +19,7 @@ from jaxscale.core.models.moe_balance import update_balance
 from jaxscale.core.models.sharded import ShardedModel, shard_model
 from jaxscale.core.optim.optimizer import Schedule, optim_schedule, trainable
 from jaxscale.core.plan import ParallelPlan, ParallelSettings, resolve_plan
-from jaxscale.core.recorder import make_max_logit_recorder, make_qk_clip, make_recorder
+from jaxscale.core.recorder import clip_heads, make_max_logit_recorder, make_recorder
 from jaxscale.core.setup import make_init, make_updates, state_shardings
 from jaxscale.core.shardings import axis_size, replicated, with_shardings
 from jaxscale.core.state import TrainState, is_dynamic
@@ -144,7 +144,9 @@ def make_program_on(mesh: Mesh, cfg: RunConfig, budget: Budget, data_row: int | 
     updates = make_updates(cfg.optim, model, optim_schedule(cfg.optim, **budget.schedule_steps))
     shardings = state_shardings(cfg.train, cfg.optim, model, updates)
     init, abstract_state = make_init(cfg.train, model, updates, shardings, cfg.seed)
-    qk_clip = make_qk_clip(cfg.optim.qk_clip, cfg.model.layer_stacks)
+    qk_clip = None
+    if cfg.optim.qk_clip is not None:
+        qk_clip = functools.partial(clip_heads, limit=cfg.optim.qk_clip, stacks=tuple(cfg.model.layer_stacks))
     gradients = gradients_class()(
         model=model,
         groups=updates.groups,

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 from jaxscale import units
 from jaxscale.core.config import EXPERT_LOSSES, ContextConfig, ExpertConfig, MeshConfig, PipelineConfig
 from jaxscale.core.models import AnyModelConfig, names_of
-from jaxscale.core.models.lora_mup_config import LoraConfig, check_mup, lora_flops
+from jaxscale.core.models.lora_mup_config import OPTIMIZERS, LoraConfig, MupConfig, lora_flops
 from jaxscale.core.optim.config import STABLE, OptimConfig
 from jaxscale.runtime.checkpoint.config import CheckpointConfig, ExportConfig, InitConfig, LockConfig
 from jaxscale.runtime.data.config import DataConfig, mixture_names, mixture_stages
@@ -351,7 +351,21 @@ def check_qk_clip(cfg: RunConfig) -> None:
 
 def check_scales(cfg: RunConfig) -> None:
     """Raises BadInput for muP with settings that it has no rule for."""
-    check_mup(cfg.model, cfg.optim.name, cfg.lora.on)
+    mup: MupConfig | None = getattr(cfg.model, "mup", None)
+    if mup is None:
+        return
+    if cfg.optim.name not in OPTIMIZERS:
+        raise BadInput(
+            f"model.mup has no learning rates for optim.name={cfg.optim.name!r}; use {or_list(OPTIMIZERS)}, or leave "
+            "it out"
+        )
+    if cfg.optim.name == "sgd" and mup.base_layers is not None:
+        raise BadInput("model.mup.base_layers: its rule is for AdamW, and optim.name='sgd'; leave base_layers out")
+    if cfg.lora.on:
+        raise BadInput(
+            "lora.rank cannot go with model.mup, which has no rule for adapters; export the model with jaxscale "
+            "convert, import it again without muP, and train adapters on that"
+        )
 
 
 # Everything that settings of several rooms must agree on, checked once, as a RunConfig is made. A setting by itself is

@@ -106,7 +106,8 @@ class StageWork:
         (self.ends, self.dense, self.blocks), self.groups = split_params(weights), split_params(pipeline.groups)
         self.layers_Vc = jnp.asarray(self.axis.layers)[self.axis.stage]
         # In the slots of the first chunk, inputs of the dense layers come after those of the stack's layers.
-        self.num_dense, self.num_first = stacked_layers(self.dense), self.axis.first_layers
+        self.num_dense = len(jax.tree.leaves(self.dense)[0]) if self.dense else 0
+        self.num_first = self.axis.first_layers
 
     def begin(self) -> Carry:
         """Returns a carry of zeros."""
@@ -354,11 +355,6 @@ def split_params(tree: dict) -> ParamParts:
     """Splits a tree like the parameters into its parts."""
     ends = {name: subtree for name, subtree in tree.items() if name not in (DENSE, BLOCKS)}
     return ParamParts(ends, {DENSE: tree[DENSE]} if DENSE in tree else {}, tree[BLOCKS])
-
-
-def stacked_layers(stacks: dict) -> int:
-    """Number of layers of a stack; 0 for {}."""
-    return len(jax.tree.leaves(stacks)[0]) if stacks else 0
 
 
 def save(saved_ScBTD: jax.Array, x_BTD: jax.Array, now: Passes, i: jax.Array) -> jax.Array:

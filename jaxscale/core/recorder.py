@@ -11,7 +11,7 @@ U head dim without RoPE
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -180,16 +180,6 @@ def make_max_logit_recorder(
     if needs.window_layers is not None:
         logit_max = windowed_or_full(logit_max, head_logit_max, needs.window_layers)
     return LogitRecorder(over_all_keys(logit_max, context), tensor)
-
-
-def make_qk_clip(limit: float | None, stacks: Mapping[str, int]) -> Callable[..., Any] | None:
-    """Returns (parameters, intermediates) -> (parameters, metrics); None without a limit. stacks: from layer_stacks.
-
-    After the update of a step, the scores of a head whose largest score exceeded the limit are multiplied by
-    limit / max: its query and key weights by the square root each. A key shared by several heads is not scaled, and
-    their query weights take the whole factor.
-    """
-    return None if limit is None else functools.partial(clip_heads, limit=limit, stacks=tuple(stacks))
 
 
 def clip_heads(

@@ -2,6 +2,7 @@
 of trees and batches, and of a batch's rows on the devices."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -129,19 +130,13 @@ def check_divides(
     """Returns one line for each logical axis that the mesh does not divide: axis, length, devices."""
     found: dict[tuple[str, int], str] = {}
     for path, axes in jax.tree_util.tree_leaves_with_path(axes_tree, is_leaf=is_axes):
-        for axis, length in zip(axes, leaf_at(params, path).shape, strict=True):
+        leaf = functools.reduce(lambda tree, key: tree[key.key], path, params)
+        for axis, length in zip(axes, leaf.shape, strict=True):
             parts = axis_size(axis, rules, mesh_shape)
             if length % parts:
                 names = " x ".join(name for name in mesh_axis_names(rules[axis]) if mesh_shape[name] > 1)
                 found[axis, length] = f"{axis}={length} is not a multiple of the {parts} devices of mesh {names}"
     return list(found.values())
-
-
-def leaf_at(tree: Any, path: tuple) -> Any:
-    """Returns the leaf of a nested dict at a jax key path."""
-    for key in path:
-        tree = tree[key.key]
-    return tree
 
 
 def with_shardings(shapes: Any, shardings: Any) -> Any:

@@ -111,6 +111,7 @@ def group_norms(groups: StatisticsGroups, tree: Any, before: Any = None) -> jax.
     """
     leaves = jax.tree.leaves(tree, is_leaf=is_masked)
     olds = [None] * len(leaves) if before is None else jax.tree.leaves(before)
+    sum_of_squares = lambda x: jnp.sum(jnp.square(x.astype(jnp.float32)))
     squares = jnp.zeros(groups.num_layers + len(groups.outer_names), jnp.float32)
     for leaf, old, index in zip(leaves, olds, groups.indices, strict=True):
         if is_masked(leaf):  # frozen: it has neither gradient nor update
@@ -130,11 +131,6 @@ def zero_gradients(groups: StatisticsGroups, grads: Any) -> dict[str, jax.Array]
         for path, index, leaf in leaves
         if not is_masked(leaf)
     }
-
-
-def sum_of_squares(x: jax.Array) -> jax.Array:
-    """Sum of the squared entries, float32[]."""
-    return jnp.sum(jnp.square(x.astype(jnp.float32)))
 
 
 def reduce_leaf(

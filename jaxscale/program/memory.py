@@ -5,6 +5,7 @@ before training, and assumed balanced: every expert gets as many rows, and one a
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Collection
 from typing import Any, NamedTuple
@@ -31,7 +32,7 @@ from jaxscale.core.models.config import (
     ModelConfig,
     saved_names,
 )
-from jaxscale.core.shardings import leaf_at, mesh_axis_names
+from jaxscale.core.shardings import mesh_axis_names
 from jaxscale.kernels.collectives import LANES, on_tpu
 from jaxscale.kernels.compiler_options import PIPELINE, PIPELINED_GATHER
 from jaxscale.kernels.config import ATTENTION_OUT
@@ -138,7 +139,7 @@ def stage_elements(program: Program, tree: Any) -> StageElements:
     plan, sizes = program.plan, {"layers": 0, "experts": 0, "others": 0}
     vocab_shards = plan.pipeline.size if plan.pipeline.shards_vocab else 1
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        axes = leaf_at(program.model.axes, path)
+        axes = functools.reduce(lambda tree, key: tree[key.key], path, program.model.axes)
         is_sharded = any("tensor" in mesh_axis_names(plan.rules.params[axis]) for axis in axes)
         num_shards = (plan.tensor.size if is_sharded else 1) * (plan.expert.size if EXPERTS in axes else 1)
         if path[0].key == BLOCKS:

@@ -114,28 +114,11 @@ class ScheduleSize:
         lost = (self.num_stages - 1) * (sum(costs) - (costs.weight_grads if self.num_deferred else 0.0))
         return 1 + lost / (self.chunk_runs * sum(costs))
 
-    def recomputed(self, costs: Costs) -> float:
-        """Returns the time of second passes of the last stage, which has the most, over that of its other passes."""
-        return self.num_deferred * (costs.recompute + costs.input_grads) / (self.chunk_runs * sum(costs))
-
-    def idle_time(self, costs: Costs) -> float:
-        """Returns the last stage's idle time over its busy time. A compiled program counts its passes."""
-        return (self.slowdown(costs) - 1 - self.recomputed(costs)) / (1 + self.recomputed(costs))
-
     @property
     def bubble(self) -> float:
         """Fraction of the time in which a stage idles or repeats work, at EQUAL_COSTS: (P - 1) / (V M + P - 1), the
         bubble of arXiv:2104.04473 relative to the total time, unless weight gradients are deferred."""
         return 1 - 1 / self.slowdown()
-
-    @property
-    def formula(self) -> str:
-        """Bubble as text, '5.2% = (P-1)/(VM+P-1) = 7/135'. Weight gradients are a quarter of a pass."""
-        idle, chunk_runs = self.num_stages - 1, self.chunk_runs
-        if self.name == "zero_bubble":
-            ratio = f"{3 * idle}/{4 * chunk_runs + 3 * idle} (recomputation included)"
-            return f"{self.bubble:.1%} = 3(P-1)/(4VM+3(P-1)) = {ratio}"
-        return f"{self.bubble:.1%} = (P-1)/(VM+P-1) = {idle}/{chunk_runs + idle}"
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)

@@ -20,8 +20,6 @@ from jaxscale.core.models.layers import (
     StackedModel,
     constant,
     dropout,
-    dropout_embeddings,
-    dropout_keys,
     grad_barrier,
     make_stack,
     param,
@@ -40,11 +38,14 @@ class LearnedPositionsModel(StackedModel):
 
     def embed_tokens(self, tokens_BT, positions_BT, segment_ids_BT, keys_B: jax.Array | None = None):
         """Returns the residual stream before the first block. keys_B: for dropout."""
-        return dropout_embeddings(self.embed(tokens_BT, positions_BT), keys_B, self.cfg, self.plan.tensor)
+        x_BTD = self.embed(tokens_BT, positions_BT)
+        if keys_B is None or not self.cfg.dropout:
+            return x_BTD
+        return dropout(x_BTD, self.cfg.dropout, split_keys(keys_B, self.cfg.num_layers + 1)[0], self.plan.tensor)
 
     def layer_inputs(self, keys_B: jax.Array | None, stack: str):
-        """Returns the dropout keys of each block."""
-        return dropout_keys(keys_B, self.cfg)
+        """Returns a dropout key for each block and row, [L, B]; None without dropout."""
+        return None if keys_B is None or not self.cfg.dropout else split_keys(keys_B, self.cfg.num_layers + 1)[1:]
 
 
 class Gpt2Block(Block):

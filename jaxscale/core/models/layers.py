@@ -381,15 +381,3 @@ class BiasedMlp(nnx.Module):
         h_BTF = self.activate(checkpoint_name(h_BTF, MLP_UP))
         added_BTD = self.plan.tensor.reduce_scatter(project("BTF,FD->BTD", h_BTF, self.down[...]))
         return with_bias(added_BTD, self.bias_down[...])
-
-
-def dropout_embeddings(x_BTD: jax.Array, keys_B: jax.Array | None, cfg: ModelConfig, tensor: TensorAxis) -> jax.Array:
-    """Returns the embeddings after dropout; unchanged without keys or at rate 0."""
-    if keys_B is None or not cfg.dropout:
-        return x_BTD
-    return dropout(x_BTD, cfg.dropout, split_keys(keys_B, cfg.num_layers + 1)[0], tensor)
-
-
-def dropout_keys(keys_B: jax.Array | None, cfg: ModelConfig) -> jax.Array | None:
-    """Returns a key for each layer and row, [L, B], independent of dropout_embeddings(); None without dropout."""
-    return None if keys_B is None or not cfg.dropout else split_keys(keys_B, cfg.num_layers + 1)[1:]

@@ -12,7 +12,6 @@ from collections.abc import Collection
 from jaxscale.core.models.config import BLOCKS, ModelConfig
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
-from jaxscale.units import or_list
 
 STACKED = re.compile(r"(dense_)?blocks\.(\d+\.)?")  # prefix of a block's parameters
 # Adam and Lion update every entry by about the rate; SGD by the rate times the gradient, which shrinks with the width.
@@ -99,24 +98,6 @@ def learning_rate_multiplier(model: ModelConfig, optimizer: str, name: str) -> f
         return 1 / scales.width if inner == "mlp.router" else 1.0
     per_head = inner in ("attention.q_norm", "attention.k_norm") and getattr(model, "qk_norm_over", "") == "head"
     return scales.head if per_head else scales.width
-
-
-def check_mup(model: ModelConfig, optimizer: str, adapters: bool) -> None:
-    """Raises BadInput for settings without a muP rule here."""
-    mup: MupConfig | None = getattr(model, "mup", None)
-    if mup is None:
-        return
-    if optimizer not in OPTIMIZERS:
-        raise BadInput(
-            f"model.mup has no learning rates for optim.name={optimizer!r}; use {or_list(OPTIMIZERS)}, or leave it out"
-        )
-    if optimizer == "sgd" and mup.base_layers is not None:
-        raise BadInput("model.mup.base_layers: its rule is for AdamW, and optim.name='sgd'; leave base_layers out")
-    if adapters:
-        raise BadInput(
-            "lora.rank cannot go with model.mup, which has no rule for adapters; export the model with jaxscale "
-            "convert, import it again without muP, and train adapters on that"
-        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -33,10 +33,7 @@ from jaxscale.system.exits import BadInput
 
 @dataclasses.dataclass(frozen=True)
 class StageFunctions:
-    """Functions of gathered parameters, or of shards over the tensor axis.
-
-    ends: the parameters outside of layers.
-    """
+    """Functions of gathered parameters, or of shards over the tensor axis. ends: the parameters outside of layers."""
 
     graphdef: nnx.GraphDef
     stacks: dict[str, Any]  # {name of a stack: tree with the structure of its parameters}

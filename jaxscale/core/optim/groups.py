@@ -90,11 +90,6 @@ def is_exempt(name: str, axes: tuple[str, ...]) -> bool:
     )
 
 
-def frozen_mask(assigned: Any) -> Any:
-    """Returns a tree of bools, True where the parameter is frozen."""
-    return jax.tree.map(lambda group: group.frozen, assigned)
-
-
 def is_masked(leaf: Any) -> bool:
     """True for optax's placeholder for a parameter that a transformation does not apply to."""
     return isinstance(leaf, optax.MaskedNode)

@@ -20,7 +20,7 @@ from jaxscale.core.optim.adafactor_lamb import (
     scale_by_trust,
 )
 from jaxscale.core.optim.config import STABLE, OptimConfig
-from jaxscale.core.optim.groups import ParamGroup, dotted, frozen_mask, is_hidden_matrix, is_masked, tree_dims
+from jaxscale.core.optim.groups import ParamGroup, dotted, is_hidden_matrix, is_masked, tree_dims
 from jaxscale.core.optim.moments import (
     QuantizedMoment,
     cast_moments,
@@ -137,7 +137,7 @@ def make_optimizer(
     if cfg.name == "lamb":
         tail = (tail[0], scale_by_trust(tree_dims(required(layout).axes)), tail[1])
     tx = optax.chain(clip, moments, *tail)
-    frozen = frozen_mask(groups)
+    frozen = jax.tree.map(lambda group: group.frozen, groups)
     if not any(jax.tree.leaves(frozen)):
         return tx
     labels = jax.tree.map(lambda is_frozen: "frozen" if is_frozen else "learns", frozen)

@@ -9,6 +9,7 @@ from jaxscale import units
 from jaxscale.core.axes.pipeline_schedules import ScheduleSize
 from jaxscale.kernels.hardware import VOLTA, Chip
 from jaxscale.tools.planning import cost, scaling
+from jaxscale.tools.planning.schedule_times import bubble_formula
 
 MAX_SECONDS = 118 * cost.DAY  # BLOOM, 176B parameters on 384 A100: arXiv:2211.02001, table 1
 MAX_TOKENS = 36e12  # Qwen3: arXiv:2505.09388, section 3.1
@@ -262,7 +263,7 @@ def bubble_too_large(schedule: ScheduleSize, num_layers: int) -> Caution | None:
     return Caution(
         f"the stages of mesh.pipeline={stages} {state} {schedule.bubble:.0%} of the time",
         f"{microbatches} microbatches x {schedule.num_chunks} chunks are fewer than two per stage: the bubble is "
-        f"{schedule.formula}",
+        f"{bubble_formula(schedule)}",
         fix,
         "arXiv:1811.06965 (four microbatches a stage and more); arXiv:2104.04473, section 2.2",
     )

@@ -1,8 +1,8 @@
-"""Times of a pipeline schedule's tables, tick by tick. ScheduleSize has the same in closed form."""
+"""Idle times of pipeline schedules: in closed form, and of their tables tick by tick."""
 
 import numpy as np
 
-from jaxscale.core.axes.pipeline_schedules import EQUAL_COSTS, IDLE, Costs, Schedule
+from jaxscale.core.axes.pipeline_schedules import EQUAL_COSTS, IDLE, Costs, Schedule, ScheduleSize
 
 
 def pass_seconds(schedule: Schedule, costs: Costs) -> np.ndarray:
@@ -23,3 +23,23 @@ def simulated_seconds(schedule: Schedule, costs: Costs = EQUAL_COSTS, head: floa
 def bubble_fraction(schedule: Schedule, costs: Costs) -> float:
     """Returns the simulated share of the time beyond running each pass of a stage once; the head is left out."""
     return 1 - schedule.num_microbatches * schedule.num_chunks * sum(costs) / simulated_seconds(schedule, costs)
+
+
+def recomputed_time(schedule: ScheduleSize, costs: Costs) -> float:
+    """Returns the time of second passes of the last stage, which has the most, over that of its other passes."""
+    return schedule.num_deferred * (costs.recompute + costs.input_grads) / (schedule.chunk_runs * sum(costs))
+
+
+def idle_time(schedule: ScheduleSize, costs: Costs) -> float:
+    """Returns the last stage's idle time over its busy time. A compiled program counts its passes."""
+    recomputed = recomputed_time(schedule, costs)
+    return (schedule.slowdown(costs) - 1 - recomputed) / (1 + recomputed)
+
+
+def bubble_formula(schedule: ScheduleSize) -> str:
+    """Returns the bubble as text, '5.2% = (P-1)/(VM+P-1) = 7/135'. Weight gradients are a quarter of a pass."""
+    idle, chunk_runs = schedule.num_stages - 1, schedule.chunk_runs
+    if schedule.name == "zero_bubble":
+        ratio = f"{3 * idle}/{4 * chunk_runs + 3 * idle} (recomputation included)"
+        return f"{schedule.bubble:.1%} = 3(P-1)/(4VM+3(P-1)) = {ratio}"
+    return f"{schedule.bubble:.1%} = (P-1)/(VM+P-1) = {idle}/{chunk_runs + idle}"

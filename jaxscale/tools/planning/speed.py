@@ -41,6 +41,7 @@ from jaxscale.tools.planning.measured import Measured, interpolate_rate
 from jaxscale.tools.planning.placeholder_devices import THIS_MACHINE
 from jaxscale.tools.planning.published_mfu import published_mfu
 from jaxscale.tools.planning.scaling import is_mixture
+from jaxscale.tools.planning.schedule_times import bubble_formula
 from jaxscale.tools.planning.topology import Topology
 
 HOST_LINK = 16e9  # bytes/s between a device and its host, assumed: PCIe 4.0 x8; only affects the order of candidates
@@ -107,7 +108,7 @@ def plan_speed(
         communication.total_s,
         exposed,
         idle_seconds=estimate.idle_s,
-        bubble=program.plan.schedule_size.formula if program.plan.pipeline.size > 1 else "",
+        bubble=bubble_formula(program.plan.schedule_size) if program.plan.pipeline.size > 1 else "",
         sent_bytes=dict(communication.nbytes),
     )
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from jaxscale.core.axes.pipeline_schedules import COMMUNICATION_COSTS, EQUAL_COSTS, ScheduleSize
 from jaxscale.kernels.hardware import Chip
 from jaxscale.tools.planning.links import DCN
+from jaxscale.tools.planning.schedule_times import bubble_formula, idle_time, recomputed_time
 from jaxscale.tools.preflight.hlo import Collective, HloFacts
 from jaxscale.tools.preflight.hlo_schedule import ScheduleItem
 
@@ -90,12 +91,9 @@ def roofline(
     hbm = facts.hbm_bytes / chip.hbm_bandwidth
     overlapped = max(compute, hbm, *queues.values())
     timeline = simulate(facts.schedule, facts.collectives, chip)
-    axes_of = lambda link: set(link.split(":")[1].split("+"))  # 'ici:tensor:x'
-    exposed_in_stage = math.fsum(seconds for link, seconds in timeline.exposed.items() if axes_of(link) <= IN_STAGE)
-    stage_head = head * (1 if shards_head else schedule.num_stages)
-    layers = (1 - head) * (1 + schedule.recomputed(EQUAL_COSTS))
-    idle = schedule.idle_time(EQUAL_COSTS) * layers / (layers + stage_head) * compute
-    bubble = idle + schedule.idle_time(COMMUNICATION_COSTS) * exposed_in_stage
+    bubble = bubble_seconds(
+        schedule, head * (1 if shards_head else schedule.num_stages), head, compute, timeline.exposed
+    )
     at_least = max((timeline.seconds if facts.schedule else overlapped) + bubble, overlapped)
     return Roofline(
         compute_s=compute,
@@ -110,8 +108,23 @@ def roofline(
         unpriced=tuple(dict.fromkeys(unpriced)),
         played=tuple(timeline.collectives) if facts.schedule else (),
         bubble_s=bubble,
-        bubble=schedule.formula if schedule.num_stages > 1 else "",
+        bubble=bubble_formula(schedule) if schedule.num_stages > 1 else "",
     )
+
+
+def bubble_seconds(
+    schedule: ScheduleSize, stage_head: float, head: float, compute: float, exposed: Mapping[str, float]
+) -> float:
+    """Returns the idle time of a stage: of its matmuls, and of the collectives in its layers.
+
+    stage_head: the fraction of the model's matmuls that the stage computes for the output projection. exposed: exposed
+    seconds by link, 'ici:tensor:x'.
+    """
+    axes_of = lambda link: set(link.split(":")[1].split("+"))
+    exposed_in_stage = math.fsum(seconds for link, seconds in exposed.items() if axes_of(link) <= IN_STAGE)
+    layers = (1 - head) * (1 + recomputed_time(schedule, EQUAL_COSTS))
+    idle = idle_time(schedule, EQUAL_COSTS) * layers / (layers + stage_head) * compute
+    return idle + idle_time(schedule, COMMUNICATION_COSTS) * exposed_in_stage
 
 
 class Timeline:
