@@ -337,20 +337,15 @@ def moe_block_bytes(program: Program, experts: ExpertsConfig) -> float:
     tokens, embed, inner = device_tokens(program) // parts, model.embed_dim, experts.mlp_dim // tensor
     rows = tokens * experts.chosen
     sent_rows = rows_per_round(program, experts, parts) if sends else rows
-    head_widths = model.query_width + model.key_width + model.value_width + model.result_width
-    saved = tokens * ((head_widths + 2 * embed) / tensor + model.latent_width + embed + 3 * experts.shared_dim / tensor)
+    saved = model.query_width + model.key_width + model.value_width + model.result_width + 2 * embed
+    saved = tokens * (saved / tensor + model.latent_width + embed + 3 * experts.shared_dim / tensor)
     saved += 2 * parts * tokens * embed / tensor if parts > 1 else 0  # the block's input and output, of all rows
     lse_lanes = LANES * model.num_heads / tensor if plan.attention.name == "splash" else 0
     expert_params = 3 * experts.number * embed * experts.mlp_dim / tensor / plan.expert.size
-    gathers = lambda axes: bool(plan.batch_axes.partition(axes, plan.rules.params))
-    options = plan.compiler_options.values
-    prefetches = bool(options.get(PIPELINE[0]) or options.get(PIPELINED_GATHER[0]))
-    weights = 0.0  # with the next layer's where they are prefetched
-    if not staged:
-        of_next = lambda axes: prefetches and cfg.rules == "zero3" and gathers(axes)
-        others = sum(math.prod(sizes) for sizes in model.matrices().values()) / tensor
-        weights = others * (1 + of_next(MATRIX)) + expert_params * (1 + of_next(EXPERT_MATRIX))
-    reduced = F32 if staged or not gathers(EXPERT_MATRIX) else jnp.dtype(cfg.train.reduce_dtype).itemsize
+    prefetches = any(plan.compiler_options.values.get(option) for option in (PIPELINE[0], PIPELINED_GATHER[0]))
+    weights = 0.0 if staged else block_weights(program, expert_params, prefetches)
+    gathers = bool(plan.batch_axes.partition(EXPERT_MATRIX, plan.rules.params))
+    reduced = F32 if staged or not gathers else jnp.dtype(cfg.train.reduce_dtype).itemsize
     scatters_early = not (sends or staged or prefetches)
     row_grads = 2 if inner >= embed else 3 if scatters_early else 5
     peak = max(
@@ -359,3 +354,13 @@ def moe_block_bytes(program: Program, experts: ExpertsConfig) -> float:
     )
     peak += plan.expert.bytes_held(rows, width * embed) + (reduced * expert_params if sends or parts > 1 else 0.0)
     return width * (saved + weights) + F32 * tokens * (4 * experts.number + lse_lanes) + peak
+
+
+def block_weights(program: Program, expert_params: float, prefetches: bool) -> float:
+    """Returns the gathered weights of a block, with the next layer's where they are prefetched: number of elements."""
+    plan, model = program.plan, program.cfg.model
+    next_layer = lambda axes: (
+        prefetches and program.cfg.rules == "zero3" and bool(plan.batch_axes.partition(axes, plan.rules.params))
+    )
+    others = sum(math.prod(sizes) for sizes in model.matrices().values()) / plan.tensor.size
+    return others * (1 + next_layer(MATRIX)) + expert_params * (1 + next_layer(EXPERT_MATRIX))

@@ -11,7 +11,7 @@ import os
 import selectors
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxscale.runtime.hosts.discovery import ProcessInfo
@@ -85,6 +85,21 @@ def call_roll(place: ProcessInfo, facts: Mapping[str, Any], seconds: float) -> W
     return gather(place, hello, facts, seconds) if place.is_first else answer(place, hello, facts, seconds)
 
 
+def roll_call_failure(
+    place: ProcessInfo, hello: dict, present: Wires, problems: Sequence[str], seconds: float
+) -> Stop | None:
+    """Returns the error that ends the run: a difference, or missing processes; None if all are present and equal."""
+    if problems:
+        listed = "; ".join(problems[:MAX_LISTED])
+        return Stop(Exit.BAD_INPUT, f"roll call: {listed}; start all of them the same way")
+    if not (missing := [place.name(n) for n in range(1, place.num_processes) if n not in present]):
+        return None
+    names = ", ".join([place.name(0, hello["host"]), *(name for _, name in present.values())][:MAX_LISTED])
+    more = f" and {len(missing) - MAX_LISTED} more" if len(missing) > MAX_LISTED else ""
+    listed = ", ".join(missing[:MAX_LISTED]) + more
+    return Stop(Exit.PEER_LOST, f"roll call: after {seconds:g} s, missing {listed}; here: {names}")
+
+
 def gather(place: ProcessInfo, hello: dict, facts: Mapping[str, str], seconds: float) -> Wires:
     """Waits for all others on process 0, compares their facts, and sends all of them the result."""
     present: Wires = {}
@@ -115,21 +130,11 @@ def gather(place: ProcessInfo, hello: dict, facts: Mapping[str, str], seconds: f
                     deadline = min(deadline, time.monotonic() + AFTER_A_PROBLEM)
                 present.setdefault(number, (wire, name))
         wires: list[Connection] = [key.data for key in selector.get_map().values() if key.data is not None]
-    missing = [place.name(n) for n in range(1, place.num_processes) if n not in present]
-    code = None
-    if problems:
-        code, line = Exit.BAD_INPUT, f"roll call: {'; '.join(problems[:MAX_LISTED])}; start all of them the same way"
-    elif missing:
-        names = ", ".join([place.name(0, hello["host"]), *(name for _, name in present.values())][:MAX_LISTED])
-        code = Exit.PEER_LOST
-        more = f" and {len(missing) - MAX_LISTED} more" if len(missing) > MAX_LISTED else ""
-        listed = ", ".join(missing[:MAX_LISTED]) + more
-        line = f"roll call: after {seconds:g} s, missing {listed}; here: {names}"
-    if code is not None:
+    if failure := roll_call_failure(place, hello, present, problems, seconds):
         for wire in wires:
-            wire.send(roll="wrong", code=int(code), line=line)
+            wire.send(roll="wrong", code=int(failure.code), line=str(failure))
             wire.close()
-        raise Stop(code, line)
+        raise failure
     for wire in wires:
         wire.send(roll="complete")
     for wire in set(wires) - {wire for wire, _ in present.values()}:  # connected without a hello

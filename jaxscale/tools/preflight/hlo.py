@@ -77,15 +77,14 @@ def read_hlo(
     for computation in module.computations.values():
         times = runs[computation.name]
         for instruction in computation.instructions.values() if times else ():
-            is_fused = computation.name in fused
-            if found := read_collective(instruction, computation, is_fused, layout, times, starts):
+            if found := read_collective(instruction, computation, computation.name in fused, layout, times, starts):
                 numbers[computation.name, instruction.name] = len(collectives)
                 collectives.append(found)
             if matmul := matmul_flops(instruction, computation):
                 flops[matmul[0]] += matmul[1] * times
             if (known := kernel_flops(instruction, computation)) is not None:
                 kernels.append((known, times))
-            if not is_fused:
+            if computation.name not in fused:
                 for space, nbytes in instruction_traffic(module, computation, instruction).items():
                     traffic[space] += nbytes * times
     schedule, computations = read_schedule(module, numbers)
