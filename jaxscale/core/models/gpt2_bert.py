@@ -5,6 +5,8 @@ Both have LayerNorm, learned positions, GELU, biases and tied embeddings; BERT h
 B batch  T query position  S key position  D embed  N heads  H head dim  F mlp  V vocab  L layers  P positions
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -35,6 +37,8 @@ from jaxscale.kernels.vocabulary import lookup, lookup_sharded
 
 class LearnedPositionsModel(StackedModel):
     """Base of both models: dropout of embeddings and blocks, and positions that only the embedding reads."""
+
+    embed: Callable[..., jax.Array]  # (tokens_BT, positions_BT) -> embeddings of the device's positions
 
     def embed_tokens(self, tokens_BT, positions_BT, segment_ids_BT, keys_B: jax.Array | None = None):
         """Returns the residual stream before the first block. keys_B: for dropout."""

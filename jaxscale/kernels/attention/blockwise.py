@@ -118,8 +118,10 @@ def backward_blocks(cfg: BlockSettings, q_BKTGH, k_BKSH, v_BKSH, out_BKTGH, lse_
     """Returns (dq_BKTGH, dk_BKSH, dv_BKSH) in the dtypes of q, k, v. masks: from key_block_masks()."""
     T, G = q_BKTGH.shape[2:4]
     ranges = block_ranges(T, cfg.block_size)
+    rows = lambda x: x.reshape(*x.shape[:2], -1, x.shape[-1])
     arrays = BackwardArrays(
-        *(x.reshape(*x.shape[:2], -1, x.shape[-1]) for x in (q_BKTGH, dout_BKTGH)),
+        rows(q_BKTGH),
+        rows(dout_BKTGH),
         lse_BKTG.reshape(*lse_BKTG.shape[:2], 1, -1),
         jnp.sum(dout_BKTGH.astype(F32) * out_BKTGH.astype(F32), axis=-1).reshape(*lse_BKTG.shape[:2], 1, -1),
         k_BKSH,
