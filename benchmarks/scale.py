@@ -92,9 +92,9 @@ class Meter(PrepareProgress):
         self.name, self.before, self.opened = "", (0.0, 0.0, 0.0, 0), 0
         self.memory, self.base, self.ended = 0, anonymous_bytes(), threading.Event()
         self.watch = threading.Thread(target=self.look, name="memory", daemon=True)
-        sys.addaudithook(lambda event, _: self.count(event))
+        sys.addaudithook(lambda event, _: self.count_opened(event))
 
-    def count(self, event: str) -> None:
+    def count_opened(self, event: str) -> None:
         """Counts files that Python opens. What Arrow maps in C++ is not seen."""
         self.opened += event == "open"
 

@@ -157,7 +157,7 @@ def tensors(family: HfFamily, cfg: AnyModelConfig, base: str | None = None) -> l
     prefix = family.prefixes[0] if base is None else base
     rope_dim = getattr(cfg, "rope_dim", 0)
 
-    def bind(
+    def make_pair(
         row: TensorSpec, leaves: tuple[str, ...], first: int = 0, at: int | None = None, expert: int | None = None
     ) -> TensorPair:  # at: of the layer in its stack, which begins with layer `first` of the model
         sizes = tuple(shapes[name] if expert is None else shapes[name][1:] for name in leaves)
@@ -172,7 +172,7 @@ def tensors(family: HfFamily, cfg: AnyModelConfig, base: str | None = None) -> l
 
     once = [row for row in family.rows if not row.per_layer and set(row.leaves) <= set(shapes)]
     covered = {name for row in once for name in row.leaves} | {LOAD}
-    pairs, first = [bind(row, row.leaves) for row in once], 0
+    pairs, first = [make_pair(row, row.leaves) for row in once], 0
     for name, layers in cfg.layer_stacks.items():
         rows = []  # (spec, its leaves in this stack)
         for row in family.rows:
@@ -183,9 +183,9 @@ def tensors(family: HfFamily, cfg: AnyModelConfig, base: str | None = None) -> l
                 covered |= set(leaves)
         number = getattr(getattr(cfg, "experts", None), "number", 0)
         for at in range(layers):
-            pairs += [bind(row, leaves, first, at) for row, leaves in rows if not row.per_expert]
+            pairs += [make_pair(row, leaves, first, at) for row, leaves in rows if not row.per_expert]
             experts = [(row, leaves) for row, leaves in rows if row.per_expert]
-            pairs += [bind(row, leaves, first, at, expert) for expert in range(number) for row, leaves in experts]
+            pairs += [make_pair(row, leaves, first, at, expert) for expert in range(number) for row, leaves in experts]
         first += layers
     assert covered >= set(shapes), f"{family.model_type} has no row for {sorted(set(shapes) - covered)}"
     return pairs
