@@ -267,9 +267,9 @@ class TransferProgress:
         if now >= self.due:
             self.due = now + NEXT_REPORT
             speed = (done - copied_before) / (now - self.began)
-            of_total = f" of {units.size(total)}" if total else ""
+            total_text = f" of {units.size(total)}" if total else ""
             left = f", {units.duration((total - done) / speed)} left" if total and speed > 0 else ""
-            print_stderr(f"{self.what}: {units.size(done)}{of_total}, {units.size(speed)}/s{left}")
+            print_stderr(f"{self.what}: {units.size(done)}{total_text}, {units.size(speed)}/s{left}")
 
 
 STEPS = ("step", "steps")

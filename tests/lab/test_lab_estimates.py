@@ -59,9 +59,9 @@ def test_a_critical_batch_is_found_from_tokens_to_a_loss():
     assert found.batch.value == pytest.approx(5e3, rel=1e-3) and found.least == pytest.approx(1e6, rel=1e-3)
     noisy = estimate.critical_batch(batches[:3], [1.2e6, 1.9e6, 1.6e6])  # three points tell no interval
     assert noisy.batch.low is None and noisy.batch.value > 0
-    with pytest.raises(estimate.NotTold, match="far above the critical batch"):
+    with pytest.raises(estimate.Undetermined, match="far above the critical batch"):
         estimate.critical_batch(batches, [1e3 * b for b in batches])
-    with pytest.raises(estimate.NotTold, match="hardly any more tokens"):
+    with pytest.raises(estimate.Undetermined, match="hardly any more tokens"):
         estimate.critical_batch(batches, [1e6] * 5)
 
 
@@ -71,7 +71,7 @@ def test_the_noise_scale_of_gradients_with_a_known_covariance_is_found():
     norms = lambda batch: [np.linalg.norm(gradient + random.normal(0, batch**-0.5, size)) for _ in range(200)]
     found = estimate.noise_scale(1e3, 8e3, norms(1e3), norms(8e3))
     assert found.value == pytest.approx(2500, rel=0.1) and found.low < 2500 < found.high
-    with pytest.raises(estimate.NotTold, match="too small"):
+    with pytest.raises(estimate.Undetermined, match="too small"):
         estimate.noise_scale(1e3, 8e3, [1.0, 1.0], [1.0, 1.0])
 
 

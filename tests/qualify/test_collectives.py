@@ -25,9 +25,9 @@ from jaxscale.tools.qualify.axis_bandwidth import (
     collective_lines,
     gathered,
     link_figure,
+    local_numbers,
     make_collective,
     measure_collectives,
-    own_numbers,
     read_sizes,
     slow_ones,
     wire_bytes,
@@ -78,7 +78,7 @@ def test_the_collectives_do_what_their_names_say(axis):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_size_is_that_of_the_whole_array_of_a_device(kind):
     mesh, place = make_mesh(MeshConfig()), PartitionSpec(MESH_AXES, None)
-    own = jax.ShapeDtypeStruct((8, own_numbers(kind, 2**16, 8)), jnp.float32, sharding=NamedSharding(mesh, place))
+    own = jax.ShapeDtypeStruct((8, local_numbers(kind, 2**16, 8)), jnp.float32, sharding=NamedSharding(mesh, place))
     result = jax.eval_shape(make_collective(mesh, "fsdp", kind), own)
     assert max(own.shape[1], result.shape[1]) * 4 == 2**16
 

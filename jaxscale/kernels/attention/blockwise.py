@@ -114,14 +114,18 @@ class BackwardArrays(NamedTuple):
     k_BKHS: jax.Array
 
 
+def merge_groups(x_BKTGH: jax.Array) -> jax.Array:
+    """Returns [B, K, T * G, H]."""
+    return x_BKTGH.reshape(*x_BKTGH.shape[:2], -1, x_BKTGH.shape[-1])
+
+
 def backward_blocks(cfg: BlockSettings, q_BKTGH, k_BKSH, v_BKSH, out_BKTGH, lse_BKTG, dout_BKTGH, masks):
     """Returns (dq_BKTGH, dk_BKSH, dv_BKSH) in the dtypes of q, k, v. masks: from key_block_masks()."""
     T, G = q_BKTGH.shape[2:4]
     ranges = block_ranges(T, cfg.block_size)
-    rows = lambda x: x.reshape(*x.shape[:2], -1, x.shape[-1])
     arrays = BackwardArrays(
-        rows(q_BKTGH),
-        rows(dout_BKTGH),
+        merge_groups(q_BKTGH),
+        merge_groups(dout_BKTGH),
         lse_BKTG.reshape(*lse_BKTG.shape[:2], 1, -1),
         jnp.sum(dout_BKTGH.astype(F32) * out_BKTGH.astype(F32), axis=-1).reshape(*lse_BKTG.shape[:2], 1, -1),
         k_BKSH,

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxscale import units
-from jaxscale.tools.lab.estimate import Critical, Estimate, NotTold, critical_batch, mean, noise_scale, tokens_to
+from jaxscale.tools.lab.estimate import Critical, Estimate, Undetermined, critical_batch, mean, noise_scale, tokens_to
 from jaxscale.tools.lab.experiment import SMALL, Conclusion, Drawing, Options, Run, curves_of, drawing, line, rate_plot
 from jaxscale.tools.lab.rate import BATCH, FACTORS, RATE, bounds, floor_of, inside, over_rates
 from jaxscale.tools.lab.trial import Base, Result, Trial, groups_of
@@ -93,7 +93,7 @@ def conclude(results: Sequence[Result], still: Sequence[Result]) -> Conclusion:
     try:
         law = critical_batch(list(reached), [tokens.value for tokens in reached.values()])
         verdict.append(f"The critical batch by these curves is {tokens_text(law.batch)}.")
-    except NotTold as error:
+    except Undetermined as error:
         verdict.append(f"These curves give no critical batch: {error}.")
     verdict.append(noise_text(still))
     loss = mean([r.loss for r in best]).value
@@ -176,7 +176,7 @@ def noise_text(still: Sequence[Result]) -> str:
     try:
         small, large = (float(r.at(BATCH)) for r in still)
         scale = noise_scale(small, large, *norms)
-    except NotTold as error:
+    except Undetermined as error:
         return f"The gradient noise scale at the end of training could not be told: {error}."
     steps = units.count(len(norms[0]))
     measured = f"at the end of training, from {steps} gradients of each of two batches"

@@ -15,7 +15,7 @@ CONFIDENCE = 0.9
 FLAT = 100.0  # search range of a critical batch: this factor below the smallest batch and above the largest
 
 
-class NotTold(Exception):
+class Undetermined(Exception):
     """Raised if the runs do not determine a value. The message is a clause that can end a sentence."""
 
 
@@ -91,11 +91,11 @@ def optimum(curves: Sequence[Mapping[float, float]]) -> Optimum:
     """Returns the best x, from a parabola in log x through three points of each curve, averaged over curves.
 
     curves: one {x: y} for each seed, with finite y and x above 0; diverged runs are left out. If the lowest point is
-    at an end of the range, no parabola is fitted and that x is returned. Raises NotTold if no curve has a point.
+    at an end of the range, no parabola is fitted and that x is returned. Raises Undetermined if no curve has a point.
     """
     lowest = [vertex(curve) for curve in curves if curve]
     if not lowest:
-        raise NotTold("no run of these did not diverge")
+        raise Undetermined("no run of these did not diverge")
     edges = [edge for _, _, edge in lowest]
     logs, values = mean([math.log(x) for x, _, _ in lowest]), mean([y for _, y, _ in lowest])
     edge = max(sorted(edges, reverse=True), key=edges.count)  # a tie counts as an end: the optimum may be beyond it
@@ -147,18 +147,18 @@ class Critical(NamedTuple):
 
 
 def critical_batch(batches: Sequence[float], tokens: Sequence[float]) -> Critical:
-    """Fits the law to batches and tokens to a loss, both in tokens. Raises NotTold if they do not determine it."""
+    """Fits the law to batches and tokens to a loss, both in tokens. Raises Undetermined if they do not determine it."""
     if len(batches) < 3:
-        raise NotTold("a critical batch needs three batches that reached the loss")
+        raise Undetermined("a critical batch needs three batches that reached the loss")
     x, y = np.asarray(batches, float), np.log(tokens)
     law = lambda x, least, batch: least + np.logaddexp(0.0, np.log(x) - batch)
     least, most = math.log(x.min() / FLAT), math.log(FLAT * x.max())
     start = [y.min(), math.log(np.median(x))]
     fit, covariance = optimize.curve_fit(law, x, y, start, bounds=([-np.inf, least], [np.inf, most]))
     if fit[1] < least + 0.1:
-        raise NotTold("tokens grow as fast as the batch: all of them lie far above the critical batch")
+        raise Undetermined("tokens grow as fast as the batch: all of them lie far above the critical batch")
     if fit[1] > most - 0.1:
-        raise NotTold("larger batches cost hardly any more tokens: all of them lie below the critical batch")
+        raise Undetermined("larger batches cost hardly any more tokens: all of them lie below the critical batch")
     freedom = len(x) - 2
     half = t_of(freedom) * math.sqrt(covariance[1][1]) if freedom > 0 else math.inf
     known = half < math.log(FLAT)  # a wider interval is not informative
@@ -170,21 +170,21 @@ def noise_scale(small: float, large: float, norms_small: Sequence[float], norms_
     """Returns the gradient noise scale trace(covariance) / |gradient|**2 in tokens, from gradient norms at two batches
     (arXiv:1812.06162, appendix A.1): E|G_B|**2 = |G|**2 + trace / B.
 
-    small, large: tokens of the batches. Raises NotTold without norms, and if they do not separate the
+    small, large: tokens of the batches. Raises Undetermined without norms, and if they do not separate the
     gradient from its noise.
     """
     if not (len(norms_small) and len(norms_large)):
-        raise NotTold("no gradient was measured")
+        raise Undetermined("no gradient was measured")
     squares = [np.square(norms) for norms in (norms_small, norms_large)]
 
-    def scale(of_small: float, of_large: float) -> float:
-        gradient = (large * of_large - small * of_small) / (large - small)
-        trace = (of_small - of_large) / (1 / small - 1 / large)
+    def scale(small_value: float, large_value: float) -> float:
+        gradient = (large * large_value - small * small_value) / (large - small)
+        trace = (small_value - large_value) / (1 / small - 1 / large)
         return trace / gradient if gradient > 0 and trace > 0 else math.nan
 
     value = scale(*(float(np.mean(s)) for s in squares))
     if not math.isfinite(value):
-        raise NotTold("the gradient is too small compared with its noise, or too few batches were measured")
+        raise Undetermined("the gradient is too small compared with its noise, or too few batches were measured")
     random = np.random.default_rng(0)
     drawn = [scale(*(float(np.mean(random.choice(s, len(s)))) for s in squares)) for _ in range(400)]
     drawn = [one for one in drawn if math.isfinite(one)]

@@ -102,12 +102,12 @@ def conclude(results: Sequence[Result]) -> Conclusion:
     return Conclusion(verdict, limits, PREDICTED, drawings, head, rows)
 
 
-def kaplan_texts(held: Sequence[tuple[Result, Point]]) -> list[str]:
+def kaplan_texts(results: Sequence[tuple[Result, Point]]) -> list[str]:
     """Describes power laws without a loss floor and arXiv:2001.08361's; [] with fewer than three points."""
-    budgets = groups_of([r for r, _ in held], lambda r: float(r.at(BUDGET)))
+    budgets = groups_of([r for r, _ in results], lambda r: float(r.at(BUDGET)))
     lowest = {flops: min(r.loss for r in runs) for flops, runs in budgets.items()}
-    largest = max(p.params for _, p in held)
-    largest_runs = [(p.tokens, p.loss) for _, p in held if p.params == largest]
+    largest = max(p.params for _, p in results)
+    largest_runs = [(p.tokens, p.loss) for _, p in results if p.params == largest]
     if len(lowest) < 3 or len({tokens for tokens, _ in largest_runs}) < 3:
         return []
     by_flops, by_tokens = power(list(lowest), list(lowest.values())).exponent, power(*zip(*largest_runs)).exponent
@@ -117,10 +117,10 @@ def kaplan_texts(held: Sequence[tuple[Result, Point]]) -> list[str]:
     ]
 
 
-def lowest_text(held: Sequence[tuple[Result, Point]]) -> str:
+def lowest_text(results: Sequence[tuple[Result, Point]]) -> str:
     """Describes the size with the lowest loss at each budget, and whether it is only a bound."""
     parts = []
-    for flops, runs in sorted(groups_of([r for r, _ in held], lambda r: float(r.at(BUDGET))).items()):
+    for flops, runs in sorted(groups_of([r for r, _ in results], lambda r: float(r.at(BUDGET))).items()):
         by_size = groups_of(runs, lambda r: r.trial.cfg.model.num_params)
         losses = {size: mean([r.loss for r in of]) for size, of in by_size.items()}
         best = min(losses, key=lambda size: losses[size].value)
@@ -131,9 +131,9 @@ def lowest_text(held: Sequence[tuple[Result, Point]]) -> str:
     return f"The best of the sizes tried: {'; '.join(parts)}.{beyond}"
 
 
-def mean_ends(held: Sequence[tuple[Result, Point]], flops: float, place: int) -> list[PlotLine]:
+def mean_ends(results: Sequence[tuple[Result, Point]], flops: float, place: int) -> list[PlotLine]:
     """Returns loss over size at one budget: a dot for each run, and a line through the means."""
-    points = [(p.params, p.loss) for r, p in held if float(r.at(BUDGET)) == flops]
+    points = [(p.params, p.loss) for r, p in results if float(r.at(BUDGET)) == flops]
     means = {size: mean([loss for at, loss in points if at == size]).value for size, _ in points}
     label = f"{flops:.2g} FLOPs"
     return [line(label, points, place, "dots"), line(label, means, place)]

@@ -36,7 +36,7 @@ def train_tokens_of(base: Base) -> int:
     return tokens
 
 
-def of_heads(model: LlamaConfig, heads: int) -> dict[str, Any]:
+def head_sizes(model: LlamaConfig, heads: int) -> dict[str, Any]:
     """Returns settings for `heads` query heads, with about the same ratio of key and value heads."""
     groups = max(1, round(model.num_kv_heads * heads / model.num_heads))
     return {"num_heads": heads, "num_kv_heads": next(g for g in range(groups, 0, -1) if heads % g == 0)}
@@ -56,7 +56,7 @@ def wider(cfg: RunConfig, times: float) -> dict[str, Any]:
     heads = max(1, round(model.num_heads * times))
     factor = heads / model.num_heads
     sizes = {name: round(getattr(model, name) * factor) for name in ("embed_dim", "mlp_dim")}
-    return as_settings(cfg, of_heads(model, heads) | sizes)
+    return as_settings(cfg, head_sizes(model, heads) | sizes)
 
 
 def larger(cfg: RunConfig, times: float) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def shaped(cfg: RunConfig, layers: int) -> dict[str, Any]:
     step = shared if ideal >= LARGE * shared else SMALL_WIDTH
     found = {}
     for width in range(step, round(AROUND * ideal) + step, step):
-        sizes = of_heads(model, max(1, round(model.num_heads * width / model.embed_dim)))
+        sizes = head_sizes(model, max(1, round(model.num_heads * width / model.embed_dim)))
         head = model.head_dim * model.num_heads / model.embed_dim * width / sizes["num_heads"]
         sizes |= {"num_layers": layers, "embed_dim": width, "head_dim": max(2, 2 * round(head / 2))}
         least, next_one = (inner_flops(dataclasses.replace(model, **sizes, mlp_dim=m), cfg.seq_len) for m in (1, 2))

@@ -139,13 +139,13 @@ def make_collective(mesh: Mesh, axis: str, what: str) -> Callable[[jax.Array], j
 def time_collective(mesh: Mesh, axis: str, what: str, size: int, repeats: int) -> Timed:
     """Times one collective over arrays of `size` bytes, in this process."""
     f = make_collective(mesh, axis, what)
-    numbers = own_numbers(what, size, mesh.shape[axis])
+    numbers = local_numbers(what, size, mesh.shape[axis])
     place = NamedSharding(mesh, P(MESH_AXES, None))
     x = jax.jit(lambda: jnp.ones((mesh.size, numbers), jnp.float32), out_shardings=place)()
     return timed(lambda: f(x), repeats)
 
 
-def own_numbers(what: str, size: int, devices: int) -> int:
+def local_numbers(what: str, size: int, devices: int) -> int:
     """Returns the float32 inputs per device for which the larger of input and output has `size` bytes."""
     return size // 4 // (devices if what == "all-gather" else 1)
 

@@ -63,7 +63,7 @@ def roles_of(text: str) -> Roles:
     products, collectives, starts = set(), set(), {}
     for computation in [one for name, one in module.computations.items() if runs[name] and name not in fused]:
         for instruction in computation.instructions.values():
-            found = own_role(instruction, computation, does)
+            found = instruction_role(instruction, computation, does)
             if found == "product":
                 products.add(instruction.name)
             elif found == "collective":
@@ -77,14 +77,16 @@ def functions_of(module: Module) -> dict[str, str]:
     """Returns {computation: 'product' or 'collective'} for those that contain one; 'product' if both."""
     found: dict[str, str] = {}
     for computation in module.computations.values():  # callees precede their callers
-        inside = {own_role(instruction, computation, found) for instruction in computation.instructions.values()}
+        inside = {
+            instruction_role(instruction, computation, found) for instruction in computation.instructions.values()
+        }
         for role in ("collective", "product"):
             if role in inside:
                 found[computation.name] = role
     return found
 
 
-def own_role(instruction: Instruction, computation: Any, does: Mapping[str, str]) -> str:
+def instruction_role(instruction: Instruction, computation: Any, does: Mapping[str, str]) -> str:
     """Returns 'product', 'collective' or ''. Loops and branches are neither: the trace has their instructions."""
     opcode = instruction.opcode
     if opcode.removesuffix("-start").removesuffix("-done") in KINDS:

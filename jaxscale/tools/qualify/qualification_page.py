@@ -106,11 +106,11 @@ def figure_row(figure: Reading) -> list[Cell]:
 def floor_rows(floors: Floors) -> list[tuple[str, str, str]]:
     """Returns (flag, floor, description) for each floor."""
     mfu = "none" if floors.mfu is None else f"{floors.mfu:.0%}"
-    of_links = "of the datasheet's link bandwidth, largest size, along one dimension"
+    links_help = "of the datasheet's link bandwidth, largest size, along one dimension"
     return [
         ("--products_floor", f"{floors.products:.0%}", "of the datasheet's FLOP/s, in each type"),
         ("--bandwidth_floor", f"{floors.bandwidth:.0%}", "of the datasheet's memory bandwidth"),
-        ("--links_floor", f"{floors.links:.0%}", of_links),
+        ("--links_floor", f"{floors.links:.0%}", links_help),
         ("--mfu_floor", mfu, "of the datasheet's FLOP/s, by the training step"),
         ("--memory_within", f"{floors.memory_within:.0%}", "of the compiler's figure, either way, for the step's peak"),
         ("--slow", f"{floors.slow:g}", "times the median device"),

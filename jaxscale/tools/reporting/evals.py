@@ -35,8 +35,8 @@ def eval_names(histories: Sequence[History]) -> dict[str, list[str]]:
 
 def label_of(name: str) -> str:
     """'wiki' of 'evals/wiki/acc', 'wiki, average' of 'evals_ema/wiki/acc'."""
-    kind, _, rest = name.partition("/")
-    return rest.rpartition("/")[0] + (", average" if kind == "evals_ema" else "")
+    kind, _, path = name.partition("/")
+    return path.rpartition("/")[0] + (", average" if kind == "evals_ema" else "")
 
 
 def eval_plots(canvas: Canvas) -> str:

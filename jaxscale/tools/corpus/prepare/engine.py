@@ -85,7 +85,7 @@ def make_plan(cfg: PrepareConfig) -> PreparePlan:
             raise BadInput(f"{ids_files[0]} holds token ids; name the tokenizer that made them in tokenizer.name")
         notes += describe_choices(choices, read_cfg)
     parts = (split_file(file, cfg.read_cfg(file.source), cfg.block_bytes) for file in files)
-    rows = (number for i, of_file in enumerate(parts) for part in of_file for number in (i, part.begin, part.end))
+    rows = (number for i, file_parts in enumerate(parts) for part in file_parts for number in (i, part.begin, part.end))
     pieces = lookup.InputPieces(files, np.fromiter(rows, np.int64).reshape(-1, 3))
     min_blocks = max(len(pieces.rows), sum(size_of(file.path) or 0 for file in files) // cfg.block_bytes)
     if min_blocks > MAX_BLOCKS and not {*JOINS}.isdisjoint(cfg.stages):
