@@ -102,7 +102,7 @@ def capability_of(device: Device | None) -> float:
 
 def supports_packed_documents(device: Device | None) -> bool:
     """True where cuDNN supports packed documents; other GPUs use a mask."""
-    return capability_of(device) >= CUDNN_CAPABILITY
+    return capability_of(device) >= PACKED_CAPABILITY
 
 
 def windowed_or_full(windowed: Callable, full: Callable, layers: WindowLayers) -> Callable[..., Any]:
