@@ -31,7 +31,7 @@ from jaxscale.kernels.matmul.project import with_matmul_precision
 from jaxscale.program.auto_dtype import for_device
 from jaxscale.program.budget import BatchStage, Budget, remaining_stages
 from jaxscale.program.device_checks import DEVICE_CHECKS
-from jaxscale.program.fault_injection import gradients_class
+from jaxscale.program.fault_injection import make_gradients
 from jaxscale.runtime.data.config import mixture_names
 from jaxscale.system.exits import BadInput
 
@@ -147,7 +147,7 @@ def make_program_on(mesh: Mesh, cfg: RunConfig, budget: Budget, data_row: int | 
     qk_clip = None
     if cfg.optim.qk_clip is not None:
         qk_clip = functools.partial(clip_heads, limit=cfg.optim.qk_clip, stacks=tuple(cfg.model.layer_stacks))
-    gradients = gradients_class()(
+    gradients = make_gradients(
         model=model,
         groups=updates.groups,
         aux_weights=cfg.train.aux_losses,

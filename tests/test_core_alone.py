@@ -21,7 +21,7 @@ def example() -> str:
     return rest.partition("```")[0]
 
 
-def test_the_example_trains_on_four_devices_and_loads_only_core():
+def test_the_example_trains_on_four_devices_and_loads_neither_runtime_nor_tools():
     code = example()
     assert len(code.splitlines()) <= 40
     environment = os.environ | {"XLA_FLAGS": xla_flags(4), "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}

@@ -20,7 +20,7 @@ from jaxscale.core.state import TrainState
 Metrics = dict[str, Any]  # means of each named loss, and intermediates under SOWN
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Gradients:
     """Computes (means of each named loss, gradients of the mean loss) for a state and a batch.
 

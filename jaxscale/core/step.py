@@ -35,9 +35,9 @@ def make_train_step(
 ) -> TrainStep:
     """Returns the pure step (state, batch) -> (state, metrics); build.py jits it and donates the state.
 
-    count_gated: report gated_rows. update_balance: applied to the updated
-    parameters, sets router loads and biases. data_row: tokens in a row of the data if the batch has shorter rows cut
-    from those. qk_clip: applied last, scales query and key weights of heads with large scores.
+    count_gated: report gated_rows. update_balance: applied to the updated parameters, sets router loads and biases.
+    data_row: tokens in a row of the data if the batch has shorter rows cut from those. qk_clip: applied last, scales
+    query and key weights of heads with large scores.
     """
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:

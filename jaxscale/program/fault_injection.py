@@ -1,5 +1,6 @@
 """Numerical faults of system/faults.py, injected for tests by environment variables."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,22 +15,24 @@ from jaxscale.core.step import leaf_name
 from jaxscale.system import faults
 
 
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class CorruptedGradients(Gradients):
-    """Sets a gradient to NaN at the step that JAXSCALE_SPOIL_GRADIENT names."""
+    """Sets a gradient to NaN at the step of the fault."""
+
+    fault: tuple[int, str]  # step, and name of the leaf
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[Metrics, Any]:
         """Returns (means, gradients)."""
         means, grads = super().__call__(state, batch)
-        if (fault := faults.corrupt_gradient()) is None:
-            return means, grads
-        step, leaf = fault
+        step, leaf = self.fault
         at = lambda path, grad: jnp.where(state.step + 1 == step, jnp.nan, grad) if leaf_name(path) == leaf else grad
         return means, jax.tree_util.tree_map_with_path(at, grads)
 
 
-def gradients_class() -> type[Gradients]:
-    """Returns Gradients, or the class that injects a fault if the environment asks for one."""
-    return Gradients if faults.corrupt_gradient() is None else CorruptedGradients
+def make_gradients(**fields: Any) -> Gradients:
+    """Returns Gradients with these fields, and with the fault that JAXSCALE_SPOIL_GRADIENT names, if any."""
+    fault = faults.corrupt_gradient()
+    return Gradients(**fields) if fault is None else CorruptedGradients(**fields, fault=fault)
 
 
 def corrupt_batches(read: ReadRows) -> ReadRows:

@@ -20,7 +20,7 @@ import jax
 from flax import nnx
 
 from jaxscale.core.models.config import ModelConfig
-from jaxscale.core.models.layers import constant, make_stack, param, run_stack
+from jaxscale.core.models.layers import Block, constant, make_stack, param, run_stack
 from jaxscale.kernels.vocabulary import lookup_sharded
 from jaxscale.kernels.norm import rms_norm
 from jaxscale.schema import setting
@@ -40,7 +40,7 @@ class MineConfig(ModelConfig):
         return self.matmul_params + (2 * self.num_layers + 1) * self.embed_dim
 
 
-class Block(nnx.Module):
+class MineBlock(Block):
     """A block."""
 
     def __init__(self, cfg, *, rngs, plan):
@@ -69,7 +69,7 @@ class Mine(nnx.Module):
     def __init__(self, cfg, *, rngs, plan):
         self.cfg, self.plan = cfg, plan
         self.embedding = param(rngs, (cfg.vocab_size, cfg.embed_dim), ("vocab", "embed"), std=0.02)
-        make_block = lambda rngs: Block(cfg, rngs=rngs, plan=plan)
+        make_block = lambda rngs: MineBlock(cfg, rngs=rngs, plan=plan)
         self.blocks = make_stack(make_block, rngs, cfg.num_layers, cfg.scan_layers)
         self.final_norm = constant((cfg.embed_dim,), ("norm",), 1.0)
 

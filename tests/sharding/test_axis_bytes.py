@@ -1,4 +1,4 @@
-"""The bytes that an axis answers are those of the collectives that it traces."""
+"""bytes_sent() and bytes_held() of an axis equal the bytes of its traced collectives and arrays."""
 
 import math
 
@@ -23,12 +23,12 @@ KINDS = {
 }  # fmt: skip
 
 
-def answered(sent, mesh):
+def planned_bytes(sent, mesh):
     """Bytes that one device sends in these collectives."""
     return sum(ring_bytes(one.kind, one.nbytes, mesh.shape[one.axis]) for one in sent)
 
 
-def traced(f, mesh, *args):
+def traced_bytes(f, mesh, *args):
     """Bytes that one device sends in f and its gradient by all arguments, each loop run once."""
     local = lambda *args: jax.value_and_grad(lambda args: jnp.sum(f(*args) ** 2))(args)
     mapped = jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
@@ -59,15 +59,15 @@ def test_weights_are_gathered_and_their_gradients_scattered(sizes):
     local = jnp.ones((16 // axes.num_parts(partition), 8))
     sent = [one for kind in ("all-gather", "reduce-scatter") for one in axes.bytes_sent(kind, whole, partition)]
     assert {one.axis for one in sent} == set(sizes) - {"data"}
-    gathered = traced(lambda w: axes.gather(w, ("embed", "mlp"), "float32"), mesh, local)
-    assert answered(sent, mesh) == pytest.approx(gathered)
+    gathered = traced_bytes(lambda w: axes.gather(w, ("embed", "mlp"), "float32"), mesh, local)
+    assert planned_bytes(sent, mesh) == pytest.approx(gathered)
 
 
 def test_positions_are_gathered_and_scattered_over_tensor():
     mesh = make_mesh(MeshConfig(fsdp=2, tensor=4))
     axis = make_tensor_axis(mesh)
-    found = traced(lambda x_BTD: axis.reduce_scatter(axis.all_gather(x_BTD)), mesh, jnp.ones((2, 4, 8)))
-    assert answered(2 * axis.bytes_sent(4 * 2 * 16 * 8), mesh) == pytest.approx(found)  # forward and backward
+    found = traced_bytes(lambda x_BTD: axis.reduce_scatter(axis.all_gather(x_BTD)), mesh, jnp.ones((2, 4, 8)))
+    assert planned_bytes(2 * axis.bytes_sent(4 * 2 * 16 * 8), mesh) == pytest.approx(found)  # forward and backward
 
 
 def test_keys_are_gathered_or_heads_exchanged_over_context():
@@ -75,16 +75,16 @@ def test_keys_are_gathered_or_heads_exchanged_over_context():
     q_BtNH, k_BtKH = jnp.ones((2, 8, 8, 4)), jnp.ones((2, 8, 4, 4))
     local = AttentionBytes(2 * k_BtKH.nbytes, q_BtNH.nbytes, float32_ratio=1.0, forward_passes=1, ring_passes=1)
     axis = make_context_axis(mesh)
-    gathered = traced(lambda k, v: sum(axis.all_gather((k, v))), mesh, k_BtKH, k_BtKH)
-    assert answered(axis.bytes_sent("gather", local), mesh) == pytest.approx(gathered)
+    gathered = traced_bytes(lambda k, v: sum(axis.all_gather((k, v))), mesh, k_BtKH, k_BtKH)
+    assert planned_bytes(axis.bytes_sent("gather", local), mesh) == pytest.approx(gathered)
     axis = make_context_axis(mesh, zigzag=False)
 
     def ulysses(q, k, v):
         q, k, v = (axis.shard_heads(x) for x in (q, k, v))
         return axis.shard_positions(q * jnp.repeat(k + v, 2, 2))
 
-    assert answered(axis.bytes_sent("ulysses", local), mesh) == pytest.approx(
-        traced(ulysses, mesh, q_BtNH, k_BtKH, k_BtKH)
+    assert planned_bytes(axis.bytes_sent("ulysses", local), mesh) == pytest.approx(
+        traced_bytes(ulysses, mesh, q_BtNH, k_BtKH, k_BtKH)
     )
 
 
@@ -93,7 +93,7 @@ def test_rows_go_to_their_experts_and_back():
     axis, counts_E = ExpertAxis(devices), jnp.full(8, num_rows // 8, jnp.int32)
     run = lambda w, x_SD, weight_S, counts_e: x_SD * w * weight_S[:, None]
     send = lambda w, x_RD, weight_R: all_to_all_experts(axis, run, w, x_RD, weight_R, counts_E)[0]
-    found = traced(send, mesh, jnp.ones(()), jnp.ones((num_rows, D)), jnp.ones(num_rows))
-    planned = answered(axis.bytes_sent(devices * round_capacity(num_rows, devices), 4 * D), mesh)
+    found = traced_bytes(send, mesh, jnp.ones(()), jnp.ones((num_rows, D)), jnp.ones(num_rows))
+    planned = planned_bytes(axis.bytes_sent(devices * round_capacity(num_rows, devices), 4 * D), mesh)
     counts = 2 * ring_bytes("all-to-all", counts_E.nbytes, devices)  # forward and backward
     assert planned + counts == pytest.approx(found)

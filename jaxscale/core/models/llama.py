@@ -2,7 +2,7 @@
 
 Settings cover related models: Mistral (arXiv:2310.06825), Qwen2 and 3 (arXiv:2407.10671, arXiv:2505.09388), OLMo-2
 (arXiv:2501.00656), Gemma 1 to 3 (arXiv:2403.08295, arXiv:2408.00118, arXiv:2503.19786), DeepSeek-V2 and V3
-(arXiv:2405.04434, arXiv:2412.19437), with attention in latent.py.
+(arXiv:2405.04434, arXiv:2412.19437), with attention in latent_attention.py.
 
 B batch  T query position  S key position  D embed  N query heads  K kv heads  H head dim  F mlp  V vocab  L layers
 """
