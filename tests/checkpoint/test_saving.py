@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxscale.runtime.checkpoint.config import CheckpointConfig
 from jaxscale.runtime.checkpoint.manager import Checkpoints
 from jaxscale.runtime.checkpoint.record import read_last_good
-from jaxscale.runtime.checkpoint.storage_errors import stop_if_unwritable
+from jaxscale.runtime.checkpoint.storage_errors import no_inodes_message, stop_if_unwritable
 from jaxscale.system import paths
 from jaxscale.system.exits import Exit, Stop
 
@@ -225,6 +225,34 @@ def own_disk(tmp_path):
         pytest.skip("this user may not mount a file system")
     yield folder
     subprocess.run(["umount", "-l", folder], check=True)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the traceback is printed, too
+def test_a_save_whose_cause_cannot_be_found_is_a_failure_and_not_a_success(noted, notes, small_files, monkeypatch):
+    def no_answer(*_):
+        raise OSError(116, "Stale file handle")
+
+    monkeypatch.setattr(noted.saver, "cause_of", no_answer)
+    small_files(1000)
+    with pytest.raises(Stop) as stopped:
+        noted.save(5, big_state(), {"step": 5}, wait=True)
+    assert stopped.value.code == Exit.STORAGE and "ended without a result" in str(stopped.value)
+    assert not notes.of("saved") and noted.all_steps() == []
+
+
+def test_a_disk_that_does_not_answer_has_inodes_as_far_as_is_known(monkeypatch, tmp_path):
+    monkeypatch.setattr(os, "statvfs", lambda path: (_ for _ in ()).throw(OSError(116, "Stale file handle")))
+    assert no_inodes_message(tmp_path) == ""
+
+
+def test_a_failed_save_is_no_longer_in_progress_when_it_is_reported(noted, small_files):
+    seen = []
+    noted.saver.reports.failed = lambda step, cause: seen.append((step, noted.saver.busy))
+    small_files(1000)
+    noted.save(5, big_state(), {"step": 5})
+    noted.saver.join(60)
+    assert seen == [(5, False)] and noted.take_failure()
+    small_files(None)
 
 
 @pytest.mark.fault("F4")

@@ -120,6 +120,7 @@ class Saver:
     ):
         self.directory, self.cfg, self.note = directory, cfg, note
         self.may_commit, self.reports, self.phase = may_commit, reports, phase
+        self.lock, self.unfinished = threading.Lock(), 0  # jobs
         self.thread: threading.Thread | None = None
         self.began = 0.0  # start time of the last job
         self.failure: tuple[int, str] | None = None  # of the last job
@@ -131,24 +132,32 @@ class Saver:
     @property
     def busy(self) -> bool:
         """True while a save is in progress."""
-        return self.thread is not None and self.thread.is_alive()  # each thread waits for the one before it
+        return self.unfinished > 0
 
     def start(self, job: SaveJob) -> None:
         """Starts a thread that writes the job after the one before it."""
         before, self.began = self.thread, time.monotonic()
+        with self.lock:
+            self.unfinished += 1
 
         def work() -> None:
             if before is not None:
                 before.join()
+            failure: tuple[int, str] | None = (job.step, "the save ended without a result")
             try:
                 with self.phase("save", job.step):
                     self.write(job)
-                self.failure, self.last_saved = None, job.step
+                failure, self.last_saved = None, job.step
             except Stop as stop:
-                self.fatal = stop
+                failure, self.fatal = None, stop
             except Exception as error:
-                self.failure = (job.step, self.cause_of(error, job))
-                self.reports.failed(*self.failure)
+                failure = (job.step, self.cause_of(error, job))
+            finally:  # a save is a success only if write() has returned
+                self.failure = failure
+                with self.lock:  # not busy any more when others learn of the failure, because they retry
+                    self.unfinished -= 1
+                if failure:
+                    self.reports.failed(*failure)
 
         self.thread = threading.Thread(target=work, name=f"save-{job.step}", daemon=True)
         self.thread.start()

@@ -36,7 +36,7 @@ CLIENT_MODULES = ("gcsfs", "aiohttp", "requests", "google")  # their errors are 
 
 
 def short_reason(error: BaseException) -> str:
-    """Returns the most specific message in the error's chain, one line of at most MAX_LETTERS letters."""
+    """Returns the most specific message in the error's chain, one line of at most MAX_CHARACTERS letters."""
     chain = list(errors_behind(error))
     for link in chain:
         if permission := missing_permission(str(link)):
@@ -65,7 +65,10 @@ def no_inodes_message(path: Any) -> str:
     parent = os.path.abspath(path)
     while not os.path.exists(parent):
         parent = os.path.dirname(parent)
-    found = os.statvfs(parent)
+    try:
+        found = os.statvfs(parent)
+    except OSError:  # the disk is in trouble already
+        return ""
     if not found.f_files or found.f_favail:  # some file systems do not count inodes
         return ""
     return f"{NO_INODES} on the disk of {path}: it has free bytes, but cannot create another file; remove some files"
@@ -85,7 +88,7 @@ def errors_behind(error: BaseException):
 
 
 def clip(text: str) -> str:
-    """Returns the text on one line, shortened to MAX_LETTERS."""
+    """Returns the text on one line, shortened to MAX_CHARACTERS."""
     line = " ".join(text.split())
     return line if len(line) <= MAX_CHARACTERS else line[: MAX_CHARACTERS - 3] + "..."
 
