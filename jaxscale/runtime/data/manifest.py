@@ -91,12 +91,13 @@ def write_manifest(
         made_with = {**shard.header["tokenizer"], "eos_id": shard.header.get("eos_id")}
         tokenizers[json.dumps(made_with, sort_keys=True)] = made_with
         entries.append(shard_entry(folder, name, shard))
-        lengths = np.diff(shard.offsets)
-        for i, source in enumerate(shard.header["sources"]):
+        documents = np.bincount(shard.source_ids, minlength=len(shard.header["sources"]))
+        tokens = np.zeros(len(documents), np.int64)
+        np.add.at(tokens, shard.source_ids, np.diff(shard.offsets))
+        for source, number, size in zip(shard.header["sources"], documents.tolist(), tokens.tolist()):
             total = sources.setdefault(source, {"documents": 0, "tokens": 0, "text_bytes": None})
-            members = shard.source_ids == i
-            total["documents"] += int(members.sum())
-            total["tokens"] += int(lengths[members].sum())
+            total["documents"] += number
+            total["tokens"] += size
     if len(tokenizers) > 1:
         raise BadInput(f"{folder} holds shards of {len(tokenizers)} tokenizers; a set has one")
     for source, size in (source_bytes or {}).items():

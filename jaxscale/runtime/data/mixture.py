@@ -86,8 +86,12 @@ class Mixture:
 
     def source_numbers(self, positions: np.ndarray) -> np.ndarray:
         """Returns the index in reported_names of the source of each position; -1 for one that is not reported."""
-        numbers = [self.reported_names.index(name) if name in self.reported_names else -1 for name in self.names]
-        return np.array(numbers)[self.locate(positions)[0]]
+        return self._reported_numbers[self.locate(positions)[0]]
+
+    @functools.cached_property
+    def _reported_numbers(self) -> np.ndarray:
+        numbers = {name: number for number, name in enumerate(self.reported_names)}
+        return np.array([numbers.get(name, -1) for name in self.names])
 
     def find(self, source: int, turns: np.ndarray) -> np.ndarray:
         """Returns the positions of a source's rows, the inverse of locate. Raises BadInput if one never occurs."""

@@ -249,7 +249,7 @@ def canonical(table: "pyarrow.Table") -> "pyarrow.Table":
 
 
 def lineage_bytes(table: "pyarrow.Table", documents: int) -> bytes:
-    """Returns the table as Parquet; equal bytes for equal rows and the same pyarrow. Raises BadInput as canonical."""
+    """Returns the table as Parquet, equal bytes for equal rows and pyarrow. Raises BadInput for a wrong row count."""
     import pyarrow.parquet
 
     if table.num_rows != documents:

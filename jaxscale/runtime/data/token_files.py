@@ -146,7 +146,10 @@ def common_token_bytes(shards: Sequence[Shard]) -> np.ndarray | None:
 
 
 def open_prepared(path: str, cfg: DataConfig, say: Say) -> list[Shard]:
-    """Opens the shards of the manifest at a local path or gs:// address, verified as data.verify says."""
+    """Opens the shards of the manifest at a local path or gs:// address.
+
+    Local files are hashed once per machine with data.verify='hash'; those of a bucket are verified as they are read.
+    """
     if is_remote(path):
         return open_remote_set(path, shard_cache(str(cache_folder(cfg) / "bucket"), cfg.cache_bytes))
     manifest = read_manifest(path)

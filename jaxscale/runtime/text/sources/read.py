@@ -104,7 +104,10 @@ def format_position(unit: str, part: Part, offset: int, number: int, start: int)
 
 
 def split_file(file: SourceFile, cfg: ReadConfig, part_bytes: int) -> list[Part]:
-    """Splits a file into parts of about part_bytes, by documents; [WHOLE] for packed files and other formats."""
+    """Splits a file into parts of about part_bytes, between lines, records or row groups.
+
+    [WHOLE] for packed files and for formats that cannot be read from the middle.
+    """
     if part_bytes < 1:
         raise BadInput(f"part_bytes={part_bytes} must be 1 or more")
     cut = format_reader(file.path).cut

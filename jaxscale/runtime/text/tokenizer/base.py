@@ -121,7 +121,7 @@ def choose_eos(path: str, eos_token: str, ids: dict[str, int]) -> int:
 
 
 def choose_begin(names: Sequence[str] | None, added: Sequence[int], special_ids: Mapping[str, int]) -> tuple[int, ...]:
-    """Returns the special tokens that begin a document: `names`, or if None those that the file adds to a text."""
+    """Returns ids of the special tokens that begin a document: `names`; None: those that the file adds to a text."""
     if names is None:
         return tuple(i for i in added if i in special_ids.values())
     return tuple(special_ids[name] for name in names if name in special_ids)

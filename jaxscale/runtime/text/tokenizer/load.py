@@ -219,7 +219,7 @@ def find_template(about: TokenizerFolder) -> tuple[str, str] | None:
 
 
 def named_templates(about: TokenizerFolder) -> tuple[dict[str, str], str]:
-    """Returns ({name: chat template}, their location) by the rules of transformers: files before settings."""
+    """Returns ({name: chat template}, location), as transformers: files, settings, chat_template.json."""
     if about.folder is None:
         return {}, ""
     found, where = {}, about.folder / TEMPLATE

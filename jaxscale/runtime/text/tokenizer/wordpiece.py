@@ -13,7 +13,7 @@ PREFIX = "##"  # prefix of pieces inside a word
 
 
 def read_vocab_txt(content: bytes, lowercase: bool | None = None) -> tokenizers.Tokenizer:
-    """Returns the tokenizer of a vocab.txt. lowercase: None: if no piece except special ones has a capital A-Z."""
+    """Returns the tokenizer of a vocab.txt. lowercase: None: decided by the pieces."""
     pieces = content.decode().removesuffix("\n").split("\n")
     ids = {piece.removesuffix("\r"): i for i, piece in enumerate(pieces)}
     if "[UNK]" not in ids:

@@ -55,11 +55,13 @@ def fit_lines(text: str, chars: int, policy: Literal["drop", "cut", "split"], ed
         if policy == "cut":
             lines.append(line[:chars])
         elif policy == "split":
-            while len(line) > chars:
-                space = line.rfind(" ", 1, chars + 1)
-                lines.append(line[: space if space > 0 else chars])  # a word longer than the limit is split itself
-                line = line[space + 1 if space > 0 else chars :]
-            lines.append(line)
+            begin = 0
+            while len(line) - begin > chars:
+                space = line.rfind(" ", begin + 1, begin + chars + 1)
+                end = space if space > 0 else begin + chars  # a word longer than the limit is split itself
+                lines.append(line[begin:end])
+                begin = end + (space > 0)
+            lines.append(line[begin:])
     return "\n".join(lines)
 
 

@@ -1,7 +1,8 @@
 """Sort-merge join over the sketches of all blocks: finds items with equal keys, one key range at a time.
 
 A block's sketch is a file of (key, item) sorted by key. shuffle.py partitions all sketches by key range, a task for
-each, and shuffle.py reads a partition in parts that fit in memory.
+each, and reads a partition in parts that fit in memory. The result depends neither on the number of ranges nor on the
+order in which blocks finish.
 
 An item is block << 32 | index of the document or line in the block, so items are in input order and the first copy has
 the smallest item. Sketch files store block 0, since a block's number is unknown when it is sketched.

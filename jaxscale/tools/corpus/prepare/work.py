@@ -77,7 +77,7 @@ class BlockResult(NamedTuple):
     documents: int
     tokens: int = 0
     keys: Sequence[int] = ()  # number of keys in its sketch for each join
-    fertility: Sequence[Any] = ()  # fertility.measure of a sample
+    fertility: Sequence[Any] = ()  # of tokens.measure_fertility, on a sample
 
 
 def run_task(task: Task) -> dict[str, Any]:
