@@ -198,6 +198,7 @@ def test_a_run_goes_on_from_an_adapter_with_its_scale_and_no_other(tmp_path, lla
             dict(base_model_name_or_path="gs://bucket/base"),
             "is an adapter of gs://bucket/base, which is not a local folder",
         ),
+        (dict(base_model_name_or_path="s3://b/base"), "is an adapter of s3://b/base, which is not a local folder"),
         (dict(base_model_name_or_path=None), "is an adapter that names no base model; give --base=FOLDER"),
     ],
     ids=str,

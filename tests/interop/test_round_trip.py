@@ -223,6 +223,7 @@ def test_steps_weights_and_sizes_that_are_not_there_are_named(tmp_path):
     for flag, told in (
         ("--step=5", "--step=5: no such step; the steps are 0"),
         ("--ema", "step 0 has no ema; train.ema.decay keeps one"),
+        ("--shard_bytes=5,0e9", "--shard_bytes=5,0e9 must be a number of bytes, such as 5e9"),
         ("--shard_bytes=0", "--shard_bytes=0 must be a number of bytes, such as 5e9"),
     ):
         with pytest.raises(ValueError, match=told):

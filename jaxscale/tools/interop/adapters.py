@@ -261,8 +261,8 @@ def base_model_folder(adapter: Adapter, given: str | None) -> str:
     if base is None:
         raise BadInput(f"{adapter.folder} is an adapter that names no base model; give --base=FOLDER")
     model = next((name for name in (hf_checkpoint.WEIGHTS, hf_checkpoint.INDEX) if name in adapter.files), None)
-    is_same_folder = paths.absolute(base) == paths.absolute(adapter.folder)
-    if given is None and model and hf_checkpoint.CONFIG in adapter.files and not is_same_folder:
+    ambiguous = given is None and model and hf_checkpoint.CONFIG in adapter.files
+    if ambiguous and paths.absolute(base) != paths.absolute(adapter.folder):
         raise BadInput(
             f"the adapter in {adapter.folder} is for {base[:200]}, and there is also {model} in its folder: "
             "transformers 5 reads it with the one, transformers 4 and PEFT with the other; give --base=FOLDER"

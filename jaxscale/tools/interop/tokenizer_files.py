@@ -83,8 +83,9 @@ def save_to_workdir(files: Mapping[str, bytes], workdir: Any) -> None:
     if main_file(files) is None:
         return
     paths.make_run_dir(workdir / FOLDER)
-    for name in reversed(list(files)):  # tokenizer.model replaces spiece.model
-        paths.write_bytes_atomic(workdir / FOLDER / workdir_name(name), files[name])
+    renamed = {workdir_name(name): files[name] for name in reversed(list(files))}  # tokenizer.model before spiece.model
+    for name, content in renamed.items():
+        paths.write_bytes_atomic(workdir / FOLDER / name, content)
 
 
 def check_tokenizer(files: Mapping[str, bytes], vocab_size: int, folder: Any) -> list[str]:
