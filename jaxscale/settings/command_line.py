@@ -5,6 +5,7 @@ import dataclasses
 import difflib
 import math
 import pathlib
+import re
 import types
 import typing
 from collections.abc import Callable, Collection, Sequence
@@ -14,6 +15,7 @@ from jaxscale import schema
 from jaxscale.system.exits import BadInput
 
 HIGHEST_PORT = 65_535
+GROUPED = re.compile(r"\d{1,3}(,\d{3})+(\.\d*)?")  # a number with thousands separated
 MAX_DIGITS = 18  # of a whole number; Python itself refuses to read more than 4,300
 
 
@@ -187,9 +189,11 @@ def whole_number(name: str, text: str, least: int) -> int:
 
 
 def number(name: str, text: str, holds: Callable[[float], bool], rule: str) -> float:
-    """Parses a finite number, such as '1e6', '1_000_000' or '$5'. Raises BadInput with the rule unless it holds."""
+    """Parses a finite number, such as '1e6', '1,000,000' or '$5'. Raises BadInput with the rule unless it holds."""
+    plain = text.removeprefix("$")
+    plain = plain.replace(",", "") if GROUPED.fullmatch(plain) else plain  # '4,20' is a typing error
     with contextlib.suppress(ValueError):
-        if math.isfinite(found := float(text.removeprefix("$").replace(",", ""))) and holds(found):
+        if math.isfinite(found := float(plain)) and holds(found):
             return found
     raise BadInput(f"{name}={text} must be {rule}")
 

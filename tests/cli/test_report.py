@@ -41,6 +41,7 @@ def test_a_page_is_written_and_jax_is_not_imported(run, tmp_path):
         (["--workdir=RUN/nothing"], "does not exist"),
         (["--workdir="], "--workdir needs a value"),
         (["--workdir=RUN", "--price=cheap"], "dollars for one hour"),
+        (["--workdir=RUN", "--price=4,20"], "dollars for one hour"),
         (["--workdir=RUN", "--price=nan"], "dollars for one hour"),
         (["--workdir=RUN", "--serve=70000"], "is not a port"),
         (["--workdir=RUN", "--serve", "--output=x.html"], "--serve writes no file"),
