@@ -53,7 +53,7 @@ def test_a_call_has_jax_keep_its_compiled_programs(monkeypatch, tmp_path):
 def test_the_calls_are_those_of_the_command_line():
     assert jaxscale.load_config is config_file.load_config and jaxscale.open_model is inference.open_model
     assert jaxscale.trace is trace_verb.trace and jaxscale.prepare is prepare_verb.prepare
-    assert writing.write_all is sample_verb.write_all and evaluate_verb.measuring is measuring
+    assert writing.write_all is sample_verb.write_all
     assert jaxscale.plan is plan_verb.api.plan
     assert all(inspect.getdoc(getattr(jaxscale, name)) for name in jaxscale.__all__)
     assert set(jaxscale.__all__) <= set(dir(jaxscale))

@@ -41,8 +41,9 @@ def prepare(
     if is_remote(output) and work_dir is None:
         raise BadInput(f"output={output} is remote; give work_dir=FOLDER, a local one with room for all shards")
     folder, progress = pathlib.Path(work_dir or output).expanduser(), progress or PrepareProgress()
-    plan, how = engine.make_plan(recipe), dict(keep_work=keep_work, strict=strict)
+    how = dict(keep_work=keep_work, strict=strict)
     with storage_errors(folder):
+        plan = engine.make_plan(recipe)
         if executor is not None:
             engine.prepare(plan, folder, executor, progress, **how)
         else:

@@ -138,7 +138,7 @@ def record_of(model: LoadedModel, metrics: Mapping[str, float]) -> Record:
 
 
 def as_line(record: Record) -> str:
-    """Returns the record as JSON, with null for values that are not finite."""
+    """Returns the record as JSON, with null for values that are not finite or above 1e100."""
     return json.dumps(finite(record), allow_nan=False)
 
 

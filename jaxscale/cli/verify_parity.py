@@ -244,7 +244,8 @@ def verify(cfg: RunConfig, tested: Sequence[ParallelLayout], say: Callable[[str]
 def read_batches(cfg: RunConfig) -> list[Batch]:
     """Returns the first batches of the run, on the host."""
     corpus = open_data(cfg.data, seq_len=cfg.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.seed)
-    return [corpus.batches(cfg.rows_per_step).batch(n) for n in range(NUM_STEPS)]
+    batches = corpus.batches(cfg.rows_per_step)
+    return [batches.batch(n) for n in range(NUM_STEPS)]
 
 
 def program(cfg: RunConfig, layout: ParallelLayout) -> Program:

@@ -27,7 +27,7 @@ from jaxscale.runtime.monitor.console import format_number
 from jaxscale.runtime.monitor.goodput import measure_goodput, unix_time
 from jaxscale.runtime.monitor.history import History, is_finite
 from jaxscale.runtime.monitor.records import Follower
-from jaxscale.runtime.monitor.run_files import Row, as_dict, clean_event, read_object
+from jaxscale.runtime.monitor.run_files import Row, as_dict, clean_event, finite
 from jaxscale.settings.command_line import Arguments, flag
 from jaxscale.settings.help_text import command
 from jaxscale.system import paths
@@ -277,7 +277,7 @@ class RunReader:
             self.events = grown(self.events, self.log, MOST_EVENTS, clean_event)
             starts = sum(event.get("event") in ("started", "resumed") for event in self.events)
             if starts != self.starts_seen:  # each start may write a new one
-                self.config = read_object(self.folder / "config.json", [], "")
+                self.config = self.read_config()
                 self.starts_seen = starts if self.config else -1
         except Exception as error:  # any storage client's errors, which may be temporary
             problems = (f"cannot be read now: {first_line(error)}",)
@@ -286,6 +286,13 @@ class RunReader:
             workdir=self.workdir, rows=tuple(self.records), events=tuple(self.events), config=self.config,
             written_at=max(times, default=None), problems=problems,
         )  # fmt: skip
+
+    def read_config(self) -> dict[str, Any]:
+        """Returns config.json, {} before it exists. Raises BadInput if it is damaged."""
+        try:
+            return finite(as_dict(paths.read_json(self.folder / "config.json")))
+        except FileNotFoundError:
+            return {}
 
 
 def clean_record(record: Row) -> Row | None:

@@ -177,6 +177,14 @@ def test_a_file_is_followed_over_torn_lines_and_over_one_that_takes_its_place(tm
     assert follow.poll() == ([], True)
 
 
+def test_a_damaged_config_is_a_problem_of_the_frame_and_a_missing_one_is_not(tmp_path):
+    (tmp_path / "events.jsonl").write_text('{"event": "started", "step": 0}\n')
+    assert watch.RunReader(str(tmp_path)).read().problems == ()
+    (tmp_path / "config.json").write_text("{")
+    (problem,) = watch.RunReader(str(tmp_path)).read().problems
+    assert problem.startswith("cannot be read now:") and "config.json is not valid JSON" in problem
+
+
 def test_a_long_file_is_read_from_near_its_end(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in range(1000)))
     found, _ = Follower(tmp_path / "metrics.jsonl", first_bytes=100).poll()
