@@ -262,8 +262,7 @@ def test_published_formulas_have_their_constants():
     assert not any("ln N" in formula for formula in said(2e9, 1e11))
     large = cautions.batch_too_large(1e9, 1e11, 1e9)
     assert f"0.58 D^0.571, says {units.count(0.58 * 10**6.281)}" in large.why
-    by_flops = 0.2920 * 10**6.542  # tokens, for 1e20 FLOPs
-    assert 2**-0.5 < propose_for_flops(1e20, "test").values()["batch_tokens"] / by_flops < 2**0.5
+    assert scaling.batch_by_flops(1e20) == pytest.approx(0.2920 * 10**6.542)
     assert scaling.critical_batch(10.0) == pytest.approx(2.1e8 * 10**-4.8)
 
 

@@ -24,7 +24,7 @@ GIB = 2**30
 
 
 # (config, topology, settings, GiB of the compiler): docs/scale.json, jax 0.12.0.1, libtpu 0.0.51, 2026-11-24; of GPUs
-# jax 0.10.2, 2026-11-21. The factors of tools/planning/memory.py were fitted to what was compiled of these on
+# jax 0.10.2, 2026-11-21. The factors of program/memory.py were fitted to what was compiled of these on
 # 2026-11-21, all of them with remat, before weights were fetched ahead.
 CASES = [
     ("13b", "v5p:8x8x8", {}, 6.68),

@@ -134,7 +134,7 @@ def drawn(
     note = f"A token takes {a_token:.3g} FLOPs at every batch, so over FLOPs the curves are the same."
     return [
         drawing("Tokens to one loss", fits, "tokens a step", log_below=True, numbers="count"),
-        rate_plot({name(batch): runs for batch, runs in tried.items()}),
+        rate_plot((name(batch), runs) for batch, runs in tried.items()),
         drawing("Training loss over tokens, smoothed", curves(lambda _: 1), "tokens", unit="nats", note=note),
         drawing(
             "Training loss over steps, smoothed", curves(lambda batch: batch), "steps of the optimizer",

@@ -62,7 +62,7 @@ def conclude(results: Sequence[Result]) -> Conclusion:
         with_it, without = best.values()
         verdict.append(f"At its best rate a run ends at {with_it} nats with clipping, at {without} without.")
     drawings = [
-        rate_plot(named),
+        rate_plot(named.items()),
         drawing("Gradient norm before clipping", norms, "tokens", log=True),
     ]
     head = ("", "learning rate", "diverged", "held-out loss", "largest norm")

@@ -101,10 +101,11 @@ def mean_line(label: str, results: Sequence[Result], name: str, place: int) -> l
 
 
 def rate_plot(
-    groups: Mapping[str, Sequence[Result]], title: str = "Loss over the learning rate", unit: str = "nats, held out"
-) -> Drawing:
-    """Returns the plot of loss over the learning rate, with the lines of mean_line() for each group."""
-    lines = [one for place, (name, runs) in enumerate(groups.items()) for one in mean_line(name, runs, RATE, place)]
+    groups: Iterable[tuple[str, Sequence[Result]]], title: str = "Loss over the learning rate",
+    unit: str = "nats, held out",
+) -> Drawing:  # fmt: skip
+    """Returns the plot of loss over the learning rate, with the lines of mean_line() for each (label, runs)."""
+    lines = [one for place, (name, runs) in enumerate(groups) for one in mean_line(name, runs, RATE, place)]
     return drawing(title, lines, "learning rate", log_below=True, unit=unit)
 
 

@@ -82,7 +82,7 @@ def conclude(results: Sequence[Result]) -> Conclusion:
         for name, runs in best.items()
     ]  # fmt: skip
     at_best = {name: (list(by_name).index(name), runs) for name, runs in best.items()}
-    drawings = [rate_plot(by_name), curve_plot("Training loss, each at its best rate, smoothed", at_best)]
+    drawings = [rate_plot(by_name.items()), curve_plot("Training loss, each at its best rate, smoothed", at_best)]
     head = ("optimizer", "best rate tried", "held-out loss", f"tokens to {first}'s end", "seconds of steps to it")
     return Conclusion(verdict, LIMITS, PREDICTED, drawings, head, rows)
 

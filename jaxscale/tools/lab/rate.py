@@ -139,7 +139,7 @@ def conclude(results: Sequence[Result]) -> Conclusion:
         found = {batch: best_rate(runs) for batch, runs in batches.items()}
         best = {batch: optimum for batch, (optimum, _) in found.items() if optimum}
         rows += [[name, n(count(batch)), *cells] for batch, (_, cells) in found.items()]
-        labelled = {f"{count(batch)} tokens a step": runs for batch, runs in batches.items()}
+        labelled = [(f"{count(batch)} tokens a step", runs) for batch, runs in batches.items()]
         drawings.append(rate_plot(labelled, f"{name}: loss over the learning rate", unit="nats"))
         best_lines += with_points([line(name, {batch: o.x.value for batch, o in best.items()}, place)])
         verdict.append(f"With {name} {in_words(best)}")

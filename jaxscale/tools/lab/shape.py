@@ -60,7 +60,7 @@ def conclude(results: Sequence[Result]) -> Conclusion:
     over_ratio.append(line("mean", {ratio_of(runs[0]): means[at].value for at, runs in best.items()}, 0))
     drawings = [
         drawing("Loss over width / layers", over_ratio, "width / layers", log_below=True, unit="nats, held out"),
-        rate_plot({names[layers]: runs for layers, runs in shapes.items()}),
+        rate_plot((names[layers], runs) for layers, runs in shapes.items()),
         curve_plot(
             "Training loss, each at its best rate, smoothed",
             {names[layers]: (place, runs) for place, (layers, runs) in enumerate(best.items())},

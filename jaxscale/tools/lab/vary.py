@@ -82,5 +82,5 @@ def winner(steady: dict[str, Estimate]) -> str:
         gap = steady[others[0]].value / steady[best].value - 1
         return f"{said}, {percent(gap)} below {others[0]}; one seed does not tell whether that is more than noise."
     close = [name for name in others if (low := steady[name].low) is not None and low <= high]
-    verdict = f"seeds do not tell it from {'; '.join(close)}" if close else "all others end higher beyond noise"
+    verdict = f"seeds do not distinguish it from {'; '.join(close)}" if close else "all others end higher beyond noise"
     return f"{said}; {verdict}."

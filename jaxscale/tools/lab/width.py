@@ -83,7 +83,7 @@ def conclude(results: Sequence[Result], looked_at: Sequence[Result]) -> Conclusi
         found = {width: best_rate(width_runs) for width, width_runs in widths.items()}
         best = {width: optimum for width, (optimum, _) in found.items() if optimum}
         rows += [[form, n(str(width)), *cells] for width, (_, cells) in found.items()]
-        labelled = {f"width {width}": width_runs for width, width_runs in widths.items()}
+        labelled = [(f"width {width}", width_runs) for width, width_runs in widths.items()]
         drawings.append(rate_plot(labelled, f"{form}: loss over the learning rate", unit="nats"))
         ends[form] = {width: found.y for width, found in best.items()}
         bests += with_points([line(form, {width: found.x.value for width, found in best.items()}, place)])

@@ -97,7 +97,7 @@ def make_proposal(model: dict[str, Any], tokens: int, rule: scaling.Alternative,
     seq_len = SEQ_LEN if model["embed_dim"] > SMALL_WIDTH else SEQ_LEN // 2
     critical = scaling.critical_batch(scaling.predicted_loss(params, tokens))
     most = min(critical, tokens / 100) / seq_len  # at least 100 steps
-    target = 2 ** round(math.log2(0.2920 * flops**0.3271 / seq_len))
+    target = 2 ** round(math.log2(scaling.batch_by_flops(flops) / seq_len))
     rows = max(1, min(target, 2 ** math.floor(math.log2(max(1.0, most)))))
     rate = float(f"{scaling.rate_by_flops(flops):.2g}")
     return Proposal(params, tokens, flops, reason, model, seq_len, rows, rate, rule)

@@ -214,6 +214,11 @@ def serving_alternatives(params: float, tokens: float) -> list[Alternative]:
     return found
 
 
+def batch_by_flops(flops: float) -> float:
+    """Returns the best batch of a training run of these FLOPs, in tokens (arXiv:2401.02954, equation 1)."""
+    return 0.2920 * flops**0.3271
+
+
 def rate_by_flops(flops: float) -> float:
     """Returns 0.3118 C ** -0.1250. Source: arXiv:2401.02954, equation 1."""
     return 0.3118 * flops**-0.1250
