@@ -301,9 +301,9 @@ def cast_weight_bytes(program: Program) -> int:
 
     XLA casts them once, before the first microbatch. With remat BLOCK_SLACK covers it.
     """
-    cfg, axes = program.cfg, program.plan.batch_axes
+    cfg, shape = program.cfg, program.mesh.shape
     operand = element_bytes(cfg.model, on_tpu(program.mesh))["operand"]
-    gathers = cfg.train.num_microbatches > 1 and axes.partition(MATRIX, axes.rules.params)
+    gathers = cfg.rules == "zero3" and cfg.train.num_microbatches > 1 and shape["fsdp"] * shape["context"] > 1
     return shard_bytes(program.abstract_state.params) * operand // F32 if gathers and operand < F32 else 0
 
 

@@ -1,4 +1,4 @@
-"""bytes_sent() and bytes_held() of an axis equal the bytes of its traced collectives and arrays."""
+"""bytes_sent() equals the bytes of the traced collectives: batch, tensor, context (gather, ulysses) and expert axes."""
 
 import math
 

@@ -205,6 +205,7 @@ def reader_digest() -> str:
     files = [
         *sorted(folder.glob("hlo*.py")),
         *(folder.parent / "planning" / name for name in ("topology.py", "links.py")),
+        folder.parent.parent / "kernels" / "collectives.py",
     ]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 

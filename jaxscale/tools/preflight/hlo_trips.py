@@ -38,8 +38,9 @@ def count_runs(module: Module) -> tuple[dict[str, int], set[str], int]:
 def branch_shares(module: Module, instruction: Instruction) -> dict[str, float]:
     """Returns {branch: the fraction of a conditional's runs that take it}; {} for anything else.
 
-    Known for one of two branches with a name `taken_N_of_M` (ops.attention.either, a pipeline's ticks). For any other
-    conditional, also inside such a branch, the branch with the most instructions is assumed to run: an upper bound.
+    Known for one of two branches with a name `taken_N_of_M` (kernels.attention.windowed_or_full, a pipeline's ticks).
+    For any other conditional, also inside such a branch, the branch with the most instructions is assumed to run: an
+    upper bound.
     """
     if instruction.opcode != "conditional":
         return {}

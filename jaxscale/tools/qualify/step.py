@@ -2,7 +2,6 @@
 
 import dataclasses
 import datetime
-import itertools
 import math
 import os
 import statistics
@@ -181,7 +180,8 @@ class StepRunner:
 
     def run(self, steps: int) -> None:
         """Runs this many steps."""
-        for batch in itertools.islice(self.batches, steps):
+        for _ in range(steps):
+            batch = next(self.batches)
             began, cpu_began = time.perf_counter(), time.process_time()
             self.state, metrics = self.train_step(self.state, place(self.program, batch))
             loss = float(metrics["loss"])
