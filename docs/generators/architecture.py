@@ -24,10 +24,10 @@ that. `python docs/build.py` draws this page from the imports.
 READ = """
 ## From the command to the step
 
-`main()` reads flags and a config and calls `train_in` (`api/training.py`), which opens the run
-(`runtime/run/opening.py`) and calls `train_to_completion`, `train` and `step_through` (`runtime/training/loop.py`):
-this calls the compiled step once per batch. `build.py` makes the step, with the parts in `core/`. Within it
-`train_step` (`core/step.py`) calls `Gradients` (`core/gradients.py`), `accumulate`, the loss
+`main()` reads flags and a config and calls `train_in` (`api/training.py`), which opens the run and calls
+`train_to_completion` (both in `runtime/run/opening.py`); that calls `train`, and this `step_through`
+(`runtime/training/loop.py`), which calls the compiled step once per batch. `build.py` makes the step, with the parts
+in `core/`. Within it `train_step` (`core/step.py`) calls `Gradients` (`core/gradients.py`), `accumulate`, the loss
 (`core/models/model.py`), `run_stack` (`core/models/layers.py`) and a model's block. [Train with core
 alone](howto/use_core.md) makes a step without `build.py`.
 

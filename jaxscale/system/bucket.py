@@ -103,7 +103,11 @@ class Bucket:
         return self.patiently(ask, url)
 
     def put(self, url: str, content: bytes, generation: int | None = None) -> int:
-        """Writes a small object, in one try; returns its generation. Raises Changed unless it replaces `generation`."""
+        """Writes a small object, in one try; returns its generation.
+
+        generation: that it must replace; 0: none may exist; None: any. Raises Changed for another generation, and
+        Transient, Forbidden, FileNotFoundError (no bucket).
+        """
         query = {"uploadType": "media"} | ({} if generation is None else {"ifGenerationMatch": str(generation)})
         headers = {"Content-Type": "application/octet-stream"}
         return int(self.ask("POST", self.upload_url(url, query), url, "written", headers, content)["generation"])

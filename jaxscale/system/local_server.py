@@ -33,7 +33,7 @@ class Client:
 
 
 class LocalServer(ThreadingHTTPServer):
-    """Answers each request in a thread; with too many connections, ends the one that has asked for longest."""
+    """Answers requests in threads; with too many connections, ends the one that takes longest to send its request."""
 
     daemon_threads = True
     request_queue_size = 128  # a client that finds no place waits 1, 3, 7, ... seconds before it tries again

@@ -79,7 +79,7 @@ def write_bytes_atomic(path: Any, content: Any) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Any) -> Iterator[BinaryIO]:
-    """Yields a temporary file that atomically replaces a local one when the block ends, also in a crash."""
+    """Yields a temporary file that replaces a local one when the block ends; a crash leaves the old or the new."""
     target = as_path(path)
     fence.ask(target)
     temporary = target.parent / f".{target.name}.{secrets.token_hex(8)}.tmp"

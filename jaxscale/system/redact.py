@@ -115,7 +115,7 @@ def known_values(values: frozenset[str]) -> re.Pattern | None:
 
 
 def printable(text: str) -> str:
-    """Removes escape sequences and control characters except newlines and tabs, which may come from strangers."""
+    """Removes escape sequences and control characters except newlines and tabs from untrusted text."""
     if text.isprintable():
         return text
     text = ESCAPE_SEQUENCE.sub("", text.replace("\r\n", "\n"))

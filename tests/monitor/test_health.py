@@ -339,8 +339,10 @@ def test_a_source_that_jumps_where_a_stage_begins_names_the_stage_first():
 
 
 def test_leaving_the_forecast_is_told_and_coming_back_too():
-    band = parse_forecast({"tokens": [0, 1000], "low": [2.9, 2.9], "middle": [3, 3], "high": [3.1, 3.1]})
-    curve = [record(step, 3.2 if 30 <= step < 60 else 3.0, tokens_seen=step * 10) for step in range(1, 90)]
+    # At step s, with 10 s tokens, the band is between 3.9 - s / 100 and 4.1 - s / 100.
+    band = parse_forecast({"tokens": [0, 1000], "low": [3.9, 2.9], "middle": [4, 3], "high": [4.1, 3.1]})
+    middle = lambda step: 4 - step / 100
+    curve = [record(step, middle(step) + 0.2 * (30 <= step < 60), tokens_seen=step * 10) for step in range(1, 90)]
     facts = RunFacts(forecast=band, branched=True)
     told = [(kind, over) for kind, _, over in said(curve, facts)[0] if kind == "forecast"]
     assert told == [("forecast", False), ("forecast", True)]

@@ -43,7 +43,7 @@ def test_the_page_draws_the_longest_ranges_and_says_nothing_of_runs_without_any(
     page = make_page([history("a", 5.0)], now=0.0)
     part = page[page.index('id="positions"') :].partition("</section>")[0]
     assert part.count('<path class="line') == 2 * 8  # in the drawing and in its legend
-    assert "Validation loss after so many tokens" in part
+    assert "Validation loss by position" in part
     assert "129 to 256" in part and part.count("<tr") == 1 + len(RANGES)
     assert 'id="positions"' in make_page([history("a", 5.0), history("b", 5.0)], now=0.0)
     assert 'id="positions"' not in make_page([History(workdir="x", rows=({"step": 1, "loss": 2.0},))], now=0.0)

@@ -134,8 +134,10 @@ class ContextAxis:
     def bytes_sent(self, exchange: str, local: AttentionBytes) -> list[CollectiveBytes]:
         """Returns what one layer and microbatch sends, forward and backward. exchange: gather, ulysses or ring.
 
-        Gather: gradients are reduce-scattered. Ring: C - 1 hops each way; XLA merges one of the first hops of the
-        backward pass with one that it repeats; gradients take C - 1 hops in float32 and one back to their owner.
+        Gather and ulysses repeat with the forward pass. Gather: gradients are reduce-scattered. Window tails are
+        permuted, in a pipeline gathered and reduce-scattered. Ring: C - 1 hops each way; XLA merges one of the first
+        hops of the backward pass with one that it repeats; gradients take C - 1 hops in float32 and one back to their
+        owner.
         """
         keys, passes, remote = local.keys, local.forward_passes, 1 - local.windowed
         send = lambda kind, nbytes: [CollectiveBytes(AXIS, kind, nbytes)]

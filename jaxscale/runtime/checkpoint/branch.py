@@ -280,6 +280,7 @@ def leaf_group(name: str) -> str:
 
 
 def renamed_leaf(cfg: InitConfig, name: str) -> str:
+    """Returns the name that a leaf of this run has in the source."""
     if cfg.what == "ema" and leaf_group(name) == "ema":
         name = "params" + name.removeprefix("ema")
     for rule in cfg.rename:

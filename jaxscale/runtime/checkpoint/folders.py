@@ -236,7 +236,7 @@ def drop_page_cache(path: pathlib.Path) -> None:
 
 
 def size_and_md5(path: Any) -> tuple[int, str] | None:
-    """Returns (bytes, md5 in hexadecimal) of a file or object, as the service has it; None if there is none."""
+    """Returns (bytes, md5 in hexadecimal) of a file or object, by the service's record if any; None if absent."""
     try:
         if paths.is_remote(path) and "md5Hash" in (about := path.metadata()):
             return int(about["size"]), base64.b64decode(about["md5Hash"]).hex()

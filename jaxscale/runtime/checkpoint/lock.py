@@ -136,6 +136,7 @@ class RunLock:
         return LEASES * max(self.cfg.lease_seconds, theirs or 0.0)
 
     def in_use_error(self, state: LockState) -> Stop:
+        """Returns the error for a lock that another run owns."""
         return Stop(
             Exit.LOCK_HELD,
             f"{self.workdir} is in use by {state.owner or 'an unknown process'}; stop that run, or choose another "

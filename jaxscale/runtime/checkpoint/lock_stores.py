@@ -180,7 +180,10 @@ class FileLock:
         return True
 
     def replace(self, owner: LockOwner, state: LockState, *, steal: bool) -> bool:
-        """Puts a new file in the lock's place, unless it has changed since `state` or is stolen; True if owned now."""
+        """Replaces the lock's file if it is as in `state`, or in any case to `steal`; True if owned now.
+
+        A new file, so that late writes of the old owner have no effect.
+        """
         temporary = self.path.with_name(f".lock.{owner.token}")
         self.flock_and_write(os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), owner)
         try:

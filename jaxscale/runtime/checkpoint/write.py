@@ -47,7 +47,10 @@ NO_SPACE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no space for a fi
 
 
 def prepare_step(directory: Any, step: int) -> None:
-    """Removes leftovers and makes the step's folders. Raises Stop (STORAGE) if it or a later one exists."""
+    """Removes leftovers and makes the step's folders.
+
+    Raises Stop (STORAGE) if this or a later step exists, FileExistsError for a foreign folder in its place.
+    """
     newest = max(folders.all_steps(directory), default=None)
     if newest is not None and newest >= step:
         raise Stop(

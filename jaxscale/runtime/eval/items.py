@@ -59,7 +59,7 @@ class SkippedItems:
     def add(self, error: BadInput) -> None:
         """Counts an item. Raises the error if the settings say to stop."""
         if self.damaged == "stop":
-            raise error
+            raise error from None
         self.first = self.first or str(error)
         self.counts["no item"] += 1
 

@@ -57,7 +57,7 @@ def record_changes(
     changes: Sequence[Change], recorded: Mapping[str, Any] | None, step: int, jump: Jump | None,
     log: Callable[[str], None],
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Returns all changes between starts, oldest first, and logs new ones; \"alters\": past steps would differ."""
+    """Returns all changes between starts, oldest first, and logs new ones; 'alters' if past steps would differ."""
     texts = [f"{change.name}: {change.old!r} -> {change.new!r}" for change in changes]
     if text := ", ".join(text for change, text in zip(changes, texts) if not change.allowed):
         log(f"changed from step {step} on: {text}")

@@ -50,7 +50,7 @@ def make_page(
     sections.append(Section("samples", "Samples", per_run(histories, samples)))
     if canvas.single:
         sections.append(Section("settings", "Settings", settings(histories[0])))
-    no_log = left_out("There is no events.jsonl, or nothing in it.")
+    no_log = left_out("events.jsonl is missing or empty.")
     log = per_run(histories, lambda history: incident_table(history) or no_log)
     sections.append(Section("log", "Incident log", log))
     head = run_header(histories[0], statuses[0]) if canvas.single else runs_header(histories, statuses)

@@ -179,7 +179,7 @@ def positions_section(canvas: Canvas) -> str:
     if canvas.single:
         history, shown = canvas.histories[0], ranges[-MOST_RANGES:]
         lines = [PlotLine(range_words(r), *history.series(range_metric(r)), color_of(i)) for i, r in enumerate(shown)]
-        title = "Validation loss after so many tokens of a document"
+        title = "Validation loss by position in a document"
         drawn = canvas.plot(title, with_points(lines), unit="nats per token", focused=True)
     return plots(drawn, f"<div>{positions_table(canvas.histories, ranges)}</div>")
 
@@ -266,7 +266,7 @@ def goodput(canvas: Canvas) -> str:
     drawn = canvas.metric("goodput/fraction", "Goodput", unit="of each start", numbers="percent", zero=True)
     times, starts = goodput_table(canvas.histories), supervised_table(canvas.histories)
     if not (drawn or times or starts):
-        return left_out("No goodput was recorded, and there is no ledger of `jaxscale supervise`.")
+        return left_out("No goodput was recorded, and `jaxscale supervise` has left no ledger.")
     table_cell = f"<div>{times}</div>" if canvas.single and times else ""  # one run's table is narrow
     return plots(drawn, table_cell) + ("" if table_cell else times) + starts
 

@@ -7,12 +7,15 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxscale import units
 from jaxscale.core.config import SIGMA_PER_MAD, robust_sigma
 from jaxscale.runtime.monitor.config import HealthConfig
 from jaxscale.system.exits import BadInput
+
+if TYPE_CHECKING:
+    from jaxscale.runtime.monitor.health.evidence import EvidenceFn
 
 NOISE_EVERY = 8  # values between updates of the noise of the whole window, the most expensive part
 
@@ -317,7 +320,7 @@ class Rule(abc.ABC):
 
     kind: str
     begin, end = 2, 5
-    causes: tuple[tuple[str, Any], ...]  # what may cause it, by likelihood without evidence (docs/health.md)
+    causes: tuple[tuple[str, "EvidenceFn"], ...]  # what may cause it, by likelihood without evidence (docs/health.md)
     advice: tuple[str, ...]
     sources: tuple[str, ...]  # of the thresholds
 
