@@ -322,7 +322,8 @@ def test_a_sweep_names_the_lowest_and_the_values_within_noise():
     ends = {"1e-3": 2.2, "2e-3": 2.0, "4e-3": 2.001, "8e-3": 2.5}
     trials = vary.vary_trials(BASE, Options(vary=(("optim.peak_lr", tuple(ends)),)))
     first, parabola = vary.conclude([made(t, ends[t.at["optim.peak_lr"]] + noisy(t)) for t in trials]).verdict
-    assert first.startswith("optim.peak_lr=2e-3 ends lowest") and "do not distinguish it from optim.peak_lr=4e-3" in first
+    assert first.startswith("optim.peak_lr=2e-3 ends lowest")
+    assert "do not distinguish it from optim.peak_lr=4e-3" in first
     assert parabola.startswith("The best optim.peak_lr by a parabola through the lowest points: 0.00")
     lost = [made(t, 2.0, curve=[5.0, 6.0, 1e4, 5.0], diverged=True) for t in trials[-3:]]
     held = [made(t, ends[t.at["optim.peak_lr"]]) for t in trials[:-3]]
