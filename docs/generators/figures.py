@@ -196,7 +196,7 @@ def reached_table() -> str:
     return table(["chip", "run", "", "MFU", "source"], rows)
 
 
-def lowest_params(flops: float, law: scaling.LossFit) -> float:
+def lowest_params(flops: float, law: scaling.Terms) -> float:
     """N where the law is lowest for so many operations: its slope in N along 6 N D = C is zero there."""
     both = law.alpha + law.beta
     return (law.alpha * law.A / (law.beta * law.B)) ** (1 / both) * (flops / 6) ** (law.beta / both)

@@ -147,7 +147,7 @@ def test_a_smaller_model_reaches_the_same_loss_with_more_tokens():
         assert spent(one.params, one.flops) == pytest.approx(spent(params, scaling.train_flops(params, tokens)))
     assert scaling.tokens_for_loss(1e7, loss) is None  # too small for ever
     # the first fit's own optimum is far from the paper's 20 tokens a parameter, the refit's is near
-    first = scaling.LossFit(1.69, 406.4, 410.7, 0.34, 0.28, "arXiv:2203.15556, equation 10")
+    first = scaling.Terms(1.69, 406.4, 410.7, 0.34, 0.28)
     near = lambda fit: min((scaling.predicted_loss(n, 5.76e23 / 6 / n, fit), 5.76e23 / 6 / n / n) for n in
                            (2e10 * 1.02**i for i in range(130)))[1]  # fmt: skip
     assert near(first) > 2 * 20 and 14 < near(scaling.BESIROGLU) < 28

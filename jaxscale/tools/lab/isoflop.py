@@ -8,8 +8,7 @@ from jaxscale.tools.lab.estimate import mean, power
 from jaxscale.tools.lab.experiment import SMALL, Conclusion, Options, Run, drawing, line
 from jaxscale.tools.lab.sizes import train_tokens_of, wider
 from jaxscale.tools.lab.trial import Base, Result, Trial, distinct, groups_of
-from jaxscale.tools.planning.best_size import three_approaches
-from jaxscale.tools.planning.envelope import Curve, curve_of_run, smooth
+from jaxscale.tools.planning.best_size import Curve, curve_of_run, smooth, three_approaches
 from jaxscale.tools.planning.loss_law import Point
 from jaxscale.tools.planning.scaling import KAPLAN_FLOPS, KAPLAN_TOKENS
 from jaxscale.tools.reporting.page_tables import n

@@ -103,7 +103,7 @@ def too_few_tokens(params: float, tokens: float, fewest: float = 10.0) -> Cautio
         f"for the same operations {units.count(best.params)} parameters on {units.count(best.tokens)} tokens reach "
         f"a lower loss: {units.digits(best.tokens / best.params)} a parameter",
         f"train on {units.count(scaling.lowest_tokens(params))} tokens, or take the smaller model",
-        scaling.BESIROGLU.source if best.loss else "arXiv:2203.15556",
+        scaling.BESIROGLU_SOURCE if best.loss else "arXiv:2203.15556",
     )
 
 

@@ -83,15 +83,11 @@ def group_lines(torus: Torus | None, members: Sequence[int]) -> tuple[Phase, ...
         if number == len(torus.sides):
             lines.append(Phase(CORE, len(values[number]), 1.0))
             continue
-        links = line_links(values[number], torus.sides[number], torus.rings[number])
+        stride = math.gcd(*(later - earlier for earlier, later in itertools.pairwise(values[number])))
+        is_ring = torus.rings[number] and len(values[number]) * stride == torus.sides[number]
+        links = (2 if is_ring else 1) / stride
         lines.append(Phase(DIMENSIONS[number], len(values[number]), links / torus.num_links))
     return tuple(lines)
-
-
-def line_links(values: Sequence[int], side: int, ring: bool) -> float:
-    """Returns the links of a chip that a group at these coordinates of one torus dimension can use."""
-    stride = math.gcd(*(later - earlier for earlier, later in itertools.pairwise(values)))
-    return (2 if ring and len(values) * stride == side else 1) / stride
 
 
 def ring_over(lines: Sequence[Phase], chip_links: int) -> tuple[Phase, ...]:

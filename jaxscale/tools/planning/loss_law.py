@@ -22,6 +22,7 @@ import numpy as np
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput
 from jaxscale.tools.planning.loss_fit import PULL_AT, PULL_WIDTH, Form, Problem
+from jaxscale.tools.planning.scaling import Terms
 from jaxscale.units import count
 
 INTERVAL = (0.05, 0.95)  # quantiles of low and high
@@ -51,22 +52,6 @@ class SeedNoise(NamedTuple):
 
     off: float  # standard deviation of log L
     freedom: float  # degrees of freedom of the measurement; infinite if given
-
-
-class Terms(NamedTuple):
-    """E, A, B, alpha, beta; 0 for those that a form lacks."""
-
-    E: float
-    A: float
-    B: float
-    alpha: float
-    beta: float
-
-    def loss(self, params: float, tokens: float) -> float:
-        """Returns nats per token."""
-        in_params = self.A * params**-self.alpha if self.A else 0.0
-        in_tokens = self.B * tokens**-self.beta if self.B else 0.0
-        return self.E + in_params + in_tokens
 
 
 class Interval(NamedTuple):

@@ -11,7 +11,7 @@ from typing import Any
 from jaxscale.kernels.hardware import CHIPS, Chip, find_chip
 from jaxscale.kernels.host_memory import HOST
 from jaxscale.tools.planning.measured import Measured
-from jaxscale.tools.planning.topology import PLANNED, Topology, TopologyName, parse_topology
+from jaxscale.tools.planning.topology import PLANNED, Topology, parse_topology
 
 THIS_MACHINE = "here"
 
@@ -39,22 +39,17 @@ def open_machine(text: str) -> Topology:
     """Returns the machine of a name of topology.PLANNED. Raises BadInput with the nearest valid name."""
     name = parse_topology(text, planned=True)
     kind = PLANNED[name.family].device_kind
-    if name.platform == "tpu":
-        return tpu_slices(name, kind)
-    hosts, cards = name.shape
-    devices = [PlannedDevice(i, "gpu", kind, i // cards, 0, (i,)) for i in range(hosts * cards)]
-    return Topology(str(name), "gpu", CHIPS[kind], devices, 1, hosts)
-
-
-def tpu_slices(name: TopologyName, kind: str) -> Topology:
-    """Returns TPU slices, with chips in libtpu's order."""
+    devices: list[Any] = []
+    if name.platform == "gpu":
+        hosts, cards = name.shape
+        devices += [PlannedDevice(i, "gpu", kind, i // cards, 0, (i,)) for i in range(hosts * cards)]
+        return Topology(str(name), "gpu", CHIPS[kind], devices, 1, hosts)
     x_size, y_size, *_ = (*name.shape, 1)
     cores = CHIPS[kind].devices_per_chip
     slice_devices = math.prod(name.shape) * cores
     slice_hosts = CHIPS[kind].num_hosts(slice_devices)
     per_host = -(-slice_devices // slice_hosts)
-    devices: list[Any] = []
-    for slice_index in range(name.num_slices):
+    for slice_index in range(name.num_slices):  # chips in libtpu's order
         for index in range(slice_devices):
             chip, core = divmod(index, cores)
             coords = (chip % x_size, chip // x_size % y_size, chip // x_size // y_size)

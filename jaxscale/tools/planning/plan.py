@@ -1,7 +1,6 @@
 """The plan of a run: what config, machine and options imply without compilation, computed once, as plain data."""
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -219,18 +218,13 @@ def find_cautions(
     plan: RunPlan, cfg: RunConfig, program: Program, topology: Topology, options: PlanOptions
 ) -> tuple[Caution, ...]:
     """Returns the cautions of a plan. Rules for some optimizers or for decoders apply to these only."""
-    found = (
-        training_cautions(plan, cfg),
-        time_cautions(plan, cfg),
-        machine_cautions(plan, cfg, program, topology),
-        speed_cautions(plan, cfg, options),
-    )
-    return tuple(filter(None, itertools.chain(*found)))
+    found = (*run_cautions(plan, cfg), *machine_cautions(plan, cfg, program, topology, options))
+    return tuple(filter(None, found))
 
 
-def training_cautions(plan: RunPlan, cfg: RunConfig) -> Iterator[Caution | None]:
-    """Yields cautions about warmup, learning rate, tokens and batch."""
-    work = plan.work
+def run_cautions(plan: RunPlan, cfg: RunConfig) -> Iterator[Caution | None]:
+    """Yields cautions about warmup, learning rate, tokens and batch; wall time, limits of the run, and checkpoints."""
+    work, time, money, saves, chips = plan.work, plan.time, plan.money, plan.saves, plan.machine.num_chips
     is_decoder, size = scaling.laws_hold(cfg.model), (work.params, work.tokens)
     yield cautions.too_many_tokens(work.tokens)
     if plan.data.epochs:
@@ -242,14 +236,8 @@ def training_cautions(plan: RunPlan, cfg: RunConfig) -> Iterator[Caution | None]
     if is_decoder:
         yield cautions.too_few_tokens(*size)
         yield cautions.batch_too_large(*size, work.batch_tokens)
-
-
-def time_cautions(plan: RunPlan, cfg: RunConfig) -> Iterator[Caution | None]:
-    """Yields cautions about the wall time, the limits of the run, and checkpoints."""
-    work, time, money, saves, chips = plan.work, plan.time, plan.money, plan.saves, plan.machine.num_chips
     if (wall := time.wall_seconds) is None:
         return
-    is_decoder = scaling.laws_hold(cfg.model)
     yield cautions.wall_too_long(wall, chips, work.flops_per_token_6n * work.tokens if is_decoder else None)
     for limit, available, needed in (
         ("the deadline", time.deadline_seconds, wall),
@@ -262,9 +250,11 @@ def time_cautions(plan: RunPlan, cfg: RunConfig) -> Iterator[Caution | None]:
         yield cautions.save_interval(interval.high, saves.save_seconds, chips, wall.high)
 
 
-def machine_cautions(plan: RunPlan, cfg: RunConfig, program: Program, topology: Topology) -> Iterator[Caution | None]:
-    """Yields cautions about links between devices, and the dtype on this chip."""
-    chip, devices, shape = topology.chip, len(topology.devices), program.mesh.shape
+def machine_cautions(
+    plan: RunPlan, cfg: RunConfig, program: Program, topology: Topology, options: PlanOptions
+) -> Iterator[Caution | None]:
+    """Yields cautions about links between devices, the dtype on this chip, matmul time, and the requested MFU."""
+    chip, devices, shape, speed = topology.chip, len(topology.devices), program.mesh.shape, plan.time.speed
     domains = link_domains(topology.devices) if topology.platform != "cpu" else [0] * devices
     yield cautions.tensor_over_slow_links(shape["tensor"], domains.count(domains[0]), chip)
     yield cautions.bubble_too_large(program.plan.schedule_size, int(program.plan.pipeline.layers.max()) + 1)
@@ -272,13 +262,8 @@ def machine_cautions(plan: RunPlan, cfg: RunConfig, program: Program, topology: 
     yield cautions.dtype_mismatch(cfg.model.compute_dtype, chip)
     if crossing := slice_crossing(program, topology):
         yield cautions.wrong_axis_across_slices(*crossing)
-    if not plan.time.speed.measured and plan.time.speed.mfu is not None:
+    if not speed.measured and speed.mfu is not None:
         yield cautions.unknown_bandwidth(len(set(domains)), devices, chip)
-
-
-def speed_cautions(plan: RunPlan, cfg: RunConfig, options: PlanOptions) -> Iterator[Caution | None]:
-    """Yields cautions about the matmul time of a step and the requested MFU."""
-    speed = plan.time.speed
     if (matmul_seconds := speed.compute_seconds) is None or speed.step_seconds is None:
         return
     yield cautions.exposed_communication(matmul_seconds, speed.exposed_seconds or 0.0)

@@ -228,7 +228,7 @@ def assumption_lines(plan: RunPlan) -> list[str]:
     if plan.work.optimal is not None:
         found += [
             f"loss fit: E + A / N^a + B / D^b with E {fit.E}, A {fit.A}, B {fit.B}, a {fit.alpha}, b {fit.beta}; from "
-            f"{count(scaling.SMALLEST_FITTED)} parameters on: {fit.source}",
+            f"{count(scaling.SMALLEST_FITTED)} parameters on: {scaling.BESIROGLU_SOURCE}",
             "compute-optimal: where that fit is lowest for 6 N D FLOPs; below those sizes the rule of 20 tokens a "
             "parameter: arXiv:2203.15556",
         ]

@@ -80,7 +80,7 @@ def rule_text(rule: scaling.Alternative) -> str:
     """Returns the rule for size and tokens, with its source."""
     if rule.loss is None:
         return f"{scaling.TOKENS_PER_PARAM:g} tokens a parameter (arXiv:2203.15556); no fit covers smaller models"
-    return f"where E + A / N^a + B / D^b is lowest for 6 N D operations ({scaling.BESIROGLU.source})"
+    return f"where E + A / N^a + B / D^b is lowest for 6 N D operations ({scaling.BESIROGLU_SOURCE})"
 
 
 def shortened(proposal: Proposal, share: float) -> Proposal:

@@ -35,19 +35,25 @@ def laws_hold(model: ModelConfig) -> bool:
     return model.kind == "decoder" and not is_mixture(model)
 
 
-class LossFit(NamedTuple):
-    """Loss in nats per token = E + A / N**alpha + B / D**beta."""
+class Terms(NamedTuple):
+    """Loss in nats per token = E + A / N**alpha + B / D**beta; 0 for the terms that a law lacks."""
 
     E: float
     A: float
     B: float
     alpha: float
     beta: float
-    source: str
+
+    def loss(self, params: float, tokens: float) -> float:
+        """Returns nats per token."""
+        in_params = self.A * params**-self.alpha if self.A else 0.0
+        in_tokens = self.B * tokens**-self.beta if self.B else 0.0
+        return self.E + in_params + in_tokens
 
 
 # The original fit of arXiv:2203.15556 does not reproduce its own optimum; this refit explains and corrects it.
-BESIROGLU = LossFit(1.8172, 482.01, 2085.43, 0.3478, 0.3658, "arXiv:2404.10102, a refit of arXiv:2203.15556")
+BESIROGLU = Terms(1.8172, 482.01, 2085.43, 0.3478, 0.3658)
+BESIROGLU_SOURCE = "arXiv:2404.10102, a refit of arXiv:2203.15556"
 
 
 # The laws of 2020, for comparison: N without embeddings, on WebText2 with its tokenizer. Source: arXiv:2001.08361,
@@ -120,18 +126,18 @@ def optimal_params(flops: float) -> float:
     return math.sqrt(flops / 6 / TOKENS_PER_PARAM)
 
 
-def lowest_params(flops: float, fit: LossFit = BESIROGLU) -> float:
+def lowest_params(flops: float, fit: Terms = BESIROGLU) -> float:
     """Returns N at the minimum of the fit for this many FLOPs. Source: arXiv:2203.15556, equation 4."""
     ratio = fit.alpha * fit.A / (fit.beta * fit.B)
     return (ratio * (flops / 6) ** fit.beta) ** (1 / (fit.alpha + fit.beta))
 
 
-def lowest_tokens(params: float, fit: LossFit = BESIROGLU) -> float:
+def lowest_tokens(params: float) -> float:
     """Returns D with which N parameters are the fit's best model; 20 N below the fit's range."""
     if params < SMALLEST_FITTED:
         return optimal_tokens(params)
-    ratio = fit.beta * fit.B / (fit.alpha * fit.A)
-    return (ratio * params**fit.alpha) ** (1 / fit.beta)
+    ratio = BESIROGLU.beta * BESIROGLU.B / (BESIROGLU.alpha * BESIROGLU.A)
+    return (ratio * params**BESIROGLU.alpha) ** (1 / BESIROGLU.beta)
 
 
 def optimal_tokens(params: float) -> float:
@@ -139,9 +145,9 @@ def optimal_tokens(params: float) -> float:
     return TOKENS_PER_PARAM * params
 
 
-def predicted_loss(params: float, tokens: float, fit: LossFit = BESIROGLU) -> float:
+def predicted_loss(params: float, tokens: float, fit: Terms = BESIROGLU) -> float:
     """Returns nats per token on the fit's data and tokenizer: to compare sizes, not to forecast another corpus."""
-    return fit.E + fit.A / params**fit.alpha + fit.B / tokens**fit.beta
+    return fit.loss(params, tokens)
 
 
 def fitted_loss(params: float, tokens: float) -> float | None:
@@ -149,7 +155,7 @@ def fitted_loss(params: float, tokens: float) -> float | None:
     return predicted_loss(params, tokens) if params >= SMALLEST_FITTED else None
 
 
-def tokens_for_loss(params: float, loss: float, fit: LossFit = BESIROGLU) -> float | None:
+def tokens_for_loss(params: float, loss: float, fit: Terms = BESIROGLU) -> float | None:
     """Returns D at which a model of N parameters reaches the loss; None if it never does."""
     remaining = loss - fit.E - fit.A / params**fit.alpha
     return (fit.B / remaining) ** (1 / fit.beta) if remaining > 0 else None

@@ -21,7 +21,8 @@ from jaxscale.program.budget import Budget, resolve_budget
 from jaxscale.runtime.monitor.history import History, read_history
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput
-from jaxscale.tools.planning.envelope import Curve, curve_of_run
+from jaxscale.system.foreign import short
+from jaxscale.tools.planning.best_size import Curve, curve_of_run
 from jaxscale.tools.planning.loss_law import Point, SeedNoise
 from jaxscale.tools.planning.scaling import is_mixture
 
@@ -178,7 +179,7 @@ def read_run(folder: str, settings: dict[str, Any], target: ScheduleShape) -> La
     check_one_size(budget, "it has")
     for name, value in comparable(cfg).items():
         if value != settings[name]:
-            raise BadInput(f"{name} is {shortened(value)}, not {shortened(settings[name])} as in the config")
+            raise BadInput(f"{name} is {short(value)}, not {short(settings[name])} as in the config")
     schedule = schedule_of(cfg, budget)
     if not schedule.ends_as(target):
         raise BadInput(f"its schedule is {schedule}, not {target}")
@@ -236,16 +237,12 @@ def check_dense(cfg: RunConfig, what: str) -> None:
 
 def check_one_size(budget: Budget, what: str) -> None:
     """Raises BadInput for a run with a batch or sequence length ramp."""
-    if budget.seq_len_ramp:
-        raise BadInput(
-            f"{what} a seq_len_ramp: losses at different sequence lengths are not one curve; forecast and compare runs "
-            "without it"
-        )
-    if budget.ramp:
-        raise BadInput(
-            f"{what} a batch_ramp: curves are compared by step, and its steps differ in tokens; forecast and compare "
-            "runs without it"
-        )
+    for name, ramp, reason in (
+        ("seq_len_ramp", budget.seq_len_ramp, "losses at different sequence lengths are not one curve"),
+        ("batch_ramp", budget.ramp, "curves are compared by step, and its steps differ in tokens"),
+    ):
+        if ramp:
+            raise BadInput(f"{what} a {name}: {reason}; forecast and compare runs without it")
 
 
 def read_settings(history: History) -> tuple[RunConfig, Budget]:
@@ -265,12 +262,6 @@ def comparable(cfg: RunConfig) -> dict[str, Any]:
     """Returns the settings that two comparable held-out losses share: text, tokens, rows, objective."""
     values = schema.to_dict(cfg)
     return {name: schema.look_up(values, name) for name in COMPARED}
-
-
-def shortened(value: Any) -> str:
-    """Returns the value, shortened, for messages."""
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def schedule_of(cfg: RunConfig, budget: Budget) -> ScheduleShape:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxscale import schema
 from jaxscale.runtime.monitor.history import History
 from jaxscale.runtime.monitor.run_files import as_list
 from jaxscale.tools.reporting.canvas import Canvas, step_axis, tokens_per_step
@@ -15,7 +16,6 @@ from jaxscale.tools.reporting.page_tables import (
     Cell,
     change_table,
     difference_table,
-    flatten,
     incident_table,
     left_out,
     mono,
@@ -228,7 +228,7 @@ def settings(history: History) -> str:
     parts.append(f"<h3>Changed on the way</h3>{changes}" if changes else left_out("No setting was changed on the way."))
     if every := history.part("config"):
         all_settings = table(
-            ("setting", "value"), [(mono(name), mono(value)) for name, value in flatten(every).items()]
+            ("setting", "value"), [(mono(name), mono(value)) for name, value in schema.flatten(every).items()]
         )
         parts.append(f"<details><summary>All settings</summary>{all_settings}</details>")
     return "".join(parts)

@@ -1,10 +1,10 @@
 """The tables of the page: what was seen, where the time went, settings and their changes, the log of incidents."""
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from jaxscale import units
+from jaxscale import schema, units
 from jaxscale.runtime.monitor.goodput import measure_goodput
 from jaxscale.runtime.monitor.history import History, is_number
 from jaxscale.runtime.monitor.run_files import as_list
@@ -133,19 +133,14 @@ def change_table(history: History) -> str:
     """Settings that were changed on the way, and what that did to the numbers."""
     written = history.config.get("changed", history.config.get("allowed_changes"))  # the name before 2026-11-22
     changes = [change for change in as_list(written) if isinstance(change, dict)]
-    rows = [
-        (n(integer_text(c.get("step"))), mono(c.get("name")), mono(c.get("old")), mono(c.get("new")), effect(c))
-        for c in changes[-MOST_CHANGES:]
-    ]
+    rows = []
+    for change in changes[-MOST_CHANGES:]:
+        rates, effect = as_list(change.get("learning_rate")), "numbers follow it" if change.get("alters") else ""
+        if len(rates) == 2 and all(map(is_number, rates)):
+            effect = f"the learning rate went from {rates[0]:.4g} to {rates[1]:.4g}"
+        values = (mono(change.get(name)) for name in ("name", "old", "new"))
+        rows.append((n(integer_text(change.get("step"))), *values, Cell(effect, "w")))
     return table(("from step", "setting", "before", "after", "and so"), rows)
-
-
-def effect(change: Mapping[str, Any]) -> Cell:
-    """Effect of a change: the learning rate's jump, other numbers, or none."""
-    rates = as_list(change.get("learning_rate"))
-    if len(rates) == 2 and all(map(is_number, rates)):
-        return Cell(f"the learning rate went from {rates[0]:.4g} to {rates[1]:.4g}", "w")
-    return Cell("numbers follow it" if change.get("alters") else "", "w")
 
 
 def difference_table(histories: Sequence[History]) -> str:
@@ -165,21 +160,10 @@ def difference_table(histories: Sequence[History]) -> str:
 
 def made_with(history: History) -> dict[str, Any]:
     """{dotted name: value} of the settings, and of what the run was made on and with; {} without config.json."""
-    config, devices = history.config, history.part("devices")
-    found = flatten(history.part("config"))
+    config, devices, settings = history.config, history.part("devices"), history.part("config")
+    found = schema.flatten(settings) if settings else {}
     if devices.get("kind"):
         found["devices"] = f"{devices.get('number', '?')} x {devices['kind']}"
     if config.get("git_commit"):
         found["git commit"] = config["git_commit"]
     return found | {f"version of {name}": version for name, version in history.part("versions").items() if version}
-
-
-def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{dotted name: value} of nested settings."""
-    found: dict[str, Any] = {}
-    for name, value in config.items():
-        if isinstance(value, dict) and value:
-            found |= flatten(value, f"{prefix}{name}.")
-        else:
-            found[f"{prefix}{name}"] = value
-    return found

@@ -215,30 +215,25 @@ def optimizer(canvas: Canvas) -> str:
 
 
 def speed(canvas: Canvas) -> str:
-    """Tokens per second, MFU, the time of a step and of waiting for data."""
+    """Tokens per second, MFU, the time of a step and of waiting for data, and other programs where they were large."""
     rate = canvas.lines("tokens_per_second", smoothed=True)
     mfu = canvas.metric("mfu", "MFU", "MFU", unit="of the chips' peak", numbers="percent", zero=True)
-    drawn = plots(
+    drawn = [
         canvas.plot("Throughput", rate, unit="tokens/s", numbers="count", zero=True),
         mfu,
         canvas.metric("step_seconds", "Time of a step", numbers="seconds", zero=True),
         canvas.metric("data_wait_seconds", "Wait for data", unit="of each step", numbers="seconds", zero=True),
-        other_work(canvas),
-    )
-    if drawn and not mfu:
-        drawn += left_out(
-            "MFU is not shown: the peak of these devices is not known (kernels/hardware.py has the chips)."
-        )
-    return drawn
-
-
-def other_work(canvas: Canvas) -> str:
-    """CPU share of other programs on the first host, if it was ever large."""
+    ]
     shares = [share for history in canvas.histories for share in history.series("host_other_share")[1]]
-    if not any(share >= OTHER_WORK for share in shares):
-        return ""
-    unit = "of the first host's processors"
-    return canvas.metric("host_other_share", "Other programs", "share", unit=unit, numbers="percent", zero=True)
+    if any(share >= OTHER_WORK for share in shares):
+        unit = "of the first host's processors"
+        drawn.append(
+            canvas.metric("host_other_share", "Other programs", "share", unit=unit, numbers="percent", zero=True)
+        )
+    html = plots(*drawn)
+    if html and not mfu:
+        html += left_out("MFU is not shown: no peak of these devices is known (kernels/hardware.py has the chips).")
+    return html
 
 
 def memory(canvas: Canvas) -> str:

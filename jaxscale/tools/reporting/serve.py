@@ -1,5 +1,6 @@
 """Serves the page on this machine, and renders it again when the run's files change."""
 
+import contextlib
 import hashlib
 import threading
 import time
@@ -32,7 +33,7 @@ class Pages:
         with self.lock:
             now = self.clock()
             if now - self.checked_at >= CHECK_SECONDS:
-                marks = [size_and_time(file) for folder in self.folders for file in watched(folder)]
+                marks = [mark for folder in self.folders for mark in sizes_and_times(folder)]
                 newest = max((mark[1] for mark in marks if mark), default=0.0)
                 # a run that falls silent changes its page too: looked at after 3 minutes, 6, 12, ...
                 quiet = max(0, int((now - newest) / QUIET_SECONDS)).bit_length()
@@ -50,22 +51,17 @@ class Pages:
             return self.content
 
 
-def watched(folder: Any) -> list[Any]:
-    """The files of a work folder that the page is made of, those that may come included."""
-    try:
-        ledgers = sorted(folder.glob(LEDGERS))
-    except OSError:  # the page reports a folder that cannot be listed
-        ledgers = []
-    return [*(folder / name for name in (*RUN_FILES, *OPTIONAL_FILES)), *ledgers]
-
-
-def size_and_time(path: Any) -> tuple[int, float] | None:
-    """(bytes, time of the last change) of a file; None where there is none, or it cannot be asked."""
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_size, found.st_mtime
+def sizes_and_times(folder: Any) -> list[tuple[int, float] | None]:
+    """(bytes, time of the last change) of each file of the page in a work folder; None for a missing one."""
+    files, found = [folder / name for name in (*RUN_FILES, *OPTIONAL_FILES)], []
+    with contextlib.suppress(OSError):  # the page reports a folder that cannot be listed
+        files += sorted(folder.glob(LEDGERS))
+    for file in files:
+        stat = None
+        with contextlib.suppress(OSError):
+            stat = file.stat()
+        found.append(stat and (stat.st_size, stat.st_mtime))
+    return found
 
 
 class ReportServer(LocalServer):
