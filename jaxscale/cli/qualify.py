@@ -28,7 +28,7 @@ from jaxscale.settings.help_text import command
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Exit
 from jaxscale.tools.qualify.qualification_page import summary_lines
-from jaxscale.tools.qualify.result import Floors, Limits, Machine, Qualification, usual_mfu_floor
+from jaxscale.tools.qualify.result import Floors, Machine, Qualification, phase_limits, usual_mfu_floor
 from jaxscale.tools.qualify.run import PROBES, qualify
 
 MIN_LIMIT = 60.0  # seconds, which the first compilation may take
@@ -119,7 +119,7 @@ def measure(flags: QualifyFlags, model: tuple[str, RunConfig] | None, team: clus
         check_machine(dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, name="synthetic")))
     if jax.process_index() == 0:
         paths.make_run_dir(folder, paths.PRIVATE)
-    limits = Limits.all(max(MIN_LIMIT, seconds))
+    limits = phase_limits(max(MIN_LIMIT, seconds))
     with Watchdog(folder, limits, others=team, setting="--minutes") as dog:
         devices = tuple(jax.devices())
         chip = find_chip(devices[0].device_kind)

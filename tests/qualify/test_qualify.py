@@ -18,7 +18,7 @@ from jaxscale.tools.qualify import model, products, run, storage
 from jaxscale.tools.qualify.axis_bandwidth import figure_of, meshes
 from jaxscale.tools.qualify.products import DeviceTime, beside_median, measure_devices, product_seconds
 from jaxscale.tools.qualify.qualification_page import make_page, summary_lines
-from jaxscale.tools.qualify.result import Floors, Limits, Machine, Probe, Reading, amount, held
+from jaxscale.tools.qualify.result import Floors, Machine, Probe, Reading, amount, held, phase_limits
 
 H100 = CHIPS["NVIDIA H100 80GB HBM3"]
 TINY = """
@@ -138,7 +138,7 @@ def test_no_probe_begins_when_the_time_is_used_up(tmp_path):
 
 
 def test_every_probe_is_a_phase_of_the_watchdog(tmp_path):
-    dog = Watchdog(tmp_path, Limits.all(60.0), setting="--minutes")
+    dog = Watchdog(tmp_path, phase_limits(60.0), setting="--minutes")
     for name in (*run.PROBES, "save"):
         line = dog.overdue_message(dog.phase(name))
         assert line == f"process 0: {name} has made no progress for 60 s (--minutes)"

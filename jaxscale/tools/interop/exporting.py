@@ -218,7 +218,7 @@ def write_shards(
             report = lambda now, before=done, resumed_bytes=resumed_bytes: on_bytes(before + now, total, resumed_bytes)
             write = functools.partial(write_shard, folder / shard.name, shard, source, leaves, dtype, report)
             mark, sums = stop_if_unwritable(write, folder)
-            journal.note(shard.name, {"mark": mark, "sums": sums})
+            journal.pending[shard.name] = {"mark": mark, "sums": sums}
             stop_if_unwritable(journal.flush, folder)
             crash_point("export/shard")
         done += shard.num_bytes

@@ -106,7 +106,7 @@ def write_units(
             resumed_bytes += size
             continue
         marks, odd = write_unit(unit, tensors, output, arrays, chunks)
-        journal.note(part, {"marks": marks, "odd": odd})
+        journal.pending[part] = {"marks": marks, "odd": odd}
         if output.transaction is None:
             flush(output, journal)
         on_bytes(done, total, resumed_bytes)

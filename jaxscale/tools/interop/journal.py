@@ -30,7 +30,7 @@ class Journal:
     def __init__(self, path: Any, identity: str):
         self.path, self.identity = path, identity
         self.done: dict[str, Any] = {}
-        self.pending: dict[str, Any] = {}  # done, and not yet durable
+        self.pending: dict[str, Any] = {}  # done, and not yet durable: recorded by the next flush
         self.last_write = 0.0
         self.close: Callable[[], Any] = lambda: None  # releases the folder lock
 
@@ -54,10 +54,6 @@ class Journal:
             return True
         self.write()
         return False
-
-    def note(self, part: str, value: Any) -> None:
-        """Adds a finished part, recorded by the next `flush`, once its data are durable."""
-        self.pending[part] = value
 
     def flush(self) -> None:
         """Records the pending parts, whose data are durable; rate-limited in a bucket."""

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy import optimize, stats
 
+from jaxscale.tools.reporting.axes import smooth
+
 CONFIDENCE = 0.9
 FLAT = 100.0  # search range of a critical batch: this factor below the smallest batch and above the largest
 
@@ -192,24 +194,11 @@ def noise_scale(small: float, large: float, norms_small: Sequence[float], norms_
     return Estimate(value, *(float(np.percentile(drawn, at)) for at in (tail, 100 - tail)))
 
 
-def running_mean(values: Sequence[float], half: int) -> np.ndarray:
-    """Returns the centered moving average over up to `half` values on each side of each value."""
-    total = np.concatenate([[0.0], np.cumsum(values)])
-    places = np.arange(len(values))
-    first, stop = np.maximum(places - half, 0), np.minimum(places + half + 1, len(values))
-    return (total[stop] - total[first]) / (stop - first)
-
-
 def tokens_to(target: float, tokens: Sequence[float], losses: Sequence[float], half: int = 8) -> float | None:
     """Returns the tokens at which the loss, smoothed over `half` points on each side, reaches `target`, or None."""
-    if not len(losses):
-        return None
-    smooth = running_mean(losses, half)
-    below = np.flatnonzero(smooth <= target)
-    if not len(below):
-        return None
-    at = int(below[0])
-    if at == 0:
-        return float(tokens[0])
-    part = (smooth[at - 1] - target) / (smooth[at - 1] - smooth[at])
+    smoothed = smooth(losses, half)
+    at = next((i for i, loss in enumerate(smoothed) if loss <= target), None)
+    if not at:
+        return None if at is None else float(tokens[0])
+    part = (smoothed[at - 1] - target) / (smoothed[at - 1] - smoothed[at])
     return float(tokens[at - 1] + part * (tokens[at] - tokens[at - 1]))

@@ -6,9 +6,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxscale.tools.lab.estimate import running_mean
 from jaxscale.tools.lab.trial import RATE, Base, Result, Trial
-from jaxscale.tools.reporting.axes import Axis, axis_over
+from jaxscale.tools.reporting.axes import Axis, axis_over, smooth
 from jaxscale.tools.reporting.page_tables import Cell
 from jaxscale.tools.reporting.plots import COLORS, Plot, PlotBand, PlotLine, color_of
 
@@ -127,7 +126,7 @@ def curves_of(
     for result in [r for r in results if not r.diverged] or [until_lost(r) for r in results[:1]]:
         tokens, values = result.curve(metric)
         if smoothed:
-            values = list(map(float, running_mean(values, max(1, len(values) // SMOOTHED))))
+            values = smooth(values, max(1, len(values) // SMOOTHED))
         lines.append(PlotLine(label, [t / by for t in tokens], values, color_of(place % COLORS)))
     return banded(lines)
 

@@ -28,19 +28,13 @@ LIMITS = (
 )
 
 
-def names_of(options: Options) -> tuple[str, ...]:
-    """Returns the optimizers' names. Raises BadInput for an unknown one."""
+def optimizer_trials(base: Base, options: Options) -> list[Trial]:
+    """Returns trials of optimizers x rates x seeds. Raises BadInput for an unknown optimizer."""
+    optim, found = base.cfg.optim, []
     known = typing.get_args(typing.get_type_hints(OptimConfig)["name"])
-    for name in options.names:
+    for name in options.names or known:
         if name not in known:
             raise BadInput(f"--names has {name!r}; optim.name may be {', '.join(known)}")
-    return options.names or known
-
-
-def optimizer_trials(base: Base, options: Options) -> list[Trial]:
-    """Returns trials of optimizers x rates x seeds."""
-    optim, found = base.cfg.optim, []
-    for name in names_of(options):
         rates = options.rates or [middle_rate(optim, name) * factor for factor in FACTORS]
         found += over_rates(base, {OPTIMIZER: name}, rates, options.seeds_of(2))
     return found

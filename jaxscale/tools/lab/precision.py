@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 
 from jaxscale.system.exits import BadInput
-from jaxscale.tools.lab.estimate import Estimate, mean, running_mean
+from jaxscale.tools.lab.estimate import Estimate, mean
 from jaxscale.tools.lab.experiment import SMALL, SMOOTHED, Conclusion, Options, Run, banded, curves_of, drawing
 from jaxscale.tools.lab.trial import Base, Result, Trial, groups_of
+from jaxscale.tools.reporting.axes import smooth
 from jaxscale.tools.reporting.page_tables import n
 from jaxscale.tools.reporting.page_text import percent, plain
 from jaxscale.tools.reporting.plots import PlotLine, color_of
@@ -85,8 +86,8 @@ def line_above(name: str, run: Result, exact: Result, place: int) -> PlotLine:
     """Returns the training loss above that of the float32 run with the same batches, in percent."""
     other = dict(zip(*exact.curve()))
     points = [(tokens, loss / other[tokens] - 1) for tokens, loss in zip(*run.curve()) if tokens in other]
-    smooth = running_mean([100 * off for _, off in points], max(1, len(points) // SMOOTHED))
-    return PlotLine(name, [tokens for tokens, _ in points], list(map(float, smooth)), color_of(place))
+    percents = smooth([100 * off for _, off in points], max(1, len(points) // SMOOTHED))
+    return PlotLine(name, [tokens for tokens, _ in points], percents, color_of(place))
 
 
 def scale_text(runs: Sequence[Result]) -> str:

@@ -40,9 +40,11 @@ def answer(base: Base, options: Options, run: Run) -> Conclusion:
 def conclude(results: Sequence[Result]) -> Conclusion:
     """Returns the Conclusion of these results, of which the first is the uninterrupted run."""
     whole, *killed = results
+    values = values_of(whole)
     verdict, rows, curves, marks = [], [], [line(WHOLE, zip(*whole.curve()))], []
     for place, result in enumerate(killed, 1):
-        name, diffs, compared = result.at(CASE), different(whole, result), len(values_of(whole))
+        name, others, compared = result.at(CASE), values_of(result), len(values)
+        diffs = sorted(at for at in {*values, *others} if values.get(at) != others.get(at))  # or only one run has it
         events = result.history.events
         again = next((event.get("step") for event in events if event.get("event") == "resumed"), None)
         from_text = "from the beginning" if again is None else f"from its checkpoint of step {again}"
@@ -67,9 +69,3 @@ def conclude(results: Sequence[Result]) -> Conclusion:
 def values_of(result: Result) -> dict[tuple[int, str], float]:
     """Returns {(step, metric): value} of the compared metrics."""
     return {(row["step"], name): row[name] for row in result.history.rows for name in COMPARED if name in row}
-
-
-def different(one: Result, other: Result) -> list[tuple[int, str]]:
-    """Returns the sorted (step, metric) pairs that differ, including those that only one run has."""
-    left, right = values_of(one), values_of(other)
-    return sorted(at for at in {*left, *right} if left.get(at) != right.get(at))

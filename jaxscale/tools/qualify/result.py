@@ -36,25 +36,13 @@ def usual_mfu_floor(chip: Chip | None) -> float | None:
     return published_mfu(H100)[0].low if same else None
 
 
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    """Timeout of each probe in seconds; the fields are phases of the watchdog."""
-
-    products_seconds: float
-    devices_seconds: float
-    links_seconds: float
-    kernels_seconds: float
-    step_seconds: float
-    storage_seconds: float
-    save_seconds: float  # of the checkpoint writer's thread
-
-    @classmethod
-    def all(cls, seconds: float) -> "Limits":
-        """Returns limits with the same timeout for each phase."""
-        return cls(*[seconds] * len(dataclasses.fields(cls)))
+def phase_limits(seconds: float) -> Any:
+    """Returns the watchdog's settings with this timeout for each phase: the probes, and `save` of the checkpoints."""
+    phases = ("products", "devices", "links", "kernels", "step", "storage", "save")
+    return dataclasses.make_dataclass("Limits", [f"{phase}_seconds" for phase in phases])(*[seconds] * len(phases))
 
 
-UNWATCHED = Watchdog(None, Limits.all(0.0))
+UNWATCHED = Watchdog(None, phase_limits(0.0))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,8 +116,13 @@ class Probe:
 
     @property
     def outside(self) -> tuple[str, ...]:
-        """Figures of this process outside their limits, one line each."""
-        return tuple(f"{one.name}: {limit_words(one)}" for one in self.figures if one.passed is False)
+        """Figures of this process outside their limits, one line each: 'NAME: 412 TFLOP/s, 41.7% of ...'."""
+        found = []
+        for one in self.figures:
+            if one.passed is False:
+                share = f", {one.share:.1%} of {amount(one.against, one.unit)}" if one.against else ""
+                found.append(f"{one.name}: {amount(one.value, one.unit)}{share}; wanted {limits(one)}")
+        return tuple(found)
 
     @property
     def failures(self) -> tuple[str, ...]:
@@ -183,14 +176,6 @@ class Qualification:
                 row["share"], row["passed"] = figure.share, figure.passed
                 row.update({key: str(x) for key, x in row.items() if isinstance(x, float) and not math.isfinite(x)})
         return found
-
-
-def limit_words(figure: Reading) -> str:
-    """Returns the value and its limits, such as '412 TFLOP/s, 41.7% of 989 TFLOP/s; wanted at least 593 TFLOP/s'."""
-    text = amount(figure.value, figure.unit)
-    if figure.against and figure.share is not None:
-        text += f", {figure.share:.1%} of {amount(figure.against, figure.unit)}"
-    return f"{text}; wanted {wanted}" if (wanted := limits(figure)) else text
 
 
 def limits(figure: Reading) -> str:

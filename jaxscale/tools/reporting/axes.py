@@ -108,15 +108,13 @@ def thin_columns(steps: Sequence[float], values: Sequence[float], columns: int) 
     return thinned
 
 
-def smooth(values: Sequence[float], half: int) -> list[float]:
-    """Moving average over up to `half` neighbours on each side.
+def smooth(values: Sequence[float], half: int, *, steep: bool = False) -> list[float]:
+    """Moving average over up to `half` neighbours on each side; the window is cut at both ends.
 
-    The window is symmetric at the beginning, where a loss is steep, and cut at the end.
+    steep: it is symmetric at the beginning, where a loss is steep.
     """
-    total = [0.0, *itertools.accumulate(values)]
-    count = len(values)
-    means = []
-    for i in range(count):
-        first, last = max(i - half, 0), min(i + min(half, i), count - 1)
-        means.append((total[last + 1] - total[first]) / (last + 1 - first))
+    total, means = [0.0, *itertools.accumulate(values)], []
+    for i in range(len(values)):
+        first, stop = max(i - half, 0), min(i + (min(half, i) if steep else half) + 1, len(values))
+        means.append((total[stop] - total[first]) / (stop - first))
     return means

@@ -65,7 +65,7 @@ class Canvas:
         steps, values = history.series(name)
         if smoothed and len(values) >= SMOOTHED_FROM:
             lines.append(PlotLine(label, steps, values, color, "faint"))
-            values = smooth(values, max(int(len(values) * SMOOTHED_SHARE / 2), 1))
+            values = smooth(values, max(int(len(values) * SMOOTHED_SHARE / 2), 1), steep=True)
         return [*lines, PlotLine(label, steps, values, color, style)]
 
 

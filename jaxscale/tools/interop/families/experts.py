@@ -70,8 +70,9 @@ MIXTRAL = llama.llama_family(
         num_experts_per_tok=2, router_jitter_noise=0.0,
     ),
     llama.SILU | dict(router_jitter_noise=(None, 0)),
-    settings=lambda hf: llama.read_window(hf) | read_experts(hf, MIXTRAL_KEYS, 8),
-    keys=lambda cfg: llama.write_window(cfg) | write_experts(cfg, MIXTRAL_KEYS),
+    same=llama.WINDOW,
+    settings=lambda hf: read_experts(hf, MIXTRAL_KEYS, 8),
+    keys=lambda cfg: write_experts(cfg, MIXTRAL_KEYS),
     fused=MIXTRAL_FUSED,
     renames=((r"\.mlp\.", ".block_sparse_moe."),),
 )  # fmt: skip
@@ -91,13 +92,13 @@ def qwen3_moe_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
             "the first layers, as in [0, 1]"
         )
     experts = read_experts(hf, QWEN3_KEYS, 128, first_dense=len(dense))
-    return llama.read_biases(hf) | dict(qk_norm=True, attention_window=window) | experts
+    return dict(qk_norm=True, attention_window=window) | experts
 
 
 def qwen3_moe_keys(cfg: LlamaConfig) -> dict[str, Any]:
     """Inverse of qwen3_moe_settings."""
-    windowed = dict(use_sliding_window=cfg.attention_window is not None)
-    found = windowed | llama.write_biases(cfg) | llama.write_window(cfg) | write_experts(cfg, QWEN3_KEYS)
+    windowed = dict(use_sliding_window=cfg.attention_window is not None, sliding_window=cfg.attention_window)
+    found = windowed | write_experts(cfg, QWEN3_KEYS)
     if cfg.experts is not None:
         found |= dict(decoder_sparse_step=1, mlp_only_layers=list(range(cfg.experts.first_dense)))
     return found
@@ -114,6 +115,7 @@ QWEN3_MOE = llama.llama_family(
         num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=False, decoder_sparse_step=1,
         mlp_only_layers=None, max_window_layers=None,
     ),
+    same=llama.BIASED,
     settings=qwen3_moe_settings,
     keys=qwen3_moe_keys,
     fused=FUSED,
@@ -123,12 +125,7 @@ QWEN3_MOE = llama.llama_family(
 def olmoe_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
     """QK-norm over all heads; head_dim follows from the model."""
     refuse_unless(hf, head_dim=(None, hf["hidden_size"] // hf["num_attention_heads"]))
-    return llama.read_biases(hf) | dict(qk_norm=True, qk_norm_over="all_heads") | read_experts(hf, EXPERT_KEYS, 64)
-
-
-def olmoe_keys(cfg: LlamaConfig) -> dict[str, Any]:
-    """Inverse of olmoe_settings; another head_dim does not round-trip."""
-    return llama.write_biases(cfg) | dict(head_dim=cfg.embed_dim // cfg.num_heads) | write_experts(cfg, EXPERT_KEYS)
+    return dict(qk_norm=True, qk_norm_over="all_heads") | read_experts(hf, EXPERT_KEYS, 64)
 
 
 OLMOE = llama.llama_family(
@@ -140,8 +137,10 @@ OLMOE = llama.llama_family(
         rms_norm_eps=1e-5, attention_bias=False, num_experts_per_tok=8, norm_topk_prob=False, clip_qkv=None,
     ),
     llama.SILU | dict(clip_qkv=(None,)),
+    same=llama.BIASED,
     settings=olmoe_settings,
-    keys=olmoe_keys,
+    # another head_dim does not round-trip
+    keys=lambda cfg: dict(head_dim=cfg.embed_dim // cfg.num_heads) | write_experts(cfg, EXPERT_KEYS),
     fused=FUSED,
 )  # fmt: skip
 # DeepSeek-V2 has softmax scores, and a group's score is that of its best expert. V3 has sigmoid scores, a bias that

@@ -34,6 +34,7 @@ GEMMA3_DEFAULTS = GEMMA2_DEFAULTS | dict(
     vocab_size=262_208, rope_theta=1_000_000.0, rope_local_base_freq=10_000.0, sliding_window_pattern=6,
     final_logit_softcapping=None, attn_logit_softcapping=None,
 )  # fmt: skip
+SOFTCAPS = dict(attention_softcap="attn_logit_softcapping", logit_softcap="final_logit_softcapping")
 SHARED_SETTINGS = dict(zero_centred_norms=True, activation="gelu_tanh", scaled_embeddings=True)
 GEMMA2_CHOICES = dict(hidden_activation=(GELU,), use_bidirectional_attention=(None, False))
 
@@ -43,9 +44,8 @@ def gemma2_shared_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
     scalar, usual = hf["query_pre_attn_scalar"], hf["sliding_window_pattern"]
     types = hf["layer_types"] or settings.expected_layer_types(hf["num_hidden_layers"], every=usual)
     query_scalar = None if scalar == hf["head_dim"] else settings.number(hf, "query_pre_attn_scalar")
-    softcaps = dict(attention_softcap=hf["attn_logit_softcapping"], logit_softcap=hf["final_logit_softcapping"])
-    found = SHARED_SETTINGS | llama.read_biases(hf) | dict(norm_placement="both", query_scalar=query_scalar)
-    return found | softcaps | settings.read_windows(hf, types, usual)
+    found = SHARED_SETTINGS | dict(norm_placement="both", query_scalar=query_scalar)
+    return found | settings.read_windows(hf, types, usual)
 
 
 def gemma2_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -73,9 +73,7 @@ def gemma3_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
 def gemma2_keys(cfg: LlamaConfig) -> dict[str, Any]:
     """Inverse of gemma2_shared_settings."""
     scalar = cfg.head_dim if cfg.query_scalar is None else cfg.query_scalar
-    found = llama.write_biases(cfg) | dict(
-        attn_logit_softcapping=cfg.attention_softcap,
-        final_logit_softcapping=cfg.logit_softcap,
+    found = dict(
         query_pre_attn_scalar=int(scalar) if scalar == int(scalar) else scalar,
         sliding_window=cfg.attention_window,
         layer_types=settings.write_layer_types(cfg),
@@ -89,8 +87,8 @@ GEMMA1 = llama.llama_family(  # its "gelu" has always been the tanh form
     llama.BODY + llama.NORMS_BEFORE + llama.BIASES,
     GEMMA1_DEFAULTS,
     dict(hidden_act=(GELU, "gelu"), hidden_activation=(GELU, None), use_bidirectional_attention=(None, False)),
-    settings=lambda hf: SHARED_SETTINGS | llama.read_biases(hf),
-    keys=llama.write_biases,
+    same=llama.BIASED,
+    settings=lambda hf: SHARED_SETTINGS,
 )
 GEMMA2 = llama.llama_family(
     "gemma2",
@@ -98,6 +96,7 @@ GEMMA2 = llama.llama_family(
     llama.BODY + NORMS_AROUND + llama.BIASES,
     GEMMA2_DEFAULTS,
     GEMMA2_CHOICES,
+    llama.BIASED | SOFTCAPS,
     gemma2_settings,
     gemma2_keys,
 )
@@ -107,6 +106,7 @@ GEMMA3 = llama.llama_family(
     llama.BODY + NORMS_AROUND + llama.QK_NORMS + llama.BIASES,
     GEMMA3_DEFAULTS,
     GEMMA2_CHOICES,
+    llama.BIASED | SOFTCAPS,
     gemma3_settings,
     lambda cfg: gemma2_keys(cfg) | dict(rope_local_base_freq=cfg.local_rope_base or cfg.rope_base),
 )

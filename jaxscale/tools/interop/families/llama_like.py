@@ -5,6 +5,7 @@ QK-norm over all heads. Qwen2 and Qwen3: with biases, or with QK-norm. Phi-3: wi
 """
 
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from jaxscale.core.models.llama_config import LlamaConfig
@@ -61,27 +62,8 @@ CONFIG_KEYS = dict(  # setting: key, of all families here
     tied_embeddings="tie_word_embeddings",
 )  # fmt: skip
 SILU = dict(hidden_act=("silu",))
-
-
-def read_biases(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings for attention_bias: of QKV and the output projection."""
-    refuse_unless(hf, attention_bias=(False, True))
-    return dict(qkv_bias=hf["attention_bias"], out_bias=hf["attention_bias"])
-
-
-def write_biases(cfg: LlamaConfig) -> dict[str, Any]:
-    """Inverse of read_biases, for a config with all biases or none."""
-    return dict(attention_bias=cfg.out_bias)
-
-
-def read_window(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Setting for a sliding_window of all layers; None: full attention."""
-    return dict(attention_window=hf["sliding_window"])
-
-
-def write_window(cfg: LlamaConfig) -> dict[str, Any]:
-    """Inverse of read_window."""
-    return dict(sliding_window=cfg.attention_window)
+BIASED = dict(qkv_bias="attention_bias", out_bias="attention_bias")  # of all projections of the attention, or none
+WINDOW = dict(attention_window="sliding_window")  # of all layers; None: full attention
 
 
 def llama_family(
@@ -90,6 +72,7 @@ def llama_family(
     rows: tuple[TensorSpec, ...],
     defaults: Mapping[str, Any],
     choices: Mapping[str, tuple] = SILU,
+    same: Mapping[str, str] = MappingProxyType({}),
     settings: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda hf: {},
     keys: Callable[[LlamaConfig], dict[str, Any]] = lambda cfg: {},
     **more: Any,
@@ -97,14 +80,15 @@ def llama_family(
     """Returns a family whose models are a LlamaConfig.
 
     Args: defaults: transformers' values of absent keys. choices: {key: supported values}, of which the first is written
-    unless it is None. settings: computes settings in addition to those of CONFIG_KEYS, with rope_base if RoPE is not
-    read by read_rope. keys: its inverse. more: fields of HfFamily.
+    unless it is None. same: {setting: key} in addition to CONFIG_KEYS. settings: computes further settings, with
+    rope_base if RoPE is not read by read_rope. keys: its inverse. more: fields of HfFamily.
     """
+    names = CONFIG_KEYS | dict(same)
 
     def read_config(hf: Mapping[str, Any]) -> LlamaConfig:
         hf = {**defaults, **hf}
-        refuse_unless(hf, **choices)
-        found = {setting: hf[key] for setting, key in CONFIG_KEYS.items()}
+        refuse_unless(hf, **choices, **(dict(attention_bias=(False, True)) if "qkv_bias" in same else {}))
+        found = {setting: hf[key] for setting, key in names.items()}
         found["num_kv_heads"] = found["num_kv_heads"] or found["num_heads"]
         found["head_dim"] = found["head_dim"] or hf["hidden_size"] // found["num_heads"]
         found |= settings(hf)
@@ -114,7 +98,7 @@ def llama_family(
 
     def write_config(cfg: LlamaConfig) -> dict[str, Any]:
         written = {key: values[0] for key, values in choices.items() if values[0] is not None}
-        written |= {key: getattr(cfg, setting) for setting, key in CONFIG_KEYS.items()}
+        written |= {key: getattr(cfg, setting) for setting, key in names.items()}
         return written | write_rope(cfg) | keys(cfg)
 
     known = tuple(dict.fromkeys((*defaults, *choices, *ROPE)))
@@ -127,24 +111,22 @@ LLAMA = llama_family(
     BODY + NORMS_BEFORE + BIASES,
     SHARED | dict(attention_bias=False, mlp_bias=False),
     SILU | dict(mlp_bias=(False,)),
-    read_biases,
-    write_biases,
+    BIASED,
 )
 MISTRAL = llama_family(
     "mistral",
     "MistralForCausalLM",
     BODY + NORMS_BEFORE,
     SHARED | dict(intermediate_size=14336, num_key_value_heads=8, sliding_window=4096),  # of MistralConfig
-    settings=read_window,
-    keys=write_window,
+    same=WINDOW,
 )
 OLMO2 = llama_family(
     "olmo2",
     "Olmo2ForCausalLM",
     BODY + NORMS_AFTER + QK_NORMS + BIASES,
     SHARED | dict(vocab_size=50304, rms_norm_eps=1e-5, attention_bias=False),  # of Olmo2Config
-    settings=lambda hf: read_biases(hf) | dict(norm_placement="after", qk_norm=True, qk_norm_over="all_heads"),
-    keys=write_biases,
+    same=BIASED,
+    settings=lambda hf: dict(norm_placement="after", qk_norm=True, qk_norm_over="all_heads"),
 )
 QWEN_DEFAULTS = dict(  # of transformers' Qwen2Config; Qwen3Config has heads of 128
     vocab_size=151936, hidden_size=4096, intermediate_size=22016, num_hidden_layers=32, num_attention_heads=32,
@@ -188,8 +170,9 @@ QWEN3 = llama_family(
     "Qwen3ForCausalLM",
     BODY + NORMS_BEFORE + QK_NORMS + BIASES,
     QWEN_DEFAULTS | dict(head_dim=128),
-    settings=lambda hf: qwen_settings(hf) | read_biases(hf) | dict(qk_norm=True),
-    keys=lambda cfg: qwen_keys(cfg) | write_biases(cfg),
+    same=BIASED,
+    settings=lambda hf: qwen_settings(hf) | dict(qk_norm=True),
+    keys=qwen_keys,
 )
 # Phi-3 (arXiv:2404.14219): fused QKV, fused gate and up projections, and longrope.
 PHI3_LEAVES = ("blocks/attention/wq", "blocks/attention/wk", "blocks/attention/wv", "blocks/mlp/gate", "blocks/mlp/up")
@@ -212,21 +195,21 @@ def phi3_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
     if name not in ("default", "longrope"):
         raise BadInput(f"config.json: RoPE scaling {name!r} is not supported for phi3; it may be 'default', 'longrope'")
     base, scaling = read_rope({**hf, "rope_scaling": None, "rope_parameters": {**rope, "rope_type": name}})
-    return read_window(hf) | dict(rope_base=base, rope_scaling=scaling)
+    return dict(rope_base=base, rope_scaling=scaling)
 
 
 def phi3_keys(cfg: LlamaConfig) -> dict[str, Any]:
     """RoPE keys of this class. transformers 4 accepts no others, and takes the factor from the two lengths."""
     scaling = cfg.rope_scaling
     if scaling is None or scaling.name != "longrope":
-        return write_window(cfg) | {"rope_scaling": None}  # another scaling does not round-trip
+        return {"rope_scaling": None}  # another scaling does not round-trip
     written = write_rope(cfg)
     rope = {"type": "longrope"} | {name: written["rope_scaling"][name] for name in ("short_factor", "long_factor")}
     if scaling.attention_factor is not None:
         rope["attention_factor"] = scaling.attention_factor
     if written[MAX_POSITIONS] / scaling.original_max_len != scaling.factor:
         rope["factor"] = scaling.factor
-    return write_window(cfg) | {"rope_scaling": rope, ORIGINAL_POSITIONS: scaling.original_max_len}
+    return {"rope_scaling": rope, ORIGINAL_POSITIONS: scaling.original_max_len}
 
 
 PHI3 = llama_family(
@@ -234,6 +217,7 @@ PHI3 = llama_family(
     "Phi3ForCausalLM",
     tuple(row for row in BODY if row.leaf_names not in PHI3_LEAVES) + PHI3_FUSED + NORMS_BEFORE,
     PHI3_DEFAULTS,
+    same=WINDOW,
     settings=phi3_settings,
     keys=phi3_keys,
 )
