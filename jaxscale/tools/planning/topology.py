@@ -74,23 +74,17 @@ SHAPES_UNDER_A_CUBE = [(2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4)]
 KIB = 1024
 
 
-@dataclasses.dataclass(frozen=True)
-class Card:
-    """GPU figures that only its compiler needs; memory and bandwidth are in hardware.CHIPS."""
-
-    compute_capability: tuple[int, int]
-    multiprocessors: int
-    float32_units: int  # of one multiprocessor
-    clock_ghz: float  # boost
-    l2_bytes: int
-    shared_bytes: int  # of one multiprocessor
-    shared_bytes_of_block: int  # maximum per block
-
-
-# The architecture whitepapers (multiprocessors, units, L2, clock), and the table of technical specifications by compute
+# Figures that only a GPU's compiler needs, as XLA names them; memory and bandwidth are in hardware.CHIPS. Sources: the
+# architecture whitepapers (cores, fpus, L2, boost clock), and the table of technical specifications by compute
 # capability in the CUDA C++ Programming Guide (shared memory). Programs compiled so were not compared with a real card.
-HOPPER = Card((9, 0), 132, 128, 1.98, 50 * KIB * KIB, 228 * KIB, 227 * KIB)
-AMPERE = Card((8, 0), 108, 64, 1.41, 40 * KIB * KIB, 164 * KIB, 163 * KIB)
+HOPPER = dict(
+    cuda_compute_capability="{ major: 9 minor: 0 }", core_count=132, fpus_per_core=128, clock_rate_ghz=1.98,
+    l2_cache_size=50 * KIB * KIB, shared_memory_per_core=228 * KIB, shared_memory_per_block_optin=227 * KIB,
+)  # fmt: skip
+AMPERE = dict(
+    cuda_compute_capability="{ major: 8 minor: 0 }", core_count=108, fpus_per_core=64, clock_rate_ghz=1.41,
+    l2_cache_size=40 * KIB * KIB, shared_memory_per_core=164 * KIB, shared_memory_per_block_optin=163 * KIB,
+)  # fmt: skip
 CARDS = {
     "NVIDIA H100 80GB HBM3": HOPPER,
     "NVIDIA H200": HOPPER,
@@ -186,28 +180,17 @@ def gpu_devices(name: TopologyName) -> list[Any]:
 
 def target_config(device_kind: str) -> str:
     """Returns the text proto of one card of this kind, which must be in CARDS."""
-    card, chip = CARDS[device_kind], CHIPS[device_kind]
-    major, minor = card.compute_capability
+    chip = CHIPS[device_kind]
+    card = CARDS[device_kind] | dict(
+        threads_per_block_limit=1024, threads_per_warp=32, threads_per_core_limit=2048, block_dim_limit_x=2**31 - 1,
+        block_dim_limit_y=65535, block_dim_limit_z=65535, registers_per_core_limit=65536,
+        registers_per_block_limit=65536, shared_memory_per_block=48 * KIB, memory_bandwidth=int(chip.hbm_bandwidth),
+        device_memory_size=chip.hbm_bytes,
+    )  # fmt: skip
+    figures = "\n".join(f"  {name}: {value}" for name, value in card.items())
     return f"""\
 gpu_device_info {{
-  threads_per_block_limit: 1024
-  threads_per_warp: 32
-  shared_memory_per_block: {48 * KIB}
-  shared_memory_per_core: {card.shared_bytes}
-  threads_per_core_limit: 2048
-  core_count: {card.multiprocessors}
-  fpus_per_core: {card.float32_units}
-  block_dim_limit_x: {2**31 - 1}
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-  memory_bandwidth: {int(chip.hbm_bandwidth)}
-  l2_cache_size: {card.l2_bytes}
-  clock_rate_ghz: {card.clock_ghz}
-  device_memory_size: {chip.hbm_bytes}
-  shared_memory_per_block_optin: {card.shared_bytes_of_block}
-  cuda_compute_capability {{ major: {major} minor: {minor} }}
-  registers_per_core_limit: 65536
-  registers_per_block_limit: 65536
+{figures}
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: {CUDNN[0]} minor: {CUDNN[1]} }}

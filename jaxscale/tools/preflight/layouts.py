@@ -95,11 +95,6 @@ def layout_settings(cfg: RunConfig, layout: MeshSizes) -> dict[str, Any]:
     return found
 
 
-def schedules(cfg: RunConfig, layout: MeshSizes) -> list[str]:
-    """Returns candidate pipeline schedules: the config's, and those that save inputs of few microbatches."""
-    return list(dict.fromkeys([cfg.pipeline.schedule, "1f1b", "zero_bubble"])) if layout["pipeline"] > 1 else []
-
-
 def axis_sizes_text(layouts: Sequence[MeshSizes]) -> str:
     """Returns 'pipeline 1, 2, 4; data 1, 2; ...': the sizes of each axis among these meshes."""
     sizes = {axis: sorted({layout[axis] for layout in layouts}) for axis in MESH_AXES}

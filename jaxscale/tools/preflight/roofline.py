@@ -90,7 +90,7 @@ def roofline(
                 queues[queue] += seconds * collective.times
     hbm = facts.hbm_bytes / chip.hbm_bandwidth
     overlapped = max(compute, hbm, *queues.values())
-    timeline = simulate(facts.schedule, facts.collectives, chip)
+    timeline = Timeline(facts.collectives, chip, facts.schedule)
     bubble = bubble_seconds(
         schedule, head * (1 if shards_head else schedule.num_stages), head, compute, timeline.exposed
     )
@@ -128,9 +128,13 @@ def bubble_seconds(
 
 
 class Timeline:
-    """A simulated step: the clock of one chip and its links."""
+    """The clock of one chip and its links in a simulated step: matmuls at the chip's peak, links at theirs, no memory.
 
-    def __init__(self, started: Sequence[Collective], chip: Chip) -> None:
+    Matmuls run sequentially. Concurrently each torus dimension (or switch, or network) serves one collective at a time,
+    first come first served: two cannot hide behind the same work on the same links.
+    """
+
+    def __init__(self, started: Sequence[Collective], chip: Chip, items: Sequence[ScheduleItem]) -> None:
         self.started, self.chip = started, chip
         self.now = self.work = 0.0
         self.free: dict[str, float] = {}  # time at which each link becomes free
@@ -138,6 +142,7 @@ class Timeline:
         self.collectives = [CollectiveTime() for _ in started]
         self.exposed: dict[str, float] = collections.defaultdict(int)  # exposed seconds by link
         self.blocking: dict[str, float] = collections.defaultdict(int)  # of them, of blocking collectives
+        self.run(items)
 
     @property
     def seconds(self) -> float:
@@ -201,17 +206,6 @@ class Timeline:
             self.exposed[link] += seconds / total * wait * weight
             if is_blocking:
                 self.blocking[link] += seconds / total * wait * weight
-
-
-def simulate(items: Sequence[ScheduleItem], collectives: Sequence[Collective], chip: Chip) -> Timeline:
-    """Returns the lower bound of a scheduled program: matmuls at the chip's peak, links at theirs, memory omitted.
-
-    Matmuls run sequentially. Concurrently each torus dimension (or switch, or network) serves one collective at a time,
-    first come first served: two cannot hide behind the same work on the same links.
-    """
-    timeline = Timeline(collectives, chip)
-    timeline.run(items)
-    return timeline
 
 
 def link_seconds(collective: Collective, chip: Chip) -> list[tuple[str, float | None]]:

@@ -22,7 +22,6 @@ from jaxscale.tools.preflight.layouts import (
     axis_sizes_text,
     layout_settings,
     microbatch_choices,
-    schedules,
 )
 from jaxscale.tools.preflight.preflight import ahead_program
 from jaxscale.tools.preflight.roofline import Roofline
@@ -130,8 +129,11 @@ def make_candidates(
             program = ahead_program(with_changes(cfg, tried), topology)
         except BadInput:  # an axis that divides no heads, a mesh across slices, a platform without host memory, ...
             continue
-        schedule_settings = [{"pipeline.schedule": name} for name in schedules(cfg, layout)]
-        for settings in schedule_settings or remat_settings(cfg):
+        names = dict.fromkeys(
+            [cfg.pipeline.schedule, "1f1b", "zero_bubble"]
+        )  # the latter save few microbatches' inputs
+        staged = layout["pipeline"] > 1
+        for settings in ({"pipeline.schedule": name} for name in names) if staged else remat_settings(cfg):
             base = with_changes(cfg, changes | changed(cfg, settings))
             for part in parts:
                 further = changed(cfg, settings | {"train.num_microbatches": part})
@@ -204,7 +206,9 @@ def explore(
         report = compile_one(chosen)
         longest = max(longest, clock() - started)
         tried.append((chosen, report))
-        say(f"  {outcome_text(report)}")
+        size = units.size(report.peak_bytes) if report.peak_bytes is not None else "more than available"
+        fit = f"fits: {size}, at least {bounds_of(report).at_least_s * 1e3:.4g} ms a step" if report.fits else ""
+        say(f"  {fit or f'does not fit: {size}'}")
     return tried
 
 
@@ -301,14 +305,6 @@ def parts_text(parts: dict[str, float]) -> str:
 def bucket(seconds: float) -> int:
     """Returns the time in steps of SAME_TIME."""
     return round(math.log(max(seconds, 1e-12)) / math.log(SAME_TIME))
-
-
-def outcome_text(report: PreflightReport) -> str:
-    """Returns 'fits: 20.1 GiB, at least 13 ms' or 'does not fit: 40.2 GiB'."""
-    size = units.size(report.peak_bytes) if report.peak_bytes is not None else "more than available"
-    if not report.fits:
-        return f"does not fit: {size}"
-    return f"fits: {size}, at least {bounds_of(report).at_least_s * 1e3:.4g} ms a step"
 
 
 def override_lines(changes: dict[str, Any]) -> list[str]:

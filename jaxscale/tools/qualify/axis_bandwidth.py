@@ -270,7 +270,11 @@ def figure_of(row: dict[str, Any], mesh: Mesh, machine: Machine, *, judged: bool
     low, high = row["seconds_range"]
     sent = row["bytes_per_s"] * row["seconds"]
     rate = (row["bytes_per_s"], sent / high, sent / low)
-    lines = lines_of(mesh, axis, machine)
+    lines: tuple[Phase, ...] = ()  # the links of a group along the axis, one phase for each dimension
+    if chip is not None:
+        order = np.moveaxis(np.arange(mesh.size).reshape(mesh.devices.shape), mesh.axis_names.index(axis), 0)
+        members = order.reshape(len(order), -1)[:, 0].tolist()
+        lines = group_lines(make_torus(list(mesh.devices.flat), chip), members)
     along = ", ".join(line.along for line in lines if line.along in DIMENSIONS)
     where = f"{row['devices']} devices {row['link']}" + (f", along {along} of the torus" if along else "")
     name = f"{row['collective']}, {units.size(row['bytes'])}, {where}"
@@ -279,13 +283,3 @@ def figure_of(row: dict[str, Any], mesh: Mesh, machine: Machine, *, judged: bool
         table = table * lines[0].share if len(lines) == 1 and lines[0].along != CORE else None
     floor = machine.floors.links if judged else None
     return held(rate, name, "bytes/s", table, floor, chip.links_source if chip else "")
-
-
-def lines_of(mesh: Mesh, axis: str, machine: Machine) -> tuple[Phase, ...]:
-    """Returns the links of a group along the axis, one phase for each dimension; () without a datasheet."""
-    if machine.chip is None:
-        return ()
-    place = mesh.axis_names.index(axis)
-    order = np.moveaxis(np.arange(mesh.size).reshape(mesh.devices.shape), place, 0)
-    members = order.reshape(len(order), -1)[:, 0]
-    return group_lines(make_torus(list(mesh.devices.flat), machine.chip), members.tolist())

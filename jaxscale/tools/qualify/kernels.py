@@ -32,7 +32,7 @@ ATTENTIONS = [name for name in get_args(AttentionName) if name not in ("auto", "
 # Relative RMS errors, about three times those of these kernels on XLA:CPU (at most 0.0031 in bfloat16, 0.011 in int8,
 # and 0.037 for values and 0.059 for gradients in fp8; jax 0.10.2, 2026-11-23). float16 has 3 more mantissa bits than
 # bfloat16. A kernel that computes something else has an error of 0.1 or more.
-TOLERANCE = {"bfloat16": 0.01, "float16": 0.01 / 8}
+TOLERANCE = {"bfloat16": (0.01, 0.01), "float16": (0.01 / 8, 0.01 / 8)}  # of values and gradients
 EIGHT_BIT: dict[MatmulDtype, tuple[float, float]] = {"int8": (0.03, 0.03), "fp8": (0.1, 0.15)}
 
 
@@ -116,11 +116,6 @@ def normal(number: int, *shape: int) -> jax.Array:
     return jax.random.normal(jax.random.key(number), shape, F32)
 
 
-def near(dtype: str) -> tuple[float, float]:
-    """Returns the tolerances (value, gradients) of a dtype."""
-    return TOLERANCE[dtype], TOLERANCE[dtype]
-
-
 def attention_cases(machine: Machine, dtype: str) -> Iterator[Case | str]:
     """Yields a case per attention kernel and variant, or a note on one that the kernel does not support."""
     device = jax.local_devices()[0]
@@ -145,7 +140,7 @@ def attention_cases(machine: Machine, dtype: str) -> Iterator[Case | str]:
             ids_BT = jnp.repeat(jnp.arange(1, 4), -(-length // 3))[None, :length] * jnp.ones((2, 1), jnp.int32)
             operands = (normal(2, 2, length, N, H), normal(3, 2, length, K, H), normal(4, 2, length, K, H))
             kernel, reference = (lambda q, k, v, f=f, ids=ids_BT: f(q, k, v, ids) for f in (attend, exact))
-            yield Case(name, kernel, exactly(reference), operands, dtype, *near(dtype))
+            yield Case(name, kernel, exactly(reference), operands, dtype, *TOLERANCE[dtype])
 
 
 def loss_case(machine: Machine, dtype: str) -> Iterator[Case]:
@@ -163,7 +158,7 @@ def loss_case(machine: Machine, dtype: str) -> Iterator[Case]:
 
     kernel = lambda h_BTD, w_DV: summed_cross_entropy(h_BTD, w_DV, targets_BT, weights_BT, cfg).total
     operands = (normal(6, B, T, D), normal(7, D, V) * D**-0.5)
-    yield Case(f"cross-entropy over {V} words", kernel, exactly(exact), operands, dtype, *near(dtype))
+    yield Case(f"cross-entropy over {V} words", kernel, exactly(exact), operands, dtype, *TOLERANCE[dtype])
 
 
 def small_cases(machine: Machine, dtype: str) -> Iterator[Case]:
@@ -179,7 +174,7 @@ def small_cases(machine: Machine, dtype: str) -> Iterator[Case]:
         centred = x - jnp.mean(x, axis=-1, keepdims=True)
         return centred / jnp.sqrt(jnp.mean(centred**2, axis=-1, keepdims=True) + EPS) * to_3d(scale) + to_3d(bias)
 
-    allowed = near(dtype)
+    allowed = TOLERANCE[dtype]
     yield Case("rms_norm", lambda x, s: rms_norm(x, s, EPS), exact_rms, (x, scale), dtype, *allowed)
     yield Case("layer_norm", lambda x, s, b: layer_norm(x, s, b, EPS), exact_layer, (x, scale, bias), dtype, *allowed)
     pair = (x, normal(11, *shape))
@@ -210,7 +205,7 @@ def product_cases(machine: Machine, dtype: str) -> Iterator[Case | str]:
     exact = exactly(functools.partial(jnp.einsum, spec))
     needs = AttentionNeeds(head_dim=64, dtype=dtype)
     project = single_device_plan(machine.platform, "xla", needs).project
-    yield Case("projection", functools.partial(project, spec), exact, operands, dtype, *near(dtype))
+    yield Case("projection", functools.partial(project, spec), exact, operands, dtype, *TOLERANCE[dtype])
     has: dict[MatmulDtype, Any] = {"int8": machine.on_cpu or (machine.chip and machine.chip.int8_flops)}
     has["fp8"] = machine.on_cpu or (machine.chip and machine.chip.fp8_flops)
     for name in EIGHT_BIT:

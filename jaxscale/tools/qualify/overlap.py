@@ -16,7 +16,7 @@ import jax
 
 from jaxscale.tools.preflight.hlo import KINDS
 from jaxscale.tools.preflight.hlo_costs import kernel_flops, matmul_flops
-from jaxscale.tools.preflight.hlo_text import Instruction, Module, parse_module
+from jaxscale.tools.preflight.hlo_text import Instruction, parse_module
 from jaxscale.tools.preflight.hlo_trips import count_runs
 from jaxscale.tools.qualify.result import Reading
 
@@ -58,32 +58,20 @@ class TraceOverlap:
 def roles_of(text: str) -> Roles:
     """Returns the roles of the instructions in the text of a compiled program (`compiled.as_text()`)."""
     module = parse_module(text)
-    does = functions_of(module)
     runs, fused, _ = count_runs(module)
-    products, collectives, starts = set(), set(), {}
-    for computation in [one for name, one in module.computations.items() if runs[name] and name not in fused]:
-        for instruction in computation.instructions.values():
-            found = instruction_role(instruction, computation, does)
-            if found == "product":
-                products.add(instruction.name)
-            elif found == "collective":
-                collectives.add(instruction.name)
-                if instruction.opcode.endswith("-done") and instruction.operands:
-                    starts[instruction.name] = instruction.operands[0]
-    return Roles(frozenset(products), frozenset(collectives), starts)
-
-
-def functions_of(module: Module) -> dict[str, str]:
-    """Returns {computation: 'product' or 'collective'} for those that contain one; 'product' if both."""
-    found: dict[str, str] = {}
-    for computation in module.computations.values():  # callees precede their callers
-        inside = {
-            instruction_role(instruction, computation, found) for instruction in computation.instructions.values()
-        }
-        for role in ("collective", "product"):
-            if role in inside:
-                found[computation.name] = role
-    return found
+    does: dict[str, str] = {}  # {computation: 'product' or 'collective'} of those that contain one; 'product' if both
+    found: dict[str, set[str]] = {"product": set(), "collective": set()}
+    starts = {}
+    for name, computation in module.computations.items():  # callees precede their callers
+        roles = [(one, instruction_role(one, computation, does)) for one in computation.instructions.values()]
+        if inside := {role for _, role in roles if role}:
+            does[name] = "product" if "product" in inside else "collective"
+        for instruction, role in roles if runs[name] and name not in fused else ():
+            if role:
+                found[role].add(instruction.name)
+            if role == "collective" and instruction.opcode.endswith("-done") and instruction.operands:
+                starts[instruction.name] = instruction.operands[0]
+    return Roles(frozenset(found["product"]), frozenset(found["collective"]), starts)
 
 
 def instruction_role(instruction: Instruction, computation: Any, does: Mapping[str, str]) -> str:

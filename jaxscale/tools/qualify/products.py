@@ -31,7 +31,7 @@ def measure_products(machine: Machine) -> Probe:
     device, chip = jax.local_devices()[0], machine.chip
     source = chip.source if chip else ""
     figures, notes = [], [] if chip else [NO_DATASHEET]
-    for dtype, peak in product_types(machine, chip):
+    for dtype, peak in product_types(chip):
         try:
             found, flops = time_products(device, product_width(device), dtype)
         except (jax.errors.JaxRuntimeError, NotImplementedError, TypeError) as error:
@@ -50,7 +50,7 @@ def measure_products(machine: Machine) -> Probe:
     return Probe(name="products", figures=tuple(figures), notes=tuple(notes))
 
 
-def product_types(machine: Machine, chip: Chip | None) -> list[tuple[str, float | None]]:
+def product_types(chip: Chip | None) -> list[tuple[str, float | None]]:
     """Returns (dtype of the operands, the datasheet's FLOP/s or None) for each dtype to measure."""
     if chip is None:
         return [("float32", None), ("bfloat16", None)]
