@@ -9,7 +9,7 @@ from jaxscale.kernels.hardware import Chip
 from jaxscale.tools.planning.links import DCN, Phase
 from jaxscale.tools.preflight.hlo import Collective, HloFacts
 from jaxscale.tools.preflight.hlo_schedule import ScheduleItem
-from jaxscale.tools.preflight.roofline import roofline, simulate
+from jaxscale.tools.preflight.roofline import Timeline, roofline
 
 CHIP = Chip(
     "made up", 100.0, 1000, 10.0, "this test", ici_bandwidth=6.0, ici_dims=3, dcn_bandwidth=0.5, fp8_flops=200.0
@@ -84,7 +84,7 @@ TWO = collective(("fsdp",), ("x", 4.0), ("y", 6.0))  # 2 s, then 3 s
     ],
 )
 def test_a_collective_hides_behind_the_work_between_its_start_and_its_end(items, collectives, seconds, exposed):
-    played = simulate(items, collectives, CHIP)
+    played = Timeline(collectives, CHIP, items)
     assert played.seconds == pytest.approx(seconds)
     told = {link.split(":")[-1]: waited for link, waited in played.exposed.items() if waited}
     assert told == pytest.approx(exposed)
@@ -92,17 +92,17 @@ def test_a_collective_hides_behind_the_work_between_its_start_and_its_end(items,
 
 def test_a_loop_is_its_first_run_and_all_others_alike():
     body = (start(0), work(1), done(0), work(3))
-    played = simulate([runs(10, *body)], [ONE], CHIP)
+    played = Timeline([ONE], CHIP, [runs(10, *body)])
     assert played.seconds == pytest.approx(50) and sum(played.exposed.values()) == pytest.approx(10)
     (one,) = played.collectives
     assert (one.runs, one.link_s, one.cover_s, one.is_blocking) == pytest.approx((10, 20, 10, False))
     ahead = (done(0), start(0), work(3))  # what the last run started is waited for in this one
-    played = simulate([start(0), runs(10, *ahead), done(0)], [ONE], CHIP)
+    played = Timeline([ONE], CHIP, [start(0), runs(10, *ahead), done(0)])
     assert played.seconds == pytest.approx(2 + 30) and played.collectives[0].runs == 11
 
 
 def test_a_branch_counts_as_often_as_it_is_taken():
-    played = simulate([runs(0.25, blocking(0), work(2)), runs(0.75, work(4))], [ONE], CHIP)
+    played = Timeline([ONE], CHIP, [runs(0.25, blocking(0), work(2)), runs(0.75, work(4))])
     assert played.seconds == pytest.approx(0.25 * 4 + 0.75 * 4)
     assert (played.collectives[0].runs, played.blocking["ici:fsdp:x"]) == pytest.approx((0.25, 0.5))
 

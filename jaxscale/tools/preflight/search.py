@@ -129,11 +129,9 @@ def make_candidates(
             program = ahead_program(with_changes(cfg, tried), topology)
         except BadInput:  # an axis that divides no heads, a mesh across slices, a platform without host memory, ...
             continue
-        names = dict.fromkeys(
-            [cfg.pipeline.schedule, "1f1b", "zero_bubble"]
-        )  # the latter save few microbatches' inputs
-        staged = layout["pipeline"] > 1
-        for settings in ({"pipeline.schedule": name} for name in names) if staged else remat_settings(cfg):
+        names = dict.fromkeys([cfg.pipeline.schedule, "1f1b", "zero_bubble"])  # two that save few inputs
+        schedules = [{"pipeline.schedule": name} for name in names]
+        for settings in schedules if layout["pipeline"] > 1 else remat_settings(cfg):
             base = with_changes(cfg, changes | changed(cfg, settings))
             for part in parts:
                 further = changed(cfg, settings | {"train.num_microbatches": part})
