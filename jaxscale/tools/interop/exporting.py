@@ -295,18 +295,17 @@ def plan_shards(
     pairs: Sequence[TensorPair], dtype: np.dtype, shard_bytes: int, single: str = WEIGHTS
 ) -> list[ExportFile]:
     """Groups tensors into files of up to shard_bytes, or one tensor. single: the file name if one file holds all."""
-    groups: list[list[TensorPair]] = [[]]
-    sizes = [0]
+    groups, left = [], 0  # bytes that still fit into the last group
+    bytes_of = lambda pair: math.prod(pair.hf_shape) * dtype.itemsize
     for pair in pairs:
-        size = math.prod(pair.hf_shape) * dtype.itemsize
-        if groups[-1] and sizes[-1] + size > shard_bytes:
+        if not groups or bytes_of(pair) > left:
             groups.append([])
-            sizes.append(0)
+            left = shard_bytes
         groups[-1].append(pair)
-        sizes[-1] += size
+        left -= bytes_of(pair)
     shards = []
-    for number, (group, size) in enumerate(zip(groups, sizes), 1):
+    for number, group in enumerate(groups, 1):
         name = single if len(groups) == 1 else SHARD_NAME.format(number, len(groups))
         header = encode_header({pair.hf_name: (dtype, pair.hf_shape) for pair in group})
-        shards.append(ExportFile(name, tuple(group), header, len(header) + size))
+        shards.append(ExportFile(name, tuple(group), header, len(header) + sum(map(bytes_of, group))))
     return shards

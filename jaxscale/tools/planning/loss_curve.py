@@ -20,6 +20,7 @@ from jaxscale.tools.planning.scaling_ladder import LadderRun, ScheduleShape
 SMOOTHED = 0.05  # fraction of a run in the averaging window of the training loss
 PARTS = np.linspace(0.15, 1.0, 35)  # of the run; before them the loss depends on steps, not on the fraction
 MIN_CURVES = 3
+WARMUP_TOLERANCE = 0.03  # difference of two warmup fractions with the same shape of curve
 
 
 class CurveShape(NamedTuple):
@@ -52,7 +53,8 @@ def curve_shape(rungs: Sequence[LadderRun], schedule: ScheduleShape) -> CurveSha
     The band is Student's prediction interval for one more run: quantiles of a few curves would be too narrow. Raises
     BadInput if schedules differ, or too few curves are complete.
     """
-    if other := [rung for rung in rungs if not rung.schedule.runs_as(schedule)]:
+    same = lambda other: other.ends_as(schedule) and abs(other.warmup - schedule.warmup) <= WARMUP_TOLERANCE
+    if other := [rung for rung in rungs if not same(rung.schedule)]:
         raise BadInput(
             f"the curve of {other[0].name} followed {other[0].schedule}, and the run to be forecast follows "
             f"{schedule}; a band over its curve needs the same shape of schedule in all"

@@ -42,12 +42,10 @@ class Measured:
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
-            value, kind = getattr(self, field.name), field.type
-            if kind is str and not isinstance(value, str):
-                raise TypeError(f"{field.name}={value!r} is not text")
+            value, is_text = getattr(self, field.name), field.type is str
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
-            if kind in (int, float) and not is_number:
-                raise TypeError(f"{field.name}={value!r} is not a number above 0")
+            if is_text and not isinstance(value, str) or field.type in (int, float) and not is_number:
+                raise TypeError(f"{field.name}={value!r} is not {'text' if is_text else 'a number above 0'}")
 
 
 def measured_file() -> pathlib.Path:

@@ -96,7 +96,8 @@ def make_plan(
             epochs=work.tokens / data_tokens if data_tokens else None,
         ),
     )
-    return dataclasses.replace(plan, cautions=find_cautions(plan, cfg, program, topology, options))
+    found = (*run_cautions(plan, cfg), *machine_cautions(plan, cfg, program, topology, options))
+    return dataclasses.replace(plan, cautions=tuple(filter(None, found)))
 
 
 def plan_machine(topology: Topology, program: Program) -> PlannedMachine:
@@ -212,14 +213,6 @@ def plan_saves(
         kept_bytes=number * num_bytes,
         storage_dollars_per_month=number * num_bytes / 1e9 * cost.STORAGE_DOLLARS_PER_GB_MONTH,  # GB of 10**9 bytes
     )
-
-
-def find_cautions(
-    plan: RunPlan, cfg: RunConfig, program: Program, topology: Topology, options: PlanOptions
-) -> tuple[Caution, ...]:
-    """Returns the cautions of a plan. Rules for some optimizers or for decoders apply to these only."""
-    found = (*run_cautions(plan, cfg), *machine_cautions(plan, cfg, program, topology, options))
-    return tuple(filter(None, found))
 
 
 def run_cautions(plan: RunPlan, cfg: RunConfig) -> Iterator[Caution | None]:

@@ -36,7 +36,6 @@ COMPARED = (
 )  # fmt: skip
 MIN_FREEDOM = 2  # degrees of freedom of a noise measured from seeds: one pair is not enough
 DECAY_TOLERANCE = 0.005  # difference of two decay fractions: whole steps of a short run
-WARMUP_TOLERANCE = 0.03  # difference of two warmup fractions with the same shape of curve
 
 
 class ScheduleShape(NamedTuple):
@@ -60,10 +59,6 @@ class ScheduleShape(NamedTuple):
         if (self.decay, self.form) != (other.decay, other.form) or abs(parts[0] - parts[1]) > DECAY_TOLERANCE:
             return False
         return self.decay == "constant" or math.isclose(self.final, other.final, rel_tol=0.01, abs_tol=1e-6)
-
-    def runs_as(self, other: "ScheduleShape") -> bool:
-        """True if whole curves of both are comparable."""
-        return self.ends_as(other) and abs(self.warmup - other.warmup) <= WARMUP_TOLERANCE
 
 
 @dataclasses.dataclass(frozen=True)

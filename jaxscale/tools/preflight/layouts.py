@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from jaxscale import units
@@ -93,9 +93,3 @@ def layout_settings(cfg: RunConfig, layout: MeshSizes) -> dict[str, Any]:
         if layout[axis] == 1:
             found |= {f"{axis}.{name}": value for name, value in vars(default).items()}
     return found
-
-
-def axis_sizes_text(layouts: Sequence[MeshSizes]) -> str:
-    """Returns 'pipeline 1, 2, 4; data 1, 2; ...': the sizes of each axis among these meshes."""
-    sizes = {axis: sorted({layout[axis] for layout in layouts}) for axis in MESH_AXES}
-    return "; ".join(f"{axis} {', '.join(map(str, found))}" for axis, found in sizes.items() if len(found) > 1)

@@ -16,13 +16,7 @@ from jaxscale.system.exits import BadInput
 from jaxscale.tools.planning.memory import usable_memory
 from jaxscale.tools.planning.speed import StepEstimate, estimate_step
 from jaxscale.tools.planning.topology import Topology
-from jaxscale.tools.preflight.layouts import (
-    MeshSizes,
-    all_layouts,
-    axis_sizes_text,
-    layout_settings,
-    microbatch_choices,
-)
+from jaxscale.tools.preflight.layouts import MeshSizes, all_layouts, layout_settings, microbatch_choices
 from jaxscale.tools.preflight.preflight import ahead_program
 from jaxscale.tools.preflight.roofline import Roofline
 from jaxscale.tools.preflight.step_report import PreflightReport
@@ -64,8 +58,9 @@ def search_candidates(cfg: RunConfig, topology: Topology, say: Callable[[str], N
     found = list(make_candidates(cfg, topology, layouts, [cfg.rules], [cfg.optim.offload_moments]))
     if say and found:
         meshes = len({tuple(getattr(one.cfg.mesh, axis) for axis in MESH_AXES) for one in found})
-        choices = choices_text(found)
-        say(f"{len(found):,} candidates estimated, on {meshes:,} meshes ({axis_sizes_text(layouts)}){choices}")
+        tried = {axis: sorted({layout[axis] for layout in layouts}) for axis in MESH_AXES}
+        sizes = "; ".join(f"{axis} {', '.join(map(str, some))}" for axis, some in tried.items() if len(some) > 1)
+        say(f"{len(found):,} candidates estimated, on {meshes:,} meshes ({sizes}){choices_text(found)}")
         for line in fastest_lines(found, usable_memory(topology)[0]):
             say(line)
     return found
