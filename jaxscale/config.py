@@ -244,15 +244,6 @@ def check_objective(cfg: RunConfig) -> None:
         )
 
 
-def check_lora(cfg: RunConfig) -> None:
-    """Raises BadInput for adapters on a model without support for them, or with offloaded parameters."""
-    if cfg.lora.on and cfg.model.kind != "decoder":
-        decoders = " and ".join(names_of("decoder"))
-        raise BadInput(f"lora.rank={cfg.lora.rank}: model.name={cfg.model.name!r} takes no adapters; {decoders} do")
-    if cfg.lora.on and cfg.optim.offload_params:
-        raise BadInput("lora.rank and optim.offload_params do not go together yet; leave one of them out")
-
-
 def check_clean_source(cfg: RunConfig) -> None:
     """Raises BadInput for a train.recovery.clean_source that data.mixture does not have."""
     source, names = cfg.train.recovery.clean_source, mixture_names(cfg.data.mixture)
@@ -262,8 +253,15 @@ def check_clean_source(cfg: RunConfig) -> None:
         )
 
 
-def check_export(cfg: RunConfig) -> None:
-    """Raises BadInput for an export of steps that are not saved, of an EMA that does not exist, or of adapters."""
+def check_weights(cfg: RunConfig) -> None:
+    """Raises BadInput for an EMA, an export or adapters that the run cannot have."""
+    if cfg.train.ema.on and cfg.optim.offload_params:
+        raise BadInput(
+            "train.ema.decay keeps an average on the devices, and optim.offload_params keeps the parameters off them; "
+            "set one of them back"
+        )
+    if cfg.sample.ema and not cfg.train.ema.on:
+        raise BadInput("sample.ema=true samples from an average that train.ema.decay=0 does not keep; set the decay")
     every, saved = cfg.export.every_steps, cfg.checkpoint.save_every_steps
     if every and (not saved or every % saved):
         raise BadInput(
@@ -277,6 +275,11 @@ def check_export(cfg: RunConfig) -> None:
         )
     if every and cfg.export.ema and not cfg.train.ema.on:
         raise BadInput("export.ema=true exports an average that train.ema.decay=0 does not keep; set the decay")
+    if cfg.lora.on and cfg.model.kind != "decoder":
+        decoders = " and ".join(names_of("decoder"))
+        raise BadInput(f"lora.rank={cfg.lora.rank}: model.name={cfg.model.name!r} takes no adapters; {decoders} do")
+    if cfg.lora.on and cfg.optim.offload_params:
+        raise BadInput("lora.rank and optim.offload_params do not go together yet; leave one of them out")
 
 
 def check_limit(cfg: RunConfig) -> None:
@@ -291,17 +294,6 @@ def check_limit(cfg: RunConfig) -> None:
         )
     if not 0 <= optim.min_lr <= optim.peak_lr:
         raise BadInput(f"optim.min_lr={optim.min_lr:g} must lie between 0 and optim.peak_lr={optim.peak_lr:g}")
-
-
-def check_ema(cfg: RunConfig) -> None:
-    """Raises BadInput if something needs an EMA of the parameters that does not exist, or is not possible."""
-    if cfg.train.ema.on and cfg.optim.offload_params:
-        raise BadInput(
-            "train.ema.decay keeps an average on the devices, and optim.offload_params keeps the parameters off them; "
-            "set one of them back"
-        )
-    if cfg.sample.ema and not cfg.train.ema.on:
-        raise BadInput("sample.ema=true samples from an average that train.ema.decay=0 does not keep; set the decay")
 
 
 def check_evals(cfg: RunConfig) -> None:
@@ -372,7 +364,6 @@ def check_scales(cfg: RunConfig) -> None:
 # checked where it stands (__post_init__), what needs devices in device_checks, what needs files in
 # runtime.data.checks.check_data, and what the work folder must agree with in runtime.run.start.resolve_start.
 CHECKS = (
-    check_experts, check_row_length, check_objective, check_clean_source, check_ema, check_export, check_lora,
-    check_evals, check_batch, check_ramp, check_seq_len_ramp, check_amounts, check_scales, check_limit,
-    check_qk_clip,
+    check_experts, check_row_length, check_objective, check_clean_source, check_weights, check_evals, check_batch,
+    check_ramp, check_seq_len_ramp, check_amounts, check_scales, check_limit, check_qk_clip,
 )  # fmt: skip

@@ -6,7 +6,6 @@ import pytest
 
 from jaxscale import main as training
 from jaxscale.cli.lab import main
-from jaxscale.tools.lab import vary
 from jaxscale.tools.lab.experiment import Options
 from jaxscale.tools.lab.experiment_page import lab_page
 from jaxscale.tools.lab.experiments import EXPERIMENTS
@@ -43,7 +42,7 @@ def test_a_sweep_of_real_runs_ends_in_a_page(tmp_path):
         seen.extend(read_result(trial, tmp_path) for trial in trials)
         return seen
 
-    found = vary.answer(base, Options(seeds=1, vary=(("optim.peak_lr", ("1e-3", "4e-3")),)), run)
+    found = EXPERIMENTS["vary"].answer(base, Options(seeds=1, vary=(("optim.peak_lr", ("1e-3", "4e-3")),)), run)
     slow, fast = seen
     assert fast.loss < slow.loss < 6 and not fast.diverged and len(fast.curve()[0]) == 16
     assert found.verdict[0].startswith(f"optim.peak_lr=4e-3 ends lowest, at {fast.loss:.4g} nats")

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from jaxscale.tools.lab.estimate import mean
-from jaxscale.tools.lab.experiment import SMALL, Conclusion, Options, Run, curves_of, drawing, rate_plot
+from jaxscale.tools.lab.experiment import SMALL, Conclusion, Options, curves_of, drawing, rate_plot
 from jaxscale.tools.lab.rate import RATE, over_rates
 from jaxscale.tools.lab.trial import Base, Result, Trial, groups_of
 from jaxscale.tools.reporting.page_tables import n
@@ -24,11 +24,6 @@ def clipping_trials(base: Base, options: Options) -> list[Trial]:
         rates = options.rates or [optim.peak_lr * factor for factor in FACTORS]
         found += over_rates(base, {CLIP: clip}, rates, options.seeds_of(2))
     return found
-
-
-def answer(base: Base, options: Options, run: Run) -> Conclusion:
-    """Finds the highest rate at which no run diverged, with clipping and without."""
-    return conclude(run(clipping_trials(base, options)))
 
 
 def conclude(results: Sequence[Result]) -> Conclusion:

@@ -53,12 +53,15 @@ class Conclusion(NamedTuple):
     rows: Sequence[Sequence[str | Cell]]
 
 
+Answer = Callable[[Base, Options, Run], Conclusion]
+
+
 class Experiment(NamedTuple):
     """A question that runs can answer."""
 
     what: str  # one line for --help
     question: str  # title of the page
-    answer: Callable[[Base, Options, Run], Conclusion]
+    answer: Answer
 
 
 def drawing(

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxscale.tools.lab.estimate import mean, power
-from jaxscale.tools.lab.experiment import SMALL, Conclusion, Options, Run, drawing, line
+from jaxscale.tools.lab.experiment import SMALL, Conclusion, Options, drawing, line
 from jaxscale.tools.lab.sizes import train_tokens_of, wider
 from jaxscale.tools.lab.trial import Base, Result, Trial, distinct, groups_of
 from jaxscale.tools.planning.best_size import Curve, curve_of_run, smooth, three_approaches
@@ -53,11 +53,6 @@ def smooth_line(curve: Curve, place: int) -> PlotLine:
     log_tokens, log_losses = smooth(curve)
     points = zip(np.exp(log_tokens) * curve.flops_per_token, np.exp(log_losses))
     return line(f"{count(curve.params)} parameters", points, place)
-
-
-def answer(base: Base, options: Options, run: Run) -> Conclusion:
-    """Estimates how the best size grows with FLOPs."""
-    return conclude(run(isoflop_trials(base, options)))
 
 
 def conclude(results: Sequence[Result]) -> Conclusion:

@@ -8,8 +8,8 @@ from jaxscale.core.optim.config import OptimConfig
 from jaxscale.system.exits import BadInput
 from jaxscale.tools.lab.batch import best_rates, ending, to_loss
 from jaxscale.tools.lab.estimate import apart, mean
-from jaxscale.tools.lab.experiment import SMALL, Conclusion, Options, Run, curve_plot, rate_plot
-from jaxscale.tools.lab.rate import OPTIMIZER, RATE, bounds, inside, middle_rate, over_rates
+from jaxscale.tools.lab.experiment import SMALL, Conclusion, Options, curve_plot, rate_plot
+from jaxscale.tools.lab.rate import OPTIMIZER, RATE, bounds, middle_rate, over_rates
 from jaxscale.tools.lab.trial import Base, Result, Trial, groups_of
 from jaxscale.tools.reporting.page_tables import n
 from jaxscale.tools.reporting.page_text import count, duration
@@ -38,11 +38,6 @@ def optimizer_trials(base: Base, options: Options) -> list[Trial]:
         rates = options.rates or [middle_rate(optim, name) * factor for factor in FACTORS]
         found += over_rates(base, {OPTIMIZER: name}, rates, options.seeds_of(2))
     return found
-
-
-def answer(base: Base, options: Options, run: Run) -> Conclusion:
-    """Compares optimizers, each at its best rate."""
-    return conclude(inside(run(optimizer_trials(base, options)), options, run, lambda r: r.at(OPTIMIZER)))
 
 
 def conclude(results: Sequence[Result]) -> Conclusion:

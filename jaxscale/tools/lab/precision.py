@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from jaxscale.system.exits import BadInput
 from jaxscale.tools.lab.estimate import Estimate, mean
-from jaxscale.tools.lab.experiment import SMALL, SMOOTHED, Conclusion, Options, Run, banded, curves_of, drawing
+from jaxscale.tools.lab.experiment import SMALL, SMOOTHED, Conclusion, Options, banded, curves_of, drawing
 from jaxscale.tools.lab.trial import Base, Result, Trial, groups_of
 from jaxscale.tools.reporting.axes import smooth
 from jaxscale.tools.reporting.page_tables import n
@@ -42,11 +42,6 @@ def precision_trials(base: Base, options: Options) -> list[Trial]:
             raise BadInput(f"--names has {name!r}; it may be {', '.join(FORMS)}")
     names = dict.fromkeys([FIRST, *(options.names or FORMS)])
     return [base.with_settings(FORMS[name], seed, at={FORM: name}) for name in names for seed in options.seeds_of(3)]
-
-
-def answer(base: Base, options: Options, run: Run) -> Conclusion:
-    """Compares each precision with float32."""
-    return conclude(run(precision_trials(base, options)))
 
 
 def conclude(results: Sequence[Result]) -> Conclusion:

@@ -122,12 +122,6 @@ def floor_of(optim: OptimConfig, rate: float) -> dict[str, float]:
     return {"optim.min_lr": rate * optim.min_lr / optim.peak_lr if optim.peak_lr else 0.0}
 
 
-def answer(base: Base, options: Options, run: Run) -> Conclusion:
-    """Estimates the exponent of the best rate over the batch, for each optimizer."""
-    by_batch = lambda r: (r.at(OPTIMIZER), r.at(BATCH))
-    return conclude(inside(run(rate_trials(base, options)), options, run, by_batch))
-
-
 def conclude(results: Sequence[Result]) -> Conclusion:
     """Returns the Conclusion of these results."""
     verdict: list[str] = []

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from jaxscale.program.budget import resolve_budget
-from jaxscale.tools.lab.experiment import Conclusion, Options, Run, drawing, line
+from jaxscale.tools.lab.experiment import Conclusion, Options, drawing, line
 from jaxscale.tools.lab.trial import Base, Result, Trial
 from jaxscale.tools.reporting.page_tables import n
 from jaxscale.tools.reporting.plots import Mark
@@ -30,11 +30,6 @@ def resume_trials(base: Base, options: Options) -> list[Trial]:
     of = lambda name, **more: base.with_settings({}, 0, also, at={CASE: name}, **more)
     kills = [max(1, round(steps * part)) for part in KILLS]
     return [of(WHOLE), *(of(f"killed after step {step}", kill_at=step) for step in kills)]
-
-
-def answer(base: Base, options: Options, run: Run) -> Conclusion:
-    """Tests whether the curves are bitwise equal."""
-    return conclude(run(resume_trials(base, options)))
 
 
 def conclude(results: Sequence[Result]) -> Conclusion:

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 
 from jaxscale.tools.lab.batch import best_rates
 from jaxscale.tools.lab.estimate import Estimate, apart, mean
-from jaxscale.tools.lab.experiment import SMALL, Conclusion, Options, Run, curve_plot, drawing, line, rate_plot
-from jaxscale.tools.lab.rate import RATE, bounds, inside, over_rates
+from jaxscale.tools.lab.experiment import SMALL, Conclusion, Options, curve_plot, drawing, line, rate_plot
+from jaxscale.tools.lab.rate import RATE, bounds, over_rates
 from jaxscale.tools.lab.sizes import inner_flops, shaped
 from jaxscale.tools.lab.trial import Base, Result, Trial, groups_of
 from jaxscale.tools.reporting.page_tables import n
@@ -38,11 +38,6 @@ def shape_trials(base: Base, options: Options) -> list[Trial]:
         rates = options.rates or [settings[RATE] * factor for factor in FACTORS]
         found += over_rates(base, labelled, rates, options.seeds_of(3), also=settings)
     return found
-
-
-def answer(base: Base, options: Options, run: Run) -> Conclusion:
-    """Compares shapes, each at its best rate."""
-    return conclude(inside(run(shape_trials(base, options)), options, run, lambda r: r.at(LAYERS)))
 
 
 def conclude(results: Sequence[Result]) -> Conclusion:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from jaxscale.system.exits import BadInput
 from jaxscale.tools.lab.estimate import Estimate, mean, optimum
-from jaxscale.tools.lab.experiment import SMALL, Conclusion, Options, Run, curve_plot, drawing, mean_line, over_seeds
+from jaxscale.tools.lab.experiment import SMALL, Conclusion, Options, curve_plot, drawing, mean_line, over_seeds
 from jaxscale.tools.lab.trial import Base, Result, Trial, groups_of
 from jaxscale.tools.reporting.page_tables import n
 from jaxscale.tools.reporting.page_text import percent
@@ -26,11 +26,6 @@ def vary_trials(base: Base, options: Options) -> list[Trial]:
         if (other := first.setdefault(trial.digest, label)) != label:
             raise BadInput(f"--vary: {other} and {label} are the same run; give each value once")
     return trials
-
-
-def answer(base: Base, options: Options, run: Run) -> Conclusion:
-    """Finds the setting with the lowest loss, and those within noise of it."""
-    return conclude(run(vary_trials(base, options)))
 
 
 def conclude(results: Sequence[Result]) -> Conclusion:
