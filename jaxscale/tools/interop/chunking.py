@@ -31,15 +31,6 @@ def array_shapes(pairs: Sequence[TensorPair]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def inner_chunk_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """Halves the longest axis until a chunk has at most CHUNK_BYTES, as meshes divide axes by powers of two."""
-    sizes = list(shape)
-    while math.prod(sizes) * PARAM_DTYPE.itemsize > CHUNK_BYTES and max(sizes) > 1:
-        axis = sizes.index(max(sizes))
-        sizes[axis] = -(-sizes[axis] // 2)
-    return tuple(sizes)
-
-
 def leading_chunk_shape(pair: TensorPair, leading: Sequence[int]) -> tuple[int, ...]:
     """Returns the chunk's number of layers (and experts); 1 where one layer or expert spans several chunks.
 
@@ -61,8 +52,11 @@ def chunk_shapes(pairs: Sequence[TensorPair]) -> dict[str, tuple[int, ...]]:
     shapes, chunks = array_shapes(pairs), {}
     for pair in pairs:
         for name, shape in zip(pair.leaves, pair.leaf_shapes, strict=True):
-            leading = shapes[name][: len(pair.place)]
-            chunks[name] = (*leading_chunk_shape(pair, leading), *inner_chunk_shape(shape))
+            leading, inner = shapes[name][: len(pair.place)], list(shape)
+            while math.prod(inner) * PARAM_DTYPE.itemsize > CHUNK_BYTES and max(inner) > 1:
+                axis = inner.index(max(inner))  # meshes divide axes by powers of two
+                inner[axis] = -(-inner[axis] // 2)
+            chunks[name] = (*leading_chunk_shape(pair, leading), *inner)
     return chunks
 
 

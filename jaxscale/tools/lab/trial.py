@@ -7,11 +7,11 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 from jaxscale import schema
 from jaxscale.config import RunConfig
-from jaxscale.runtime.monitor.history import History, read_history
+from jaxscale.runtime.monitor.history import History, is_finite, read_history
 from jaxscale.settings import config_file
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Exit
@@ -117,13 +117,8 @@ class Result(NamedTuple):
 
     def curve(self, name: str = "loss") -> tuple[list[float], list[float]]:
         """Returns (tokens, values) of a logged metric, without non-finite values."""
-        rows = [row for row in self.history.rows if is_number(row.get(name)) and is_number(row.get("tokens_seen"))]
+        rows = [row for row in self.history.rows if is_finite(row.get(name)) and is_finite(row.get("tokens_seen"))]
         return [row["tokens_seen"] for row in rows], [row[name] for row in rows]
-
-
-def is_number(value: Any) -> TypeGuard[int | float]:
-    """Returns True for a finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def as_text(value: Any) -> str:
@@ -153,7 +148,7 @@ def outcome_of(folder: Any) -> int | None:
     code, total = last.get("code"), history.part("budget").get("total_steps")
     if last.get("event") != "stopped" or code not in ENDS:
         return None
-    finished = is_number(total) and history.reached_step is not None and history.reached_step >= total
+    finished = is_finite(total) and history.reached_step is not None and history.reached_step >= total
     return code if code == Exit.NON_FINITE or finished else None
 
 
@@ -177,7 +172,7 @@ def seconds_of(rows: Iterable[Mapping[str, Any]]) -> float:
     total, before = 0.0, 0
     for row in rows:
         if "step_seconds" in row:
-            total += (row["step"] - before) * (row["step_seconds"] if is_number(row["step_seconds"]) else 0.0)
+            total += (row["step"] - before) * (row["step_seconds"] if is_finite(row["step_seconds"]) else 0.0)
             before = row["step"]
     return total
 

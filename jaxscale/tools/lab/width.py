@@ -8,11 +8,12 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from jaxscale.runtime.monitor.history import is_finite
 from jaxscale.tools.lab.estimate import mean, power
 from jaxscale.tools.lab.experiment import SMALL, Conclusion, Options, Run, drawing, line, rate_plot
 from jaxscale.tools.lab.rate import best_rate, inside, over_rates
 from jaxscale.tools.lab.sizes import wider
-from jaxscale.tools.lab.trial import Base, Result, Trial, distinct, groups_of, is_number
+from jaxscale.tools.lab.trial import Base, Result, Trial, distinct, groups_of
 from jaxscale.tools.reporting.page_tables import n
 from jaxscale.tools.reporting.plots import PlotLine, with_points
 
@@ -140,4 +141,4 @@ def size_of(run: Result, kind: str) -> float:
     """Returns the RMS of activations after STEPS steps, averaged over layers; NaN if any is not finite."""
     kind_values = lambda row: [value for name, value in row.items() if name.startswith(f"stats/{kind}_rms/")]
     last = [value for row in run.history.rows if row["step"] > STEPS for value in kind_values(row)]
-    return mean(last).value if last and all(map(is_number, last)) else math.nan
+    return mean(last).value if last and all(map(is_finite, last)) else math.nan

@@ -184,7 +184,15 @@ def installed_versions() -> dict[str, str]:
 
 
 def result_key(stablehlo: str, program: Program, topology: Topology) -> str:
-    """Returns a hash of everything that a result depends on."""
+    """Returns a hash of everything that a result depends on, with the code that reads programs and describes machines."""
+    folder = pathlib.Path(__file__).parent
+    planning, kernels = folder.parent / "planning", folder.parent.parent / "kernels"
+    files = [
+        *sorted(folder.glob("hlo*.py")),
+        planning / "topology.py",
+        planning / "links.py",
+        kernels / "collectives.py",
+    ]
     material = {
         "format": FORMAT,
         "stablehlo": hashlib.sha256(stablehlo.encode()).hexdigest(),
@@ -194,20 +202,9 @@ def result_key(stablehlo: str, program: Program, topology: Topology) -> str:
         "options": program.plan.compiler_options.values,
         "flags": {name: os.environ.get(name, "") for name in VARIABLES},
         "versions": installed_versions(),
-        "readers": reader_digest(),
+        "readers": hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest(),
     }
     return hashlib.sha256(json.dumps(material, sort_keys=True).encode()).hexdigest()
-
-
-def reader_digest() -> str:
-    """Returns a hash of the code that reads compiled programs, models links, and describes GPUs."""
-    folder = pathlib.Path(__file__).parent
-    files = [
-        *sorted(folder.glob("hlo*.py")),
-        *(folder.parent / "planning" / name for name in ("topology.py", "links.py")),
-        folder.parent.parent / "kernels" / "collectives.py",
-    ]
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def result_file(key: str) -> pathlib.Path:
