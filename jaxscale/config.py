@@ -201,10 +201,7 @@ def check_seq_len_ramp(cfg: RunConfig) -> None:
 
 
 def check_amounts(cfg: RunConfig) -> None:
-    """Raises BadInput for an amount of training in no known unit, and in steps where these differ in size.
-
-    How much it is follows from the data: resolve_budget.
-    """
+    """Raises BadInput for an amount in an unknown unit (resolve_budget computes it), or in steps of several sizes."""
     optim = cfg.optim
     units.parse("optim.warmup_tokens", optim.warmup_tokens)
     amounts = [("train_tokens", cfg.train_tokens)]

@@ -35,10 +35,7 @@ class Journal:
         self.close: Callable[[], Any] = lambda: None  # releases the folder lock
 
     def begin(self) -> bool:
-        """Locks the folder; True if this conversion was started before, with its parts in `done`.
-
-        Raises: BadInput for another conversion's journal, or if another process holds the lock.
-        """
+        """Locks the folder; True with `done` if begun before. Raises BadInput for another conversion, or if locked."""
         stack = contextlib.ExitStack()
         stack.enter_context(folder_lock(self.path.parent, "converting into"))
         self.close = weakref.finalize(self, stack.close)  # the system releases the lock when the process dies

@@ -228,10 +228,7 @@ def export_files(workdir: Any, run: Mapping[str, Any]) -> TokenizerFiles:
 
 
 def with_trained_eos(files: dict[str, bytes], eos_token: str) -> TokenizerFiles:
-    """Adds the run's end-of-document token to eos_token_id.
-
-    A chat model's files may have only the end of a turn, while the run was trained on another token.
-    """
+    """Adds the run's end-of-document token to eos_token_id, which may have only a chat model's end of a turn."""
     ends = end_ids(files)
     stops = ends.get("eos_token_id")
     known = stops if isinstance(stops, list) else [] if stops is None else [stops]

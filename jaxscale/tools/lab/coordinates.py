@@ -101,8 +101,7 @@ def slopes(table: Sequence[Coordinate], step: int, of: str = "change") -> dict[s
 
 
 def at_width(cfg: RunConfig, width: int) -> RunConfig:
-    """Returns the config with embed_dim=width and the MLP scaled with it, and the number of heads, or head_dim if muP
-    has a base_head_dim."""
+    """Returns the config at this embed_dim, with MLP and heads scaled; or head_dim if muP has a base_head_dim."""
     model = cfg.model
     if not isinstance(model, LlamaConfig):
         raise BadInput(f"model.name={model.name!r}: a coordinate check is of model.name='llama'")

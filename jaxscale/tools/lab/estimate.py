@@ -76,9 +76,7 @@ def apart(losses: Mapping[Any, Mapping[int, float]], one: Any, other: Any) -> Es
 
 
 class Optimum(NamedTuple):
-    """The x with the lowest y. edge: 'lowest' or 'highest' if it is the smallest or largest x tried. The optimum may
-    then be outside the range, so x is a bound.
-    """
+    """The x with the lowest y; a bound if edge is set: 'lowest' or 'highest' for the smallest or largest x tried."""
 
     x: Estimate
     y: Estimate

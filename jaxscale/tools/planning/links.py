@@ -134,8 +134,7 @@ def all_to_all_phase(nbytes: float, lines: Sequence[Phase]) -> Phase:
 
 
 def concurrent_phases(kind: str, nbytes: float, lines: Sequence[Phase]) -> tuple[Phase, ...]:
-    """Returns a collective that runs all rotated orders of the lines concurrently, each with an equal part of the
-    bytes, as one phase."""
+    """Returns one phase: all rotated orders of the lines run concurrently, each with an equal part of the bytes."""
     orders = [collective_phases(kind, nbytes, [*lines[first:], *lines[:first]]) for first in range(len(lines))]
     steps = zip(*orders)
     slowest = sum(max(phase.nbytes / phase.share for phase in step) for step in steps) / len(orders)

@@ -151,10 +151,7 @@ class Problem(NamedTuple):
 def newton_step(
     thetas: np.ndarray, slopes: np.ndarray, curves: np.ndarray, damping: np.ndarray, bounds: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (thetas after a damped Newton step, the gain that it predicts).
-
-    A parameter whose slope presses it against a bound is fixed.
-    """
+    """Returns (thetas after a damped Newton step, the predicted gain). Slopes into a bound fix their parameter."""
     least, most = bounds
     free = ~((thetas <= least) & (slopes > 0) | (thetas >= most) & (slopes < 0))
     diagonal = np.where(free, damping[:, None] * np.einsum("rii->ri", curves), 1.0)
@@ -175,8 +172,7 @@ def log_terms(thetas: np.ndarray, x: np.ndarray) -> np.ndarray:
 
 
 def grid(powers: int, least: float, mean: float) -> np.ndarray:
-    """Returns float64[starts, 1 + 2 powers]: E as a fraction of the least loss, the terms' shares of the remainder,
-    exponents."""
+    """Returns float64[starts, 1 + 2 powers]: E as parts of the least loss, terms' shares of the rest, exponents."""
     exponents = itertools.product((0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5), repeat=powers)
     splits = [(share, 1 - share) for share in (0.1, 0.3, 0.5, 0.7, 0.9)] if powers == 2 else [(1.0,)]
     fractions = (0.02, 0.2, 0.4, 0.6, 0.8, 0.95)

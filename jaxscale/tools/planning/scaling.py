@@ -231,8 +231,5 @@ def rate_by_flops(flops: float) -> float:
 
 
 def critical_batch(loss: float) -> float:
-    """Returns the batch in tokens above which more tokens hardly save steps: 2.1e8 L ** -4.8, L in nats.
-
-    Concept: arXiv:1812.06162; fit for language models: arXiv:2001.08361, figure 10.
-    """
+    """Returns 2.1e8 L ** -4.8 tokens (arXiv:1812.06162, 2001.08361 figure 10), above which more hardly save steps."""
     return 2.1e8 * loss**-4.8

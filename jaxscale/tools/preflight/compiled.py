@@ -184,15 +184,10 @@ def installed_versions() -> dict[str, str]:
 
 
 def result_key(stablehlo: str, program: Program, topology: Topology) -> str:
-    """Returns a hash of everything that a result depends on, with the code that reads programs and describes machines."""
+    """Returns a hash of everything that a result depends on, the code that reads programs included."""
     folder = pathlib.Path(__file__).parent
-    planning, kernels = folder.parent / "planning", folder.parent.parent / "kernels"
-    files = [
-        *sorted(folder.glob("hlo*.py")),
-        planning / "topology.py",
-        planning / "links.py",
-        kernels / "collectives.py",
-    ]
+    others = ("../planning/topology.py", "../planning/links.py", "../../kernels/collectives.py")
+    files = [*sorted(folder.glob("hlo*.py")), *(folder / name for name in others)]
     material = {
         "format": FORMAT,
         "stablehlo": hashlib.sha256(stablehlo.encode()).hexdigest(),

@@ -88,10 +88,7 @@ def valid_taps(
 
 
 def cudnn_flops(instruction: Instruction, target: str, operands: list[ArrayShape]) -> tuple[str, float] | None:
-    """Returns the FLOPs of cuDNN's fused attention over the positions that its mask leaves.
-
-    Each row counts as one document; packed documents leave fewer positions, depending on the data.
-    """
+    """Returns FLOPs of cuDNN's fused attention over its mask; packed documents, which leave fewer, are not known."""
     arrays = [shape for shape in operands if len(shape.dims) == 4]
     if len(arrays) < 3:
         return None

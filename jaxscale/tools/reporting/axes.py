@@ -67,10 +67,7 @@ def log_ticks(low: float, high: float, most: int = 7) -> list[float]:
 
 
 def axis_over(values: Iterable[float], *, log: bool = False, zero: bool = False) -> Axis:
-    """Returns an axis that covers the values, except a few outliers such as those of a diverging loss.
-
-    log: values of 0 or less are ignored. zero: the axis begins at 0.
-    """
+    """Returns an axis over the values but a few outliers. log: only values above 0. zero: it begins at 0."""
     known = sorted(value if abs(value) > LEAST else 0.0 for value in values if not log or value > LEAST)
     if not known:
         return Axis(0.1, 1.0, True) if log else Axis(0.0, 1.0)
@@ -109,10 +106,7 @@ def thin_columns(steps: Sequence[float], values: Sequence[float], columns: int) 
 
 
 def smooth(values: Sequence[float], half: int, *, steep: bool = False) -> list[float]:
-    """Moving average over up to `half` neighbours on each side; the window is cut at both ends.
-
-    steep: it is symmetric at the beginning, where a loss is steep.
-    """
+    """Moving average over up to `half` values on each side. steep: symmetric at the beginning, as for a steep loss."""
     total, means = [0.0, *itertools.accumulate(values)], []
     for i in range(len(values)):
         first, stop = max(i - half, 0), min(i + (min(half, i) if steep else half) + 1, len(values))

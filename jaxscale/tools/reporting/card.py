@@ -15,10 +15,7 @@ NONE = "-"
 
 
 def make_card(histories: Sequence[History], *, price: float | None = None, now: float) -> str:
-    """The page: what was trained, what it cost, and what it measures, a column for each run.
-
-    Args: price: dollars an hour of one chip; else its list price, where there is one. now: Unix seconds.
-    """
+    """The page: a column for each run. price: dollars an hour of one chip, else its list price. now: Unix seconds."""
     histories = with_unique_names(histories)
     statuses = [status_of(history, now, price) for history in histories]
     heads = ["", *(history.name for history in histories)]

@@ -72,10 +72,7 @@ def run_name(history: History, place: int) -> Cell:
 
 
 def goodput_table(histories: Sequence[History]) -> str:
-    """Seconds by kind over all starts; they sum to the wall time, from the first start to the last sign of the run.
-
-    Of several runs: the shares, a row for each run.
-    """
+    """Seconds by kind over all starts, which sum to the wall time; of several runs the shares, a row for each."""
     ledgers = [(place, measure_goodput(history.rows, history.events)) for place, history in enumerate(histories)]
     known = [(place, found) for place, found in ledgers if found.fraction is not None]
     if len(histories) > 1:

@@ -211,8 +211,7 @@ def group_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shared_keys(cfg: LlamaConfig) -> dict[str, Any]:
-    """Keys of both families. A model without latents or experts gets keys that do not round-trip, so that lost_settings
-    rejects it; the same holds for a shared_dim that is not a multiple of mlp_dim."""
+    """Keys of both families; those of a model that they do not cover do not round-trip: lost_settings rejects it."""
     latent, experts = cfg.latent, cfg.experts
     if latent is None or experts is None:
         return dict(num_key_value_heads=None, head_dim=None, first_k_dense_replace=0)
