@@ -93,18 +93,19 @@ def read_index(folder: Any, files: dict[str, int]) -> dict[str, Tensor]:
     where = f"{folder / INDEX}: weight_map"
     if not isinstance(weight_map, dict) or not weight_map:
         raise BadInput(f"{where} must map tensor names to files; fetch it again")
+    found: dict[str, dict[str, Tensor]] = {}
     for tensor, file in weight_map.items():
         put = f"{where} puts {tensor!r} into"
         if not isinstance(file, str) or not PLAIN_NAME.fullmatch(file):
             raise BadInput(f"{put} {str(file)[:120]!r}, which is not a .safetensors file in its folder")
         if file not in files:
             raise BadInput(f"{put} {file}, which is missing; fetch it")
-    found = {file: tensors_of(folder, file) for file in sorted(set(weight_map.values()))}
-    for tensor, file in weight_map.items():
+        if file not in found:
+            found[file] = tensors_of(folder, file)
         if tensor not in found[file]:
-            raise BadInput(f"{where} puts {tensor!r} into {file}, which does not have it; fetch both again")
+            raise BadInput(f"{put} {file}, which does not have it; fetch both again")
     tensors: dict[str, Tensor] = {}
-    for file, inside in found.items():
+    for file, inside in sorted(found.items()):
         for name, tensor in inside.items():
             if name in tensors and not same_bytes(tensors[name], tensor):
                 raise BadInput(

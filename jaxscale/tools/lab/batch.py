@@ -102,13 +102,14 @@ def conclude(results: Sequence[Result], still: Sequence[Result]) -> Conclusion:
         f"{count(published_batch(loss))} tokens."
     )
     verdict += bounds({f"{count(batch)} tokens": runs for batch, runs in tried.items()})
-    rows = [
-        [
-            n(count(b)), n(f"{runs[0].at(RATE):.3g}"), n(str(mean([r.loss for r in runs]))),
-            *of_target(b, reached.get(b), runs[0]),
-        ]
-        for b, runs in by_batch.items()
-    ]  # fmt: skip
+    rows = []
+    for b, runs in by_batch.items():
+        to_target = ("never", "", "")  # tokens, steps and FLOPs
+        if tokens := reached.get(b):
+            flops = tokens.value * runs[0].trial.cfg.flops_per_token
+            to_target = (count(tokens.value), f"{tokens.value / b:,.0f}", f"{flops:.3g}")
+        ends = str(mean([r.loss for r in runs]))
+        rows.append([*map(n, (count(b), f"{runs[0].at(RATE):.3g}", ends, *to_target))])
     head = ("tokens a step", "best rate tried", "held-out loss", "tokens to the loss", "steps", "FLOPs")
     return Conclusion(verdict, LIMITS, PREDICTED, drawn(tried, by_batch, reached, law), head, rows)
 
@@ -141,14 +142,6 @@ def drawn(
             log_below=True, unit="nats",
         ),
     ]  # fmt: skip
-
-
-def of_target(batch: int, tokens: Estimate | None, run: Result) -> list:
-    """Returns the table cells with the tokens, steps and FLOPs to the target loss."""
-    if tokens is None:
-        return [n("never"), n(""), n("")]
-    flops = tokens.value * run.trial.cfg.flops_per_token
-    return [n(count(tokens.value)), n(f"{tokens.value / batch:,.0f}"), n(f"{flops:.3g}")]
 
 
 def ending(result: Result) -> float:

@@ -93,11 +93,11 @@ def over_seeds(results: Sequence[Result], name: str) -> dict[int, dict[float, fl
     return found
 
 
-def mean_line(label: str, results: Sequence[Result], name: str, place: int) -> list[PlotLine]:
-    """Returns loss over a setting: a dot per run, and a line through the means where no run diverged."""
-    points = [(float(r.at(name)), r.loss) for r in results if not r.diverged]
+def mean_line(label: str, results: Sequence[Result], x_of: Callable[[Result], Any], place: int) -> list[PlotLine]:
+    """Returns loss over x: a dot per run, and a line through the means where no run diverged."""
+    points = [(float(x_of(r)), r.loss) for r in results if not r.diverged]
     whole = {x: [y for at, y in points if at == x] for x, _ in points}
-    lost = {float(r.at(name)) for r in results if r.diverged}
+    lost = {float(x_of(r)) for r in results if r.diverged}
     means = {x: sum(ys) / len(ys) for x, ys in whole.items() if x not in lost}
     return [line(label, points, place, "dots"), line(label, means, place)]
 
@@ -107,7 +107,8 @@ def rate_plot(
     unit: str = "nats, held out",
 ) -> Drawing:  # fmt: skip
     """Returns the plot of loss over the learning rate, with the lines of mean_line() for each (label, runs)."""
-    lines = [one for place, (name, runs) in enumerate(groups) for one in mean_line(name, runs, RATE, place)]
+    rate_of = lambda r: r.at(RATE)
+    lines = [one for place, (name, runs) in enumerate(groups) for one in mean_line(name, runs, rate_of, place)]
     return drawing(title, lines, "learning rate", log_below=True, unit=unit)
 
 

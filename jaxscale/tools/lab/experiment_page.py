@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from jaxscale.schema import flatten, to_dict
 from jaxscale.tools.lab.experiment import Conclusion, Experiment
 from jaxscale.tools.lab.trial import Base, Result
+from jaxscale.tools.reporting.canvas import plots
 from jaxscale.tools.reporting.page import footer, whole_page
 from jaxscale.tools.reporting.page_tables import Cell, table
 from jaxscale.tools.reporting.page_text import count, duration, escape
@@ -15,10 +16,12 @@ from jaxscale.tools.reporting.sections import Section
 
 def lab_page(name: str, experiment: Experiment, base: Base, results: Sequence[Result], found: Conclusion) -> str:
     """Returns the page as one HTML file."""
+    shown = [one for one in found.drawings if one.plot.drawn]
+    figures = [draw(one.plot, one.across, number, one.below)[0] for number, one in enumerate(shown)]
     sections = [
         Section("verdict", "What was seen", sentences(found.verdict)),
         Section("predicted", "What others predict", table(("source", "says"), found.predicted)),
-        Section("plots", "Plots", drawn(found)),
+        Section("plots", "Plots", plots(*figures)),
         Section("numbers", "Numbers", table(found.head, found.rows)),
         Section("limits", "What it does not show", sentences(found.limits)),
         Section("runs", "Runs", runs_table(results)),
@@ -39,13 +42,6 @@ def sentences(lines: Sequence[str]) -> str:
 def capital(text: str) -> str:
     """Capitalizes the first letter, unless the first word is a setting's name."""
     return text if "." in text.partition(" ")[0].rstrip(".:") else text[:1].upper() + text[1:]
-
-
-def drawn(found: Conclusion) -> str:
-    """Returns the HTML of the plots that have data."""
-    shown = [one for one in found.drawings if one.plot.drawn]
-    figures = [draw(one.plot, one.across, number, one.below)[0] for number, one in enumerate(shown)]
-    return f'<div class="plots">{"".join(figures)}</div>' if figures else ""
 
 
 def summary(base: Base, results: Sequence[Result]) -> str:

@@ -1,11 +1,11 @@
 """Model size against tokens at equal FLOPs: the three approaches of arXiv:2203.15556 to the best size, compared."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from jaxscale.tools.lab.estimate import mean, power
-from jaxscale.tools.lab.experiment import SMALL, Conclusion, Options, drawing, line
+from jaxscale.tools.lab.experiment import SMALL, Conclusion, Options, drawing, line, mean_line
 from jaxscale.tools.lab.sizes import train_tokens_of, wider
 from jaxscale.tools.lab.trial import Base, Result, Trial, distinct, groups_of
 from jaxscale.tools.planning.best_size import Curve, curve_of_run, smooth, three_approaches
@@ -61,6 +61,7 @@ def conclude(results: Sequence[Result]) -> Conclusion:
     if not finished:
         return Conclusion(["All runs diverged."], SMALL, PREDICTED, [], (), [])
     points, budgets = [point for _, point in finished], sorted({float(r.at(BUDGET)) for r, _ in finished})
+    by_budget = {flops: [r for r, _ in finished if float(r.at(BUDGET)) == flops] for flops in budgets}
     curves = [curve_of_run(p.params, r.trial.cfg.flops_per_token, *r.curve()) for r, p in finished]
     said = f"{FARTHER:g} times the largest tried"
     ways = three_approaches(points, curves, FARTHER * budgets[-1], description=said, budgets=budgets, within=0.25)
@@ -73,7 +74,8 @@ def conclude(results: Sequence[Result]) -> Conclusion:
         ),
         drawing(
             "Loss over size, at equal FLOPs",
-            [one for place, flops in enumerate(budgets) for one in mean_ends(finished, flops, place)],
+            [one for place, (flops, runs) in enumerate(by_budget.items())
+             for one in mean_line(f"{flops:.2g} FLOPs", runs, params_of, place)],
             "parameters", log_below=True, unit="nats, held out",
         ),
         drawing(
@@ -92,16 +94,20 @@ def conclude(results: Sequence[Result]) -> Conclusion:
     if lost:
         limits = (*limits, f"{lost} of {len(results)} runs diverged and are left out.")
     head = ("FLOPs", "parameters", "tokens", "tokens a parameter", "held-out loss")
-    verdict = [lowest_text(finished), *(way.text for way in ways), *kaplan_texts(finished)]
+    verdict = [lowest_text(by_budget), *(way.text for way in ways), *kaplan_texts(by_budget, points)]
     return Conclusion(verdict, limits, PREDICTED, drawings, head, rows)
 
 
-def kaplan_texts(results: Sequence[tuple[Result, Point]]) -> list[str]:
+def params_of(result: Result) -> int:
+    """Returns the parameters of a run's model."""
+    return result.trial.cfg.model.num_params
+
+
+def kaplan_texts(by_budget: Mapping[float, Sequence[Result]], points: Sequence[Point]) -> list[str]:
     """Describes power laws without a loss floor and arXiv:2001.08361's; [] with fewer than three points."""
-    budgets = groups_of([r for r, _ in results], lambda r: float(r.at(BUDGET)))
-    lowest = {flops: min(r.loss for r in runs) for flops, runs in budgets.items()}
-    largest = max(p.params for _, p in results)
-    largest_runs = [(p.tokens, p.loss) for _, p in results if p.params == largest]
+    lowest = {flops: min(r.loss for r in runs) for flops, runs in by_budget.items()}
+    largest = max(p.params for p in points)
+    largest_runs = [(p.tokens, p.loss) for p in points if p.params == largest]
     if len(lowest) < 3 or len({tokens for tokens, _ in largest_runs}) < 3:
         return []
     by_flops, by_tokens = power(list(lowest), list(lowest.values())).exponent, power(*zip(*largest_runs)).exponent
@@ -111,23 +117,14 @@ def kaplan_texts(results: Sequence[tuple[Result, Point]]) -> list[str]:
     ]
 
 
-def lowest_text(results: Sequence[tuple[Result, Point]]) -> str:
+def lowest_text(by_budget: Mapping[float, Sequence[Result]]) -> str:
     """Describes the size with the lowest loss at each budget, and whether it is only a bound."""
     parts = []
-    for flops, runs in sorted(groups_of([r for r, _ in results], lambda r: float(r.at(BUDGET))).items()):
-        by_size = groups_of(runs, lambda r: r.trial.cfg.model.num_params)
-        losses = {size: mean([r.loss for r in of]) for size, of in by_size.items()}
+    for flops, runs in by_budget.items():
+        losses = {size: mean([r.loss for r in of]) for size, of in groups_of(runs, params_of).items()}
         best = min(losses, key=lambda size: losses[size].value)
         end = "" if min(losses) < best < max(losses) else ", the smallest" if best == min(losses) else ", the largest"
         parts.append(f"{count(best)} parameters at {flops:.2g} FLOPs ({losses[best]} nats){end}")
     inside = any(part.endswith(")") for part in parts)
     beyond = "" if inside else " None lies inside those tried: what a law says below of a best size is a guess."
     return f"The best of the sizes tried: {'; '.join(parts)}.{beyond}"
-
-
-def mean_ends(results: Sequence[tuple[Result, Point]], flops: float, place: int) -> list[PlotLine]:
-    """Returns loss over size at one budget: a dot for each run, and a line through the means."""
-    points = [(p.params, p.loss) for r, p in results if float(r.at(BUDGET)) == flops]
-    means = {size: mean([loss for at, loss in points if at == size]).value for size, _ in points}
-    label = f"{flops:.2g} FLOPs"
-    return [line(label, points, place, "dots"), line(label, means, place)]

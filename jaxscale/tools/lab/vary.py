@@ -44,7 +44,7 @@ def conclude(results: Sequence[Result]) -> Conclusion:
     drawings = [curve_plot("Training loss, smoothed", placed)]
     names = list(results[0].trial.at)
     if len(names) == 1 and all(is_positive(r.at(names[0])) for r in results):
-        lines = mean_line("runs, and their mean", results, names[0], 0)
+        lines = mean_line("runs, and their mean", results, lambda r: r.at(names[0]), 0)
         drawings.insert(0, drawing("Held-out loss", lines, names[0], log_below=True, unit="nats"))
         curves = list(over_seeds(results, names[0]).values())
         if curves and len({r.at(names[0]) for r in results}) > 1:
