@@ -24,7 +24,8 @@ from jaxscale.core.models.llama import LlamaMlp
 from jaxscale.core.models.llama_config import LlamaConfig
 from jaxscale.core.models.moe import SparseMlp
 from jaxscale.core.plan import ParallelPlan, single_device_plan
-from jaxscale.kernels.matmul.grouped import ExpertKernels, run_grouped, weighted_activation
+from jaxscale.kernels.matmul.grouped import run_grouped, weighted_activation
+from jaxscale.kernels.matmul.slots import ExpertKernels
 from jaxscale.runtime.monitor.runinfo import run_info
 from jaxscale.settings.command_line import Arguments, flag
 from jaxscale.settings.help_text import command

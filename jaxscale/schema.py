@@ -19,8 +19,6 @@ import typing
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
-from jaxscale.settings.conditions import in_words, whole_condition
-from jaxscale.settings.renamed import with_current_names
 from jaxscale.system.exits import BadInput
 
 
@@ -73,7 +71,10 @@ def from_dict(cls: type[T], values: object, path: str = "") -> T:
     if not isinstance(values, Mapping):
         fix = dict_syntax(path) if path and isinstance(values, str) else ""
         raise BadInput(f"{path or cls.__name__} must be a group of settings of {cls.__name__}, not {values!r}{fix}")
-    values = with_current_names(values, getattr(cls, "renamed", {}))
+    if table := getattr(cls, "renamed", None):
+        from jaxscale.settings.renamed import with_current_names
+
+        values = with_current_names(values, table)
     fields = {field.name: field for field in dataclasses.fields(cls)}
     hints = hints_of(cls)
     for key in values:
@@ -136,6 +137,8 @@ def describe(cls: type, path: str = "") -> Iterator[tuple[str, str, str, str]]:
 
 def read_conditions(cls: type, field: dataclasses.Field, path: str) -> list[str]:
     """Returns the conditions of a field of the group at `path`, with full names of settings."""
+    from jaxscale.settings.conditions import whole_condition
+
     declared = [field.metadata.get("read_if", ""), getattr(cls, "inherited_read_if", {}).get(field.name, "")]
     return [whole_condition(text, path) for text in declared if text]
 
@@ -147,6 +150,8 @@ def describe_groups(
 
     only_if: conditions of the group itself. The help ends with the conditions of a setting.
     """
+    from jaxscale.settings.conditions import in_words
+
     hints = hints_of(cls)
     for field in dataclasses.fields(cls):
         conditions = (*only_if, *read_conditions(cls, field, path))

@@ -18,10 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxscale.core.accumulate import Reduction, per_token_scale, reduce_and_divide, row_keys, split_microbatches
 from jaxscale.core.axes.pipeline_axis import PipelineAxis
 from jaxscale.core.axes.pipeline_schedules import IDLE, Backward, Passes, Schedule
-from jaxscale.core.batch import Batch
 from jaxscale.core.models.config import BLOCKS, DENSE
 from jaxscale.core.models.sharded import StageFunctions
 from jaxscale.core.optim.optimizer import combine, trainable
@@ -86,15 +84,6 @@ class Pipeline:
         metrics = jax.tree.map(self.axis.sum, carry.metrics)
         added = {name: sums[name] + metrics[name] if name in sums else metrics[name] for name in metrics}
         return sums | added, carry.grads.whole
-
-
-def accumulate_pipelined(
-    pipeline: Pipeline, weights: Any, batch: Batch, key: jax.Array, *, scale: jax.Array | float, reduction: Reduction
-) -> tuple[dict[str, jax.Array], Any]:
-    """Returns what accumulate() returns. weights: of the stage; reduction.total_grads takes their gradients."""
-    scale, keys_B = per_token_scale(scale, batch, reduction), row_keys(key, batch, reduction)
-    split = lambda field: split_microbatches(field, pipeline.schedule.num_microbatches)
-    return reduce_and_divide(*pipeline.sums(weights, jax.tree.map(split, (batch, keys_B)), scale), scale, reduction)
 
 
 class StageWork:

@@ -24,19 +24,15 @@ from jaxscale.core.axes.pipeline_schedules import Schedule, ScheduleSize
 from jaxscale.core.axes.tensor_axis import NO_TENSOR_AXIS, TensorAxis, make_tensor_axis
 from jaxscale.core.config import PipelineConfig
 from jaxscale.core.mesh import crossed_groups
-from jaxscale.core.models import AnyModelConfig
-from jaxscale.core.models.config import BLOCKS, DENSE, MLP_GATE, MLP_UP, saved_names
+from jaxscale.core.models.config import BLOCKS, DENSE, MLP_GATE, MLP_UP, ModelConfig, saved_names
 from jaxscale.core.recorder import NO_RECORDER, Recorder
 from jaxscale.core.shardings import RULES, Gather, Rules, axis_size, no_gather
 from jaxscale.kernels.attention import Attend, resolve_attention, windowed_or_full, xla
-from jaxscale.kernels.attention import context_parallel as context_attention
-from jaxscale.kernels.attention.context_parallel import ContextLoad, resolve_context_exchange
 from jaxscale.kernels.collectives import Communication
-from jaxscale.kernels.compiler_options import CompilerOptions, compiler_options
-from jaxscale.kernels.config import AttentionName, AttentionNeeds, Choice
+from jaxscale.kernels.config import NO_COMPILER_OPTIONS, AttentionName, AttentionNeeds, Choice, CompilerOptions
 from jaxscale.kernels.hardware import Device, find_chip
-from jaxscale.kernels.matmul.grouped import ExpertKernels, resolve_expert_kernels
 from jaxscale.kernels.matmul.project import Project, cpu_project, einsum_project, quantized_project
+from jaxscale.kernels.matmul.slots import ExpertKernels
 from jaxscale.kernels.rope import Rotation, rotate, rotate_on_tpu
 from jaxscale.system.exits import BadInput
 
@@ -72,7 +68,7 @@ class ParallelPlan:
     needs: AttentionNeeds = AttentionNeeds(head_dim=1, dtype="float32")
     settings: ParallelSettings = DEFAULT_SETTINGS
     num_microbatches: int = 1
-    compiler_options: CompilerOptions = CompilerOptions({}, ())
+    compiler_options: CompilerOptions = NO_COMPILER_OPTIONS
     # Mesh axes. batch_axes: data, fsdp, and the other axes where they shard rows or gathered weights.
     batch_axes: BatchAxes = BatchAxes(NO_MESH, RULES["zero3"], (), (), Communication(jnp.dtype("float32"), (), False))
     tensor: TensorAxis = NO_TENSOR_AXIS
@@ -106,10 +102,6 @@ class ParallelPlan:
             return self
         return self.replace(recorder=recorder, attend=recorder.wrap_attention(self.attend))
 
-    def for_whole_rows(self, tensor: TensorAxis) -> "ParallelPlan":
-        """Returns the plan with this tensor axis, for rows that the context axis does not shard."""
-        return self.replace(tensor=tensor, attend=self.whole_row_attend, context_exchange=Choice())
-
     @functools.cached_property
     def stage_schedule(self) -> Schedule | None:
         """The schedule of the pipeline stages, or None."""
@@ -130,11 +122,13 @@ class ParallelPlan:
 
     def describe(self) -> list[str]:
         """Returns a line with the reason for each choice that mesh and model leave open."""
-        exchanges = {
-            "context": context_attention.describe(self.context_exchange),
-            "expert": expert_axis.describe(self.expert_exchange),
-        }
-        lines = [f"{axis}: {line}" for axis, line in exchanges.items() if line]
+        lines = []
+        if self.context_exchange.name:
+            from jaxscale.kernels.attention.context_parallel import describe
+
+            lines.append(f"context: {describe(self.context_exchange)}")
+        if line := expert_axis.describe(self.expert_exchange):
+            lines.append(f"expert: {line}")
         if self.grouped_matmul.reason:
             lines.append(f"experts: their matmuls run in slots: {self.grouped_matmul.reason}")
         return lines
@@ -150,6 +144,8 @@ def single_device_plan(
 
     device: None if unknown.
     """
+    from jaxscale.kernels.matmul.grouped import resolve_expert_kernels
+
     attend, attention_choice = resolve_attention(attention, platform, needs, device)
     expert_kernels, grouped_matmul = resolve_expert_kernels(platform, device, needs.dtype)
     return ParallelPlan(
@@ -165,7 +161,7 @@ def single_device_plan(
 
 
 def resolve_plan(
-    cfg: AnyModelConfig,
+    cfg: ModelConfig,
     mesh: Mesh,
     settings: ParallelSettings = DEFAULT_SETTINGS,
     environment: Mapping[str, str] = os.environ,
@@ -178,7 +174,7 @@ def resolve_plan(
     single = single_device_plan(device.platform, cfg.attention, needs, device)
     attention = single.attention.name
     tokens = resolve_expert_exchange(settings.expert_exchange, expert_work(cfg, mesh, settings))
-    keys = resolve_context_exchange(settings.context_attention, attention, needs, context_load(cfg, mesh, settings))
+    keys = resolve_context(cfg, mesh, settings, attention, needs)
     layer_loops = keys.name == "ring" or tokens.name == "send"
     options = resolve_compiler_options(cfg, mesh, settings.compiler, environment, single.grouped_matmul, layer_loops)
     # One collective over several dimensions of a torus needs these options; otherwise there is one per dimension.
@@ -210,7 +206,7 @@ def resolve_plan(
     )
 
 
-def without_stages(cfg: AnyModelConfig, plan: ParallelPlan) -> ParallelPlan:
+def without_stages(cfg: ModelConfig, plan: ParallelPlan) -> ParallelPlan:
     """Returns the plan for evaluation, sampling and statistics, in which the pipeline axis shards rows and weights.
 
     Microbatches are reduced to what the additional shards divide.
@@ -224,7 +220,7 @@ def without_stages(cfg: AnyModelConfig, plan: ParallelPlan) -> ParallelPlan:
 
 
 def resolve_compiler_options(
-    cfg: AnyModelConfig,
+    cfg: ModelConfig,
     mesh: Mesh,
     extra: Mapping[str, Any] | None,
     environment: Mapping[str, str],
@@ -236,7 +232,9 @@ def resolve_compiler_options(
     layer_loops: each layer contains a loop.
     """
     if extra is None:
-        return CompilerOptions({}, ())
+        return NO_COMPILER_OPTIONS
+    from jaxscale.kernels.compiler_options import compiler_options
+
     device, saved, has_experts = mesh.devices.flat[0], saved_names(cfg), cfg.experts is not None
     has_branches = cfg.attention_needs().window_layers is not None
     saves_products = saved is None or not saved.isdisjoint((MLP_GATE, MLP_UP))
@@ -251,7 +249,7 @@ def resolve_compiler_options(
     )
 
 
-def resolve_pipeline(cfg: AnyModelConfig, mesh: Mesh, settings: ParallelSettings) -> PipelineAxis:
+def resolve_pipeline(cfg: ModelConfig, mesh: Mesh, settings: ParallelSettings) -> PipelineAxis:
     """Returns the pipeline stages of the model. Raises BadInput if it does not support them."""
     stages, pipeline = mesh.shape[pipeline_axis.AXIS], settings.pipeline
     if stages == 1 or pipeline is None:
@@ -261,7 +259,7 @@ def resolve_pipeline(cfg: AnyModelConfig, mesh: Mesh, settings: ParallelSettings
     return make_pipeline_axis(stages, pipeline, cfg.layer_stacks.get(BLOCKS, 0), head_layers, cfg.leading_layers)
 
 
-def check_stages(cfg: AnyModelConfig, settings: ParallelSettings, pipeline: PipelineConfig, stages: int) -> None:
+def check_stages(cfg: ModelConfig, settings: ParallelSettings, pipeline: PipelineConfig, stages: int) -> None:
     """Raises BadInput for settings that a pipeline with this number of stages does not support."""
     chunks, parts = pipeline.chunks, settings.num_microbatches
     layers = cfg.layer_stacks.get(BLOCKS, 0)
@@ -293,15 +291,17 @@ def context_parallel_attend(
     """Returns attention over the positions of all context devices. attend: the kernel `attention` for whole rows."""
     if not exchange.name:
         return attend
+    from jaxscale.kernels.attention.context_parallel import make_context_attention
+
     settings = dict(needs=needs, context=context, device_kind=device.device_kind)
-    make_attend = functools.partial(context_attention.make_context_attention, exchange.name, attention, **settings)
+    make_attend = functools.partial(make_context_attention, exchange.name, attention, **settings)
     if needs.window_layers is None or exchange.name == "ulysses":  # ulysses wraps the kernel for whole rows
         return make_attend(attend, window=needs.window)
     windowed, full = make_attend(None, window=needs.window), make_attend(None, window=None)
     return windowed_or_full(windowed, full, needs.window_layers)
 
 
-def scans_layers(cfg: AnyModelConfig, mesh: Mesh) -> bool:
+def scans_layers(cfg: ModelConfig, mesh: Mesh) -> bool:
     """True if a stack is one compiled loop. False for a few layers on one CPU device: slicing weights from the stack
     and writing gradients back takes up to half of a step in bfloat16 and a tenth in float32 there (4 layers, 2
     cores, jax 0.10.2, 2026-11-25)."""
@@ -316,10 +316,16 @@ def local_rows(mesh: Mesh, settings: ParallelSettings) -> int | None:
     return max(1, settings.rows // settings.num_microbatches // shards)
 
 
-def context_load(cfg: AnyModelConfig, mesh: Mesh, settings: ParallelSettings) -> ContextLoad:
-    """Returns the sizes that determine the attention over the context axis."""
+def resolve_context(
+    cfg: ModelConfig, mesh: Mesh, settings: ParallelSettings, attention: str, needs: AttentionNeeds
+) -> Choice:
+    """Returns the exchange of keys and values over the context axis. attention: the name of the kernel."""
+    if mesh.shape["context"] == 1:
+        return Choice(settings.context_attention)
+    from jaxscale.kernels.attention.context_parallel import ContextLoad, resolve_context_exchange
+
     chip = find_chip(mesh.devices.flat[0].device_kind)
-    return ContextLoad(
+    load = ContextLoad(
         devices=mesh.shape["context"],
         kv_heads=cfg.key_width // cfg.head_dim // mesh.shape["tensor"],
         rows=local_rows(mesh, settings),
@@ -327,9 +333,10 @@ def context_load(cfg: AnyModelConfig, mesh: Mesh, settings: ParallelSettings) ->
         memory_bytes=chip and chip.hbm_bytes,
         in_pipeline=mesh.shape[pipeline_axis.AXIS] > 1,
     )
+    return resolve_context_exchange(settings.context_attention, attention, needs, load)
 
 
-def expert_work(cfg: AnyModelConfig, mesh: Mesh, settings: ParallelSettings) -> ExpertWork:
+def expert_work(cfg: ModelConfig, mesh: Mesh, settings: ParallelSettings) -> ExpertWork:
     """Returns the sizes that determine the exchange between tokens and experts."""
     experts, shape = cfg.experts, mesh.shape
     if experts is None:

@@ -21,7 +21,6 @@ from jax import lax
 from jaxscale.core.axes.context_axis import NO_CONTEXT_AXIS, ContextAxis
 from jaxscale.core.axes.tensor_axis import TensorAxis
 from jaxscale.kernels.attention import windowed_or_full
-from jaxscale.kernels.attention.context_parallel import over_all_keys
 from jaxscale.kernels.attention.xla import (
     EXACT,
     MaskSpec,
@@ -164,6 +163,8 @@ def make_recorder(
 
     attention: name of the kernel.
     """
+    from jaxscale.kernels.attention.context_parallel import over_all_keys
+
     if attention in EXACT:
         logit_max = functools.partial(attention_logit_max, window=needs.window)
         if needs.window_layers is not None:
@@ -176,6 +177,8 @@ def make_max_logit_recorder(
     attention: str, needs: AttentionNeeds, tensor: TensorAxis, context: ContextAxis = NO_CONTEXT_AXIS
 ) -> LogitRecorder:
     """Returns a recorder of the largest logit of each head, computed in addition to any attention kernel."""
+    from jaxscale.kernels.attention.context_parallel import over_all_keys
+
     logit_max = functools.partial(head_logit_max, window=needs.window)
     if needs.window_layers is not None:
         logit_max = windowed_or_full(logit_max, head_logit_max, needs.window_layers)

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 
 from jaxscale.core.config import StepConfig
 from jaxscale.core.mesh import crossed_groups
-from jaxscale.core.models import AnyModelConfig
+from jaxscale.core.models.config import ModelConfig
 from jaxscale.core.models.layers import split_model
 from jaxscale.core.models.lora import is_adapter
 from jaxscale.core.models.lora_mup_config import LoraConfig, learning_rate_multiplier, mup_scales
@@ -23,8 +23,7 @@ from jaxscale.core.optim.config import OptimConfig
 from jaxscale.core.optim.groups import assign_groups
 from jaxscale.core.optim.optimizer import ParamLayout, Schedule, make_optimizer, moment_axes, trainable
 from jaxscale.core.shardings import axis_size, is_axes, tree_shardings, with_shardings
-from jaxscale.core.state import TrainState, init_ema, init_loss_scale, init_state, state_axes
-from jaxscale.kernels.compiler_options import fast_compile_options
+from jaxscale.core.state import TrainState, init_loss_scale, init_state, state_axes
 from jaxscale.kernels.host_memory import device_zeros, on_host
 
 OFFLOADED = {"offload_moments": "opt_state", "offload_params": "params"}  # setting: field of the state
@@ -65,7 +64,7 @@ def state_shardings(cfg: StepConfig, optim: OptimConfig, model: ShardedModel, up
     state = tree_shardings(mesh, state_axes((), ()), rules.params)._replace(
         params=model.shardings,
         opt_state=tree_shardings(mesh, opt_axes, rules.moments),
-        ema=init_ema(cfg.ema, moments),  # like the moments, because only the step reads it
+        ema=moments if cfg.ema.on else None,  # like the moments, because only the step reads it
     )
     for setting, field in OFFLOADED.items():
         if getattr(optim, setting):
@@ -86,7 +85,7 @@ def make_init(
             updates.optimizer,
             init_loss_scale(cfg.loss_scale, model.cfg.compute_dtype),
             keys()[1],
-            init_ema(cfg.ema, trainable(params, updates.groups)),
+            trainable(params, updates.groups) if cfg.ema.on else None,
             cfg.guard.window_steps,
         )
 
@@ -105,13 +104,14 @@ def make_init(
 
 @functools.lru_cache(maxsize=16)
 def make_init_params(
-    cfg: AnyModelConfig, lora: LoraConfig, shardings: tuple[NamedSharding, ...]
+    cfg: ModelConfig, lora: LoraConfig, shardings: tuple[NamedSharding, ...]
 ) -> Callable[[np.ndarray], list[jax.Array]]:
     """Returns the jitted function that initializes the leaves of the parameters from a key, uint32[2].
 
     It takes 0.3 to 0.8 s to compile for models of the tests, as long as their step (jax 0.10.2, 2 cores, 2026-11-26),
     so runs that differ in other settings or in their seed share it, in a process and in a compilation cache.
     """
+    from jaxscale.kernels.compiler_options import fast_compile_options
 
     platform = next(iter(shardings[0].device_set)).platform
 

@@ -81,11 +81,6 @@ def adjust_loss_scale(cfg: LossScaleConfig, state: LossScale, finite: jax.Array)
     return LossScale(value, jnp.where(finite & ~grown, state.good_steps + 1, 0))
 
 
-def init_ema(cfg: EmaConfig, params: Any) -> Any:
-    """Returns the EMA before the first step, equal to the parameters; None, a tree without arrays, if it is off."""
-    return params if cfg.on else None
-
-
 def update_ema(cfg: EmaConfig, ema: Any, params: Any, step: jax.Array) -> Any:
     """Returns the EMA after step number `step` (from 0) with these new parameters; None if it is off.
 

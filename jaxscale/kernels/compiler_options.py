@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
+from jaxscale.kernels.config import XLA_VARIABLES, CompilerOptions
 from jaxscale.kernels.hardware import Device
 from jaxscale.system.exits import BadInput
 
 Value = bool | int | float | str
-VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # environment variables with XLA options
 FLAG = re.compile(r"--(\w+)")
 
 
@@ -168,26 +168,6 @@ ON_BY_DEFAULT = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class CompilerOptions:
-    """Options of one program."""
-
-    values: dict[str, Value]  # for jax.jit(compiler_options=...)
-    set_by_environment: tuple[str, ...]  # rows of the table that are left to it
-
-    @property
-    def offloads_torus(self) -> bool:
-        """True if collectives over several torus dimensions are one asynchronous operation."""
-        return all(self.values.get(name) is True for name in OFFLOAD + OFFLOAD_TORUS)
-
-    def __str__(self) -> str:
-        """Returns 'a=True, b=2; c as XLA_FLAGS has it', or ''."""
-        parts = [", ".join(f"{name}={value}" for name, value in self.values.items())]
-        if self.set_by_environment:
-            parts.append(f"{', '.join(self.set_by_environment)} as {' or '.join(VARIABLES)} has it")
-        return "; ".join(part for part in parts if part)
-
-
 def compiler_options(
     platform: str,
     device_kind: str,
@@ -209,13 +189,15 @@ def compiler_options(
     the next gather (docs/explanation/mixtures.md has both compiled). over_network: each layer's weights are gathered
     over the network between nodes. saves_expert_outputs: the outputs of expert kernels are saved for the backward pass.
     """
-    set_already = {name for variable in VARIABLES for name in FLAG.findall(environment.get(variable, ""))}
+    set_already = {name for variable in XLA_VARIABLES for name in FLAG.findall(environment.get(variable, ""))}
     conditional = ((prefetch_weights, PIPELINE), (over_network, (OVERLAP,)), (saves_expert_outputs, (SLICE_FUSION,)))
     excluded = [name for applies, names in conditional if not applies for name in names]
     rows = [row for row in TABLE if {platform, device_kind} & set(row.devices) and not row.names & {*extra, *excluded}]
+    values = {row.name: row.value for row in rows if not row.names & set_already} | dict(extra)
     return CompilerOptions(
-        values={row.name: row.value for row in rows if not row.names & set_already} | dict(extra),
+        values,
         set_by_environment=tuple(name for row in rows for name in sorted(row.names & set_already)),
+        offloads_torus=all(values.get(name) is True for name in OFFLOAD + OFFLOAD_TORUS),
     )
 
 

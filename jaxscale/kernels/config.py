@@ -1,4 +1,5 @@
-"""Settings of kernels (attention, matmul dtype, RoPE scaling, router), and what a model needs of attention."""
+"""Settings of kernels (attention, matmul dtype, RoPE scaling, router), what a model needs of attention, and what a plan
+chose."""
 
 import dataclasses
 from typing import Literal, NamedTuple
@@ -19,6 +20,28 @@ class Choice(NamedTuple):
     requested: str = "auto"  # the setting
     name: str = ""  # what is used; "" where there is nothing to choose
     reason: str = ""
+
+
+XLA_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # environment variables with XLA options
+
+
+@dataclasses.dataclass(frozen=True)
+class CompilerOptions:
+    """Compiler options of one program; kernels/compiler_options.py chooses them."""
+
+    values: dict[str, bool | int | float | str]  # for jax.jit(compiler_options=...)
+    set_by_environment: tuple[str, ...] = ()  # defaults of this project that are left to it
+    offloads_torus: bool = False  # collectives over several torus dimensions are one asynchronous operation
+
+    def __str__(self) -> str:
+        """Returns 'a=True, b=2; c as XLA_FLAGS has it', or ''."""
+        parts = [", ".join(f"{name}={value}" for name, value in self.values.items())]
+        if self.set_by_environment:
+            parts.append(f"{', '.join(self.set_by_environment)} as {' or '.join(XLA_VARIABLES)} has it")
+        return "; ".join(part for part in parts if part)
+
+
+NO_COMPILER_OPTIONS = CompilerOptions({})
 
 
 class WindowLayers(NamedTuple):

@@ -10,8 +10,6 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import TextIO
 
-from jaxscale.system.redact import shown, shown_traceback
-
 INTERRUPTED = 130  # Ctrl-C; this and the next are a shell's codes for SIGINT and SIGPIPE
 READER_GONE = 141
 
@@ -104,7 +102,7 @@ class BadInput(ValueError):
         """Returns the line that a notebook shows in place of a traceback."""
         _, line = verdict(self)
         assert line is not None, "each class with this method has a line"
-        return [shown(line)]
+        return [without_secrets(line)]
 
 
 class Stop(Exception):
@@ -152,6 +150,7 @@ def run_and_exit(main: Callable[[list[str]], int | None], *, is_verb: bool = Tru
 @contextlib.contextmanager
 def tracebacks_shown() -> Iterator[None]:
     """Prints uncaught tracebacks of the program and its threads with `print_stderr`, without secrets."""
+    from jaxscale.system.redact import shown_traceback
 
     def thread_ended(end: threading.ExceptHookArgs) -> None:
         if end.exc_value is not None and end.exc_type is not SystemExit:
@@ -189,15 +188,22 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
 
 
+def without_secrets(text: str) -> str:
+    """Returns the text without secrets and control characters."""
+    from jaxscale.system.redact import shown  # its patterns are needed by programs that print, not by every import
+
+    return shown(text)
+
+
 def print_stderr(line: str) -> None:
     """Prints a line to stderr, without secrets and control characters. Ignores write errors."""
     with contextlib.suppress(OSError):  # no reader, or a full disk
-        print(f"{shown(line)}\n", end="", file=sys.stderr)  # noqa: T201  in one piece: several processes may write to one file
+        print(f"{without_secrets(line)}\n", end="", file=sys.stderr)  # noqa: T201  in one piece: several processes may write to one file
 
 
 def put(*lines: str, end: str = "\n") -> None:
     """Prints lines to stdout and flushes, without secrets and control characters. Raises as `put_raw` does."""
-    put_raw(shown("\n".join(lines)) + end)
+    put_raw(without_secrets("\n".join(lines)) + end)
 
 
 def put_raw(text: str) -> None:

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from twins import twins
 
-from jaxscale.core.accumulate import accumulate
 from jaxscale.core.batch import Batch
 from jaxscale.core.config import LossScaleConfig, StepConfig
+from jaxscale.core.gradients import accumulate
 from jaxscale.core.models.layers import merge_model, split_model
 from jaxscale.core.models.model import logits, make_model, summed_loss
 from jaxscale.core.optim.config import OptimConfig

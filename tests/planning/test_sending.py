@@ -6,7 +6,7 @@ import pathlib
 import pytest
 
 from jaxscale.build import make_program
-from jaxscale.kernels.compiler_options import CompilerOptions
+from jaxscale.kernels.config import NO_COMPILER_OPTIONS
 from jaxscale.program.budget import resolve_budget
 from jaxscale.settings.config_file import load_config
 from jaxscale.tools.planning.communication import communication_time
@@ -23,7 +23,7 @@ def opened(machine, settings, config="7b"):
 
 def without_offload(program):
     """The same, compiled with no options."""
-    plan = program.plan.replace(compiler_options=CompilerOptions({}, ()))
+    plan = program.plan.replace(compiler_options=NO_COMPILER_OPTIONS)
     return dataclasses.replace(program, model=dataclasses.replace(program.model, plan=plan))
 
 

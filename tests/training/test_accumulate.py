@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxscale.core.accumulate import Reduction, accumulate, split_microbatches
+from jaxscale.core.gradients import Reduction, accumulate, split_microbatches
 
 PARAMS = {"w": jnp.asarray(np.random.default_rng(0).normal(size=(tiny.VOCAB, 5)), jnp.float32)}
 

@@ -177,7 +177,7 @@ def make_schedule(name: str, num_stages: int, num_chunks: int, num_microbatches:
     size = ScheduleSize(name, P, V, M)
     assert V == 1 or M % P == 0, f"{M} microbatches are not a multiple of {P} stages"
     start = M * V + P - 1 if name == "gpipe" else P * V - 1  # tick of the first backward pass
-    ticks = start + last_tick(P, V, M) + 1
+    ticks = start + tick_of(M - 1, P * V - 1, P, V) + 1  # the last microbatch runs through the last chunk
     idle, zeros = (lambda: np.full((ticks, P), IDLE, np.int32)), (lambda: np.zeros((ticks, P), np.int32))
     forward = Passes(idle(), zeros(), zeros())
     backward = Backward(idle(), zeros(), zeros(), idle(), idle())
@@ -206,11 +206,6 @@ def tick_of(microbatch: int, chunk: int, num_stages: int, num_chunks: int) -> in
     group, index = divmod(microbatch, num_stages)
     v, s = divmod(chunk, num_stages)
     return (group * num_chunks + v) * num_stages + index + s
-
-
-def last_tick(num_stages: int, num_chunks: int, num_microbatches: int) -> int:
-    """Returns the tick in which the last microbatch runs through the last chunk."""
-    return tick_of(num_microbatches - 1, num_stages * num_chunks - 1, num_stages, num_chunks)
 
 
 def defer_weight_grads(backward: Backward, start: int, num_pending: int) -> int:

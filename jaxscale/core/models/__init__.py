@@ -19,11 +19,21 @@ MODELS = {
     "encoder": ("jaxscale.core.models.gpt2_bert_t5_config:EncoderConfig", "jaxscale.core.models.gpt2_bert:Encoder"),
     "t5": ("jaxscale.core.models.gpt2_bert_t5_config:T5Config", "jaxscale.core.models.t5:T5"),
 }
-SETTINGS: dict[str, type[ModelConfig]] = {name: pkgutil.resolve_name(cls) for name, (cls, _) in MODELS.items()}
 if TYPE_CHECKING:  # a type checker cannot read MODELS; ModelConfig declares what all models offer
     AnyModelConfig: TypeAlias = ModelConfig
-else:
-    AnyModelConfig = functools.reduce(operator.or_, SETTINGS.values())
+
+
+@functools.cache
+def settings_classes() -> dict[str, type[ModelConfig]]:
+    """Returns the settings class of each model."""
+    return {name: pkgutil.resolve_name(cls) for name, (cls, _) in MODELS.items()}
+
+
+def __getattr__(name: str) -> Any:
+    """Returns AnyModelConfig, the union of all settings classes, which are imported when it is first read."""
+    if name != "AnyModelConfig":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return functools.reduce(operator.or_, settings_classes().values())
 
 
 def model_class(cfg: ModelConfig) -> Callable[..., Any]:
@@ -33,4 +43,4 @@ def model_class(cfg: ModelConfig) -> Callable[..., Any]:
 
 def names_of(kind: ModelKind) -> list[str]:
     """Returns the names of models of this kind."""
-    return [name for name, settings in SETTINGS.items() if settings.kind == kind]
+    return [name for name, settings in settings_classes().items() if settings.kind == kind]

@@ -8,7 +8,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,6 @@ from jaxscale.core.models.config import (
     ModelConfig,
     RematName,
 )
-from jaxscale.core.models.gpt2_bert_t5_config import BiasedConfig
 from jaxscale.core.models.lora import join_adapters
 from jaxscale.core.plan import ParallelPlan
 from jaxscale.core.recorder import NO_RECORDER
@@ -37,6 +36,9 @@ from jaxscale.kernels.config import ATTENTION_OUT
 from jaxscale.kernels.gradient import custom_vjp
 from jaxscale.kernels.host_memory import HOST
 from jaxscale.kernels.matmul.project import PRODUCT
+
+if TYPE_CHECKING:
+    from jaxscale.core.models.gpt2_bert_t5_config import BiasedConfig
 
 STD = 0.02  # of matrices and embeddings in GPT-2 and BERT
 M = TypeVar("M")  # a model
@@ -330,7 +332,7 @@ def with_bias(x: jax.Array, bias: jax.Array) -> jax.Array:
 class BiasedAttention(nnx.Module):
     """Attention within each packed document, with biases, as in GPT-2 and BERT. out_std: of the output projection."""
 
-    def __init__(self, cfg: BiasedConfig, *, causal: bool, out_std: float, rngs: nnx.Rngs, plan: ParallelPlan):
+    def __init__(self, cfg: "BiasedConfig", *, causal: bool, out_std: float, rngs: nnx.Rngs, plan: ParallelPlan):
         D, N, H = cfg.embed_dim, cfg.num_heads, cfg.head_dim
         self.plan, self.causal = plan, causal
         self.wq = param(rngs, (D, N, H), ("embed", "heads", "head_dim"), std=STD)
@@ -360,7 +362,7 @@ class BiasedMlp(nnx.Module):
 
     def __init__(
         self,
-        cfg: BiasedConfig,
+        cfg: "BiasedConfig",
         activate: Callable[[jax.Array], jax.Array],
         *,
         out_std: float,

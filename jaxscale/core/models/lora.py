@@ -22,8 +22,8 @@ from jaxscale.core.axes.expert_axis import EXPERTS
 from jaxscale.core.axes.pipeline_axis import RESIDUAL_AXES
 from jaxscale.core.models.lora_mup_config import LoraConfig, adapted_matrices
 from jaxscale.core.shardings import ROUTER, Gather
-from jaxscale.kernels.matmul.grouped import GroupedProject
 from jaxscale.kernels.matmul.project import Project, contracted_axes
+from jaxscale.kernels.matmul.slots import GroupedProject
 
 RANK = "lora_rank"  # the logical axis between A and B
 A, B = "_lora_a", "_lora_b"  # suffixes of the matrix's name

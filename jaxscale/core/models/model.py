@@ -52,11 +52,7 @@ class Model(Protocol):
 
 
 def make_model(
-    cfg: ModelConfig,
-    *,
-    key: jax.Array,
-    plan: ParallelPlan = UNSHARDED,
-    lora: LoraConfig = NO_LORA,
+    cfg: ModelConfig, *, key: jax.Array, plan: ParallelPlan = UNSHARDED, lora: LoraConfig = NO_LORA
 ) -> Model:
     """Returns the model of this config with parameters drawn from `key`.
 
@@ -96,11 +92,7 @@ def unembed(model: Model, h: jax.Array) -> jax.Array:
 
 
 def summed_loss(
-    model: Model,
-    batch: Batch,
-    keys_B: jax.Array | None,
-    aux_weights: Mapping[str, float],
-    num_sources: int = 0,
+    model: Model, batch: Batch, keys_B: jax.Array | None, aux_weights: Mapping[str, float], num_sources: int = 0
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Returns (objective, its named parts), float32[] sums over the weighted tokens, which the caller divides once.
 

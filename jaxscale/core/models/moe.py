@@ -26,7 +26,6 @@ from jaxscale.core.models.moe_balance import MoEMetrics
 from jaxscale.core.plan import ParallelPlan
 from jaxscale.kernels.activation import geglu_tanh, swiglu
 from jaxscale.kernels.matmul.expert_all_to_all import all_to_all_experts
-from jaxscale.kernels.matmul.grouped import GroupedProject
 from jaxscale.kernels.matmul.routing import (
     RouterOutput,
     capacity_mask,
@@ -39,6 +38,7 @@ from jaxscale.kernels.matmul.routing import (
     sort_rows,
     sort_weights,
 )
+from jaxscale.kernels.matmul.slots import GroupedProject
 
 F32 = jnp.float32
 

@@ -16,8 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxscale.core.axes.pipeline_axis import stage_gradients, stage_weights
 from jaxscale.core.axes.tensor_axis import TensorAxis
 from jaxscale.core.batch import Batch
-from jaxscale.core.models import AnyModelConfig
-from jaxscale.core.models.config import BLOCKS
+from jaxscale.core.models.config import BLOCKS, ModelConfig
 from jaxscale.core.models.layers import StackedModel, gather_params, in_row_parts, merge_model, split_model
 from jaxscale.core.models.lora_mup_config import NO_LORA, LoraConfig
 from jaxscale.core.models.model import Model, loss_from_hidden, make_model, target_scores, token_losses
@@ -26,6 +25,7 @@ from jaxscale.core.plan import ParallelPlan, without_stages
 from jaxscale.core.recorder import NO_RECORDER, Recorder
 from jaxscale.core.shardings import batch_sharding, check_divides, no_gather, tree_shardings
 from jaxscale.kernels.attention.xla import make_mask_spec
+from jaxscale.kernels.config import Choice
 from jaxscale.kernels.host_memory import device_zeros, fetch_outside_blocks, make_fetching_gather
 from jaxscale.kernels.matmul.project import with_matmul_precision
 from jaxscale.system.exits import BadInput
@@ -95,7 +95,7 @@ def pad_layers(metrics: Any, number: jax.Array, num_layers: int) -> Any:
 class ShardedModel:
     """A model without its parameter values: their shapes, axes and shardings, and the plan of their layout."""
 
-    cfg: AnyModelConfig
+    cfg: ModelConfig
     plan: ParallelPlan
     lora: LoraConfig = NO_LORA  # adapters among the parameters
 
@@ -126,7 +126,9 @@ class ShardedModel:
     ) -> Model:
         """Returns a new model. tensor: axis of a model whose context devices are replicas; None: as in training.
         gathered: it will be merged with gathered weights. training: with expert capacities."""
-        plan = self.plan if tensor is None else self.plan.for_whole_rows(tensor)
+        plan = self.plan
+        if tensor is not None:
+            plan = plan.replace(tensor=tensor, attend=plan.whole_row_attend, context_exchange=Choice())
         gather = plan.batch_axes.gather if plan.batch_axes.reduce_axes and not gathered else no_gather
         gather = make_fetching_gather(gather) if self.offloaded else gather
         plan = plan.replace(gather=gather, use_capacity=training).with_recorder(recorder)
@@ -225,13 +227,13 @@ class ShardedModel:
 
 
 @functools.lru_cache(maxsize=16)
-def abstract_params(cfg: AnyModelConfig, lora: LoraConfig) -> tuple[Any, Any]:
+def abstract_params(cfg: ModelConfig, lora: LoraConfig) -> tuple[Any, Any]:
     """Returns (shapes, logical axes) of the parameters, independent of mesh and kernels."""
     make = lambda key: make_model(cfg, key=key, lora=lora)
     return split_model(jax.eval_shape(make, jax.random.key(0)))[1:]
 
 
-def shard_model(cfg: AnyModelConfig, plan: ParallelPlan, lora: LoraConfig = NO_LORA) -> ShardedModel:
+def shard_model(cfg: ModelConfig, plan: ParallelPlan, lora: LoraConfig = NO_LORA) -> ShardedModel:
     """Returns the model with this plan. Raises BadInput if the mesh does not divide its parameters.
 
     lora: adapters, part of the parameters until they are merged.

@@ -1,26 +1,17 @@
 """Update rules that scale by statistics of whole tensors, of each layer and expert: Adafactor and LAMB."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from jaxscale.core.optim.groups import Dims, is_masked, matrix_dims
+from jaxscale.core.optim.moments import FACTORED_FIELDS, FactoredState
 
 DECAY_EXPONENT = 0.8  # second-moment decay rate 1 - step**-0.8, section 7.2
 MAX_UPDATE_RMS = 1.0  # clipping threshold d, section 6
 EPS_SQUARES, EPS_PARAM_RMS = 1e-30, 1e-3  # epsilon 1 and 2 of algorithm 4
-FACTORED_FIELDS = ("rows", "cols", "full")
-
-
-class FactoredState(NamedTuple):
-    """Second moments, trees like the parameters; MaskedNode in the fields that do not apply to a parameter."""
-
-    count: jax.Array  # int32[]
-    rows: Any  # matrices: means over the columns
-    cols: Any  # matrices: means over the rows
-    full: Any  # other parameters: the unfactored moment
 
 
 def scale_by_factored(dims_tree: Any, scale_by_parameter: bool) -> optax.GradientTransformation:
@@ -90,12 +81,6 @@ def reduced_dims(dims: Dims, field: str) -> tuple[int, ...]:
     return {"rows": dims.cols, "cols": dims.rows, "full": ()}[field]
 
 
-def factored_axes(axes: tuple[str, ...], field: str) -> tuple[str, ...]:
-    """Logical axes of a field of FactoredState, for a parameter with these axes."""
-    reduced = reduced_dims(matrix_dims(axes), field)
-    return tuple(axis for d, axis in enumerate(axes) if d not in reduced)
-
-
 def scale_by_trust(dims_tree: Any) -> optax.GradientTransformation:
     """LAMB (arXiv:1904.00962): scales each tensor's Adam update, weight decay included, to the norm of the tensor.
 
@@ -116,3 +101,9 @@ def scale_by_trust(dims_tree: Any) -> optax.GradientTransformation:
         return jax.tree.map(scale_leaf, updates, params, dims_tree, is_leaf=is_masked), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def factored_axes(axes: tuple[str, ...], field: str) -> tuple[str, ...]:
+    """Logical axes of a field of FactoredState, for a parameter with these axes."""
+    reduced = reduced_dims(matrix_dims(axes), field)
+    return tuple(axis for d, axis in enumerate(axes) if d not in reduced)

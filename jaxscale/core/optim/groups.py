@@ -10,6 +10,7 @@ import jax
 import optax
 
 from jaxscale.core.optim.config import GroupConfig
+from jaxscale.core.shardings import ROUTER, is_axes
 from jaxscale.system.exits import BadInput
 
 FROZEN_BASE = "base"  # the weights that adapters are added to
@@ -46,7 +47,6 @@ def assign_groups(
     is_trainable(name) is False are frozen in every group. base_multiplier(name) multiplies the learning rate and
     divides the decay, so that decay per step is unchanged (muP). Raises BadInput for a pattern that matches nothing.
     """
-    is_axes = lambda leaf: isinstance(leaf, tuple)
     matched = {index: False for index in range(len(groups))}
 
     def assign(path: tuple, axes: tuple[str, ...]) -> ParamGroup:
@@ -66,15 +66,11 @@ def assign_groups(
     names = [dotted(path) for path, _ in jax.tree_util.tree_leaves_with_path(axes_tree, is_leaf=is_axes)]
     names = [name for name in names if is_trainable(name)]
     for index, found in matched.items():
-        pattern = groups[index].pattern
-        if not found and not any(re.search(pattern, name) for name in names):
-            raise BadInput(
-                f"optim.groups[{index}].pattern={pattern!r} matches no parameter; there are {', '.join(names)}"
-            )
         if not found:
-            raise BadInput(
-                f"optim.groups[{index}].pattern={pattern!r} only matches what earlier groups took; move it up"
-            )
+            taken = any(re.search(groups[index].pattern, name) for name in names)
+            problem = "only matches what earlier groups took; move it up"
+            problem = problem if taken else f"matches no parameter; there are {', '.join(names)}"
+            raise BadInput(f"optim.groups[{index}].pattern={groups[index].pattern!r} {problem}")
     return assigned
 
 
@@ -97,7 +93,6 @@ def is_masked(leaf: Any) -> bool:
 
 STACK_AXES = ("layers", "experts")
 HEADS = ("heads", "kv_heads")
-ROUTER = "router"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +133,7 @@ def matrix_dims(axes: tuple[str, ...], *, each_head: bool = False) -> Dims:
 def tree_dims(axes_tree: Any, *, each_head: bool = False) -> Any:
     """Returns a tree of Dims, one for each leaf of axes_tree (leaves: tuples of logical axes)."""
     dims = lambda axes: matrix_dims(axes, each_head=each_head)
-    return jax.tree.map(dims, axes_tree, is_leaf=lambda leaf: isinstance(leaf, tuple))
+    return jax.tree.map(dims, axes_tree, is_leaf=is_axes)
 
 
 def is_hidden_matrix(name: str, axes: tuple[str, ...]) -> bool:

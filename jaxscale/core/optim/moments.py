@@ -16,14 +16,23 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jaxscale.core.optim.groups import is_masked
+from jaxscale.core.optim.groups import STACK_AXES, is_masked
 
 FIELDS = ("mu", "nu", "trace")  # the moments in optax's states
 NON_NEGATIVE = "nu"
 MAX_BLOCK = 256  # elements that share a scale, as in bitsandbytes (2048 in arXiv:2110.02861)
 MAX_SHARDS = 16  # of an axis, so that each shard still has whole blocks
 SHARDED = ("embed", "expert_embed", "latent")  # axes that are often sharded: blocks run along another if possible
-STACK = ("layers", "experts")
+FACTORED_FIELDS = ("rows", "cols", "full")
+
+
+class FactoredState(NamedTuple):
+    """Second moments, trees like the parameters; MaskedNode in the fields that do not apply to a parameter."""
+
+    count: jax.Array  # int32[]
+    rows: Any  # matrices: means over the columns
+    cols: Any  # matrices: means over the rows
+    full: Any  # other parameters: the unfactored moment
 
 
 class QuantizedMoment(NamedTuple):
@@ -86,7 +95,7 @@ def is_quantized(leaf: Any) -> bool:
 
 def block_dim(axes: tuple[str, ...]) -> int:
     """Returns the dimension along which a parameter with these logical axes is divided into blocks."""
-    unsharded = [d for d, axis in enumerate(axes) if axis not in SHARDED + STACK]
+    unsharded = [d for d, axis in enumerate(axes) if axis not in SHARDED + STACK_AXES]
     return unsharded[-1] if unsharded else len(axes) - 1
 
 

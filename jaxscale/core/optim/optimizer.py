@@ -12,16 +12,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxscale.core.optim.adafactor_lamb import (
-    FACTORED_FIELDS,
-    FactoredState,
-    factored_axes,
-    scale_by_factored,
-    scale_by_trust,
-)
 from jaxscale.core.optim.config import STABLE, OptimConfig
 from jaxscale.core.optim.groups import ParamGroup, dotted, is_hidden_matrix, is_masked, tree_dims
 from jaxscale.core.optim.moments import (
+    FACTORED_FIELDS,
+    FactoredState,
     QuantizedMoment,
     cast_moments,
     is_quantized,
@@ -29,7 +24,6 @@ from jaxscale.core.optim.moments import (
     offload_params,
     scale_axes,
 )
-from jaxscale.core.optim.muon import orthogonalize, stack_sharding
 
 Schedule = Callable[[jax.Array | int], jax.Array]  # int32 step -> float32 learning rate
 UNSHARDED = "norm"  # a logical axis that is never sharded
@@ -120,7 +114,7 @@ def make_optimizer(
         "lion": lambda: cast(optax.scale_by_lion(cfg.b1, cfg.b2)),
         "sgd": lambda: cast(optax.trace(cfg.b1)) if cfg.b1 else optax.identity(),
         "muon": lambda: muon(cfg, required(layout), cast(optax.trace(cfg.muon_momentum, nesterov=True)), adam()),
-        "adafactor": lambda: scale_by_factored(tree_dims(required(layout).axes), cfg.scale_by_parameter),
+        "adafactor": lambda: adafactor(cfg, required(layout)),
         "lamb": adam,
     }[cfg.name]()
     if cfg.offload_moments:
@@ -135,6 +129,8 @@ def make_optimizer(
     else:
         tail = last(groups)
     if cfg.name == "lamb":
+        from jaxscale.core.optim.adafactor_lamb import scale_by_trust
+
         tail = (tail[0], scale_by_trust(tree_dims(required(layout).axes)), tail[1])
     tx = optax.chain(clip, moments, *tail)
     frozen = jax.tree.map(lambda group: group.frozen, groups)
@@ -154,6 +150,8 @@ def muon(
     cfg: OptimConfig, layout: ParamLayout, momentum: optax.GradientTransformation, adam: optax.GradientTransformation
 ) -> optax.GradientTransformationExtraArgs:
     """Orthogonalized momentum for the matrices of the blocks, Adam's updates for all other parameters."""
+    from jaxscale.core.optim.muon import orthogonalize, stack_sharding
+
     label = lambda path, axes: "muon" if is_hidden_matrix(dotted(path), axes) else "adamw"
     labels = jax.tree_util.tree_map_with_path(label, layout.axes, is_leaf=lambda leaf: isinstance(leaf, tuple))
     dims = jax.tree.leaves(tree_dims(layout.axes, each_head=cfg.muon_heads == "each"))
@@ -161,6 +159,13 @@ def muon(
     shardings = [sharding(*pair) for pair in zip(dims, jax.tree.leaves(layout.specs), strict=True)]
     matrices = optax.chain(momentum, orthogonalize(shardings, layout.mesh, cfg.muon_dtype, cfg.muon_steps))
     return optax.multi_transform({"muon": matrices, "adamw": adam}, labels)
+
+
+def adafactor(cfg: OptimConfig, layout: ParamLayout) -> optax.GradientTransformation:
+    """Gradients over the root of their factored second moments."""
+    from jaxscale.core.optim.adafactor_lamb import scale_by_factored
+
+    return scale_by_factored(tree_dims(layout.axes), cfg.scale_by_parameter)
 
 
 def add_decay(groups: Any) -> optax.GradientTransformation:
@@ -242,6 +247,8 @@ def drop_reduced_axes(part: Any) -> Any:
     """Removes from each field of a FactoredState of AxesLeaf the axes that it is a mean over."""
     if not isinstance(part, FactoredState):
         return part
+    from jaxscale.core.optim.adafactor_lamb import factored_axes
+
     drop = lambda field: jax.tree.map(lambda leaf: AxesLeaf(factored_axes(leaf.axes, field)), getattr(part, field))
     return part._replace(**{field: drop(field) for field in FACTORED_FIELDS})
 

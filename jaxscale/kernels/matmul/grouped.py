@@ -18,6 +18,7 @@ from jaxscale.kernels.gradient import custom_vjp
 from jaxscale.kernels.hardware import Device, compute_capability
 from jaxscale.kernels.matmul import slots
 from jaxscale.kernels.matmul.project import PRODUCT
+from jaxscale.kernels.matmul.slots import ExpertKernels
 from jaxscale.units import divisors
 
 LANES = 128  # of a TPU tile: block sizes are multiples
@@ -28,10 +29,6 @@ HOPPER_KERNELS = (  # imported on such a GPU only
     "jaxscale.kernels.matmul.grouped_hopper:hopper_weight_grad",
 )
 HOPPER = 9.0  # compute capability
-
-# (x_RC, w_ECO, counts_E) -> y_RO in x's dtype; the gradient of w is in w's dtype. Rows after the last group are
-# undefined, also in gradients. transposed=True: the memory layout of w is [E, O, C].
-GroupedProject = Callable[..., jax.Array]
 
 
 class GroupedMatmuls(NamedTuple):
@@ -130,15 +127,6 @@ def run_grouped(run: Callable, weights: Any, x_RD: jax.Array, weight_R: jax.Arra
 def weighted_activation(activate: Callable, gate_RF: jax.Array, up_RF: jax.Array, weight_R: jax.Array) -> jax.Array:
     """activate(gate, up) * weight."""
     return (activate(gate_RF, up_RF) * weight_R[:, None]).astype(gate_RF.dtype)
-
-
-class ExpertKernels(NamedTuple):
-    """Functions that run experts on rows sorted by expert."""
-
-    project: GroupedProject = slots.project_expert  # for the rows that map_experts passes
-    map_experts: slots.MapExperts = functools.partial(slots.run_in_slots, slots.ON_CPU)
-    weighted_activation: slots.WeightedActivation = slots.weighted_activation_f32
-    as_bits: bool = True  # dispatch and combine gather integers, which is fast on a CPU
 
 
 def resolve_expert_kernels(platform: str, device: Device | None, dtype: Any) -> tuple[ExpertKernels, Choice]:

@@ -38,6 +38,9 @@ class SlotSizes(NamedTuple):
 ON_CPU = SlotSizes(lambda average: 0 if average >= 1024 else TILE, 64)
 ON_GPU = SlotSizes(lambda average: average // 16, 128)  # random routing of 4,096 tokens about fits; nothing else timed
 
+# (x_RC, w_ECO, counts_E) -> y_RO in x's dtype; the gradient of w is in w's dtype. Rows after the last group are
+# undefined, also in gradients. transposed=True: the memory layout of w is [E, O, C].
+GroupedProject = Callable[..., jax.Array]
 # (weights of an expert, x_SD, weight_S, None) -> y_SD
 RunExpert = Callable[[Any, jax.Array, jax.Array, Any], jax.Array]
 # (activate, gate, up, weight) -> h
@@ -247,3 +250,12 @@ run_in_slots.defvjp(_forward, _backward)
 def select_expert(weights: Any, expert: jax.Array) -> Any:
     """Returns the weights of one expert."""
     return jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, expert, keepdims=False), weights)
+
+
+class ExpertKernels(NamedTuple):
+    """Functions that run experts on rows sorted by expert."""
+
+    project: GroupedProject = project_expert  # for the rows that map_experts passes
+    map_experts: MapExperts = functools.partial(run_in_slots, ON_CPU)
+    weighted_activation: WeightedActivation = weighted_activation_f32
+    as_bits: bool = True  # dispatch and combine gather integers, which is fast on a CPU

@@ -22,7 +22,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jaxscale import schema
 from jaxscale.build import Program
-from jaxscale.kernels.compiler_options import VARIABLES
+from jaxscale.kernels.config import XLA_VARIABLES
 from jaxscale.system.exits import BadInput
 from jaxscale.system.paths import cache_dir, make_private, read_json, write_json
 from jaxscale.tools.planning.links import make_torus
@@ -195,7 +195,7 @@ def result_key(stablehlo: str, program: Program, topology: Topology) -> str:
         "devices": [device.id for device in program.mesh.devices.flat],  # their order is not in the text
         "mesh": dict(program.mesh.shape),
         "options": program.plan.compiler_options.values,
-        "flags": {name: os.environ.get(name, "") for name in VARIABLES},
+        "flags": {name: os.environ.get(name, "") for name in XLA_VARIABLES},
         "versions": installed_versions(),
         "readers": hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest(),
     }
