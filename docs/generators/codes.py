@@ -1,7 +1,7 @@
 """Exit codes, from jaxscale/system/exits.py."""
 
 from generators.words import escaped, table
-from jaxscale.system.exits import ADVICE, STARTED_AGAIN, Exit
+from jaxscale.system.exits import STARTED_AGAIN, Exit
 
 HEAD = """# Exit codes
 
@@ -17,7 +17,13 @@ Death by a signal is started again too; Ctrl-C (130) and a closed pipe (141) are
 def pages() -> dict[str, str]:
     """{file: Markdown}."""
     rows = [
-        [str(int(one)), f"`{one.name}`", *map(escaped, ADVICE[one]), "yes" if one in STARTED_AGAIN else "no"]
+        [
+            str(int(one)),
+            f"`{one.name}`",
+            escaped(one.event),
+            escaped(one.advice),
+            "yes" if one in STARTED_AGAIN else "no",
+        ]
         for one in Exit
     ]
     head = ["code", "name", "what happened", "what a person does", "started again"]

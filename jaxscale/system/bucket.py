@@ -65,7 +65,6 @@ class Bucket:
 
     def metadata(self, url: str) -> dict[str, Any] | None:
         """Returns the metadata of an object, such as size and md5Hash; None if it does not exist."""
-
         try:
             return self.patiently(lambda: self.ask("GET", self.object_url(url), url, "read"), url)
         except FileNotFoundError:
@@ -73,7 +72,6 @@ class Bucket:
 
     def content(self, url: str) -> bytes:
         """Returns the content of a small object. Raises FileNotFoundError."""
-
         where = self.object_url(url, alt="media")
         return self.patiently(lambda: self.ask("GET", where, url, "read", parse=lambda response: response.read()), url)
 
@@ -119,7 +117,6 @@ class Bucket:
 
     def remove(self, url: str) -> bool:
         """Removes any generation of an object; False if it does not exist, or an earlier try has removed it."""
-
         where = self.object_url(url)
         try:
             self.patiently(lambda: self.ask("DELETE", where, url, "deleted", parse=lambda response: None), url)

@@ -15,22 +15,34 @@ READER_GONE = 141
 
 
 class Exit(enum.IntEnum):
-    """Exit codes of a process."""
+    """Exit codes of a process: code, what happened, what a person does. docs/survive.md has the long form."""
 
-    DONE = 0
-    ERROR = 1  # unexpected: a traceback is shown
-    BAD_INPUT = 2  # a setting, a file or a combination that a person can correct
-    NO_GO = 3  # the check before a run found that it cannot work on this machine
-    PREEMPTED = 10  # saved and left on a signal: start again
-    CONFIG_MISMATCH = 11  # the work folder belongs to another config
-    DATA_MISMATCH = 12  # the data are not those the run began with
-    PEER_LOST = 13
-    STORAGE = 14  # a save failed for good
-    HANG = 15
-    SILENT_CORRUPTION = 16
-    NON_FINITE = 17  # too many steps were refused, and all remedies are used up
-    LOCK_HELD = 18
-    CHECKPOINT_CORRUPT = 19  # a committed checkpoint cannot be read back
+    event: str
+    advice: str
+
+    def __new__(cls, code: int, event: str, advice: str) -> "Exit":
+        made = int.__new__(cls, code)
+        made._value_, made.event, made.advice = code, event, advice
+        return made
+
+    DONE = 0, "done", "nothing"
+    ERROR = 1, "an unexpected error, with a traceback", "report the traceback; or a supervisor gave up and said why"
+    BAD_INPUT = 2, "a setting, a file or a combination is wrong", "correct what the line names"
+    NO_GO = 3, "a check or a rehearsal found that the run cannot work here", "change what the table names"
+    PREEMPTED = 10, "saved on a signal", "start it again"
+    CONFIG_MISMATCH = (
+        11,
+        "the work folder belongs to another config",
+        "set the named settings back, allow them (`--allow_change`), or begin a new run",
+    )
+    DATA_MISMATCH = 12, "the data are not those the run began with", "bring the old data back, or begin a new run"
+    PEER_LOST = 13, "another process was lost", "start all again; look at the machine that is named"
+    STORAGE = 14, "saves kept failing", "make room or mend the permission that is named, then start again"
+    HANG = 15, "nothing moved for too long", "start again; if it comes back, read WORKDIR/stacks"
+    SILENT_CORRUPTION = 16, "a device computes wrong bits", "take the named device out, then start again"
+    NON_FINITE = 17, "training diverged and its remedies are used up", "look at the named steps; lower the rate"
+    LOCK_HELD = 18, "another process trains in this folder", "end the one that is named, or use another folder"
+    CHECKPOINT_CORRUPT = 19, "no checkpoint can be read back", "bring one back from a copy; never begin over it"
 
 
 CODES_LINE = (
@@ -38,27 +50,6 @@ CODES_LINE = (
 )
 STARTED_AGAIN = (Exit.PREEMPTED, Exit.PEER_LOST, Exit.STORAGE, Exit.HANG)
 BY_A_PERSON = (INTERRUPTED, READER_GONE)
-
-# code: (what happened, what a person does). docs/survive.md has the long form, and a test holds the two together.
-ADVICE: dict[Exit, tuple[str, str]] = {
-    Exit.DONE: ("done", "nothing"),
-    Exit.ERROR: ("an unexpected error, with a traceback", "report the traceback; or a supervisor gave up and said why"),
-    Exit.BAD_INPUT: ("a setting, a file or a combination is wrong", "correct what the line names"),
-    Exit.NO_GO: ("a check or a rehearsal found that the run cannot work here", "change what the table names"),
-    Exit.PREEMPTED: ("saved on a signal", "start it again"),
-    Exit.CONFIG_MISMATCH: (
-        "the work folder belongs to another config",
-        "set the named settings back, allow them (`--allow_change`), or begin a new run",
-    ),
-    Exit.DATA_MISMATCH: ("the data are not those the run began with", "bring the old data back, or begin a new run"),
-    Exit.PEER_LOST: ("another process was lost", "start all again; look at the machine that is named"),
-    Exit.STORAGE: ("saves kept failing", "make room or mend the permission that is named, then start again"),
-    Exit.HANG: ("nothing moved for too long", "start again; if it comes back, read WORKDIR/stacks"),
-    Exit.SILENT_CORRUPTION: ("a device computes wrong bits", "take the named device out, then start again"),
-    Exit.NON_FINITE: ("training diverged and its remedies are used up", "look at the named steps; lower the rate"),
-    Exit.LOCK_HELD: ("another process trains in this folder", "end the one that is named, or use another folder"),
-    Exit.CHECKPOINT_CORRUPT: ("no checkpoint can be read back", "bring one back from a copy; never begin over it"),
-}
 
 
 def may_start_again(code: int) -> bool:
@@ -82,12 +73,12 @@ def meaning(code: int) -> str:
     if code < 0 or code > 128:
         name = signal.Signals(number).name if number in list(signal.Signals) else f"signal {number}"
         return f"killed by {name}" if code < 0 else f"exit {code}, {name}"
-    return f"exit {code}, {ADVICE[Exit(code)][0]}" if code in list(Exit) else f"exit {code}, no code of jaxscale"
+    return f"exit {code}, {Exit(code).event}" if code in list(Exit) else f"exit {code}, no code of jaxscale"
 
 
 def codes_help() -> str:
     """Returns a line for each exit code: what happened, and what to do."""
-    return "\n".join(f"  {int(code):3}  {what}: {do}" for code, (what, do) in ADVICE.items())
+    return "\n".join(f"  {int(code):3}  {code.event}: {code.advice}" for code in Exit)
 
 
 class BadInput(ValueError):

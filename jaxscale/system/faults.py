@@ -66,8 +66,8 @@ def flipped_bit() -> tuple[int, int, int] | None:
     text = read_variable("JAXSCALE_FLIP_BIT")
     if not text:
         return None
-    step, device, *times = map(int, text.split(":"))
-    return step, device, times[0] if times else 1
+    step, device, times, *_ = map(int, f"{text}:1".split(":"))
+    return step, device, times
 
 
 def bit_flip_device(step: int) -> int | None:

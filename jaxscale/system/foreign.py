@@ -23,7 +23,7 @@ DEEPEST = 64  # JSON in JSON; a tokenizer.json has about ten
 MOST_LINKS = 40  # to one another, as in Linux
 HF_HOME = "~/.cache/huggingface"
 BLOB = re.compile(r"models--[^/]+/blobs/(?:[0-9a-f]{40}|[0-9a-f]{64})")
-KINDS = ("models--", "datasets--", "spaces--")  # prefixes of repository folders in the Hub's cache
+SNAPSHOT = re.compile(r"(.*/(?:models|datasets|spaces)--[^/]*)/snapshots/.", re.DOTALL)  # in the Hub's cache
 
 
 def resolve_file(path: Any, inside: Any = None) -> pathlib.Path:
@@ -59,18 +59,10 @@ def check_folder(folder: Any, inside: Any) -> None:
         raise BadInput(f"{folder} is a link that leads out of {inside}, to {resolved}; if it is meant, copy it there")
 
 
-def blobs_of(folder: pathlib.Path) -> list[pathlib.Path]:
-    """Returns the blobs folder of a snapshot in the Hub's cache; [] for other folders. folder: resolved."""
-    parts = folder.parts
-    for index in range(len(parts) - 1, 0, -1):
-        if parts[index] == "snapshots" and parts[index - 1].startswith(KINDS) and index + 1 < len(parts):
-            return [pathlib.Path(*parts[:index], "blobs")]
-    return []
-
-
 def leads_out(file: pathlib.Path, folder: pathlib.Path) -> bool:
     """Returns True if a file is neither in the folder nor in its blobs of the Hub's cache. Both are resolved."""
-    if any(file.is_relative_to(root) for root in (folder, *blobs_of(folder))):
+    snapshot = SNAPSHOT.match(folder.as_posix())
+    if file.is_relative_to(folder) or snapshot and file.is_relative_to(f"{snapshot[1]}/blobs"):
         return False
     # this user's cache of the Hub, to whose files `hf download --local-dir` used to make links
     cache = os.environ.get("HF_HUB_CACHE") or os.path.join(os.environ.get("HF_HOME") or HF_HOME, "hub")

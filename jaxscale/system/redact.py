@@ -17,8 +17,7 @@ from typing import Any
 
 HIDDEN = "[redacted]"
 WORDS = {"TOKEN", "SECRET", "SECRETS", "PASS", "PASSWD", "PAT", "APIKEY", "CREDENTIAL", "CREDENTIALS", "DSN"}
-WORDS |= {"PGPASS", "SSHPASS", "DBPASS"}
-WORDS |= {"WEBHOOK"}  # its URL is enough to write to a chat
+WORDS |= {"PGPASS", "SSHPASS", "DBPASS", "WEBHOOK"}  # the URL of a webhook is enough to write to a chat
 ENDS = ("PASSWORD", "PASSPHRASE")  # PGPASSWORD and its like
 LAST = {"AUTH", "PWD", "KEY", "KEYS"}  # secret behind another word: MYSQL_PWD and no PWD, REDIS_AUTH, no SSH_AUTH_SOCK
 OPEN = {"PUBLIC", "PRIMARY", "FOREIGN", "SORT", "PARTITION", "CACHE", "INDEX", "GROUP"}  # kinds of public keys

@@ -14,7 +14,6 @@ import ipaddress
 import logging
 import os
 import pathlib
-import posixpath
 import types
 import urllib.parse
 from collections.abc import Callable, Iterator
@@ -36,63 +35,33 @@ READ_BYTES = 4 << 20  # at once
 MAX_CONCURRENT = 16  # requests when many objects are removed
 
 
-class ObjectPath:
+class ObjectPath(pathlib.PurePosixPath):
     """A path under gs://, with the methods of pathlib.Path that this package uses.
 
     A folder exists while there is an object below it. Methods that access the service raise FileNotFoundError,
     Forbidden and Unreachable, all OSErrors.
     """
 
-    __slots__ = ("url",)
-
-    def __init__(self, url: Any):
-        bucket, _, name = os.fspath(url).removeprefix("gs://").partition("/")
-        parts = [part for part in name.split("/") if part not in ("", ".")]
-        self.url = "/".join([f"gs://{bucket}", *parts])
+    __slots__ = ()
 
     def __str__(self) -> str:
-        return self.url
+        return f"gs://{'/'.join(self.parts[1:])}"  # the first part is "gs:"
 
     __fspath__ = __str__
-
-    def __repr__(self) -> str:
-        return f"ObjectPath({self.url!r})"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ObjectPath) and self.url == other.url
-
-    def __hash__(self) -> int:
-        return hash(self.url)
-
-    def __lt__(self, other: "ObjectPath") -> bool:
-        return self.url < other.url
+    url = property(__str__)
 
     def __truediv__(self, name: Any) -> "ObjectPath":
-        return ObjectPath(f"{self.url}/{os.fspath(name)}")
+        return ObjectPath(f"{self.url}/{os.fspath(name)}")  # also below the path if the name begins with "/"
 
     @property
     def key(self) -> str:
         """Name of the object in its bucket; '' for the bucket itself."""
-        return self.url.removeprefix("gs://").partition("/")[2]
-
-    @property
-    def name(self) -> str:
-        """The last part."""
-        return posixpath.basename(self.key)
-
-    @property
-    def suffix(self) -> str:
-        """File extension, such as '.json'."""
-        return pathlib.PurePosixPath(self.key).suffix
+        return "/".join(self.parts[2:])
 
     @property
     def parent(self) -> "ObjectPath":
         """Parent path; a bucket is its own parent."""
-        return ObjectPath(self.url.rpartition("/")[0]) if self.key else self
-
-    def with_name(self, name: str) -> "ObjectPath":
-        """Returns the path with another last part."""
-        return self.parent / name
+        return super().parent if self.key else self
 
     def absolute(self) -> "ObjectPath":
         """Returns itself: buckets have no relative paths or links."""
@@ -113,10 +82,6 @@ class ObjectPath:
     def is_dir(self) -> bool:
         """Returns True if there is an object below the path."""
         return any(True for _ in list_objects(path_bucket(), self.url, maxResults="1"))
-
-    def is_symlink(self) -> bool:
-        """Returns False: buckets have no links."""
-        return False
 
     def stat(self) -> types.SimpleNamespace:
         """Returns the fields of os.stat_result that an object has."""
@@ -213,9 +178,6 @@ class Reader(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         self.position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self.position, os.SEEK_END: self.size}[whence]
-        return self.position
-
-    def tell(self) -> int:
         return self.position
 
     def readinto(self, buffer: Any) -> int:

@@ -12,7 +12,7 @@ from jaxscale import cli
 from jaxscale.cli import verify
 from jaxscale.config import RunConfig
 from jaxscale.settings import help_text
-from jaxscale.system.exits import ADVICE, CODES_LINE, BadInput, Exit
+from jaxscale.system.exits import CODES_LINE, BadInput, Exit
 
 
 def jaxscale(*arguments, module=None):
@@ -23,7 +23,7 @@ def jaxscale(*arguments, module=None):
 def test_help_lists_every_verb_with_a_line():
     done = jaxscale("--help")
     assert done.returncode == 0 and done.stderr == "" and CODES_LINE not in done.stdout
-    assert all(f" {int(code)}  {ADVICE[code][0]}" in done.stdout for code in Exit)
+    assert all(f" {int(code)}  {code.event}" in done.stdout for code in Exit)
     for verb, summary in cli.VERBS.items():
         assert any(line.split() == [verb, *summary.split()] for line in done.stdout.splitlines())
 

@@ -13,7 +13,7 @@ import pytest
 
 from jaxscale.cli import supervise
 from jaxscale.cli.supervise import read_progress
-from jaxscale.system.exits import ADVICE, BadInput, Exit, codes_help, may_start_again, meaning
+from jaxscale.system.exits import BadInput, Exit, codes_help, may_start_again, meaning
 
 # In the place of a training: does what the next line of WORKDIR/../plan says ("saves=7": commits step 7), and ends.
 STAND_IN = """
@@ -124,7 +124,7 @@ def test_only_the_codes_that_may_be_mended_start_again():
 
 
 def test_every_code_has_a_meaning_and_an_advice():
-    assert set(ADVICE) == set(Exit) and len(codes_help().splitlines()) == len(Exit)
+    assert len(codes_help().splitlines()) == len(Exit)
     assert [meaning(code) for code in (13, -9, 137, 42)] == [
         "exit 13, another process was lost", "killed by SIGKILL", "exit 137, SIGKILL", "exit 42, no code of jaxscale",
     ]  # fmt: skip

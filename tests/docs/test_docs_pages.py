@@ -11,7 +11,7 @@ from shell_blocks import ROOT
 from jaxscale import cli, schema
 from jaxscale.config import RunConfig
 from jaxscale.settings import config_file
-from jaxscale.system.exits import ADVICE, Exit, may_start_again
+from jaxscale.system.exits import Exit, may_start_again
 from jaxscale.tools.corpus.prepare.config import PrepareConfig
 
 sys.path[:0] = [str(ROOT / "docs")]
@@ -51,7 +51,7 @@ def test_every_setting_verb_code_chip_and_config_is_in_the_reference(made):
     assert "--topology=NAME" in plan and "model.vocab_size" not in plan
     for code in Exit:
         (row,) = re.findall(rf"^\| {int(code)} \| `{code.name}` \| .*$", made["reference/exit_codes.md"], re.M)
-        assert ADVICE[code][0] in row and row.endswith("| yes |" if may_start_again(code) else "| no |")
+        assert code.event in row and row.endswith("| yes |" if may_start_again(code) else "| no |")
     assert all(f"`{kind}`" in made["reference/chips.md"] for kind in CHIPS)
     found = {path.relative_to(ROOT).as_posix() for path in (ROOT / "configs").rglob("*.py")}
     assert not [name for name in found if f"## {name}\n" not in made["reference/configs.md"]]
