@@ -26,7 +26,7 @@ from jaxscale.core.config import ContextConfig, ExchangeName, ExpertConfig, Mesh
 from jaxscale.core.mesh import mesh_shape
 from jaxscale.program.budget import resolve_budget
 from jaxscale.runtime.data.pipeline import open_data
-from jaxscale.runtime.hosts.row_placement import put_rows
+from jaxscale.runtime.hosts.meshes import put_rows
 from jaxscale.system.exits import BadInput
 from jaxscale.tools.qualify.timing import CompileLog
 

@@ -9,11 +9,11 @@ import time
 
 import pytest
 
-from jaxscale.runtime.hosts import backstop
+from jaxscale.runtime.hosts import watch
 
 PROGRAM = """
 import ctypes, os, threading, time
-from jaxscale.runtime.hosts.backstop import linger_on_abort
+from jaxscale.runtime.hosts.watch import linger_on_abort
 reader = linger_on_abort()
 threading.Thread(target=ctypes.CDLL(None).abort, daemon=True).start()
 assert os.read(reader, 9999).startswith(b"Fatal")
@@ -27,7 +27,7 @@ time.sleep(60)
 @pytest.mark.fault("F22")
 @pytest.mark.parametrize(("leave", "code"), [(True, 13), pytest.param(False, -6, marks=pytest.mark.soak)])
 def test_an_abort_is_seen_and_leaves_six_seconds(leave, code):
-    env = os.environ | {"PYTHONPATH": str(pathlib.Path(backstop.__file__).parents[3])}
+    env = os.environ | {"PYTHONPATH": str(pathlib.Path(watch.__file__).parents[3])}
     command = [sys.executable, "-c", PROGRAM.format(leave=leave)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as child:
         line, began = child.stdout.readline(), time.monotonic()

@@ -21,7 +21,7 @@ from jaxscale.core.shardings import (
     partition_spec,
     tree_shardings,
 )
-from jaxscale.runtime.hosts.row_placement import local_rows, put_rows
+from jaxscale.runtime.hosts.meshes import local_rows, put_rows
 
 
 def test_logical_axes_become_a_spec():

@@ -15,7 +15,7 @@ from jaxscale.core.step import hash_tokens
 from jaxscale.program.budget import resolve_budget
 from jaxscale.runtime.data.pipeline import open_data
 from jaxscale.runtime.data.stacking import tokens_hash
-from jaxscale.runtime.hosts.row_placement import put_rows
+from jaxscale.runtime.hosts.meshes import put_rows
 
 TEXT = "".join(f"{i} sheep and {i + 1} goats went up the hill. " for i in range(40))
 MASK, MODES, SENTINELS, VOCAB = 257, dict(R=258, S=259, X=260), 264, 296

@@ -19,8 +19,7 @@ from jaxscale.core.batch import Batch
 from jaxscale.core.models.sharded import ShardedModel
 from jaxscale.core.shardings import replicated
 from jaxscale.runtime.data.best_fit import pack_bins
-from jaxscale.runtime.hosts.meshes import one_at_a_time
-from jaxscale.runtime.hosts.row_placement import put_rows
+from jaxscale.runtime.hosts.meshes import one_at_a_time, put_rows
 
 MIN_ROW = 32  # tokens; longer rows are this times a power of two, so that few programs are compiled
 

@@ -14,11 +14,10 @@ from typing import Any
 import jax
 
 import jaxscale
-from jaxscale.runtime.hosts.backstop import linger_on_abort
 from jaxscale.runtime.hosts.config import host_budgets
 from jaxscale.runtime.hosts.discovery import FLAGS, HostFlags, ProcessInfo, discover_process, parse_number
 from jaxscale.runtime.hosts.roll_call import call_roll, interface
-from jaxscale.runtime.hosts.watch import Watch
+from jaxscale.runtime.hosts.watch import Watch, linger_on_abort
 from jaxscale.system.exits import BadInput, Exit, Stop, print_stderr, put, silence_closed_streams, verdict
 from jaxscale.system.open_files import check_open_files
 from jaxscale.system.redact import redact, shown_traceback

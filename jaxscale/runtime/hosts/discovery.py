@@ -232,15 +232,16 @@ def parse_number(name: str, text: str) -> int:
 
 def tpu_metadata(env: Mapping[str, str]) -> Callable[[str], str | None] | None:
     """Returns attribute -> text or None on a Cloud TPU VM; None elsewhere."""
-    server = env.get("GCE_METADATA_IP", "metadata.google.internal")
-    return (lambda attribute: query_instance(server, f"attributes/{attribute}")) if is_tpu_machine(env) else None
+    server = metadata_server(env)
+    return None if server is None else lambda attribute: query_instance(server, f"attributes/{attribute}")
 
 
-def is_tpu_machine(env: Mapping[str, str]) -> bool:
-    """Returns True on a Cloud TPU VM whose TPUs are used."""
+def metadata_server(env: Mapping[str, str]) -> str | None:
+    """Returns the metadata server of a Cloud TPU VM whose TPUs are used; None elsewhere."""
     on_cpu = env.get("JAX_PLATFORMS", "tpu").split(",")[0] != "tpu"
-    chips = any(map(os.path.exists, TPU_FILES))
-    return chips and not (on_cpu or os.path.exists("/dev/nvidia0") or "TPU_SKIP_MDS_QUERY" in env)
+    if on_cpu or os.path.exists("/dev/nvidia0") or "TPU_SKIP_MDS_QUERY" in env:
+        return None
+    return env.get("GCE_METADATA_IP", "metadata.google.internal") if any(map(os.path.exists, TPU_FILES)) else None
 
 
 def query_instance(server: str, name: str) -> str | None:
@@ -268,8 +269,7 @@ class Maintenance:
         self, announce: Callable[[str], None], env: Mapping[str, str] = os.environ, poll_seconds: float = POLL_SECONDS
     ):
         self.announce, self.poll_seconds = announce, poll_seconds
-        named = env.get("GCE_METADATA_IP", "metadata.google.internal") if is_tpu_machine(env) else None
-        self.server = env.get("GCE_METADATA_HOST") or named
+        self.server = env.get("GCE_METADATA_HOST") or metadata_server(env)
         self.stopped = threading.Event()
 
     def __enter__(self) -> "Maintenance":

@@ -1,13 +1,32 @@
-"""Description of a mesh, and programs that must not overlap on simulated devices."""
+"""Meshes over several processes: a batch's rows on them, their description, and programs that must not overlap."""
 
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from jaxscale.core.mesh import crossed_groups
+
+
+def local_rows(sharding: NamedSharding, shape: tuple[int, int]) -> list[int]:
+    """Returns the sorted rows of a [rows, T] array on this process's devices."""
+    indices = sharding.addressable_devices_indices_map(shape).values()
+    return sorted({row for index in indices if index for row in range(*index[0].indices(shape[0]))})
+
+
+def put_rows(tree: Any, rows: list[int], num_rows: int, sharding: NamedSharding) -> Any:
+    """Returns global arrays [num_rows, T] from this process's rows (numpy, in the order of `rows`) of each leaf."""
+    if len(rows) == num_rows and jax.process_count() == 1:
+        return jax.device_put(tree, sharding)
+    index_of = {row: index for index, row in enumerate(rows)}
+
+    def put(leaf):
+        read = lambda index: leaf[[index_of[row] for row in range(*index[0].indices(num_rows))]][:, index[1]]
+        return jax.make_array_from_callback((num_rows, leaf.shape[1]), sharding, read)
+
+    return jax.tree.map(put, tree)
 
 
 def one_at_a_time(f: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:

@@ -5,12 +5,16 @@ collective notices nothing. The kernel closes the open connections of the roll c
 
 A frozen process (a stopped virtual machine, SIGSTOP) keeps its connections, and only jax's heartbeats detect it. Then,
 and when the coordination service dies with process 0, jax aborts all others from a C++ thread. Python cannot prevent
-that, but backstop.py delays the abort by six seconds, in which the watch pings the others, logs which one is silent,
-and exits with code 13.
+that, but linger_on_abort delays it by six seconds, in which the watch pings the others, logs which one is silent, and
+exits with code 13.
 """
 
+import ctypes
+import faulthandler
 import os
 import selectors
+import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -105,17 +109,13 @@ class Watch:
 
     def stopped(self, name: str, code: int, line: str | None) -> None:
         """Ends this process with the first error of another one, unless it ends by itself within GRACE_SECONDS."""
-        if self.following.is_set():
-            return
-        self.following.set()
-        self.pass_on(stopped=code, name=name, line=line)
         exit_code = Exit.PEER_LOST if code in LOCAL_CODES or code not in list(Exit) else Exit(code)
 
         def follow() -> None:
             if not self.leaving.wait(GRACE_SECONDS):
                 self.leave(exit_code, f"{name} has left: {line or f'exit {code}'}", LOST_SECONDS)
 
-        threading.Thread(target=follow, name="watch-grace", daemon=True).start()
+        self.follow(follow, stopped=code, name=name, line=line)
 
     def aborting(self) -> None:
         """Names the silent process before the delayed abort of this one, if there is one."""
@@ -132,17 +132,20 @@ class Watch:
 
     def hangs(self, line: str) -> None:
         """Writes stacks and ends this process after a hang of another one."""
-        if self.following.is_set():
-            return
-        self.following.set()
-        self.pass_on(hang=line)
 
         def follow() -> None:
             if self.hang_callback:
                 self.hang_callback(line)
             self.leave(Exit.HANG, line, LOST_SECONDS)
 
-        threading.Thread(target=follow, name="watch-hang", daemon=True).start()
+        self.follow(follow, hang=line)
+
+    def follow(self, leave: Callable[[], None], **message: object) -> None:
+        """Forwards the first error of another process, and follows it in a thread."""
+        if not self.following.is_set():
+            self.following.set()
+            self.pass_on(**message)
+            threading.Thread(target=leave, name="watch-follow", daemon=True).start()
 
     def report_hang(self, line: str) -> None:
         """Reports a hang of this process to all connections; process 0 forwards it to the others."""
@@ -184,3 +187,21 @@ def is_open(wire: Connection) -> bool:
     with selectors.DefaultSelector() as selector:
         selector.register(wire, selectors.EVENT_READ)
         return not selector.select(0) or wire.read() is not None
+
+
+def linger_on_abort() -> int | None:
+    """Delays an abort by six seconds; returns a pipe that becomes readable when it begins. None outside Linux.
+
+    jax aborts a process, from a C++ thread, when another one is lost. The delay is enough to log which one, and to exit
+    with a code for the supervisor. The signal handler is the C library's sleep(), whose argument is then the signal
+    number: 6 for SIGABRT. Before it, faulthandler writes the thread's stack to the pipe. Neither needs the interpreter.
+    """
+    if not sys.platform.startswith("linux"):
+        return None
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes, libc.signal.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
+    libc.signal(signal.SIGABRT, ctypes.cast(libc.sleep, ctypes.c_void_p))
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)  # an unread stack must not block the exit
+    faulthandler.enable(file=writer, all_threads=False)
+    return reader

@@ -9,19 +9,21 @@ that holds the GIL for ever.
 """
 
 import contextlib
+import ctypes
 import dataclasses
+import faulthandler
 import math
 import os
 import pathlib
+import signal
 import sys
 import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, BinaryIO, Literal, Protocol
 
-from jaxscale.runtime.hosts.backstop import Backstop
 from jaxscale.runtime.hosts.cluster import Team
 from jaxscale.runtime.hosts.config import HangConfig
 from jaxscale.system import faults, fence, paths
@@ -30,6 +32,10 @@ from jaxscale.system.exits import Exit, print_stderr, silence_closed_streams
 TICK_SECONDS = 0.25
 LAST_SECONDS = 4.5  # from expiry to the exit, even if reporting blocks
 FOLDER = "stacks"
+# After the deadline, at which the watchdog thread would have acted: first the stacks, then a line, then the exit.
+STACKS_SECONDS, LINE_SECONDS, EXIT_SECONDS = 2.0, 2.3, 3.0
+STACKS_SIGNAL = getattr(signal, "SIGRTMAX", 0) - 2  # an unused real-time signal
+BY_SIGNAL, BY_THREAD, ABSOLUTE = 0, 2, 1  # SIGEV_SIGNAL, SIGEV_THREAD and TIMER_ABSTIME of Linux
 
 PhaseName = Literal["compile", "restore", "data", "step", "save", "eval", "statistics"]
 
@@ -42,6 +48,73 @@ class Observer(Protocol):
 
     def left(self) -> None:
         """Called when the innermost phase of this thread ends."""
+
+
+class SignalEvent(ctypes.Structure):
+    """struct sigevent of 64-bit Linux."""
+
+    _fields_ = [
+        ("value", ctypes.c_void_p),
+        ("signal", ctypes.c_int),
+        ("notify", ctypes.c_int),
+        ("function", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("padding", ctypes.c_byte * 32),
+    ]
+
+
+class Backstop:
+    """Kernel timers that end the process with exit code 15 at a deadline that is moved, after its stacks are written.
+
+    A Python thread cannot run while C code holds the GIL, possibly for ever. The timers call functions of the C
+    library, which need no interpreter: `_exit(15)` in a separate thread.
+    """
+
+    def __init__(self, stacks: BinaryIO):
+        """Raises OSError on systems without these timers; Linux has them."""
+        self.text = ctypes.create_string_buffer(500)
+        self.timers: list[ctypes.c_void_p] = []
+        if not sys.platform.startswith("linux") or sys.maxsize < 2**32:
+            raise OSError("no timers of the kernel")
+        self.libc = ctypes.CDLL(None, use_errno=True)
+        if not hasattr(self.libc, "timer_create"):  # before glibc 2.34 the timers were in librt
+            self.libc = ctypes.CDLL("librt.so.1", use_errno=True)
+        self.libc.timer_settime.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]
+        self.libc.timer_delete.argtypes = [ctypes.c_void_p]
+        faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True, chain=False)
+        warn, leave = (ctypes.cast(function, ctypes.c_void_p) for function in (self.libc.warnx, self.libc._exit))
+        for event in (
+            SignalEvent(notify=BY_SIGNAL, signal=STACKS_SIGNAL),
+            SignalEvent(notify=BY_THREAD, function=warn, value=ctypes.addressof(self.text)),
+            SignalEvent(notify=BY_THREAD, function=leave, value=int(Exit.HANG)),
+        ):
+            timer = ctypes.c_void_p()
+            if self.libc.timer_create(time.CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(timer)):
+                self.close()
+                raise OSError(ctypes.get_errno(), "timer_create failed")
+            self.timers.append(timer)
+
+    def arm(self, deadline: float, line: str) -> None:
+        """Exits EXIT_SECONDS after `deadline` of time.monotonic(), after printing the line to stderr."""
+        self.text.value = line.encode(errors="replace").replace(b"%", b" percent")[:499]  # a format string of warnx
+        self.set_timers(deadline + STACKS_SECONDS, deadline + LINE_SECONDS, deadline + EXIT_SECONDS)
+
+    def disarm(self) -> None:
+        """Cancels the exit."""
+        self.set_timers(0.0, 0.0, 0.0)
+
+    def set_timers(self, *moments: float) -> None:
+        """Sets the timers of stacks, line and exit; 0.0 turns one off."""
+        for timer, moment in zip(self.timers, moments):
+            once = (ctypes.c_long * 4)(0, 0, int(moment), int(moment % 1 * 1e9))
+            self.libc.timer_settime(timer, ABSOLUTE, ctypes.byref(once), None)
+
+    def close(self) -> None:
+        """Deletes the timers."""
+        for timer in self.timers:
+            self.libc.timer_delete(timer)
+        self.timers = []
+        faulthandler.unregister(STACKS_SIGNAL)
 
 
 class Watchdog:

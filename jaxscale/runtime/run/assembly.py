@@ -24,8 +24,7 @@ from jaxscale.runtime.eval.bits_per_byte import EvalReading
 from jaxscale.runtime.eval.named import Evaluator, open_evaluators
 from jaxscale.runtime.eval.perplexity import evaluate, make_eval_step
 from jaxscale.runtime.eval.scorer import Scorer
-from jaxscale.runtime.hosts.meshes import one_at_a_time
-from jaxscale.runtime.hosts.row_placement import put_rows
+from jaxscale.runtime.hosts.meshes import one_at_a_time, put_rows
 from jaxscale.runtime.monitor.alerts import Diagnosis, read_facts
 from jaxscale.runtime.monitor.events import read_events
 from jaxscale.runtime.monitor.runinfo import run_info

@@ -11,7 +11,7 @@ from jaxscale.core.batch import Batch, ReadRows
 from jaxscale.runtime.data.dataset import map_dataset, read_ahead, read_batch
 from jaxscale.runtime.data.order import Transform
 from jaxscale.runtime.data.stacking import split_rows
-from jaxscale.runtime.hosts.row_placement import local_rows, put_rows
+from jaxscale.runtime.hosts.meshes import local_rows, put_rows
 
 CLOSE_SECONDS = 10.0
 

@@ -22,7 +22,7 @@ from jaxscale.program.budget import resolve_budget
 from jaxscale.program.machine_check import check_machine
 from jaxscale.runtime.data.rows import SyntheticRows
 from jaxscale.runtime.data.stacking import stack_rows
-from jaxscale.runtime.hosts.row_placement import local_rows, put_rows
+from jaxscale.runtime.hosts.meshes import local_rows, put_rows
 from jaxscale.runtime.monitor.machine import memory_metrics
 from jaxscale.runtime.monitor.runinfo import run_info
 from jaxscale.settings import config_file
