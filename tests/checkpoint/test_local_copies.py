@@ -16,13 +16,13 @@ from jaxscale.runtime.checkpoint.config import CheckpointConfig, LocalConfig
 from jaxscale.runtime.checkpoint.fingerprint import take_snapshot
 from jaxscale.runtime.checkpoint.local_copy import (
     LocalCopy,
+    LocalSaver,
     LocalStore,
     array_from_pieces,
     read_description,
     read_pieces,
     write_copy,
 )
-from jaxscale.runtime.checkpoint.local_saver import LocalSaver
 from jaxscale.runtime.checkpoint.record import describe_leaf
 from jaxscale.runtime.checkpoint.tiers import TieredCheckpoints, whole_copies
 from jaxscale.runtime.checkpoint.verify import DamagedCheckpoint

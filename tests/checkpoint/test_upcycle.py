@@ -16,9 +16,9 @@ from jaxscale.cli import convert
 from jaxscale.program.budget import resolve_budget
 from jaxscale.runtime.checkpoint.branch import branch_state, open_source
 from jaxscale.runtime.checkpoint.config import CheckpointConfig, InitConfig
+from jaxscale.runtime.checkpoint.conversions import plan_upcycling
 from jaxscale.runtime.checkpoint.manager import Checkpoints
 from jaxscale.runtime.checkpoint.record import named_leaves
-from jaxscale.runtime.checkpoint.upcycle import plan_upcycling
 from jaxscale.system.exits import BadInput
 from jaxscale.tools.interop import families
 

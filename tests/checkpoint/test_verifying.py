@@ -13,7 +13,7 @@ import tensorstore
 from ckpt_states import refuse_to_open
 
 from jaxscale.runtime.checkpoint import array_store
-from jaxscale.runtime.checkpoint.array_store import LeafFiles, index_damages
+from jaxscale.runtime.checkpoint.array_store import index_damages, leaf_files
 from jaxscale.runtime.checkpoint.config import CheckpointConfig
 from jaxscale.runtime.checkpoint.folders import COMMITTED
 from jaxscale.runtime.checkpoint.manager import Checkpoints
@@ -162,9 +162,9 @@ def test_the_file_of_a_leaf_is_found_in_an_index_of_several_levels(tmp_path):
     for number in range(60):
         store[f"params.w{number:02d}/0.0"] = bytes([number]) * 100
         store[f"params.w{number:02d}/.zarray"] = b"described at length, as Orbax does"
-    located = LeafFiles(tmp_path)
+    located = leaf_files(tmp_path)
     for number in range(60):
-        (file,) = located.files(f"params/w{number:02d}")
+        (file,) = located[f"params.w{number:02d}"]
         assert bytes([number]) * 100 in (tmp_path / file).read_bytes()
     assert list(index_damages(tmp_path)) == []
     for path in sorted((tmp_path / "state" / "d").iterdir())[:40]:  # of 120 versions, the last of which alone is used

@@ -16,7 +16,7 @@ from jaxscale.core.optim.groups import dotted
 from jaxscale.core.optim.optimizer import optim_schedule
 from jaxscale.core.setup import make_updates
 from jaxscale.program.budget import resolve_budget
-from jaxscale.runtime.checkpoint.mup_folding import folding_factor, without_mup
+from jaxscale.runtime.checkpoint.conversions import folding_factor, without_mup
 from jaxscale.system.exits import BadInput
 
 AT_BASE = dict(base_dim=16, base_head_dim=8, base_layers=2)  # the sizes of tiny.LLAMA

@@ -7,7 +7,6 @@ checks them, and `ckpt average` and `convert` write with it.
 
 import collections
 import contextlib
-import dataclasses
 import itertools
 import math
 import os
@@ -46,16 +45,13 @@ def compare_leaf(arrays: "ArrayReader", name: str, shape: list[int], dtype: str,
     array = arrays.open(name)
     if wrong := format_mismatch(array, shape, dtype):
         return wrong, 0
-    total, size, value = 0, 0, None
-    for box, value in read_boxes(array, chunk_boxes(array)):
-        total += host_fingerprint(value, start=[part.start for part in box], shape=array.shape)
-        size += value.nbytes
-    found = {total % 2**32}
-    if dtype in PYTHON_SCALARS and value is not None and not shape:
-        number = PYTHON_SCALARS[dtype](value.item())
+    total, numbers = sum_boxes(array, chunk_boxes(array))
+    found = {total}
+    if dtype in PYTHON_SCALARS and not shape:
+        number = PYTHON_SCALARS[dtype](array.read().result().item())
         # numpy's bool and Python's have the same dtype in the record
         found = {zlib.crc32(repr(number).encode())} | (found if dtype == array.dtype.name else set())
-    return ("" if fingerprint in found else DIFFERS), size
+    return ("" if fingerprint in found else DIFFERS), numbers * array.dtype.numpy_dtype.itemsize
 
 
 def format_mismatch(array: Any, shape: list[int], dtype: str) -> str:
@@ -84,14 +80,18 @@ class ArrayReader:
 
     def open_async(self, name: str) -> Any:
         """Returns the future of `open`, so that many leaves of a bucket are opened concurrently."""
-        store = {"driver": "ocdbt", "base": kvstore_spec(self.folder / STATE), "path": f"{stored_name(name)}/"}
-        spec = {"driver": self.driver, "kvstore": store, "recheck_cached_data": False}
+        spec = {"driver": self.driver, "kvstore": leaf_kvstore(self.folder, name), "recheck_cached_data": False}
         return tensorstore.open(spec, open=True, read=True, context=self.context)
 
 
 def stored_name(leaf: str) -> str:
     """Returns Orbax's name of a leaf: 'params/w' -> 'params.w'."""
     return leaf.replace("/", ".")
+
+
+def leaf_kvstore(folder: Any, leaf: str) -> dict[str, Any]:
+    """Returns TensorStore's spec of the metadata and chunks of a leaf."""
+    return {"driver": "ocdbt", "base": kvstore_spec(folder / STATE), "path": f"{stored_name(leaf)}/"}
 
 
 def kvstore_spec(folder: Any) -> dict[str, str]:
@@ -148,32 +148,27 @@ def read_ahead(requests: Iterable[tuple[Any, Box]], limit: int = READ_AHEAD_BYTE
         yield future.result()
 
 
-def read_boxes(array: Any, wanted_boxes: Sequence[Box]) -> Iterator[tuple[Box, np.ndarray]]:
-    """Yields (piece, its values) of one array, read ahead."""
-    return zip(wanted_boxes, read_ahead((array, box) for box in wanted_boxes))
+def sum_boxes(array: Any, boxes: Sequence[Box]) -> tuple[int, int]:
+    """Returns (sum of the fingerprints of the array's boxes, number of their elements)."""
+    total = numbers = 0
+    for box, value in zip(boxes, read_ahead((array, box) for box in boxes)):
+        total += host_fingerprint(value, start=[part.start for part in box], shape=array.shape)
+        numbers += value.size
+    return total % 2**32, numbers
 
 
-@dataclasses.dataclass(frozen=True)
-class ArrayFormat:
-    """TensorStore's driver of an array, the driver's metadata, and the settings of the index."""
-
-    driver: str
-    metadata: Mapping[str, Any]
-    index: Mapping[str, Any]
-
-
-def array_format(array: Any) -> ArrayFormat:
-    """Returns the format of an existing array."""
+def array_format(array: Any) -> dict[str, Any]:
+    """Returns the part of TensorStore's spec of an existing array that does not depend on its place."""
     spec = array.spec().to_json()
-    index = {key: value for key, value in spec["kvstore"].get("config", {}).items() if key != "uuid"}
-    return ArrayFormat(spec["driver"], spec["metadata"], index)
+    config = {key: value for key, value in spec["kvstore"].get("config", {}).items() if key != "uuid"}
+    return {"driver": spec["driver"], "metadata": spec["metadata"], "kvstore": {"config": config}}
 
 
-def orbax_array_format(shape: Sequence[int], chunks: Sequence[int], dtype: np.dtype) -> ArrayFormat:
+def orbax_array_format(shape: Sequence[int], chunks: Sequence[int], dtype: np.dtype) -> dict[str, Any]:
     """Returns the format in which Orbax creates an array: zarr 2, uncompressed."""
     metadata = {"zarr_format": 2, "shape": list(shape), "chunks": list(chunks), "dtype": np.dtype(dtype).str}
     metadata |= {"compressor": None, "fill_value": None, "filters": None, "order": "C", "dimension_separator": "."}
-    return ArrayFormat("zarr", metadata, {"max_decoded_node_bytes": NODE_BYTES})
+    return {"driver": "zarr", "metadata": metadata, "kvstore": {"config": {"max_decoded_node_bytes": NODE_BYTES}}}
 
 
 def orbax_tree_metadata(shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
@@ -202,7 +197,7 @@ class StepArrayWriter:
         self.transaction, self.pending, self.bytes = None, [], 0
         self.context = tensorstore.Context()
 
-    def create(self, formats: Mapping[str, ArrayFormat]) -> list[Any]:
+    def create(self, formats: Mapping[str, dict[str, Any]]) -> list[Any]:
         """Returns the arrays, created or opened, in order; the index is written once. Raises Stop (STORAGE)."""
         transaction = tensorstore.Transaction()
         options: dict[str, Any] = dict(open=True, create=True, context=self.context, transaction=transaction)
@@ -214,13 +209,11 @@ class StepArrayWriter:
             raise self.failure(error) from None
         return [array.with_transaction(None) for array in arrays]
 
-    def spec(self, name: str, fmt: ArrayFormat) -> dict[str, Any]:
+    def spec(self, name: str, fmt: dict[str, Any]) -> dict[str, Any]:
         """Returns TensorStore's spec of a new array."""
-        base = kvstore_spec(self.folder / STATE)
-        store = {"driver": "ocdbt", "base": base, "config": dict(fmt.index), "path": f"{stored_name(name)}/"}
-        spec = {"driver": fmt.driver, "kvstore": store, "metadata": dict(fmt.metadata)}
+        store = leaf_kvstore(self.folder, name) | fmt["kvstore"]
         # otherwise a chunk of zeros is not stored, and a lost chunk reads as zeros
-        return spec | {"store_data_equal_to_fill_value": True}
+        return fmt | {"kvstore": store, "store_data_equal_to_fill_value": True}
 
     def write(self, array: Any, box: Box, value: np.ndarray) -> bool:
         """Queues a box, stored at the latest by `commit`; True if it and all before it are stored now."""
@@ -249,25 +242,17 @@ class StepArrayWriter:
         return Stop(Exit.STORAGE, f"{self.folder} cannot be written: {short_reason(error)}; run it again")
 
 
-class LeafFiles:
-    """The data files of each leaf, read from the index at the first request."""
-
-    def __init__(self, folder: Any):
-        self.folder, self.found = folder, None
-
-    def files(self, leaf: str) -> tuple[str, ...]:
-        """Returns the files of a leaf below the step's folder; none if the index itself cannot be read."""
-        if self.found is None:
-            self.found = {}
-            with contextlib.suppress(Exception):  # the index itself may be damaged
-                base = open_kvstore(self.folder / STATE)
-                newest = tensorstore.ocdbt.dump(base).result()["versions"][-1]
-                for key, location in index_entries(base, newest["root"].get("location")):
-                    name, _, piece = key.decode().rpartition("/")
-                    if piece not in ARRAY_METADATA:  # location: 'value:ocdbt.process_0/:d/12ab:0:64'
-                        file = f"{STATE}/{''.join(location.split(':')[1:-2])}"
-                        self.found.setdefault(name, set()).add(file)
-        return tuple(sorted(self.found.get(stored_name(leaf), ())))
+def leaf_files(folder: Any) -> dict[str, set[str]]:
+    """Returns {stored name of a leaf: its data files below the step's folder}, as far as the index can be read."""
+    found: dict[str, set[str]] = {}
+    with contextlib.suppress(Exception):  # the index itself may be damaged
+        base = open_kvstore(folder / STATE)
+        newest = tensorstore.ocdbt.dump(base).result()["versions"][-1]
+        for key, location in index_entries(base, newest["root"].get("location")):
+            name, _, piece = key.decode().rpartition("/")
+            if piece not in ARRAY_METADATA:  # location: 'value:ocdbt.process_0/:d/12ab:0:64'
+                found.setdefault(name, set()).add(f"{STATE}/{''.join(location.split(':')[1:-2])}")
+    return found
 
 
 def index_damages(folder: Any) -> Iterator[tuple[str, str, tuple[str, ...]]]:

@@ -17,11 +17,17 @@ from jaxscale.core.models import AnyModelConfig
 from jaxscale.core.models.lora import is_adapter
 from jaxscale.core.models.lora_mup_config import LoraConfig
 from jaxscale.runtime.checkpoint.config import ARROW, CheckpointConfig, InitConfig
+from jaxscale.runtime.checkpoint.conversions import (
+    Origin,
+    Upcycling,
+    folding_factors,
+    is_dense_mlp,
+    plan_upcycling,
+    spec_of,
+)
 from jaxscale.runtime.checkpoint.manager import Checkpoints
-from jaxscale.runtime.checkpoint.mup_folding import folding_factors
 from jaxscale.runtime.checkpoint.record import describe_leaf, leaf_text, named_leaves, weight_leaves
 from jaxscale.runtime.checkpoint.restore import newest_readable_step
-from jaxscale.runtime.checkpoint.upcycle import Origin, Upcycling, is_dense_mlp, plan_upcycling
 from jaxscale.runtime.hosts.agree import agreed
 from jaxscale.schema import convert, from_dict
 from jaxscale.system import paths
@@ -304,8 +310,7 @@ def vocab_axis(old: list, new: list, old_size: int | None, new_size: int) -> int
 
 def resize_leaf(source: InitSource, name: str, fresh: jax.Array, target: Any, axis: int, new_rows: str) -> jax.Array:
     """Returns the checkpoint's leaf `name` with as many rows as `target` has along the vocabulary axis."""
-    shape = source.record["leaves"][name][0]
-    spec = list(target.sharding.spec) + [None] * (len(shape) - len(target.sharding.spec))
+    spec = spec_of(target)
     spec[axis] = None  # the old vocabulary size need not be divisible by the devices that shard it
     whole = NamedSharding(target.sharding.mesh, PartitionSpec(*spec), memory_kind=target.sharding.memory_kind)
     old = read_leaf(source, name, target.dtype, whole)

@@ -36,6 +36,7 @@ WEIGHTS = "params"  # group of the written leaves, as a run that starts from the
 AVERAGE, MERGED = "average", "merged"  # keys of the sources in the record and config.json
 TOKENIZER = "tokenizer"  # folder of a work folder with the tokenizer's files
 LEAVE_OUT = "leave it out"
+DAMAGED = "step {} is damaged: {}: {}; leave that step out"
 
 Combine = Callable[[Box, Iterator[np.ndarray]], np.ndarray]  # (box, its values in each source) -> the value to write
 
@@ -243,8 +244,7 @@ def weight_formats(record: Mapping[str, Any], what: str) -> dict[str, list]:
 
 def prepare_folder(workdir: Any, sources_key: str, copied: Sequence[str]) -> Any:
     """Returns the checkpoint folder of a new run. Raises BadInput if it holds more than a killed attempt left."""
-    folder = paths.as_path(workdir)
-    folder = folder if paths.is_remote(workdir) else folder.absolute()
+    folder = paths.absolute(workdir)
     if used := foreign_entry(folder, sources_key, copied):
         raise BadInput(f"--to={workdir} is in use, it holds {used}; name a new folder")
     paths.make_run_dir(folder)
@@ -315,18 +315,13 @@ def read_source(read: Callable[[], Any], step: int, name: str) -> Any:
         return read()
     except Exception as error:  # TensorStore raises several types for corrupt bytes
         require_reachable(error, f"step {step}")
-        raise damaged_source_error(step, name, short_reason(error)) from None
+        raise Stop(Exit.CHECKPOINT_CORRUPT, DAMAGED.format(step, name, short_reason(error))) from None
 
 
 def check_fingerprint(found: int, record: Mapping[str, Any], step: int, name: str) -> None:
     """Raises Stop (CHECKPOINT_CORRUPT) if a leaf's fingerprint differs from its record."""
     if found % 2**32 != record["leaves"][name][2]:
-        raise damaged_source_error(step, name, "its bits differ from those that were saved")
-
-
-def damaged_source_error(step: int, name: str, cause: str) -> Stop:
-    """Returns the error for a damaged source."""
-    return Stop(Exit.CHECKPOINT_CORRUPT, f"step {step} is damaged: {name}: {cause}; leave that step out")
+        raise Stop(Exit.CHECKPOINT_CORRUPT, DAMAGED.format(step, name, array_store.DIFFERS))
 
 
 def write_metadata(recipe: DerivedWeights, folder: Any, final: Any, fingerprints: Mapping[str, int]) -> None:

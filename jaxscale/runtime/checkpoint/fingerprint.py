@@ -165,9 +165,7 @@ class Snapshot:
 def take_snapshot(leaves: Mapping[str, Any]) -> Snapshot:
     """Dispatches the copy of all arrays. Python numbers and numpy arrays are copied at once."""
     arrays = [leaf for leaf in leaves.values() if isinstance(leaf, jax.Array)]
-    copies, fingerprints = (), None
-    if arrays:
-        copies, fingerprints = copy_program(array_formats(arrays))(arrays)
+    copies, fingerprints = copy_program(array_formats(arrays))(arrays) if arrays else ((), None)
     made = iter(copies)
     copied = {
         name: next(made) if isinstance(leaf, jax.Array) else leaf.copy() if isinstance(leaf, np.ndarray) else leaf

@@ -91,11 +91,9 @@ def unfinished_folder(directory: Any, step: int) -> Any:
 def remove_leftovers(directory: Any) -> None:
     """Removes what killed saves and removals have left. Call only while no save is in progress."""
     for child in list(directory.iterdir()) if directory.exists() else ():
-        if LEFTOVER.fullmatch(child.name):
+        is_unfinished = paths.is_remote(child) and is_step_name(child.name) and not (child / COMMITTED).exists()
+        if LEFTOVER.fullmatch(child.name) or is_unfinished and any((child / name).exists() for name in STEP_ENTRIES):
             remove_tree(child)
-        elif paths.is_remote(child) and is_step_name(child.name) and not (child / COMMITTED).exists():
-            if any((child / entry).exists() for entry in STEP_ENTRIES):
-                remove_tree(child)
 
 
 def remove_step(directory: Any, step: int) -> None:

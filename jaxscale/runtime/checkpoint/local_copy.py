@@ -1,29 +1,44 @@
-"""Copies of the state on the hosts: FOLDER/RUN/OWNER/STEP-TOKEN, one file for each process's part of a step.
+"""Local copies of the state, on the hosts: FOLDER/RUN/OWNER/STEP-TOKEN, a file for each process's part of a step.
 
 A file has the pieces of the arrays on the process's devices, followed by a sealed description. Nothing is synced: it
 must outlive the process, not the machine. A file that a crash left incomplete has no end mark, and every piece is
 compared with its fingerprint before it is used.
+
+A thread copies the state to the host's own folder, and to a neighbour's, every few seconds of training. All processes
+copy the same steps; the first process chooses them by its clock, once the previous copy is complete everywhere. A copy
+is valid once the metrics of its step have been read and passed the checks. A failure costs that copy and is logged;
+training and the checkpoints of the work folder are not affected.
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import json
 import os
 import pathlib
+import queue
 import re
 import secrets
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, BinaryIO
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from jaxscale.runtime.checkpoint.fingerprint import host_fingerprint
+from jaxscale.runtime.checkpoint.config import LocalConfig
+from jaxscale.runtime.checkpoint.fingerprint import host_fingerprint, take_snapshot
 from jaxscale.runtime.checkpoint.lock_stores import BOOT_ID, first_line
-from jaxscale.runtime.checkpoint.record import digest, is_sealed, seal
-from jaxscale.runtime.checkpoint.storage_errors import short_reason
+from jaxscale.runtime.checkpoint.record import digest, is_sealed, named_leaves, seal
+from jaxscale.runtime.checkpoint.saver import SaveJob, make_record
+from jaxscale.runtime.checkpoint.storage_errors import clip, short_reason
 from jaxscale.runtime.checkpoint.verify import DamagedCheckpoint
+from jaxscale.runtime.checkpoint.write import NoRoom, check_room
+from jaxscale.runtime.hosts import exchange
+from jaxscale.runtime.hosts.agree import agreed, forget, gathered, next_key
+from jaxscale.runtime.monitor.events import Note
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput
 from jaxscale.system.faults import crash_point
@@ -34,6 +49,10 @@ ALIGNMENT_BYTES = 64  # bytes: alignment with which XLA:CPU uses a buffer withou
 READ_THREADS = min(8, os.cpu_count() or 1)  # threads that read and compare; numpy releases the GIL
 UNFINISHED_SUFFIX = ".growing"
 COPY_NAME = re.compile(r"(\d+)-([0-9a-f]{16})")
+WRITE_SECONDS = 600.0  # seconds for the slowest process to write its part; after that the copy has failed
+JOIN_SECONDS = 10.0  # for a copy in progress when the run ends
+KEYS_IN_USE = 6  # keys that a process one step behind may still read
+MAX_SHOWN = 3  # processes whose failures are listed
 
 PieceKey = tuple[tuple[int, ...], tuple[int, ...]]  # (start of a piece in its array, shape of the piece)
 
@@ -43,7 +62,16 @@ def write_copy(path: pathlib.Path, leaves: Mapping[str, jax.Array], description:
     unfinished = path.with_name(f"{path.name}.{secrets.token_hex(4)}{UNFINISHED_SUFFIX}")
     try:
         with open(unfinished, "xb", opener=paths.open_private) as file:
-            pieces = [entry for name, leaf in leaves.items() for entry in write_leaf(file, name, leaf)]
+            pieces = []
+            for name, leaf in leaves.items():
+                for (start, shape), data in local_pieces(leaf).items():
+                    file.write(bytes(-file.tell() % ALIGNMENT_BYTES))
+                    piece = np.ascontiguousarray(np.asarray(data))
+                    # None for an array that is whole here: the sum of its pieces is compared with the record
+                    whole = leaf.is_fully_addressable
+                    fingerprint = None if whole else host_fingerprint(piece, start=start, shape=leaf.shape)
+                    pieces.append([name, list(start), list(shape), str(leaf.dtype), file.tell(), fingerprint])
+                    file.write(piece.reshape(-1).view(np.uint8).data)
             crash_point("local/pieces")
             footer = json.dumps(seal({**description, "pieces": pieces})).encode()
             file.write(footer + len(footer).to_bytes(8, "little") + END_MARK)
@@ -52,19 +80,6 @@ def write_copy(path: pathlib.Path, leaves: Mapping[str, jax.Array], description:
     finally:
         unfinished.unlink(missing_ok=True)
     crash_point("local/renamed")
-
-
-def write_leaf(file: BinaryIO, name: str, leaf: jax.Array) -> Iterator[list]:
-    """Writes each distinct local piece of an array; yields [name, start, shape, dtype, offset, fingerprint].
-
-    The fingerprint is None if the whole array is local: the sum of its pieces is then compared with the record.
-    """
-    for (start, shape), data in local_pieces(leaf).items():
-        file.write(bytes(-file.tell() % ALIGNMENT_BYTES))
-        piece = np.ascontiguousarray(np.asarray(data))
-        fingerprint = None if leaf.is_fully_addressable else host_fingerprint(piece, start=start, shape=leaf.shape)
-        yield [name, list(start), list(shape), str(leaf.dtype), file.tell(), fingerprint]
-        file.write(piece.reshape(-1).view(np.uint8).data)
 
 
 def local_pieces(leaf: jax.Array) -> dict[PieceKey, jax.Array]:
@@ -89,11 +104,10 @@ def read_description(path: pathlib.Path) -> dict[str, Any]:
             raise DamagedCheckpoint(f"{path} has no end mark")
         file.seek(size - tail - length)
         text = file.read(length)
-    try:
+    description = None
+    with contextlib.suppress(BadInput):
         description = parse_json(text)
-    except BadInput:
-        description = None
-    if description is None or not is_sealed(description):
+    if not is_sealed(description):
         raise DamagedCheckpoint(f"{path}: the sha256 of its description does not match")
     return description
 
@@ -141,7 +155,7 @@ class LocalCopy:
 
     step: int
     token: str  # of the start that made it
-    state_digest: str  # equal in all parts of one state
+    state_digest: str  # of the step, and of name, shape, dtype and fingerprint of all arrays
     base: int  # the newest step of the work folder when the copy was made, -1: none
     owner: int
     parts: int  # number of processes
@@ -187,7 +201,8 @@ class LocalStore:
                 copy = read_description(path)
                 if (copy["owner"], copy["record"]["step"], copy["token"]) != (owner, step, token):
                     raise DamagedCheckpoint(f"{path} was written under another name")
-                found.append(LocalCopy(step, token, state_digest(copy["record"]), copy["base"], owner, copy["parts"]))
+                state = digest([step, copy["record"]["leaves"]])
+                found.append(LocalCopy(step, token, state, copy["base"], owner, copy["parts"]))
             except (DamagedCheckpoint, OSError, KeyError, TypeError) as error:
                 is_damaged = isinstance(error, DamagedCheckpoint)
                 unreadable.append(str(error) if is_damaged else f"{path}: {short_reason(error)}")
@@ -213,6 +228,137 @@ def copy_name(owner: int, step: int, token: str) -> str:
     return f"{owner}/{step}-{token}"
 
 
-def state_digest(record: Any) -> str:
-    """Returns a digest of a state: of its step, and of name, shape, dtype and fingerprint of all arrays."""
-    return digest([record["step"], record["leaves"]])
+class PendingCopy(NamedTuple):
+    """A copy in progress."""
+
+    job: SaveJob
+    base: int
+    confirmed: concurrent.futures.Future[bool]  # once its step's metrics are read: whether they passed the checks
+
+
+@dataclasses.dataclass(eq=False)
+class LocalSaver:
+    """The local copies of one start of a run. All processes construct it at the same point of the program."""
+
+    cfg: LocalConfig
+    store: LocalStore
+    token: str  # of this start
+    _: dataclasses.KW_ONLY
+    newest: str | None  # name of the newest copy, at first of the one that this start resumed from
+    base: Callable[[], int]  # returns the newest step in the work folder, -1 for none
+    note: Note
+    prepared: Callable[[], bool] = lambda: True  # True once the copying program is compiled
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self.owner, self.root, self.next_step = jax.process_index(), next_key("local"), 0
+        self.published_keys: list[str] = []  # of the first process; all have read them by the time of the next copy
+        self.last_copy_time, self.last_copy_step = self.clock(), None
+        self.pending: PendingCopy | None = None
+        self.cause = ""  # of the last failure
+        self.jobs: queue.Queue[PendingCopy | None] = queue.Queue()
+        self.thread = threading.Thread(target=self.work, name="local-copies", daemon=True)
+        self.thread.start()
+
+    def offer(self, step: int, state: Any, run: Callable[[int], Mapping[str, Any]], health: str) -> bool:
+        """Dispatches a copy of the state if one is due after this step; True if so. Call in all processes."""
+        if step < self.next_step:
+            return False
+        key = f"{self.root}/at/{step}"
+        due, wait, base = agreed(lambda: self.decide(step), key=key)
+        self.next_step = step + wait
+        if self.owner == 0:
+            self.published_keys.append(key)
+        if not due:
+            return False
+        key = f"{self.root}/whole/{step}"
+        job = SaveJob(key, step, take_snapshot(named_leaves(state)), json.dumps(run(step)), health, {})
+        self.pending = PendingCopy(job, base, concurrent.futures.Future())
+        self.jobs.put(self.pending)
+        return True
+
+    def decide(self, step: int) -> tuple[bool, int, int]:
+        """Returns (copy now, steps until the next decision, base), by the first process's clock."""
+        now, cfg = self.clock(), self.cfg
+        if self.last_copy_step is None:
+            self.last_copy_time, self.last_copy_step = now, step  # the time before includes compilation
+            return False, cfg.every_steps or 1, -1
+        since, passed = now - self.last_copy_time, step - self.last_copy_step
+        pace = max(since / passed, 1e-9)
+        due = passed >= cfg.every_steps if cfg.every_steps else since + pace / 2 >= cfg.every_seconds
+        if due and (self.jobs.unfinished_tasks or not self.prepared()):
+            return False, 1, -1
+        if due:
+            self.last_copy_time, self.last_copy_step = now, step
+            for key in self.published_keys[:-KEYS_IN_USE]:  # all processes have read them: they wrote the last copy
+                forget(key)
+            self.published_keys = self.published_keys[-KEYS_IN_USE:]
+            return True, cfg.every_steps or 1, self.base()
+        # steps are dispatched ahead of the devices, so the first few say little about the time of the next
+        left = cfg.every_steps - passed if cfg.every_steps else min((cfg.every_seconds - since) / pace, passed)
+        return False, max(1, int(left)), -1
+
+    def confirm(self, step: int, good: bool) -> None:
+        """Accepts or rejects the copy in progress. Call when the metrics of a step have been read."""
+        if self.pending is not None and self.pending.job.step <= step:
+            self.pending.confirmed.set_result(good)
+            self.pending = None
+
+    def close(self) -> None:
+        """Ends the thread after the copy in progress; one whose metrics are not read is dropped."""
+        self.confirm(2**62, False)
+        self.jobs.put(None)
+        self.thread.join(JOIN_SECONDS)
+
+    def work(self) -> None:
+        """Makes the queued copies in order."""
+        while (pending := self.jobs.get()) is not None:
+            try:
+                if pending.confirmed.result():
+                    self.make(pending)
+            finally:
+                pending = None  # frees the buffers before waiting for the next copy
+                self.jobs.task_done()
+
+    def make(self, pending: PendingCopy) -> None:
+        """Writes a copy and exchanges the result with all processes. Raises nothing."""
+        job, cause = pending.job, None
+        name = copy_name(self.owner, job.step, self.token)
+        try:
+            self.write(pending, name)
+        except (NoRoom, exchange.Refused) as error:
+            cause = clip(str(error))
+        except Exception as error:  # a failed copy must not stop training
+            cause = short_reason(error)
+        crash_point("local/here")
+        try:
+            failed = gathered(job.key, cause, WRITE_SECONDS, join_causes)
+        except Exception as error:  # another process has died, and this one will be stopped
+            failed = short_reason(error)
+        if not failed:
+            self.newest = name
+        elif failed != self.cause:
+            self.note("alarm", job.step, cause=f"no local copy: {failed}")
+        self.cause = failed
+        if self.owner == 0:
+            self.published_keys.append(job.key)
+        crash_point("local/everywhere")
+
+    def write(self, pending: PendingCopy, name: str) -> None:
+        """Writes this process's part, locally and at the neighbour. Raises the cause of a failure."""
+        job, protected = pending.job, [self.newest] if self.newest else []
+        record = make_record(job)
+        self.store.keep_only(protected, self.owner)
+        pieces = [local_pieces(leaf).values() for leaf in job.snapshot.leaves.values()]
+        check_room(self.store.folder, sum(piece.nbytes for leaf in pieces for piece in leaf))
+        description = {"record": record, "owner": self.owner, "parts": jax.process_count(), "token": self.token}
+        write_copy(self.store.folder / name, job.snapshot.leaves, description | {"base": pending.base})
+        if self.store.neighbour is not None:
+            exchange.put(self.store.neighbour, self.store.folder, name, [one.rpartition("/")[2] for one in protected])
+
+
+def join_causes(found: list[str | None]) -> str:
+    """Returns the failures by process in one line, '' if there are none."""
+    failed = [(process, cause) for process, cause in enumerate(found) if cause]
+    shown = [f"process {process}: {cause}" if len(found) > 1 else cause for process, cause in failed[:MAX_SHOWN]]
+    return "; ".join(shown) + (f"; and {len(failed) - MAX_SHOWN} more" if len(failed) > MAX_SHOWN else "")

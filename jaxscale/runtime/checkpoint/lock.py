@@ -31,36 +31,32 @@ from jaxscale.system.exits import Exit, Stop
 LEASES = 3  # without a renewal, after which an owner is considered dead
 LOOKS_PER_LEASE = 8  # reads of a lock during one lease
 JOIN_SECONDS = 5.0  # for a renewal in progress when the run ends
-DEFAULT_CONFIG = LockConfig()
 
 
+@dataclasses.dataclass(eq=False)
 class RunLock:
     """The lock of a work folder, as a context manager.
 
     Only the first process of a run enters it; in the others, and before it is entered, every check passes.
-    Args: steal: take the lock from any owner. me, clock: this process and a monotonic clock, passed in for tests.
     Raises: Stop (LOCK_HELD) if another run has the lock, BadInput if the folder cannot be made or written.
     """
 
-    def __init__(
-        self,
-        workdir: Any,
-        cfg: LockConfig = DEFAULT_CONFIG,
-        *,
-        steal: bool = False,
-        note: Callable[..., None] = ignore,
-        log: Callable[[str], None] = print,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-        me: LockOwner | None = None,
-    ):
-        self.workdir, self.cfg, self.steal = workdir, cfg, steal
-        self.note, self.log, self.clock, self.sleep = note, log, clock, sleep
-        self.me = dataclasses.replace(me or this_process(), lease_seconds=cfg.lease_seconds)
+    workdir: Any
+    cfg: LockConfig = LockConfig()
+    _: dataclasses.KW_ONLY
+    steal: bool = False  # take the lock from any owner
+    note: Callable[..., None] = ignore
+    log: Callable[[str], None] = print
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+    me: LockOwner = dataclasses.field(default_factory=this_process)
+
+    def __post_init__(self) -> None:
+        self.me = dataclasses.replace(self.me, lease_seconds=self.cfg.lease_seconds)
         self.store: Any = None  # FileLock or ObjectLock, once entered
-        self.previous_owner: LockOwner | None = None  # owner of the lock before this run
+        self.previous_owner: LockOwner | None = None
         self.lost: tuple[Exit, str] | None = None  # exit code and message
-        self.reached, self.cause = clock(), ""  # time when the folder was last reached, and the error since then
+        self.reached, self.cause = self.clock(), ""  # time when the folder was last reached, and the error since then
         self.request_lock = threading.Lock()  # one request at a time
         self.ended, self.thread = threading.Event(), None
         self.fence = contextlib.ExitStack()
@@ -165,10 +161,9 @@ class RunLock:
             line = f"{self.workdir} was {error} while the run trained; no new folder was made in its place"
             self.lost = Exit.STORAGE, f"{line}: bring the folder back, or give its new place as --workdir"
             return
-        now = None
+        who = "while this process was stopped, or deleted"
         with contextlib.suppress(Exception):  # the new owner is shown if known
-            now = self.store.read_state().owner
-        who = f"by {now}" if now else "while this process was stopped, or deleted"
+            who = f"by {now}" if (now := self.store.read_state().owner) else who
         line = f"the lock of {self.workdir} was taken over {who}; this process has stopped without writing"
         self.lost = Exit.LOCK_HELD, line
 
@@ -196,15 +191,20 @@ class RunLock:
         if self.lost is not None or not self.request_lock.acquire(blocking=False):
             return
         try:
-            if not self.store.is_owned_by(self.me, quick=True):
-                self.lose()
+            self.look(quick=True)
             self.reached = self.clock()
-        except Moved as error:
-            self.lose(error)
         except Exception as error:  # of the disk or the network
             self.cause = short_reason(error)
         finally:
             self.request_lock.release()
+
+    def look(self, quick: bool = False) -> None:
+        """Looks at the lock in storage, and records if it is lost. Raises the errors of the storage."""
+        try:
+            if self.lost is None and not self.store.is_owned_by(self.me, quick=quick):
+                self.lose()
+        except Moved as error:
+            self.lose(error)
 
     def check(self) -> None:
         """Checks the lock in storage before a write to the folder: microseconds on a disk, a request to a bucket.
@@ -215,11 +215,7 @@ class RunLock:
         if self.store is None:
             return
         in_turn = self.request_lock if isinstance(self.store, ObjectLock) else contextlib.nullcontext()
-        try:
-            with in_turn:  # not on a disk, where a renewal may take as long as an fsync
-                if self.lost is None and not self.store.is_owned_by(self.me):
-                    self.lose()
-        except Moved as error:
-            self.lose(error)
+        with in_turn:  # not on a disk, where a renewal may take as long as an fsync
+            self.look()
         if self.lost is not None:
             raise Stop(*self.lost)

@@ -57,9 +57,9 @@ class LockOwner:
         """Returns the content of the lock."""
         return json.dumps(dataclasses.asdict(self)).ljust(LOCK_BYTES - 1).encode() + b"\n"
 
-    def owns(self, found: "LockState | None") -> bool:
-        """True if the lock names this owner."""
-        return found is not None and found.owner is not None and found.owner.token == self.token
+    def is_same(self, found: "LockOwner | None") -> bool:
+        """True if a lock's owner is this one."""
+        return found is not None and found.token == self.token
 
     def same_kernel(self, other: "LockOwner") -> bool:
         """True if both run under one kernel, which then knows both."""
@@ -117,19 +117,16 @@ def process_state(pid: int) -> tuple[str, int] | None:
 
 def first_line(path: str) -> str:
     """Returns the first line of a system file, '' if it cannot be read."""
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return file.readline().strip()
-    except OSError:
-        return ""
+    with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as file:
+        return file.readline().strip()
+    return ""
 
 
 def read_link(path: str) -> str:
     """Returns the target of a system link, '' if it cannot be read."""
-    try:
+    with contextlib.suppress(OSError):
         return os.readlink(path)
-    except OSError:
-        return ""
+    return ""
 
 
 class Moved(Exception):
@@ -186,18 +183,16 @@ class FileLock:
         """
         temporary = self.path.with_name(f".lock.{owner.token}")
         self.flock_and_write(os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), owner)
-        try:
+        handle = None
+        with contextlib.suppress(FileNotFoundError):
             handle = paths.open_to_write(self.path, os.O_RDWR)
-        except FileNotFoundError:
-            handle = None
         try:
             if handle is not None and flock(handle) is False:  # serializes processes that take over at once
                 time.sleep(SETTLE_SECONDS)  # another one, or a child process that outlived its trainer
-            if steal or self.read_version() == state.version:
-                os.replace(temporary, self.path)
-            else:
+            if not steal and self.read_version() != state.version:
                 self.release()
                 return False
+            os.replace(temporary, self.path)
         except FileNotFoundError:  # another process has taken over and removed it
             self.release()
             return False
@@ -229,7 +224,7 @@ class FileLock:
     def is_owned_by(self, owner: LockOwner, *, quick: bool = False) -> bool:
         """True if the lock names this owner. Raises Moved if its folder was moved or deleted."""
         now = self.read_version()
-        if now and owner.owns(LockState(read_owner(now[1]), now, None, 0.0)):
+        if now and owner.is_same(read_owner(now[1])):
             return True
         if self.folder_id is not None:
             self.check_folder(until=time.monotonic() + (DELETING_SECONDS if now is None else 0.0))
@@ -298,7 +293,8 @@ class ObjectLock:
     def is_owned_by(self, owner: LockOwner, *, quick: bool = False) -> bool:
         """True if the lock names this owner. quick: one request with a short timeout."""
         bucket = dataclasses.replace(self.single_try, silence=QUICK_SECONDS) if quick else self.bucket
-        return owner.owns(self.read_state(bucket))
+        found = self.read_state(bucket)
+        return found is not None and owner.is_same(found.owner)
 
     def write(self, owner: LockOwner, generation: int, bucket: Bucket | None = None) -> bool:
         """True if the object of this generation (0: none) was replaced."""
@@ -310,7 +306,7 @@ class ObjectLock:
                 return True
             except Changed:
                 found = self.read_state(bucket)  # an earlier try may have succeeded, and its answer was lost
-                if found is None or not owner.owns(found):
+                if found is None or not owner.is_same(found.owner):
                     return False
                 self.generation = found.version
                 return True

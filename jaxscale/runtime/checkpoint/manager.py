@@ -9,7 +9,6 @@ The step thread only hands over a copy of the state (fingerprint.py); a thread w
 applies the retention policy (saver.py). A failed save is reported to the loop one step later, and retried.
 """
 
-import functools
 import json
 import threading
 import time
@@ -97,17 +96,16 @@ class Checkpoints:
 
     def newest(self, before: int | None = None, health: str | None = None) -> int | None:
         """Returns the newest step with a valid record, below `before` and of that health if given; None if none."""
-        for step in reversed(self.all_steps()):
-            if before is None or step < before:
-                folder = self.directory / str(step)
-                try:
-                    found = read_facts(folder).health
-                except Exception as error:
-                    if is_storage_error(error):
-                        restore.raise_read_error(folder, "run", short_reason(error), is_storage=True)
-                    continue
-                if found is not None and health in (None, found):
-                    return step
+        for step in reversed([step for step in self.all_steps() if before is None or step < before]):
+            folder = self.directory / str(step)
+            try:
+                found = read_facts(folder).health
+            except Exception as error:
+                if is_storage_error(error):
+                    restore.raise_read_error(folder, "run", short_reason(error), is_storage=True)
+                continue
+            if found is not None and health in (None, found):
+                return step
         return None
 
     def read_run(self, step: int) -> dict[str, Any]:
@@ -141,17 +139,14 @@ class Checkpoints:
     def next_readable(self, log: Callable[[str], None]) -> int | None:
         """As newest_readable, without checking for a lost last good step."""
         step = agreed(self.latest_step)  # one listing for all: another host may see a save a moment later
-        if step is None:
-            return None
 
         def problem() -> list | None:
             try:
                 self.read_record(step)
             except Stop as stop:
                 return [int(stop.code), str(stop)]
-            return None
 
-        if found := agreed(problem):
+        if step is not None and (found := agreed(problem)):
             return self.fall_back(step, Stop(Exit(found[0]), found[1]), log)
         return step
 
@@ -163,7 +158,7 @@ class Checkpoints:
         """
         if step is None or error.code != Exit.CHECKPOINT_CORRUPT or self.cfg.on_corrupt == "stop":
             raise error
-        older = agreed(functools.partial(self.newest, step))
+        older = agreed(lambda: self.newest(step))
         if older is None:
             raise error
         moved = self.set_aside(step, "damaged")
@@ -206,10 +201,9 @@ class Checkpoints:
     def check_room(self, abstract_state: Any, log: Callable[[str], None] = print) -> None:
         """Warns if the checkpoints would not all fit on the disk. Raises Stop (NO_GO) for a new run, or if none can."""
         needed = write.state_bytes(named_leaves(abstract_state).values())
-        check = functools.partial(write.check_before_run, self.directory, needed, self.cfg.keep_last)
-        if warning := agreed(lambda: check(self.all_steps())):
-            if jax.process_index() == 0:
-                log(f"WARNING: {warning}")
+        check = lambda: write.check_before_run(self.directory, needed, self.cfg.keep_last, self.all_steps())
+        if (warning := agreed(check)) and jax.process_index() == 0:
+            log(f"WARNING: {warning}")
 
     # Saving.
 
@@ -243,8 +237,15 @@ class Checkpoints:
         several attempts if necessary.
         """
         began = time.monotonic()
+
+        def start() -> None:
+            self.due = self.postponed = False
+            self.wait_prepared()
+            snapshot = take_snapshot(named_leaves(state))
+            self.saver.start(SaveJob(next_key("save"), step, snapshot, json.dumps(run), health, dict(metrics or {})))
+
         if wait:
-            self.save_now(step, state, run, health, dict(metrics or {}))
+            self.save_now(step, start)
             return time.monotonic() - began
         late, waiting = self.busy, 0.0 if self.postponed else self.cfg.wait_seconds
         if agreed(lambda: not self.saver.join(waiting)):
@@ -254,29 +255,22 @@ class Checkpoints:
         if late:
             waited = round(time.monotonic() - began, 3)
             self.note("alarm", step, cause="the save before was still in progress", waited=waited)
-        self.start(step, state, run, health, dict(metrics or {}))
+        start()
         return time.monotonic() - began
 
-    def save_now(self, step: int, state: Any, run: Mapping[str, Any], health: str, metrics: dict[str, float]) -> None:
+    def save_now(self, step: int, start: Callable[[], None]) -> None:
         """Saves and waits, up to max_failed_saves times. Raises Stop (STORAGE) if every attempt failed."""
         self.join()
         self.take_failure()
         for attempt in range(1, self.cfg.max_failed_saves + 1):
             self.reported.discard(step)
-            self.start(step, state, run, health, metrics)
+            start()
             self.join()
             if (failure := self.take_failure()) is None:
                 return
             if attempt < self.cfg.max_failed_saves:
                 time.sleep(RETRY_SECONDS)
-        raise self.storage_error(failure[0], failure[1])
-
-    def start(self, step: int, state: Any, run: Mapping[str, Any], health: str, metrics: dict[str, float]) -> None:
-        """Hands a copy of the state to the saving thread."""
-        self.due = self.postponed = False
-        self.wait_prepared()
-        snapshot = take_snapshot(named_leaves(state))
-        self.saver.start(SaveJob(next_key("save"), step, snapshot, json.dumps(run), health, metrics))
+        raise self.storage_error(*failure)
 
     def poll(self, step: int) -> None:
         """Reports failed saves after every step, at almost no cost.

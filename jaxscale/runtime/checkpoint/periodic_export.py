@@ -17,7 +17,7 @@ from typing import Any
 
 from jaxscale.runtime.checkpoint.config import ExportConfig, check_hub_name
 from jaxscale.runtime.checkpoint.folders import is_step_name, remove_tree
-from jaxscale.runtime.checkpoint.retention import PINNED, pin
+from jaxscale.runtime.checkpoint.retention import PINNED, pin, pinned_steps
 from jaxscale.runtime.checkpoint.storage_errors import short_reason
 from jaxscale.runtime.monitor.events import Note
 from jaxscale.system import fence, packages, paths
@@ -145,9 +145,8 @@ class Exporter:
     def resume_pending(self) -> None:
         """Resumes exports of a killed run. Call before the first save."""
         with contextlib.suppress(Exception):  # must not keep a run from starting
-            folder = self.workdir / "checkpoints" / PINNED
-            pins = [path for path in folder.iterdir() if is_step_name(path.name)] if folder.exists() else []
-            for step in sorted(int(path.name) for path in pins if path.read_text("utf-8") == OURS):
+            pins = sorted(pinned_steps(self.workdir / "checkpoints"))
+            for step in [step for step in pins if self.pin_path(step).read_text("utf-8") == OURS]:
                 if (self.workdir / "checkpoints" / str(step)).exists():
                     self.request(step)
                 else:

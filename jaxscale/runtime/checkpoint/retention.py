@@ -5,6 +5,7 @@ Also reads the facts of steps without their arrays, and pins and deletes steps f
 
 import dataclasses
 import datetime
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -101,14 +102,12 @@ class StepFacts:
 def list_steps(directory: Any) -> list[StepFacts]:
     """Returns the facts of every committed step, oldest first. Reads small files only."""
     steps = folders.all_steps(directory)
-    sizes = dict.fromkeys(steps, 0)
     names = folders.files_under(directory) if steps else {}
+    sizes = Counter()
     for name, size in names.items():
-        top = name.partition("/")[0]
-        if top.isdecimal() and int(top) in sizes:
-            sizes[int(top)] += size
+        sizes[name.partition("/")[0]] += size
     good = read_last_good(directory) or {}
-    return [step_facts(directory, step, sizes[step], names, good) for step in steps]
+    return [step_facts(directory, step, sizes[str(step)], names, good) for step in steps]
 
 
 def step_facts(
@@ -191,7 +190,6 @@ def pin(directory: Any, step: int, content: str | None = None) -> bool:
 def unpin(directory: Any, step: int) -> bool:
     """Removes a pin; True if the step was pinned."""
     mark = directory / PINNED / str(step)
-    if not mark.exists():
-        return False
-    mark.unlink()
-    return True
+    was_pinned = mark.exists()
+    mark.unlink(missing_ok=True)
+    return was_pinned

@@ -106,20 +106,18 @@ class SharedReports:
         return step, cause
 
 
+@dataclasses.dataclass(eq=False)
 class Saver:
     """Writes one checkpoint after the other in a thread, and reports to `reports` and `note`."""
 
-    def __init__(
-        self,
-        directory: Any,
-        cfg: CheckpointConfig,
-        note: Note,
-        may_commit: Callable[[], None],
-        reports: SharedReports,
-        phase: Callable[..., Any],
-    ):
-        self.directory, self.cfg, self.note = directory, cfg, note
-        self.may_commit, self.reports, self.phase = may_commit, reports, phase
+    directory: Any
+    cfg: CheckpointConfig
+    note: Note
+    may_commit: Callable[[], None]
+    reports: SharedReports
+    phase: Callable[..., Any]
+
+    def __post_init__(self) -> None:
         self.lock, self.unfinished = threading.Lock(), 0  # jobs
         self.thread: threading.Thread | None = None
         self.began = 0.0  # start time of the last job
@@ -299,8 +297,7 @@ class Saver:
         """
         stop, mine = None, {}
         try:
-            if work is not None:
-                mine = {"result": work()}
+            mine = {"result": work() if work is not None else None}
         except Stop as error:
             stop, mine = error, {"failure": [str(error), "Stop"]}
         except Exception as error:

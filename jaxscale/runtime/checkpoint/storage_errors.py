@@ -37,21 +37,16 @@ CLIENT_MODULES = ("gcsfs", "aiohttp", "requests", "google")  # their errors are 
 
 def short_reason(error: BaseException) -> str:
     """Returns the most specific message in the error's chain, one line of at most MAX_CHARACTERS letters."""
-    chain = list(errors_behind(error))
+    chain = errors_behind(error)
     for link in chain:
         if permission := missing_permission(str(link)):
             return f"this machine's account lacks the permission {permission} (403)"
     for link in chain:
         if isinstance(link, Unreachable):
             return clip(str(link))
-        if (
-            isinstance(link, OSError)
-            and link.errno == errno.ENOSPC
-            and link.filename
-            and (message := no_inodes_message(link.filename))
-        ):
-            return clip(message)
         if isinstance(link, OSError) and link.strerror:
+            if link.errno == errno.ENOSPC and link.filename and (message := no_inodes_message(link.filename)):
+                return clip(message)
             return clip(f"{link.strerror}: {link.filename}" if link.filename else link.strerror)
     for link in chain:
         if found := KNOWN_CAUSES.search(str(link)):
@@ -74,17 +69,14 @@ def no_inodes_message(path: Any) -> str:
     return f"{NO_INODES} on the disk of {path}: it has free bytes, but cannot create another file; remove some files"
 
 
-def errors_behind(error: BaseException):
-    """Yields the error, its group members and its causes, each once."""
-    pending, seen = [error], set()
-    while pending:
-        link = pending.pop(0)
-        if id(link) in seen:
-            continue
-        seen.add(id(link))
-        yield link
-        pending += list(getattr(link, "exceptions", ()))
-        pending += [behind for behind in (link.__cause__, link.__context__) if behind is not None]
+def errors_behind(error: BaseException) -> list[BaseException]:
+    """Returns the error, its group members and its causes, each once."""
+    chain = [error]
+    for link in chain:  # which grows meanwhile
+        for behind in (*getattr(link, "exceptions", ()), link.__cause__, link.__context__):
+            if behind is not None and all(behind is not known for known in chain):
+                chain.append(behind)
+    return chain
 
 
 def clip(text: str) -> str:

@@ -13,8 +13,7 @@ import jax
 
 from jaxscale.runtime.checkpoint import lineage, local_copy, restore
 from jaxscale.runtime.checkpoint.fingerprint import fingerprints
-from jaxscale.runtime.checkpoint.local_copy import LocalCopy, LocalStore, copy_name
-from jaxscale.runtime.checkpoint.local_saver import LocalSaver, join_causes
+from jaxscale.runtime.checkpoint.local_copy import LocalCopy, LocalSaver, LocalStore, copy_name, join_causes
 from jaxscale.runtime.checkpoint.manager import Checkpoints
 from jaxscale.runtime.checkpoint.record import describe_leaf, named_leaves
 from jaxscale.runtime.checkpoint.storage_errors import short_reason, stop_if_unwritable
@@ -118,9 +117,8 @@ class TieredCheckpoints(Checkpoints):
                 description, pieces, skipped = self.load(offer)
             except (DamagedCheckpoint, OSError) as error:
                 cause = copy_error(error)
-            both = [cause, skipped]
             join_both = lambda found: [join_causes(list(causes)) for causes in zip(*found)]
-            failed, replaced = gathered(next_key("local"), both, restore.RESTORE_SECONDS, join_both)
+            failed, replaced = gathered(next_key("local"), [cause, skipped], restore.RESTORE_SECONDS, join_both)
             if failed:
                 self.warn(offer.step, f"the local copy of step {offer.step} is skipped: {failed}", log)
                 continue

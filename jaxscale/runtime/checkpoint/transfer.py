@@ -125,8 +125,7 @@ def check_destination(run: Any, record: Mapping[str, Any], step: int, workdir: A
 
     It is this run's if it is empty, if a copy of this run was started in it, or if both have the same step.
     """
-    folder = paths.as_path(workdir)
-    folder = folder if paths.is_remote(workdir) else folder.absolute()
+    folder = paths.absolute(workdir)
     if os.fspath(folder).rstrip("/") == os.fspath(run).rstrip("/"):
         raise BadInput(f"--to={workdir} is the run itself; name another folder")
     destination, identity = folder / "checkpoints", run_identity(record)

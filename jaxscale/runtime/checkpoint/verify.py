@@ -11,6 +11,7 @@ record shows whether this list must exist.
 """
 
 import dataclasses
+import functools
 import hashlib
 import math
 import re
@@ -22,7 +23,6 @@ import jax
 
 from jaxscale.runtime.checkpoint import array_store
 from jaxscale.runtime.checkpoint.array_store import ArrayReader, chunk_boxes, compare_leaf, format_mismatch
-from jaxscale.runtime.checkpoint.fingerprint import host_fingerprint
 from jaxscale.runtime.checkpoint.folders import COMMIT_TEXT, COMMITTED, drop_page_cache, files_under, size_and_md5
 from jaxscale.runtime.checkpoint.record import RECORD, is_sealed, read_record, require_record, seal
 from jaxscale.runtime.checkpoint.storage_errors import is_storage_error, short_reason
@@ -76,7 +76,7 @@ def verify_folder(
         require_reachable(error, folder)
         return VerifyResult(0, 0, (StepDamage(RECORD, str(error)),))
     damages, done = [*tree_damages(folder, record["leaves"])], 0
-    arrays, located = ArrayReader(folder), array_store.LeafFiles(folder)
+    arrays, located = ArrayReader(folder), functools.cache(array_store.leaf_files)
     for name, described in record["leaves"].items():
         try:
             cause, size = compare_leaf(arrays, name, *described)
@@ -84,7 +84,8 @@ def verify_folder(
             require_reachable(error, folder)
             cause, size = short_reason(error), 0
         if cause:
-            damages.append(StepDamage(name, cause, located.files(name) or array_store.named_files(cause)))
+            files = tuple(sorted(located(folder).get(array_store.stored_name(name), ())))
+            damages.append(StepDamage(name, cause, files or array_store.named_files(cause)))
         done += size
         on_bytes(done)
     try:
@@ -261,11 +262,7 @@ def leaf_piece_sums(arrays: ArrayReader, name: str, described: list, begin: int,
         if wrong := compare_leaf(arrays, name, *described)[0]:
             raise DamagedCheckpoint(f"{name}: {wrong}")
         return []
-    total = numbers = 0
-    for box, value in array_store.read_boxes(array, mine):
-        total += host_fingerprint(value, start=[part.start for part in box], shape=array.shape)
-        numbers += value.size
-    return [total % 2**32, numbers] if mine else []
+    return [*array_store.sum_boxes(array, mine)] if mine else []
 
 
 def first_difference(leaves: Mapping[str, list], found: Iterable[Mapping[str, list[int]]]) -> str:

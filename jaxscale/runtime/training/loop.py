@@ -11,7 +11,7 @@ from jaxscale.core.batch import Batch
 from jaxscale.core.state import TrainState, ema_params
 from jaxscale.core.statistics import StatisticsStep
 from jaxscale.core.step import TrainStep
-from jaxscale.runtime.checkpoint.local_saver import LocalSaver
+from jaxscale.runtime.checkpoint.local_copy import LocalSaver
 from jaxscale.runtime.checkpoint.manager import Checkpoints
 from jaxscale.runtime.hosts.agree import gathered, next_key
 from jaxscale.runtime.monitor.events import Note

@@ -17,9 +17,9 @@ import numpy as np
 from jaxscale import schema
 from jaxscale.core.models import AnyModelConfig
 from jaxscale.core.models.lora_mup_config import LoraConfig
+from jaxscale.runtime.checkpoint.conversions import folding_factor, without_mup
 from jaxscale.runtime.checkpoint.folders import size_and_md5
 from jaxscale.runtime.checkpoint.manager import Checkpoints
-from jaxscale.runtime.checkpoint.mup_folding import folding_factor, without_mup
 from jaxscale.runtime.checkpoint.periodic_export import JOURNAL
 from jaxscale.runtime.checkpoint.record import digest, weight_leaves
 from jaxscale.runtime.checkpoint.restore import newest_readable_step

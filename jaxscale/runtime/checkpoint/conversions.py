@@ -1,8 +1,9 @@
-"""Makes a mixture of experts of a dense model's weights (upcycling: arXiv:2212.05055, arXiv:2410.07524).
+"""Weights of one model as those of another: experts of a dense MLP, and a muP model without muP.
 
-Each expert starts as the dense MLP (copy), or as one of the equal parts into which its columns are interleaved (split).
-The router is initialized as in a new model. If the weights of a token's experts add up to the number of parts, the
-mixture computes the same function as the dense model.
+Upcycling makes a mixture of experts of a dense model (arXiv:2212.05055, arXiv:2410.07524). Each expert starts as the
+dense MLP (copy), or as one of the equal parts into which its columns are interleaved (split). The router is initialized
+as in a new model. If the weights of a token's experts add up to the number of parts, the mixture computes the same
+function as the dense model.
 
 L layers  E experts  D embed  F width of an expert  G parts  M width of the dense MLP, G * F
 """
@@ -19,6 +20,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.core.models.config import BLOCKS, DENSE, ExpertsConfig, ModelConfig
+from jaxscale.core.models.lora_mup_config import STACKED, mup_scales
 from jaxscale.core.shardings import mesh_axis_names
 from jaxscale.system.exits import BadInput
 from jaxscale.units import divisors, or_list
@@ -188,3 +190,29 @@ def spec_of(array: Any) -> list[Any]:
     """Returns the mesh axes of each axis of an array."""
     spec = list(array.sharding.spec)
     return spec + [None] * (len(array.shape) - len(spec))
+
+
+def folding_factors(model: ModelConfig) -> dict[str, float]:
+    """Returns {parameter, relative to its layer: factor of its weights} that give the same model without muP.
+    Factors of 1 are omitted."""
+    if getattr(model, "mup", None) is None:
+        return {}
+    scales = mup_scales(model)
+    factors = {"final_norm": scales.output}
+    query = ("q_norm",) if model.qk_norm else ("wq", "bias_q")
+    factors |= {f"attention.{name}": scales.scores for name in query}
+    outputs = ("attention_out_norm", "mlp_out_norm")
+    if getattr(model, "norm_placement", "before") == "before":
+        outputs = ("attention.wo", "attention.bias_o", "mlp.down", "mlp.shared.down")
+    factors |= {name: scales.residual for name in outputs}
+    return {name: factor for name, factor in factors.items() if factor != 1.0}
+
+
+def without_mup(model: ModelConfig) -> ModelConfig:
+    """Returns the config of the model whose weights are multiplied by folding_factor()."""
+    return model if getattr(model, "mup", None) is None else dataclasses.replace(model, mup=None)
+
+
+def folding_factor(model: ModelConfig, name: str) -> float:
+    """Returns the factor of a parameter ('blocks/attention/wq') that gives the same model without muP."""
+    return folding_factors(model).get(STACKED.sub("", name.replace("/", "."), count=1), 1.0)
