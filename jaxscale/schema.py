@@ -213,11 +213,8 @@ def convert(value: Any, hint: Any, path: str) -> Any:
         matched, converted = match(value, option, path)
         if matched:
             return converted
-    large = (
-        " of at most 64 bits"
-        if int in candidates and isinstance(value, (int, float)) and abs(value) > MAX_INTEGER
-        else ""
-    )
+    is_large = int in candidates and isinstance(value, (int, float)) and abs(value) > MAX_INTEGER
+    large = " of at most 64 bits" if is_large else ""
     raise BadInput(f"{path}={clipped(value)} is not {type_name(hint)}{large}{value_hint(value, candidates, path)}")
 
 

@@ -70,9 +70,7 @@ def import_tensors(
                     raise Stop(Exit.STORAGE, f"{folder}: {error}; make room, or name another folder") from None
             resumed_bytes = write_units(partial, journal, pairs, tensors, total, on_bytes)
             marks = journal.fingerprints("marks")
-            leaves = {
-                f"{chunking.PARAMS_PREFIX}{name}": [list(shapes[name]), "float32", marks[name]] for name in shapes
-            }
+            leaves = {chunking.PARAMS_PREFIX + name: [list(shapes[name]), "float32", marks[name]] for name in shapes}
             try:
                 stop_if_unwritable(lambda: finish_step(partial, final, leaves, run), folder)
             except DamagedCheckpoint as damage:

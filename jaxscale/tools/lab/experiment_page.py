@@ -60,9 +60,8 @@ def summary(base: Base, results: Sequence[Result]) -> str:
 
 def runs_table(results: Sequence[Result]) -> str:
     """Returns tables of all runs with their folders, and of the base config."""
-    rows = [
-        [r.trial.label, "diverged" if r.diverged else f"{r.loss:.4f}", Cell(escape(r.folder), "mono")] for r in results
-    ]
+    end = lambda r: "diverged" if r.diverged else f"{r.loss:.4f}"
+    rows = [[r.trial.label, end(r), Cell(escape(r.folder), "mono")] for r in results]
     changed = {name: value for r in results[:1] for name, value in flatten(to_dict(r.trial.base.cfg)).items()}
     runs = table(("run", "held-out loss", "folder"), rows)
     return f"<details><summary>{len(rows)} runs, each with its end and its folder</summary>{runs}</details>" + (

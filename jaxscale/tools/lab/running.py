@@ -1,15 +1,18 @@
 """Runs trials as parallel processes, skips those that have ended, and reports progress with the time left."""
 
+import concurrent.futures
 import contextlib
 import os
+import queue
 import shlex
 import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxscale import units
 from jaxscale.runtime.hosts.discovery import TPU_FILES
@@ -22,16 +25,6 @@ POLL_SECONDS = 0.1
 LAST_LINES = 12  # of a failed trial's output, shown in the error
 OUTPUT = "lab.log"  # in a trial's folder: its output
 KILLED = "killed"  # in the folder of a trial killed on purpose: the step
-
-
-class Going(NamedTuple):
-    """A running trial."""
-
-    trial: Trial
-    folder: Any
-    process: subprocess.Popen
-    began: float
-    cores: tuple[int, ...]
 
 
 def train_command(trial: Trial, folder: Any) -> list[str]:
@@ -63,72 +56,62 @@ def run_all(trials: Sequence[Trial], work: Any, *, jobs: int, say: Callable[[str
         )
     if done := len(trials) - len(waiting):
         say(f"{done} of {len(trials)} runs are done already, in {paths.as_path(work) / 'runs'}")
-    free, going, took, total = shares(jobs), [], [], len(waiting)
-    try:
-        while waiting or going:
-            while waiting and free:
-                going.append(start(waiting.pop(0), work, free.pop(0)))
-            time.sleep(POLL_SECONDS)
-            for one in [one for one in going if is_due(one) or one.process.poll() is not None]:
-                going.remove(one)
-                free.append(one.cores)
-                if one.process.poll() is None:
-                    kill(one)
-                    waiting.insert(0, one.trial)
-                    continue
-                check_ended(one)
-                took.append(time.monotonic() - one.began)
+    cores, free = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [], queue.SimpleQueue()
+    for place in range(jobs):  # XLA starts as many threads as cores that a process may use
+        free.put(tuple(cores[place::jobs] if jobs <= len(cores) else cores))
+    stop, took, total = threading.Event(), [], len(waiting)
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        trial_of = {pool.submit(run_trial, trial, folder_of(trial, work), free, stop): trial for trial in waiting}
+        try:
+            for done in concurrent.futures.as_completed(trial_of):
+                took.append(done.result())
                 left = statistics.mean(took) * (total - len(took)) / jobs
-                say(progress_line(one.trial, work, len(took), total, took[-1], left))
-    finally:
-        for one in going:
-            one.process.send_signal(signal.SIGTERM)  # it saves a checkpoint on SIGTERM
-        for one in going:
-            one.process.wait()
+                say(progress_line(trial_of[done], work, len(took), total, took[-1], left))
+        finally:
+            stop.set()
+            pool.shutdown(cancel_futures=True)
     return [read_result(trial, work) for trial in trials]
 
 
-def shares(jobs: int) -> list[tuple[int, ...]]:
-    """Splits the cores between `jobs` runs: XLA starts as many threads as cores that a process may use."""
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    return [tuple(cores[place::jobs]) if jobs <= len(cores) else tuple(cores) for place in range(jobs)]
+def run_trial(trial: Trial, folder: Any, free: queue.SimpleQueue[tuple[int, ...]], stop: threading.Event) -> float:
+    """Runs a trial on a share of the cores from `free`, kills and restarts it at kill_at; returns the seconds.
 
-
-def start(trial: Trial, work: Any, cores: tuple[int, ...]) -> Going:
-    """Starts the trial's process in its own session, so that Ctrl-C does not reach it: run_all sends SIGTERM."""
-    folder = folder_of(trial, work)
+    Its process has its own session, so that Ctrl-C does not reach it: at `stop` it gets SIGTERM, and saves a
+    checkpoint. Raises Stop if it fails, that is, with an exit code that is not in ENDS.
+    """
+    began, cores, is_killed = time.monotonic(), free.get(), True
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / OUTPUT).open("ab") as output:
-        command = train_command(trial, folder)
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
-    if cores:  # not in preexec_fn, which may deadlock when JAX has threads
-        with contextlib.suppress(ProcessLookupError):
-            os.sched_setaffinity(process.pid, cores)
-    return Going(trial, folder, process, time.monotonic(), cores)
-
-
-def is_due(one: Going) -> bool:
-    """Returns True if a trial with kill_at has reached that step and was not killed yet."""
-    file, kill_at = one.folder / "metrics.jsonl", one.trial.kill_at
-    if kill_at is None or (one.folder / KILLED).exists() or not file.exists():
-        return False
-    return any(row.get("step", 0) >= kill_at for row in read_lines(file, []))
-
-
-def kill(one: Going) -> None:
-    """Kills the process without cleanup, as in a power failure."""
-    (one.folder / KILLED).write_text(f"{one.trial.kill_at}\n", "utf-8")
-    one.process.kill()
-    one.process.wait()
-
-
-def check_ended(one: Going) -> None:
-    """Raises Stop if the process failed, that is, if its exit code is not in ENDS."""
-    if (code := one.process.returncode) not in ENDS:
-        lines = (one.folder / OUTPUT).read_text("utf-8", "replace").splitlines()[-LAST_LINES:]
+    while is_killed:
+        with (folder / OUTPUT).open("ab") as output:
+            command = train_command(trial, folder)
+            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        if cores:  # not in preexec_fn, which may deadlock when JAX has threads
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(process.pid, cores)
+        is_killed = False
+        while process.poll() is None and not is_killed:
+            if stop.wait(POLL_SECONDS):
+                process.send_signal(signal.SIGTERM)
+                process.wait()
+            elif is_killed := is_due(trial, folder):
+                (folder / KILLED).write_text(f"{trial.kill_at}\n", "utf-8")
+                process.kill()  # without cleanup, as in a power failure
+                process.wait()
+    free.put(cores)
+    if (code := process.returncode) not in ENDS and not stop.is_set():
+        lines = (folder / OUTPUT).read_text("utf-8", "replace").splitlines()[-LAST_LINES:]
         shown = "".join(f"\n    {line}" for line in lines)
         known = Exit(code) if code in list(Exit) else Exit.ERROR
-        raise Stop(known, f"{one.trial.label} ended with exit code {code} ({meaning(code)}), in {one.folder}:{shown}")
+        raise Stop(known, f"{trial.label} ended with exit code {code} ({meaning(code)}), in {folder}:{shown}")
+    return time.monotonic() - began
+
+
+def is_due(trial: Trial, folder: Any) -> bool:
+    """Returns True if a trial with kill_at has reached that step and was not killed yet."""
+    file = folder / "metrics.jsonl"
+    if trial.kill_at is None or (folder / KILLED).exists() or not file.exists():
+        return False
+    return any(row.get("step", 0) >= trial.kill_at for row in read_lines(file, []))
 
 
 def progress_line(trial: Trial, work: Any, done: int, total: int, took: float, left: float) -> str:

@@ -113,9 +113,8 @@ def conclude(results: Sequence[Result], looked_at: Sequence[Result]) -> Conclusi
         "An exponent's interval, of the scatter about a line, is wide with three widths. docs/explanation/mup.md has "
         "changes of activations over 16 times the width.",
     )
-    return Conclusion(
-        verdict, limits, PREDICTED, drawings, ("", "width", "best rate", "loss there", "diverged at"), rows
-    )
+    head = ("", "width", "best rate", "loss there", "diverged at")
+    return Conclusion(verdict, limits, PREDICTED, drawings, head, rows)
 
 
 def check(form: str, runs: Sequence[Result]) -> tuple[str, list[PlotLine]]:

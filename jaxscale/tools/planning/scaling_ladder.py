@@ -86,9 +86,8 @@ class LadderRun:
     @property
     def curve(self) -> Curve:
         """Its training loss, for approach 1."""
-        return curve_of_run(
-            self.params, self.flops / self.tokens, (self.steps * self.tokens).tolist(), self.losses.tolist()
-        )
+        tokens, losses = (self.steps * self.tokens).tolist(), self.losses.tolist()
+        return curve_of_run(self.params, self.flops / self.tokens, tokens, losses)
 
 
 class Ladder(NamedTuple):
@@ -197,9 +196,8 @@ def read_run(folder: str, settings: dict[str, Any], target: ScheduleShape) -> La
         raise BadInput(f"its last held-out loss is at step {end['step']}, but it ends at {budget.total_steps}")
     steps, losses = (np.array(values, float) for values in history.series("loss"))
     check_healthy(steps, losses, max(int(end["step"]), 1))
-    ends = (
-        [row for row in evals if row["step"] >= WARMUP_FACTOR * max(1, budget.warmup_steps)] if is_constant else [end]
-    )
+    settled = WARMUP_FACTOR * max(1, budget.warmup_steps)
+    ends = [row for row in evals if row["step"] >= settled] if is_constant else [end]
     if not ends:
         raise BadInput(f"it has no held-out loss after its warmup of {budget.warmup_steps} steps")
     tokens = budget.batch_tokens

@@ -91,9 +91,8 @@ def roofline(
     hbm = facts.hbm_bytes / chip.hbm_bandwidth
     overlapped = max(compute, hbm, *queues.values())
     timeline = Timeline(facts.collectives, chip, facts.schedule)
-    bubble = bubble_seconds(
-        schedule, head * (1 if shards_head else schedule.num_stages), head, compute, timeline.exposed
-    )
+    stage_head = head * (1 if shards_head else schedule.num_stages)
+    bubble = bubble_seconds(schedule, stage_head, head, compute, timeline.exposed)
     at_least = max((timeline.seconds if facts.schedule else overlapped) + bubble, overlapped)
     return Roofline(
         compute_s=compute,

@@ -63,10 +63,8 @@ def measure_kernels(machine: Machine) -> Probe:
             except Exception as error:  # fails this kernel only; the others are still measured
                 problems.append(f"{case.name}: {first_words(error)}")
                 continue
-            figures.append(Reading(name=f"{case.name}: value", value=value, unit="share", most=case.value_most))
-            figures.append(
-                Reading(name=f"{case.name}: gradients", value=gradient, unit="share", most=case.gradient_most)
-            )
+            for what, error, most in (("value", value, case.value_most), ("gradients", gradient, case.gradient_most)):
+                figures.append(Reading(name=f"{case.name}: {what}", value=error, unit="share", most=most))
     notes.append(f"errors are root mean squares over those of the exact result; operands in {dtype}")
     return Probe(name="kernels", figures=tuple(figures), notes=tuple(notes), problem="; ".join(problems))
 

@@ -227,8 +227,7 @@ def settings(history: History) -> str:
     changes = change_table(history)
     parts.append(f"<h3>Changed on the way</h3>{changes}" if changes else left_out("No setting was changed on the way."))
     if every := history.part("config"):
-        all_settings = table(
-            ("setting", "value"), [(mono(name), mono(value)) for name, value in schema.flatten(every).items()]
-        )
+        rows = [(mono(name), mono(value)) for name, value in schema.flatten(every).items()]
+        all_settings = table(("setting", "value"), rows)
         parts.append(f"<details><summary>All settings</summary>{all_settings}</details>")
     return "".join(parts)

@@ -137,10 +137,8 @@ def draw(plot: Plot, across: Axis, number: int, below: str = STEPS) -> tuple[str
     left = "".join(left_label(1 - up.place(at), text) for at, text in zip(ticks, tick_texts(ticks, plot.numbers)))
     kind = "plot wide" if plot.full_width else "plot"
     unit = ", ".join(filter(None, (plot.unit, "logarithmic" if plot.log else "")))
-    figure = FigureParts(
-        kind, plot.title, unit, legend(plot), summary(plot, below), drawn, left, " ".join(notes), below
-    )
-    return figure.html(across, number), script_data(plot, across, up)
+    parts = FigureParts(kind, plot.title, unit, legend(plot), summary(plot, below), drawn, left, " ".join(notes), below)
+    return parts.html(across, number), script_data(plot, across, up)
 
 
 class FigureParts(NamedTuple):
@@ -307,12 +305,11 @@ def draw_heat(heat: HeatMap, across: Axis, number: int) -> tuple[str, dict[str, 
     unit = ", ".join(filter(None, (heat.unit, "colours logarithmic")))
     span = f"from {plain(min(positive))} to {plain(max(positive))}" if positive else "all 0"
     words = f"{heat.title}: {len(names)} rows, {units.plural(len(heat.steps), heat.across or 'step')}, {span}"
-    figure = FigureParts(
-        "plot heat wide", heat.title, unit, legend, words, drawn, left, heat.note, heat.across or STEPS
-    )
+    below = heat.across or STEPS
+    parts = FigureParts("plot heat wide", heat.title, unit, legend, words, drawn, left, heat.note, below)
     values = [[None if value is None else float(f"{value:.4g}") for value in row] for row in cells.values()]
     data = {"x": [across.low, across.high], "heat": {"x": column_steps, "names": names, "v": values}}
-    return figure.html(across, number), data | ({"own": heat.across} if heat.across else {})
+    return parts.html(across, number), data | ({"own": heat.across} if heat.across else {})
 
 
 def columns_of(

@@ -2,7 +2,7 @@
 
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from jaxscale import units
@@ -17,7 +17,7 @@ from jaxscale.tools.reporting.page_text import escape, plain
 from jaxscale.tools.reporting.plots import HeatMap, PlotBand, PlotLine, color_of, with_points
 from jaxscale.tools.reporting.sources import data_table, is_of_source
 
-POSITIONS = re.compile(r"validation_by_position/(?P<first>\d{1,9})-(?P<last>\d{1,9})/loss")
+POSITIONS = re.compile(r"validation_by_position/(\d{1,9})-(\d{1,9})/loss")
 MOST_RANGES = 8  # of positions in the plot: the longest; the table has all
 IN_USE = ("faint", "line")  # of several runs, of one, which has a colour for it
 MOST_LINES = 12  # in one plot of a page of one run
@@ -152,47 +152,34 @@ def by_name(canvas: Canvas, title: str, unit: str, names: list[str], prefix: str
     return plot(title, with_points(lines), note=note)
 
 
-def position_ranges(histories: Sequence[History]) -> list[tuple[int, int]]:
-    """[(fewest, most)] tokens that were read before what is predicted, of some run, from few to many."""
+def position_metrics(histories: Sequence[History]) -> dict[str, str]:
+    """{'513 to 1,024': its metric} of ranges of tokens that were read before what is predicted, from few to many."""
     names = dict.fromkeys(name for history in histories for name in history.names())
-    found = {(int(match["first"]), int(match["last"])) for name in names if (match := POSITIONS.fullmatch(name))}
-    return sorted(found)
-
-
-def range_metric(tokens: tuple[int, int]) -> str:
-    """The metric of a range."""
-    return "validation_by_position/{}-{}/loss".format(*tokens)
-
-
-def range_words(tokens: tuple[int, int]) -> str:
-    """'513 to 1,024', or '1'."""
-    first, last = tokens
-    return f"{first:,}" if first == last else f"{first:,} to {last:,}"
+    found = sorted((int(match[1]), int(match[2]), name) for name in names if (match := POSITIONS.fullmatch(name)))
+    return {f"{first:,}" if first == last else f"{first:,} to {last:,}": name for first, last, name in found}
 
 
 def positions_section(canvas: Canvas) -> str:
     """A line for each of the longest ranges of one run, and a table of all ranges and runs; '' where none is known."""
-    ranges = position_ranges(canvas.histories)
-    if not ranges:
+    metrics = position_metrics(canvas.histories)
+    if not metrics:
         return ""
     drawn = ""
     if canvas.single:
-        history, shown = canvas.histories[0], ranges[-MOST_RANGES:]
-        lines = [PlotLine(range_words(r), *history.series(range_metric(r)), color_of(i)) for i, r in enumerate(shown)]
+        history, shown = canvas.histories[0], list(metrics.items())[-MOST_RANGES:]
+        lines = [PlotLine(words, *history.series(name), color_of(i)) for i, (words, name) in enumerate(shown)]
         title = "Validation loss by position in a document"
         drawn = canvas.plot(title, with_points(lines), unit="nats per token", focused=True)
-    return plots(drawn, f"<div>{positions_table(canvas.histories, ranges)}</div>")
+    return plots(drawn, f"<div>{positions_table(canvas.histories, metrics)}</div>")
 
 
-def positions_table(histories: Sequence[History], ranges: Sequence[tuple[int, int]]) -> str:
+def positions_table(histories: Sequence[History], metrics: Mapping[str, str]) -> str:
     """A row for each range: of one run the first and the newest loss, of several the newest of each."""
-    if len(histories) == 1:
-        head, each = ["first", "newest"], [histories[0].series(range_metric(one))[1] for one in ranges]
-        cells = [(values[0], values[-1]) for values in each]
-    else:
-        head = [history.name for history in histories]
-        cells = [tuple(history.latest(range_metric(one)) for history in histories) for one in ranges]
-    rows = [[range_words(one), *(n(plain(value)) for value in row)] for one, row in zip(ranges, cells, strict=True)]
+    is_single, rows = len(histories) == 1, []
+    for words, name in metrics.items():
+        values = histories[0].series(name)[1] if is_single else [history.latest(name) for history in histories]
+        rows.append([words, *(n(plain(value)) for value in (values[:1] + values[-1:] if is_single else values))])
+    head = ["first", "newest"] if is_single else [history.name for history in histories]
     return table(["tokens read before", *head], rows)
 
 
@@ -226,10 +213,8 @@ def speed(canvas: Canvas) -> str:
     ]
     shares = [share for history in canvas.histories for share in history.series("host_other_share")[1]]
     if any(share >= OTHER_WORK for share in shares):
-        unit = "of the first host's processors"
-        drawn.append(
-            canvas.metric("host_other_share", "Other programs", "share", unit=unit, numbers="percent", zero=True)
-        )
+        settings = dict(unit="of the first host's processors", numbers="percent", zero=True)
+        drawn.append(canvas.metric("host_other_share", "Other programs", "share", **settings))
     html = plots(*drawn)
     if html and not mfu:
         html += left_out("MFU is not shown: no peak of these devices is known (kernels/hardware.py has the chips).")

@@ -43,12 +43,8 @@ ROWS = (
     TensorSpec("position_embedding", "wpe.weight", inputs=1),
     TensorSpec("blocks/scale_attention", "h.{layer}.ln_1.weight"),
     TensorSpec("blocks/bias_attention", "h.{layer}.ln_1.bias"),
-    TensorSpec(
-        ("blocks/attention/wq", "blocks/attention/wk", "blocks/attention/wv"), "h.{layer}.attn.c_attn.weight", 1
-    ),
-    TensorSpec(
-        ("blocks/attention/bias_q", "blocks/attention/bias_k", "blocks/attention/bias_v"), "h.{layer}.attn.c_attn.bias"
-    ),
+    TensorSpec(tuple(f"blocks/attention/w{name}" for name in "qkv"), "h.{layer}.attn.c_attn.weight", 1),
+    TensorSpec(tuple(f"blocks/attention/bias_{name}" for name in "qkv"), "h.{layer}.attn.c_attn.bias"),
     TensorSpec("blocks/attention/wo", "h.{layer}.attn.c_proj.weight", inputs=2),
     TensorSpec("blocks/attention/bias_o", "h.{layer}.attn.c_proj.bias"),
     TensorSpec("blocks/scale_mlp", "h.{layer}.ln_2.weight"),

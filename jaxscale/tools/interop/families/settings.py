@@ -248,9 +248,8 @@ def write_rope(cfg: LlamaConfig) -> dict[str, Any]:
     for setting in SCALINGS[scaling.name]:
         value = getattr(scaling, setting)
         if value is not None and setting != "truncate":
-            rope[ORIGINAL_POSITIONS if setting == LENGTH else setting] = (
-                list(value) if isinstance(value, tuple) else value
-            )
+            key = ORIGINAL_POSITIONS if setting == LENGTH else setting
+            rope[key] = list(value) if isinstance(value, tuple) else value
     if not scaling.truncate:
         rope["truncate"] = False  # older releases do not know this key
     written: dict[str, Any] = dict(rope_theta=cfg.rope_base, rope_scaling=rope)
