@@ -16,7 +16,7 @@ from jaxscale.tools.planning.measured import read_measured
 from jaxscale.tools.planning.placeholder_devices import open_machine
 from jaxscale.tools.qualify import model, products, run, storage
 from jaxscale.tools.qualify.axis_bandwidth import figure_of, meshes
-from jaxscale.tools.qualify.products import DeviceTime, beside_median, measure_devices, product_seconds
+from jaxscale.tools.qualify.products import beside_median, measure_devices, product_seconds
 from jaxscale.tools.qualify.qualification_page import make_page, summary_lines
 from jaxscale.tools.qualify.result import Floors, Machine, Probe, Reading, amount, held, phase_limits
 
@@ -120,9 +120,7 @@ def test_a_slow_device_is_named(tmp_path):
 
 
 def test_devices_are_held_against_their_median():
-    row = lambda number, seconds: DeviceTime(
-        f"TPU {number} at (0, {number})", f"host-{number // 2}", number // 2, seconds
-    )
+    row = lambda number, seconds: (f"TPU {number} at (0, {number}) on host-{number // 2}", number // 2, seconds)
     even = beside_median([row(0, 1.0), row(1, 1.1), row(2, 0.9), row(3, 1.2)], 1.25)
     assert [figure.passed for figure in even] == [None, True]
     uneven = beside_median([row(0, 1.0), row(1, 1.0), row(2, 1.4), row(3, 1.0)], 1.25)

@@ -108,8 +108,14 @@ def collective_phases(kind: str, nbytes: float, lines: Sequence[Phase]) -> tuple
     """
     if kind == "collective-permute":
         return tuple(dataclasses.replace(line, nbytes=nbytes) for line in lines)
-    if kind == "all-to-all":
-        return (all_to_all_phase(nbytes, lines),) if lines else ()
+    if kind == "all-to-all":  # it uses all lines at once; the bisection of the longest limits it
+        size = math.prod(line.size for line in lines)
+        sent, slowest = ring_bytes("all-to-all", nbytes, size), 0.0  # equivalent bytes over all links of a chip
+        for line in lines:
+            # a line of n sends n/2 * n/2 messages of nbytes/n over its middle link, a ring half over each of two
+            hops = 1.0 if line.along in (SWITCH, CORE) else max(1.0, line.size / 4 * line.size / (line.size - 1))
+            slowest = max(slowest, ring_bytes("all-to-all", nbytes, line.size) * hops / line.share)
+        return (Phase(joined_dims(lines), size, sent / slowest, sent),) if lines else ()
     scattered, remaining = [], nbytes
     for line in lines:
         scattered.append(dataclasses.replace(line, nbytes=ring_bytes("reduce-scatter", remaining, line.size)))
@@ -117,20 +123,6 @@ def collective_phases(kind: str, nbytes: float, lines: Sequence[Phase]) -> tuple
     gathered = scattered[::-1]
     phases = {"reduce-scatter": scattered, "all-gather": gathered, "all-reduce": scattered + gathered}[kind]
     return tuple(phases)
-
-
-def all_to_all_phase(nbytes: float, lines: Sequence[Phase]) -> Phase:
-    """Returns the phase of an all-to-all, which uses all lines at once; the bisection of the longest limits it.
-
-    A line of n sends n/2 * n/2 messages of nbytes/n over its middle link, a ring half as much over each of two.
-    """
-    size = math.prod(line.size for line in lines)
-    sent = ring_bytes("all-to-all", nbytes, size)
-    slowest = 0.0  # equivalent bytes over all links of a chip
-    for line in lines:
-        hops = 1.0 if line.along in (SWITCH, CORE) else max(1.0, line.size / 4 * line.size / (line.size - 1))
-        slowest = max(slowest, ring_bytes("all-to-all", nbytes, line.size) * hops / line.share)
-    return Phase(joined_dims(lines), size, sent / slowest, sent)
 
 
 def concurrent_phases(kind: str, nbytes: float, lines: Sequence[Phase]) -> tuple[Phase, ...]:

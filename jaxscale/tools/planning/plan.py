@@ -76,7 +76,17 @@ def make_plan(
     without_options = dataclasses.replace(cfg, compiler={})  # compiler options do not change the plan
     program = fitting_program(without_options, topology.devices, budget, position)
     speed = plan_speed(program, topology, options.mfu, compiled.mfu_ceiling if compiled else None, measured or [])
-    machine, work = plan_machine(topology, program), plan_work(cfg, budget, program)
+    work, devices = plan_work(cfg, budget, program), len(topology.devices)
+    machine = PlannedMachine(
+        topology=topology.name,
+        platform=topology.platform,
+        chip=topology.chip.name,
+        num_chips=devices / topology.chip.devices_per_chip,
+        num_devices=devices,
+        num_hosts=topology.num_hosts,
+        layout=mesh_layout(program.mesh),
+        exchange=expert_axis.describe(program.plan.expert_exchange),
+    )
     num_steps = work.tokens / work.batch_tokens  # steps of the largest batch
     wall = speed.step_seconds and speed.step_seconds.times(num_steps / cost.GOODPUT)
     id_bytes = cost.bytes_per_token_id(cfg.model.vocab_size)
@@ -98,21 +108,6 @@ def make_plan(
     )
     found = (*run_cautions(plan, cfg), *machine_cautions(plan, cfg, program, topology, options))
     return dataclasses.replace(plan, cautions=tuple(filter(None, found)))
-
-
-def plan_machine(topology: Topology, program: Program) -> PlannedMachine:
-    """Returns the machine and the mesh on it."""
-    devices = len(topology.devices)
-    return PlannedMachine(
-        topology=topology.name,
-        platform=topology.platform,
-        chip=topology.chip.name,
-        num_chips=devices / topology.chip.devices_per_chip,
-        num_devices=devices,
-        num_hosts=topology.num_hosts,
-        layout=mesh_layout(program.mesh),
-        exchange=expert_axis.describe(program.plan.expert_exchange),
-    )
 
 
 def plan_work(cfg: RunConfig, budget: Budget, program: Program) -> Work:

@@ -196,8 +196,11 @@ def estimate_step(program: Program, topology: Topology) -> StepEstimate:
     gradients = shard_bytes(program.abstract_grads) if cfg.lora.on else gradients
     if weights := stage_weight_bytes(program):
         gradients = 4 * sum(stage_elements(program, program.abstract_grads)) + weights
-    flops = cfg.flops_per_token + recomputed_flops(cfg.model, cfg.seq_len) + recomputed_score_flops(program)
-    flops += recomputed_row_flops(program)
+    flops = cfg.flops_per_token + recomputed_flops(cfg.model, cfg.seq_len) + recomputed_row_flops(program)
+    if (
+        program.plan.attention.name == "splash"
+    ):  # 7 backward matmuls, 3 more than the formula's (preflight/hlo_costs.py)
+        flops += 3 * 2 * cfg.model.query_width * cfg.model.visible_keys(cfg.seq_len)
     passes = 2 * cfg.train.num_microbatches  # weights to the device, forward and backward
     host_traffic = 2 * host_bytes(state) + passes * host_bytes(state[0])  # the update reads and writes it once
     compute = flops * cfg.tokens_per_step / program.mesh.size / topology.chip.peak_flops
@@ -225,17 +228,6 @@ def idle_ratio(pipeline: PipelineAxis, schedule: ScheduleSize, head: float) -> f
     work = int(pipeline.layers.max()) + 1 + pipeline.leading_layers
     layers = pipeline.chunk_work * pipeline.num_chunks * pipeline.size / work * schedule.slowdown()
     return (1 - head) * (layers - 1) + head * (0 if pipeline.shards_vocab else pipeline.size - 1)
-
-
-def recomputed_score_flops(program: Program) -> float:
-    """Returns FLOPs per token by which splash attention's backward pass exceeds the formula's 4 matmuls.
-
-    Its two kernels have 4 and 3 matmuls, and both recompute the scores (tools/preflight/hlo_costs.py).
-    """
-    if program.plan.attention.name != "splash":
-        return 0.0
-    model = program.cfg.model
-    return 3 * 2 * model.query_width * model.visible_keys(program.cfg.seq_len)
 
 
 def recomputed_row_flops(program: Program) -> float:

@@ -14,7 +14,7 @@ from jaxscale.kernels.collectives import ring_bytes
 from jaxscale.tools.planning.links import DCN, Phase, Torus, collective_phases, concurrent_phases, ring_over
 from jaxscale.tools.preflight.hlo_costs import HBM, HOST, custom_target, instruction_traffic, kernel_flops, matmul_flops
 from jaxscale.tools.preflight.hlo_groups import GroupSpan, PartitionLayout, make_layout, read_span
-from jaxscale.tools.preflight.hlo_schedule import ScheduleItem, read_schedule
+from jaxscale.tools.preflight.hlo_schedule import ScheduleItem, ScheduleReader
 from jaxscale.tools.preflight.hlo_text import ArrayShape, Computation, Instruction, Module, parse_module
 from jaxscale.tools.preflight.hlo_trips import count_runs
 
@@ -87,10 +87,11 @@ def read_hlo(
             if computation.name not in fused:
                 for space, nbytes in instruction_traffic(module, computation, instruction).items():
                     traffic[space] += nbytes * times
-    schedule, computations = read_schedule(module, numbers)
+    reader = ScheduleReader(module, numbers)
+    schedule = reader.items(module.entry) if module.is_scheduled else ()
     return HloFacts(
         collectives=tuple(
-            dataclasses.replace(one, computation=computations.get(n, "")) for n, one in enumerate(collectives)
+            dataclasses.replace(one, computation=reader.computations.get(n, "")) for n, one in enumerate(collectives)
         ),
         dot_flops=math.fsum(flops.values()),
         hbm_bytes=traffic[HBM],

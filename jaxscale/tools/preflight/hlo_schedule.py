@@ -30,23 +30,13 @@ class ScheduleItem:
     items: tuple["ScheduleItem", ...] = ()  # of runs
 
 
-def read_schedule(
-    module: Module, numbers: Mapping[tuple[str, str], int]
-) -> tuple[tuple[ScheduleItem, ...], dict[int, str]]:
-    """Returns (schedule, {collective: its computation}); empty if unscheduled. numbers: of collectives."""
-    if not module.is_scheduled:
-        return (), {}
-    reader = ScheduleReader(module, numbers)
-    return reader.items(module.entry), reader.computations
-
-
 class ScheduleReader:
-    """Reads the schedules of computations, each once."""
+    """Reads the schedules of computations of a scheduled module, each once."""
 
     def __init__(self, module: Module, numbers: Mapping[tuple[str, str], int]) -> None:
-        self.module, self.numbers = module, numbers
+        self.module, self.numbers = module, numbers  # of collectives, by computation and instruction
         self.read: dict[str, tuple[ScheduleItem, ...]] = {}
-        self.computations: dict[int, str] = {}
+        self.computations: dict[int, str] = {}  # of each collective that was read
 
     def items(self, name: str) -> tuple[ScheduleItem, ...]:
         """Returns a computation's schedule. Adjacent work is one item."""

@@ -123,7 +123,9 @@ def report_lines(report: PreflightReport) -> list[str]:
     if report.roofline is not None:
         lines += ["", *roofline_lines(report)]
     lines += [f"note: {note}" for note in report.notes]
-    return [*lines, "", compiled_line(report), verdict_line(report)]
+    versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
+    took = f"compiled in {report.compile_seconds:.1f} s (and {report.lower_seconds:.1f} s to trace): {versions}"
+    return [*lines, "", f"cached result of {report.date}, " * report.kept + took, verdict_line(report)]
 
 
 def memory_lines(report: PreflightReport) -> list[str]:
@@ -197,15 +199,6 @@ def roofline_lines(report: PreflightReport) -> list[str]:
         )
     lines.append(f"{INDENT}MFU is at most {roofline.mfu_ceiling:.1%}")
     return lines
-
-
-def compiled_line(report: PreflightReport) -> str:
-    """Returns time and versions of the compilation."""
-    versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
-    took = f"{report.compile_seconds:.1f} s (and {report.lower_seconds:.1f} s to trace)"
-    if report.kept:
-        return f"cached result of {report.date}, compiled in {took}: {versions}"
-    return f"compiled in {took}: {versions}"
 
 
 def verdict_line(report: PreflightReport) -> str:

@@ -3,7 +3,6 @@
 N width of the square operands
 """
 
-import dataclasses
 import socket
 import statistics
 from collections.abc import Callable, Sequence
@@ -98,16 +97,6 @@ def over(x: jax.Array) -> jax.Array:
     return lax.fori_loop(0, QUEUED, lambda _, x: x * 0.5 + 1.0, x)
 
 
-@dataclasses.dataclass(frozen=True)
-class DeviceTime:
-    """Seconds of the reference product on one device."""
-
-    name: str  # 'TPU 3 at (0, 1, 1)'
-    host: str
-    process: int
-    seconds: float
-
-
 TimeDevice = Callable[[Device], float]
 
 
@@ -123,29 +112,26 @@ def measure_devices(machine: Machine, time_device: TimeDevice = product_seconds)
     at = lambda d: f" at {tuple(d.coords)}" if getattr(d, "coords", None) is not None else ""
     name_of = lambda d: f"{d.platform.upper()} {d.id}{at(d)}"
     shared = machine.on_cpu and len(local) > 1 and time_device is product_seconds
-    time_one = lambda d: DeviceTime(name_of(d), socket.gethostname(), jax.process_index(), time_device(d))
-    mine = in_all(
-        lambda: [dataclasses.asdict(time_one(d)) for d in (local[:1] if shared else local)], machine.wait_seconds
-    )
-    rows = [DeviceTime(**row) for rows in gathered(next_key("devices"), mine) for row in rows]
+    time_one = lambda d: (f"{name_of(d)} on {socket.gethostname()}", jax.process_index(), time_device(d))
+    mine = in_all(lambda: [time_one(d) for d in (local[:1] if shared else local)], machine.wait_seconds)
+    rows = [row for rows in gathered(next_key("devices"), mine) for row in rows]
     notes = ["simulated devices share the processor: one of each process was timed"] if shared else []
     if len(rows) == 1:
         return Probe(name="devices", notes=(*notes, "one device has none to be slower than"))
     return Probe(name="devices", figures=beside_median(rows, machine.floors.slow), notes=tuple(notes))
 
 
-def beside_median(rows: Sequence[DeviceTime], most: float) -> tuple[Reading, ...]:
-    """Returns the (lower) median time, and each device slower than `most` times it, or else the slowest."""
-    usual = statistics.median_low([row.seconds for row in rows])
-    times = sorted(rows, key=lambda row: -row.seconds)
-    slow = {
-        f"{row.name} on {row.host} (process {row.process}) is slow": row.seconds
-        for row in times
-        if row.seconds > most * usual
-    }
-    fastest, slowest = times[-1].seconds, times[0].seconds
+def beside_median(rows: Sequence[tuple[str, int, float]], most: float) -> tuple[Reading, ...]:
+    """Returns the (lower) median time, and each device slower than `most` times it, or else the slowest.
+
+    rows: ('TPU 3 at (0, 1, 1) on HOST', process, seconds of the reference product).
+    """
+    usual = statistics.median_low([seconds for _, _, seconds in rows])
+    times = sorted(rows, key=lambda row: -row[2])
+    slow = {f"{label} (process {n}) is slow": seconds for label, n, seconds in times if seconds > most * usual}
+    fastest, slowest = times[-1][2], times[0][2]
     name = f"a product, median of {len(rows)} devices"
-    shown = slow or {f"slowest, {times[0].name} on {times[0].host}": slowest}
+    shown = slow or {f"slowest, {times[0][0]}": slowest}
     return (
         Reading(name=name, value=usual, unit="s", low=fastest, high=slowest),
         *(Reading(name=label, value=s / usual, unit="times", most=most) for label, s in shown.items()),
