@@ -197,9 +197,7 @@ def estimate_step(program: Program, topology: Topology) -> StepEstimate:
     if weights := stage_weight_bytes(program):
         gradients = 4 * sum(stage_elements(program, program.abstract_grads)) + weights
     flops = cfg.flops_per_token + recomputed_flops(cfg.model, cfg.seq_len) + recomputed_row_flops(program)
-    if (
-        program.plan.attention.name == "splash"
-    ):  # 7 backward matmuls, 3 more than the formula's (preflight/hlo_costs.py)
+    if program.plan.attention.name == "splash":  # 7 backward matmuls, the formula has 4 (preflight/hlo_costs.py)
         flops += 3 * 2 * cfg.model.query_width * cfg.model.visible_keys(cfg.seq_len)
     passes = 2 * cfg.train.num_microbatches  # weights to the device, forward and backward
     host_traffic = 2 * host_bytes(state) + passes * host_bytes(state[0])  # the update reads and writes it once
