@@ -78,7 +78,8 @@ def errors_of(case: Case) -> tuple[float, float]:
     """Returns (error of the value, largest error of a gradient), RMS errors relative to the RMS of the reference."""
     rounded = tuple(x.astype(case.dtype) for x in case.operands)
     exact_operands = tuple(x.astype(F32) for x in rounded)
-    value, pull = jax.vjp(jax.jit(case.exact), *exact_operands)
+    with jax.default_matmul_precision("highest"):  # TPUs and GPUs use fewer bits by default
+        value, pull = jax.vjp(jax.jit(case.exact), *exact_operands)
     cotangent = jax.random.normal(jax.random.key(1), value.shape, F32).astype(case.dtype)
     cotangent = cotangent if value.ndim else jnp.ones((), case.dtype)
 
@@ -96,17 +97,6 @@ def relative(found: jax.Array, wanted: jax.Array) -> float:
     """Returns the RMS of the difference divided by the RMS of `wanted`."""
     difference = found.astype(F32) - wanted
     return float(jnp.sqrt(jnp.mean(jnp.square(difference)) / jnp.mean(jnp.square(wanted))))
-
-
-def exactly(f: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns f with float32 products at full precision; TPUs and GPUs use fewer bits by default."""
-
-    @functools.wraps(f)
-    def precise(*args: jax.Array) -> Any:
-        with jax.default_matmul_precision("highest"):
-            return f(*args)
-
-    return precise
 
 
 def normal(number: int, *shape: int) -> jax.Array:
@@ -138,7 +128,7 @@ def attention_cases(machine: Machine, dtype: str) -> Iterator[Case | str]:
             ids_BT = jnp.repeat(jnp.arange(1, 4), -(-length // 3))[None, :length] * jnp.ones((2, 1), jnp.int32)
             operands = (normal(2, 2, length, N, H), normal(3, 2, length, K, H), normal(4, 2, length, K, H))
             kernel, reference = (lambda q, k, v, f=f, ids=ids_BT: f(q, k, v, ids) for f in (attend, exact))
-            yield Case(name, kernel, exactly(reference), operands, dtype, *TOLERANCE[dtype])
+            yield Case(name, kernel, reference, operands, dtype, *TOLERANCE[dtype])
 
 
 def loss_case(machine: Machine, dtype: str) -> Iterator[Case]:
@@ -156,7 +146,7 @@ def loss_case(machine: Machine, dtype: str) -> Iterator[Case]:
 
     kernel = lambda h_BTD, w_DV: summed_cross_entropy(h_BTD, w_DV, targets_BT, weights_BT, cfg).total
     operands = (normal(6, B, T, D), normal(7, D, V) * D**-0.5)
-    yield Case(f"cross-entropy over {V} words", kernel, exactly(exact), operands, dtype, *TOLERANCE[dtype])
+    yield Case(f"cross-entropy over {V} words", kernel, exact, operands, dtype, *TOLERANCE[dtype])
 
 
 def small_cases(machine: Machine, dtype: str) -> Iterator[Case]:
@@ -200,7 +190,7 @@ def product_cases(machine: Machine, dtype: str) -> Iterator[Case | str]:
     """Yields the cases of projections in `dtype`, and in the 8-bit types that the chip's datasheet lists."""
     B, T, D, F = (2, 128, 256, 512) if machine.on_cpu else (4, 1024, 2048, 4096)
     spec, operands = "BTD,DF->BTF", (normal(13, B, T, D), normal(14, D, F) * D**-0.5)
-    exact = exactly(functools.partial(jnp.einsum, spec))
+    exact = functools.partial(jnp.einsum, spec)
     needs = AttentionNeeds(head_dim=64, dtype=dtype)
     project = single_device_plan(machine.platform, "xla", needs).project
     yield Case("projection", functools.partial(project, spec), exact, operands, dtype, *TOLERANCE[dtype])
