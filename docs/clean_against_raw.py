@@ -25,7 +25,7 @@ def run(*arguments: str) -> None:
 def prepare(files: pathlib.Path, output: pathlib.Path, *flags: str) -> str:
     """The manifest of the files prepared."""
     if not (output / "manifest.json").exists():
-        run("jaxscale.cli.prepare", f"--input={files}", f"--output={output}", BYTES, *flags)
+        run("jaxscale.cli", "prepare", f"--input={files}", f"--output={output}", BYTES, *flags)
     return str(output / "manifest.json")
 
 

@@ -7,8 +7,9 @@ pages for its memory; JAXSCALE_HUGE_PAGES=0 prevents that.
 """
 
 import dataclasses
+import sys
 
-from jaxscale.cli import run_verb
+from jaxscale.cli import run
 from jaxscale.config import RunConfig
 from jaxscale.runtime.hosts.discovery import HostFlags
 from jaxscale.runtime.run.options import RunOptions
@@ -61,7 +62,7 @@ class TrainFlags(RunOptions, HostFlags):
 @command(TrainFlags, settings=RunConfig)
 def main(arguments: Arguments) -> None:
     """Trains to the end."""
-    from jaxscale.api.training import load_train_config, train_in  # imports JAX, after run_verb has set its environment
+    from jaxscale.api.training import load_train_config, train_in  # imports JAX, after run() has set its environment
 
     flags = arguments.flags
     workdir = flags.workdir or f"runs/{config_name(arguments.config)}"
@@ -73,4 +74,4 @@ def main(arguments: Arguments) -> None:
 
 
 if __name__ == "__main__":
-    run_verb("train")
+    run(["train", *sys.argv[1:]])

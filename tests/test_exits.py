@@ -85,7 +85,7 @@ def command(*words, code=None):
 
 @pytest.mark.soak  # test_cli does it without a process, and its test of both doors starts one of such a module
 def test_a_wrong_verb_of_a_module_run_by_itself_is_one_line():
-    done = subprocess.run(command("jaxscale.cli.verify", "foo"), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command("jaxscale.cli", "verify", "foo"), capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (
         2, "error: jaxscale verify has no verb 'foo'; it has resume, parity\n"
     )  # fmt: skip

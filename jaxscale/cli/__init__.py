@@ -1,6 +1,6 @@
 """The command `jaxscale VERB ...`: a table of verbs, each a module with main(argv), imported on use.
 
-`python -m jaxscale.cli.VERB` runs the same code (`python -m jaxscale.main` for train). This module does not import jax.
+`python -m jaxscale.cli VERB` is the same (also `python -m jaxscale.main` for train). This module does not import jax.
 """
 
 import difflib
@@ -48,11 +48,6 @@ NO_DEVICES = ("plan", "convert", "preflight", "ckpt", "trace")  # but import jax
 def main() -> None:
     """The console script: runs the verb on the command line and exits with its code."""
     run(sys.argv[1:])
-
-
-def run_verb(verb: str) -> None:
-    """Runs `jaxscale VERB` from `python -m` of the verb's module."""
-    run([verb, *sys.argv[1:]])
 
 
 def run(argv: list[str]) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 
 from jaxscale import schema
-from jaxscale.cli import bench_against, bench_data, bench_loop, run_verb
+from jaxscale.cli import bench_against, bench_data, bench_loop
 from jaxscale.config import RunConfig
 from jaxscale.program.machine_check import device_bytes
 from jaxscale.runtime.hosts import cluster
@@ -190,7 +190,7 @@ def commands_of(flags: BenchFlags) -> list[str]:
 
 def jaxscale_step_command(argv: Sequence[str]) -> list[str]:
     """Returns the command that times jaxscale's step with the same flags and prints one line of JSON."""
-    step_command, remaining = [sys.executable, "-m", "jaxscale.cli.bench", "step", "--json"], list(argv)
+    step_command, remaining = [sys.executable, "-m", "jaxscale.cli", "bench", "step", "--json"], list(argv)
     while remaining:
         word = remaining.pop(0)
         if word == "--against":
@@ -198,7 +198,3 @@ def jaxscale_step_command(argv: Sequence[str]) -> list[str]:
         elif word.partition("=")[0] not in ("--against", "--json"):
             step_command.append(word)
     return step_command
-
-
-if __name__ == "__main__":
-    run_verb("bench")

@@ -26,7 +26,6 @@ from functools import partial
 from typing import Any
 
 from jaxscale import units
-from jaxscale.cli import run_verb
 from jaxscale.runtime.checkpoint import retention
 from jaxscale.runtime.checkpoint.config import CheckpointConfig
 from jaxscale.runtime.checkpoint.derived_weights import average_steps, merge_lora
@@ -304,7 +303,3 @@ def main(arguments: Arguments) -> int:
             where = "" if error.filename else f"{arguments.flags.to or arguments.flags.workdir}: "
             raise Stop(Exit.STORAGE, f"{where}{short_reason(error)}; fix that, then run it again") from None
         raise
-
-
-if __name__ == "__main__":
-    run_verb("ckpt")

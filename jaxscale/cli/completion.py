@@ -13,7 +13,6 @@ import re
 from collections.abc import Iterable, Mapping
 
 from jaxscale import __version__, cli, schema
-from jaxscale.cli import run_verb
 from jaxscale.config import RunConfig
 from jaxscale.settings.command_line import Arguments, flags_of
 from jaxscale.settings.help_text import Command, command
@@ -94,7 +93,3 @@ class CompletionFlags:
 def main(arguments: Arguments) -> None:
     """Prints the script of the shell."""
     put(script(arguments.subverb, read_verbs()), end="")
-
-
-if __name__ == "__main__":
-    run_verb("completion")

@@ -24,7 +24,6 @@ from typing import Any
 
 from jaxscale import units
 from jaxscale.api.conversion import ConvertOptions, convert
-from jaxscale.cli import run_verb
 from jaxscale.cli.ckpt import TransferProgress
 from jaxscale.settings.command_line import Arguments, flag
 from jaxscale.settings.help_text import command
@@ -73,7 +72,3 @@ def export_line(done: Mapping[str, Any], adapter: bool) -> str:
 def resumed_text(done: Mapping[str, Any]) -> str:
     """Returns the bytes that an earlier start had converted, or ''."""
     return f", {units.size(done['kept_bytes'])} of it converted before" if done["kept_bytes"] else ""
-
-
-if __name__ == "__main__":
-    run_verb("convert")

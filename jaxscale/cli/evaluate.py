@@ -18,7 +18,6 @@ from jaxscale import schema
 from jaxscale.api import measuring
 from jaxscale.api.inference import LoadedModel, at_step
 from jaxscale.api.measuring import BATCH_TOKENS, EvalRequest, Measure, Record, by_name
-from jaxscale.cli import run_verb
 from jaxscale.cli.sample import ModelFlags, read_mesh
 from jaxscale.program.out_of_memory import out_of_memory_explained
 from jaxscale.runtime.checkpoint.branch import open_source
@@ -227,7 +226,3 @@ def show_table(records: Sequence[Record]) -> None:
         values = [with_error(found[name], metric) if metric in found.get(name, {}) else "-" for name, metric in columns]
         cells.append([step, *values])
     put(*table(cells, indent=""))
-
-
-if __name__ == "__main__":
-    run_verb("evaluate")

@@ -14,7 +14,6 @@ import math
 import os
 from collections.abc import Sequence
 
-from jaxscale.cli import run_verb
 from jaxscale.cli.shrink import as_overrides, shrink, with_scaled_training
 from jaxscale.settings.command_line import Arguments, flag
 from jaxscale.settings.config_file import config_name
@@ -169,7 +168,3 @@ def check_flags(flags: LabFlags, name: str) -> None:
             raise BadInput(f"--{flag_name} is for jaxscale lab {', '.join(experiments)}; lab {name} does not read it")
     if flags.seeds and name == "resume":
         raise BadInput("lab resume compares runs of one seed; leave --seeds out")
-
-
-if __name__ == "__main__":
-    run_verb("lab")

@@ -12,7 +12,7 @@ import re
 
 from jaxscale import schema, units
 from jaxscale.api import planning as api
-from jaxscale.cli import plan_loss, run_verb
+from jaxscale.cli import plan_loss
 from jaxscale.config import RunConfig
 from jaxscale.settings import config_file
 from jaxscale.settings.command_line import Arguments, file_to_write, flag, number, positive
@@ -210,7 +210,3 @@ def proposal_of(arguments: Arguments, flags: PlanFlags) -> Proposal:
         f"{flops:.3g} FLOPs at {mfu:.1%} MFU and {cost.GOODPUT:.0%} goodput"
     )
     return propose_for_flops(flops, basis)
-
-
-if __name__ == "__main__":
-    run_verb("plan")

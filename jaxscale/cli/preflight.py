@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 
 from jaxscale.api.planning import run_to_resume
-from jaxscale.cli import run_verb
 from jaxscale.config import RunConfig
 from jaxscale.program.auto_dtype import device_dtypes
 from jaxscale.settings import config_file
@@ -135,7 +134,3 @@ def write_winner(tried: Tried, file: pathlib.Path) -> None:
     write_text_atomic(file, "".join(f"{line}\n" for line in lines))
     settings = " ".join(lines) or "the unchanged config, so the file is empty"
     put(f"the best: {settings}\nwritten to {file}; train with: jaxscale train --config=... $(cat {file})")
-
-
-if __name__ == "__main__":
-    run_verb("preflight")

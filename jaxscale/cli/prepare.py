@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 
 from jaxscale import schema
 from jaxscale.api.corpora import prepare, storage_errors
-from jaxscale.cli import run_verb
 from jaxscale.runtime.data.manifest import NAME as MANIFEST
 from jaxscale.runtime.data.manifest import open_set, read_manifest
 from jaxscale.runtime.data.other_formats import export_array_record, export_megatron
@@ -168,7 +167,3 @@ def describe(plan: PreparePlan) -> str:
         then = {"joins": ", ".join(step.joins), "sample": "training the tokenizer", "tokens": "shards"}[step.ends]
         lines.append(f"pass {number + 1}: {', '.join(step.stages) or 'nothing'}; then {then}")
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    run_verb("prepare")

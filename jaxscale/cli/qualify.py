@@ -15,7 +15,6 @@ import dataclasses
 
 import jax
 
-from jaxscale.cli import run_verb
 from jaxscale.config import RunConfig
 from jaxscale.kernels.hardware import Chip, find_chip
 from jaxscale.program.machine_check import check_machine
@@ -134,7 +133,3 @@ def measure(flags: QualifyFlags, model: tuple[str, RunConfig] | None, team: clus
             phase=dog.phase,
         )
         return qualify(machine, only=flags.only, say=team)
-
-
-if __name__ == "__main__":
-    run_verb("qualify")

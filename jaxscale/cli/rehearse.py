@@ -25,7 +25,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, TypeVar
 
 from jaxscale import units
-from jaxscale.cli import run_verb
 from jaxscale.cli.attempt import Child
 from jaxscale.cli.two_runs import KILL_AFTER, RUNS, TwoRuns, checkpoints_of, comparable, num_bytes, read_metrics
 from jaxscale.config import RunConfig
@@ -360,7 +359,3 @@ def clean_up(rehearsal: Rehearsal, made: Any) -> None:
         except OSError:  # not empty, or already deleted
             return
         folder = folder.parent
-
-
-if __name__ == "__main__":
-    run_verb("rehearse")

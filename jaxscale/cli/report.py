@@ -16,7 +16,6 @@ from collections.abc import Sequence
 
 from jaxscale import units
 from jaxscale.api.reports import price_of, read_all
-from jaxscale.cli import run_verb
 from jaxscale.runtime.checkpoint.storage_errors import stop_if_unwritable
 from jaxscale.settings.command_line import Arguments, flag, port_of
 from jaxscale.settings.help_text import command
@@ -90,7 +89,3 @@ def serve(workdirs: Sequence[str], price: float | None, port: int) -> int:
         except KeyboardInterrupt:
             put("")
     return 0
-
-
-if __name__ == "__main__":
-    run_verb("report")

@@ -19,7 +19,6 @@ import jax
 from jaxscale import schema
 from jaxscale.api.inference import LoadedModel, make_generator, open_model, tokenizer_of
 from jaxscale.api.writing import SampleOptions, TextPiece, TextWriter, open_chat_prompts, write_all
-from jaxscale.cli import run_verb
 from jaxscale.core.config import MESH_AXES, MeshConfig
 from jaxscale.core.models.config import Dtype
 from jaxscale.program.out_of_memory import out_of_memory_explained
@@ -305,7 +304,3 @@ def serve_page(writer: TextWriter, server: ChatServer) -> int:
             silence_closed_streams()
             os._exit(0)
     return 0
-
-
-if __name__ == "__main__":
-    run_verb("sample")

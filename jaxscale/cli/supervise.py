@@ -24,7 +24,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxscale import units
-from jaxscale.cli import run_verb
 from jaxscale.cli.attempt import Attempt
 from jaxscale.runtime.checkpoint.folders import all_steps
 from jaxscale.runtime.checkpoint.lineage import read_start_step
@@ -346,7 +345,3 @@ def default_ledger(workdir: str, process_info: ProcessInfo | None) -> str:
     """Returns WORKDIR/supervise.jsonl, or supervise-3.jsonl for a process other than the first."""
     number = f"-{process_info.process_id}" if process_info is not None and not process_info.is_first else ""
     return f"{workdir.rstrip('/')}/supervise{number}.jsonl"
-
-
-if __name__ == "__main__":
-    run_verb("supervise")

@@ -18,7 +18,6 @@ import dataclasses
 import json
 
 from jaxscale.api.tracing import BatchTrace, TracedPiece, trace
-from jaxscale.cli import run_verb
 from jaxscale.runtime.data.ledger import DocumentPiece
 from jaxscale.settings.command_line import Arguments, flag
 from jaxscale.settings.help_text import command
@@ -110,7 +109,3 @@ def line_of(entry: DocumentPiece, text: str | None) -> str:
     known = f", id {on_one_line(entry.id)}" if entry.id else ""
     range_ = f"tokens [{entry.first_token}, {entry.first_token + entry.tokens})"
     return f"{place}, {origin}{known}, {range_}" + ("" if text is None else f"  {text!r}")
-
-
-if __name__ == "__main__":
-    run_verb("trace")

@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Callable
 from typing import Literal
 
-from jaxscale.cli import run_verb, verify_parity
+from jaxscale.cli import verify_parity
 from jaxscale.cli.attempt import simulated_devices_env
 from jaxscale.cli.shrink import changes_text, is_large, shrink, use_available_data
 from jaxscale.cli.two_runs import KILL_AFTER, SAVE_EVERY, RunComparison, TwoRuns, comparable, compare
@@ -138,7 +138,7 @@ def main(arguments: Arguments) -> int:
     """Runs the named check and returns the exit code. Re-executes for parity without the simulated devices."""
     flags, is_parity = arguments.flags, arguments.subverb == "parity"
     if is_parity:
-        verify_parity.on_simulated_devices([sys.executable, "-m", "jaxscale.cli.verify", "parity", *arguments.words])
+        verify_parity.on_simulated_devices([sys.executable, "-m", "jaxscale.cli", "verify", "parity", *arguments.words])
     cfg, checked = prepared(arguments, copies=verify_parity.NUM_DEVICES if is_parity else flags.devices)
     if is_parity:
         checked = verify_parity.settings(checked)
@@ -163,7 +163,3 @@ def prepared(arguments: Arguments, copies: int) -> tuple[RunConfig, RunConfig]:
     for problem in problems:
         put(f"synthetic tokens instead of the config's data: {problem}")
     return cfg, smaller
-
-
-if __name__ == "__main__":
-    run_verb("verify")

@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TextIO
 
 from jaxscale import units
-from jaxscale.cli import run_verb
 from jaxscale.kernels.hardware import find_chip
 from jaxscale.runtime.monitor.console import format_number
 from jaxscale.runtime.monitor.goodput import measure_goodput, unix_time
@@ -385,7 +384,3 @@ def screen(stream: TextIO) -> Iterator[None]:
         with contextlib.suppress(OSError):  # the terminal may be closed
             stream.write(CLOSE)
             stream.flush()
-
-
-if __name__ == "__main__":
-    run_verb("watch")

@@ -80,6 +80,9 @@ def command(
     """
 
     def decorate(work: Callable[[Arguments], int | None]) -> Command:
+        spec = sys.modules["__main__"].__spec__
+        if work.__module__ == "__main__" and spec and spec.parent == "jaxscale.cli":
+            raise SystemExit(f"{spec.name} is not a program; run: python -m jaxscale.cli VERB")
         summary, *parts = (docstring(sys.modules[work.__module__]) + more).strip("\n").split("\n\n")
         number = next((n for n, part in enumerate(parts) if not part.startswith(" ")), len(parts))
         lines = flag_lines(flags, flags_of(without) if without else ())

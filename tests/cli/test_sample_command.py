@@ -136,7 +136,7 @@ def test_ctrl_c_ends_a_text_of_a_person_and_an_answer_to_a_flag_altogether(chat_
 @pytest.mark.parametrize("while_it_writes", [False, True])
 def test_ctrl_c_ends_the_chat_page_in_time_and_without_a_word(chat_workdir, while_it_writes):
     flags = [f"--workdir={chat_workdir}", "--chat", "--serve=0", "--num_tokens=9000", "--context=9999", "--devices=1"]
-    command = [sys.executable, "-m", "jaxscale.cli.sample", *flags, "--temperature=2"]
+    command = [sys.executable, "-m", "jaxscale.cli", "sample", *flags, "--temperature=2"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         try:
             port = next(int(line.split(":")[2].partition("/")[0]) for line in server.stderr if line.startswith("http"))

@@ -82,7 +82,7 @@ class Training:
     def start(self, *flags):
         """The supervisor as a process of its own, which may be killed."""
         env = os.environ | {"PYTHONPATH": str(pathlib.Path(supervise.__file__).parent.parent.parent)}
-        command = [sys.executable, "-m", "jaxscale.cli.supervise", *flags, "--", *self.command]
+        command = [sys.executable, "-m", "jaxscale.cli", "supervise", *flags, "--", *self.command]
         return subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
 
     def ledger(self, event=None):

@@ -58,7 +58,7 @@ def config(request, tmp_path):
 @pytest.mark.fault("F3")
 @pytest.mark.soak  # test_training_in_a_bucket kills a run once and compares it
 def test_a_run_killed_twice_equals_one_left_alone(config, tmp_path):
-    command = [sys.executable, "-m", "jaxscale.cli.verify", "resume", f"--config={config}"]
+    command = [sys.executable, "-m", "jaxscale.cli", "verify", "resume", f"--config={config}"]
     done = subprocess.run([*command, f"--workdir={tmp_path / 'w'}"], capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count(": killed ") == 2 and "from step 0: killed after step" in done.stdout

@@ -25,7 +25,8 @@ def test_a_training_that_dies_at_its_third_step_each_time_is_given_up(tmp_path):
     supervise = [
         sys.executable,
         "-m",
-        "jaxscale.cli.supervise",
+        "jaxscale.cli",
+        "supervise",
         "--max_fruitless=2",
         "--backoff_seconds=0",
         "--",

@@ -68,8 +68,8 @@ class Supervised:
         policy = ["--backoff_seconds=1", "--max_backoff_seconds=2", "--min_seconds=0", "--max_fruitless=60"]
         self.supervisors = []
         for number in range(COUNT):
-            command = [sys.executable, "-m", "jaxscale.cli.supervise", *policy, f"--ledger={self.ledger(number)}", "--"]
-            command += [f"--config={home / 'soak.py'}", f"--workdir={workdir}", f"--coordinator=localhost:{port}"]
+            command = [sys.executable, "-m", "jaxscale.cli", "supervise", *policy, f"--ledger={self.ledger(number)}"]
+            command += ["--", f"--config={home / 'soak.py'}", f"--workdir={workdir}", f"--coordinator=localhost:{port}"]
             command += [f"--num_processes={COUNT}", f"--process_id={number}"]
             with self.log(number).open("wb") as log:
                 self.supervisors.append(subprocess.Popen(command, stdout=log, stderr=log, env=self.env))

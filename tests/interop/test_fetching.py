@@ -90,7 +90,7 @@ def bring_in(server, tmp_path, *flags, **more):
     """The process that fetches and converts: the package reads its address once, when it is imported."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "HF_ENDPOINT": server.url}
     env |= {"HF_HUB_DISABLE_XET": "1", "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_TELEMETRY": "1"} | more
-    command = [sys.executable, "-m", "jaxscale.cli.convert", f"--workdir={tmp_path / 'run'}", *flags]
+    command = [sys.executable, "-m", "jaxscale.cli", "convert", f"--workdir={tmp_path / 'run'}", *flags]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, cwd=tmp_path)
 
 

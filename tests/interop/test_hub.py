@@ -85,7 +85,8 @@ def push(server, tmp_path):
     command = [
         sys.executable,
         "-m",
-        "jaxscale.cli.convert",
+        "jaxscale.cli",
+        "convert",
         f"--workdir={tmp_path / 'run'}",
         f"--to={tmp_path / 'out'}",
     ]

@@ -16,7 +16,7 @@ ROUNDS = 3  # in turns: a program that starts beside us slows both
 
 def bench(cache, *flags):
     """The record of one process."""
-    command = [sys.executable, "-m", "jaxscale.cli.bench", "step", "--json", "--steps=8", *flags]
+    command = [sys.executable, "-m", "jaxscale.cli", "bench", "step", "--json", "--steps=8", *flags]
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     environment |= {"JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(cache), "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, cwd=ROOT)

@@ -105,7 +105,7 @@ def test_two_processes_measure_together_and_the_first_tells(tmp_path):
     flags = ["collectives", "--json", "--megabytes=0.1", "--repeats=2", f"--coordinator=localhost:{port}"]
     running = []
     for number in (0, 1):
-        command = [sys.executable, "-m", "jaxscale.cli.bench", *flags, "--num_processes=2", f"--process_id={number}"]
+        command = [sys.executable, "-m", "jaxscale.cli", "bench", *flags, "--num_processes=2", f"--process_id={number}"]
         running.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
     first, second = [process.communicate(timeout=200)[0] for process in running]
     found = json.loads([line for line in first.splitlines() if line.startswith("{")][-1])

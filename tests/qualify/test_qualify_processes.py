@@ -55,7 +55,7 @@ class Started:
         self.running = []
         for number in range(2):
             process = [f"--coordinator=localhost:{port}", "--num_processes=2", f"--process_id={number}"]
-            command = [sys.executable, "-m", "jaxscale.cli.qualify", f"--out={folder / 'out'}", *flags, *process]
+            command = [sys.executable, "-m", "jaxscale.cli", "qualify", f"--out={folder / 'out'}", *flags, *process]
             with self.log(number).open("wb") as log:
                 self.running.append(subprocess.Popen(command, stdout=log, stderr=log, env=env))
 

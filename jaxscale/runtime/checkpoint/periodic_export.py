@@ -110,7 +110,7 @@ class Exporter:
         flags = [f"--workdir={self.workdir}", f"--step={step}", f"--to={self.workdir / FOLDER / str(step)}"]
         flags += [f"--dtype={self.cfg.dtype}", *(["--ema"] if self.cfg.ema else [])]
         flags += [f"--push={self.cfg.push_to}"] if self.cfg.push_to else []
-        return [*polite, sys.executable, "-m", "jaxscale.cli.convert", *flags]
+        return [*polite, sys.executable, "-m", "jaxscale.cli", "convert", *flags]
 
     def run(self, command: list[str]) -> tuple[int, str]:
         """Runs the command; returns (exit code, stderr)."""

@@ -34,7 +34,8 @@ def watch(event, args):
 
 chosen = sys.argv.pop(1)
 sys.addaudithook(watch)
-runpy.run_module("jaxscale.cli.prepare", run_name="__main__")
+sys.argv.insert(1, "prepare")
+runpy.run_module("jaxscale.cli", run_name="__main__")
 """  # prepares, and is killed just before it gives such a file its name; or tells which they are
 
 
@@ -53,7 +54,7 @@ def killed_and_finished(flags, output, times, rng):
 
     The first time the parent is killed alone, and its workers must end by themselves.
     """
-    command_line = [sys.executable, "-m", "jaxscale.cli.prepare", *flags, f"--output={output}"]
+    command_line = [sys.executable, "-m", "jaxscale.cli", "prepare", *flags, f"--output={output}"]
     for number in range(times):
         process = subprocess.Popen(command_line, cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL)
         while number == 0 and process.poll() is None and not list(output.glob("work-*/pass0/*")):

@@ -49,7 +49,7 @@ def test_two_gigabytes_are_prepared_in_bounded_memory(tmp_path):
     write_text(tmp_path / "raw.jsonl")
     flags = [f"--input={tmp_path}/raw.jsonl", f"--output={tmp_path}/out", f"--workers={WORKERS}"]
     flags += ["--config.stages=('repair','exact_dedup','near_dedup')", "--config.tokenizer.name=bytes"]
-    process = subprocess.Popen([sys.executable, "-m", "jaxscale.cli.prepare", *flags], cwd=ROOT)
+    process = subprocess.Popen([sys.executable, "-m", "jaxscale.cli", "prepare", *flags], cwd=ROOT)
     peaks, done = [], threading.Event()
 
     def watch():
