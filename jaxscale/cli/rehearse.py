@@ -11,8 +11,8 @@ space for the retained checkpoints.
 Exit code 0 for GO, 3 for NO-GO. It works in WORKDIR/rehearsal, which is deleted after a GO.
 """
 
+import contextlib
 import dataclasses
-import json
 import os
 import pathlib
 import shutil
@@ -21,11 +21,13 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Callable, Sequence
+from typing import NoReturn, TypeVar
+
+import jax
 
 from jaxscale import units
-from jaxscale.cli.attempt import Child
+from jaxscale.cli import two_runs
 from jaxscale.cli.two_runs import KILL_AFTER, RUNS, TwoRuns, checkpoints_of, comparable, num_bytes, read_metrics
 from jaxscale.config import RunConfig
 from jaxscale.runtime.checkpoint.storage_errors import stop_if_unreachable
@@ -40,7 +42,7 @@ from jaxscale.settings.command_line import Arguments, flag
 from jaxscale.settings.config_file import config_name
 from jaxscale.settings.help_text import command
 from jaxscale.system import paths
-from jaxscale.system.exits import BadInput, Exit, Stop, meaning, put
+from jaxscale.system.exits import BadInput, Exit, Stop, first_line, meaning, put
 from jaxscale.system.process import files_as, folder_mode
 from jaxscale.units import table
 
@@ -190,7 +192,7 @@ def check_space(rehearsal: Rehearsal, report: RehearsalReport, free: int | None)
 def run_killed(rehearsal: Rehearsal, report: RehearsalReport) -> dict[int, dict]:
     """Kills the same run while it saves, and restarts it. Returns its metrics at the kill."""
     report.say(f"rehearsal: the same run, killed with SIGKILL after step {KILL_AFTER} while it saves")
-    (kill,) = report.attempt("kill", lambda: list(rehearsal.kill()))
+    kill = report.attempt("kill", lambda: rehearsal.kill(f"step:{KILL_AFTER}"))
     died = meaning(kill.seen.code)
     report.add("kill", OK, f"{died} after step {KILL_AFTER}, newest checkpoint {kill.newest}", kill.seen.seconds)
 
@@ -201,26 +203,20 @@ def run_killed(rehearsal: Rehearsal, report: RehearsalReport) -> dict[int, dict]
     return kill.metrics
 
 
-def compare_runs(rehearsal: Rehearsal, report: RehearsalReport, early: Mapping[int, Any]) -> None:
-    """Compares both runs in a process whose only device is the CPU."""
+def compare_runs(rehearsal: Rehearsal, report: RehearsalReport, early: dict[int, dict]) -> None:
+    """Compares both runs on the CPU; until now this process has left all devices to the trainings."""
     report.say("rehearsal: comparing both runs, bit for bit")
-    began, metrics_file = time.monotonic(), rehearsal.logs / "metrics_at_kill.json"
-    paths.write_json(metrics_file, early)
-    runs = [str(rehearsal.folder / "straight"), str(rehearsal.folder / "killed")]
-    command = [sys.executable, "-m", "jaxscale.cli.two_runs", *runs, str(rehearsal.steps), str(metrics_file)]
-    env = dict(os.environ) | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
-    child = Child(command, rehearsal.log("compare"), env)
-    code = child.attempt.wait()
+    began = time.monotonic()
+    jax.config.update("jax_platforms", "cpu")
     try:
-        found = json.loads(child.tail())
-        rows, differences = found["rows"], found["differences"]
-    except (ValueError, TypeError, KeyError):
-        report.fail("compare", f"{meaning(code)}: {child.tail()}")
-    if differences or code:
-        more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
-        report.fail("compare", f"NOT the same: {'; '.join(differences[:3])}{more}; resuming is not exact here")
-    state = [amount.split()[0] for what, amount, _ in rows if what.startswith("state: ")]
-    others = ", ".join(what for what, _, _ in rows if not what.startswith("state: "))
+        found = two_runs.compare(rehearsal.folder / "straight", rehearsal.folder / "killed", rehearsal.steps, [early])
+    except Exception as error:  # Stop for a checkpoint, any error of a damaged file
+        report.fail("compare", first_line(error))
+    if found.differences:
+        more = f"; and {len(found.differences) - 3} more" if len(found.differences) > 3 else ""
+        report.fail("compare", f"NOT the same: {'; '.join(found.differences[:3])}{more}; resuming is not exact here")
+    state = [amount.split()[0] for what, amount, _ in found.rows if what.startswith("state: ")]
+    others = ", ".join(what for what, _, _ in found.rows if not what.startswith("state: "))
     seen = f"bit for bit the same at step {rehearsal.steps}: {sum(map(int, state))} arrays of the state, {others}"
     report.add("compare", OK, seen, time.monotonic() - began)
 
@@ -262,10 +258,13 @@ def main(arguments: Arguments) -> int:
 def carry_out(rehearsal: Rehearsal) -> int:
     """Rehearses, prints the table and the verdict, and cleans up unless it is NO-GO. Returns the exit code."""
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM cleans up, too
-    made = missing_folder(rehearsal.workdir)
-    keep_folder = False
+    made, keep_folder = missing_folders(rehearsal.workdir), False
+    report, began = RehearsalReport(put), time.monotonic()
     try:
-        report = rehearse(rehearsal)
+        with contextlib.suppress(NoGo):
+            rehearse(rehearsal, report)
+        if report.goes:
+            report.add("rehearsal", OK, "all of it", time.monotonic() - began)
         keep_folder = not report.goes
     finally:  # an interrupted rehearsal is deleted
         signal.signal(signal.SIGTERM, previous)
@@ -310,52 +309,36 @@ def plan_rehearsal(arguments: Arguments) -> Rehearsal:
         logs=logs,
         steps=arguments.flags.steps,
         env=os.environ,
-        kills={f"step:{KILL_AFTER}": ""},
         say=put,
         is_first=is_first,
         name="" if place is None else f"-{place.process_id}",
     )
 
 
-def rehearse(rehearsal: Rehearsal) -> RehearsalReport:
-    """Runs all phases until one fails."""
-    report, began = RehearsalReport(put), time.monotonic()
-    try:
-        free = try_storage(rehearsal, report) if rehearsal.is_first else None
-        run_straight(rehearsal, report)
-        if rehearsal.is_first:
-            check_space(rehearsal, report, free)
-        early = run_killed(rehearsal, report)
-        if rehearsal.is_first:
-            compare_runs(rehearsal, report, early)
-    except NoGo:
-        pass
-    if report.goes:
-        report.add("rehearsal", OK, "all of it", time.monotonic() - began)
-    return report
+def rehearse(rehearsal: Rehearsal, report: RehearsalReport) -> None:
+    """Runs all phases. Raises NoGo at one that fails."""
+    free = try_storage(rehearsal, report) if rehearsal.is_first else None
+    run_straight(rehearsal, report)
+    if rehearsal.is_first:
+        check_space(rehearsal, report, free)
+    early = run_killed(rehearsal, report)
+    if rehearsal.is_first:
+        compare_runs(rehearsal, report, early)
 
 
-def missing_folder(workdir: str) -> Any:
-    """Returns the outermost missing folder of `workdir`, which clean_up deletes, or None."""
+def missing_folders(workdir: str) -> list[pathlib.Path]:
+    """Returns the folders that must be made for a local `workdir`, the innermost first."""
     if paths.is_remote(workdir):
-        return None
+        return []
     folder = pathlib.Path(paths.as_path(workdir)).absolute()
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    return missing[-1] if missing else None
+    return [path for path in (folder, *folder.parents) if not path.exists()]
 
 
-def clean_up(rehearsal: Rehearsal, made: Any) -> None:
+def clean_up(rehearsal: Rehearsal, made: Sequence[pathlib.Path]) -> None:
     """Deletes the rehearsal's files, and the folders that were made for it if they are empty."""
-    if paths.is_remote(rehearsal.folder):
-        if rehearsal.folder.exists():
-            rehearsal.folder.rmtree()
-        shutil.rmtree(rehearsal.logs, ignore_errors=True)
-        return
-    shutil.rmtree(rehearsal.folder, ignore_errors=True)
-    folder = rehearsal.folder.parent
-    while made is not None and (folder == made or made in folder.parents):
-        try:
+    if paths.is_remote(rehearsal.folder) and rehearsal.folder.exists():
+        rehearsal.folder.rmtree()
+    shutil.rmtree(rehearsal.logs, ignore_errors=True)  # on a local disk both runs are in it, too
+    with contextlib.suppress(OSError):  # not empty, or already deleted
+        for folder in made:
             folder.rmdir()
-        except OSError:  # not empty, or already deleted
-            return
-        folder = folder.parent

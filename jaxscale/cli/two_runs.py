@@ -7,14 +7,13 @@ state, data position, resolved config, token ids, metrics. It uses only the CPU,
 """
 
 import dataclasses
-import json
 import math
 import pathlib
 import re
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -29,7 +28,7 @@ from jaxscale.runtime.checkpoint.record import named_leaves, nest
 from jaxscale.runtime.monitor.records import read_records
 from jaxscale.settings.config_file import file_text
 from jaxscale.system import paths
-from jaxscale.system.exits import Exit, Stop, may_start_again, meaning, put, run_and_exit
+from jaxscale.system.exits import Exit, Stop, may_start_again, meaning
 from jaxscale.units import table
 
 SAVE_EVERY = 3
@@ -63,13 +62,11 @@ class Watched:
         return min(self.steps.values(), default=None)
 
 
-@dataclasses.dataclass(frozen=True)
-class Kill:
+class Kill(NamedTuple):
     """One kill of a run."""
 
     begin: int  # the checkpoint from which it had resumed, or 0
     newest: int  # the newest checkpoint after the kill
-    where: str  # a description, beyond the step
     metrics: dict[int, dict]  # logged before the kill, by step
     seen: Watched
 
@@ -84,7 +81,6 @@ class TwoRuns:
     logs: pathlib.Path  # on a local disk
     steps: int
     env: Mapping[str, str]
-    kills: Mapping[str, str]  # {point of system/faults.py: a description, beyond the step}
     say: Callable[[str], None]  # gets a line for each step and checkpoint
     is_first: bool = True  # of several processes
     name: str = ""  # of this process among several, for its files
@@ -120,14 +116,13 @@ class TwoRuns:
             raise Stop(Exit.ERROR, f"it did not resume from step {begin}; see {child.log}")
         return seen
 
-    def kill(self) -> Iterator[Kill]:
-        """Starts the run and kills it once at each point; yields each kill. Raises Stop as `run` does."""
-        for point, where in self.kills.items():
-            begin = self.newest()
-            seen = self.run("killed", point)
-            if not (newest := self.newest()):
-                raise Stop(Exit.ERROR, f"{meaning(seen.code)} at {point}, it left no checkpoint to resume from")
-            yield Kill(begin, newest, where, read_metrics(self.folder / "killed"), seen)
+    def kill(self, point: str) -> Kill:
+        """Starts or resumes the run and kills it at a point of system/faults.py. Raises Stop as `run` does."""
+        begin = self.newest()
+        seen = self.run("killed", point)
+        if not (newest := self.newest()):
+            raise Stop(Exit.ERROR, f"{meaning(seen.code)} at {point}, it left no checkpoint to resume from")
+        return Kill(begin, newest, read_metrics(self.folder / "killed"), seen)
 
 
 def watch(child: Child, checkpoints: Checkpoints, steps: int, say: Callable[[str], None]) -> Watched:
@@ -170,8 +165,6 @@ class RunComparison:
 
     rows: list[tuple[str, str, str]]  # what was compared, its size, the number of differences
     differences: list[str]  # one line each
-    kills: list[str] = dataclasses.field(default_factory=list)  # a line for each kill and restart
-    folder: str = ""  # of the runs, if it was not deleted
 
     @property
     def passes(self) -> bool:
@@ -183,9 +176,8 @@ class RunComparison:
         shown = [f"  {line}" for line in self.differences[:SHOWN_DIFFERENCES]]
         more = len(self.differences) - len(shown)
         shown += [f"  and {more} more"] if more else []
-        folder = [f"both runs are kept in {self.folder}"] if self.folder else []
         verdict = "resume: exact" if self.passes else f"resume: NOT exact, {len(self.differences)} differences"
-        return [*table([("compared", "how much", "differing"), *self.rows], indent=""), verdict, *shown, *folder]
+        return [*table([("compared", "how much", "differing"), *self.rows], indent=""), verdict, *shown]
 
 
 def read_metrics(workdir: Any, *, timing: bool = False) -> dict[int, dict[str, Any]]:
@@ -298,16 +290,3 @@ def dict_differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[s
     """Returns 'NAME is VALUE and VALUE' for each differing entry."""
     pairs = {name: (one.get(name), other.get(name)) for name in sorted(one.keys() | other.keys())}
     return [f"{name} is {left!r} and {right!r}" for name, (left, right) in pairs.items() if left != right]
-
-
-def main(argv: list[str]) -> int:
-    """Compares two work folders at a step and prints the result. Returns 0 if they are equal, else 1."""
-    one, other, step, early = argv
-    seen = {int(number): record for number, record in paths.read_json(early).items()}
-    found = compare(one, other, int(step), [seen])
-    put(json.dumps({"rows": found.rows, "differences": found.differences}))
-    return Exit.DONE if found.passes else Exit.ERROR
-
-
-if __name__ == "__main__":
-    run_and_exit(main)

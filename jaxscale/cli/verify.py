@@ -71,26 +71,21 @@ def verify_resume(
         logs=folder,
         steps=steps,
         env=simulated_devices_env(devices),
-        kills=KILLS,
         say=lambda line: None,
     )
-    starts, metrics = [], []  # a line for each start of the second run; the metrics logged before each kill
-
-    def report(line: str) -> None:
-        starts.append(line)
-        say(f"the same, {line}")
-
+    metrics = []  # logged before each kill
     try:
         say(f"an uninterrupted run of {steps} steps")
         runs.run("straight")
-        for kill in runs.kill():
+        for point, where in KILLS.items():
+            kill = runs.kill(point)
             metrics.append(kill.metrics)
-            last = max(kill.metrics, default=0)
-            report(f"from step {kill.begin}: killed after step {last}, newest checkpoint {kill.newest}{kill.where}")
-        report(f"from step {runs.newest()}: to the end")
+            end = f"killed after step {max(kill.metrics, default=0)}, newest checkpoint {kill.newest}{where}"
+            say(f"the same, from step {kill.begin}: {end}")
+        say(f"the same, from step {runs.newest()}: to the end")
         runs.run("killed")
     except Stop:
-        say(f"the runs are kept in {folder}")
+        say(f"both runs are kept in {folder}")
         raise
     except KeyboardInterrupt:
         if workdir is None:
@@ -99,7 +94,9 @@ def verify_resume(
     found = compare(folder / "straight", folder / "killed", steps, metrics)
     if found.passes:
         shutil.rmtree(folder)
-    return dataclasses.replace(found, kills=starts, folder="" if found.passes else str(folder))
+    else:
+        say(f"both runs are kept in {folder}")
+    return found
 
 
 def new_folder(workdir: str | None) -> pathlib.Path:

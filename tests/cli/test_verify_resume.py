@@ -153,7 +153,7 @@ def test_a_missing_step_is_not_exact(finished, tmp_path):
 
 def test_a_run_that_ends_by_itself_says_why(tmp_path):
     code = "import sys; print('first'); print('error: x=3 is wrong'); sys.exit(2)"
-    shared = dict(trained=tiny.config(), folder=tmp_path, logs=tmp_path, steps=STEPS, env={}, kills={}, say=print)
+    shared = dict(trained=tiny.config(), folder=tmp_path, logs=tmp_path, steps=STEPS, env={}, say=print)
     runs = TwoRuns(command=[sys.executable, "-S", "-c", code], **shared)
     with pytest.raises(Stop, match="^exit 2, .*: error: x=3 is wrong$") as stop:
         runs.run("straight")
@@ -180,7 +180,7 @@ def test_the_runs_of_a_proof_take_each_config_that_training_takes(tmp_path, give
     wanted = verify.resume_settings(wanted, STEPS, 1)
     rehearsed = rehearse.plan_rehearsal(parse(words, rehearse.RehearseFlags)).trained
     for cfg in (wanted, rehearsed):
-        shared = dict(folder=tmp_path, logs=tmp_path, steps=STEPS, env={}, kills={}, say=print)
+        shared = dict(folder=tmp_path, logs=tmp_path, steps=STEPS, env={}, say=print)
         TwoRuns(trained=cfg, command=["true"], **shared).start("straight").attempt.wait()
         found = load_config(str(tmp_path / "config.py"))
         assert as_read(found) == as_read(cfg) and found.train_tokens == cfg.train_tokens
