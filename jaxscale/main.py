@@ -7,9 +7,8 @@ pages for its memory; JAXSCALE_HUGE_PAGES=0 prevents that.
 """
 
 import dataclasses
-import sys
 
-from jaxscale.cli import run
+from jaxscale import cli
 from jaxscale.config import RunConfig
 from jaxscale.runtime.hosts.discovery import HostFlags
 from jaxscale.runtime.run.options import RunOptions
@@ -62,7 +61,7 @@ class TrainFlags(RunOptions, HostFlags):
 @command(TrainFlags, settings=RunConfig)
 def main(arguments: Arguments) -> None:
     """Trains to the end."""
-    from jaxscale.api.training import load_train_config, train_in  # imports JAX, after run() has set its environment
+    from jaxscale.api.training import load_train_config, train_in  # imports JAX, whose environment cli.main() has set
 
     flags = arguments.flags
     workdir = flags.workdir or f"runs/{config_name(arguments.config)}"
@@ -74,4 +73,4 @@ def main(arguments: Arguments) -> None:
 
 
 if __name__ == "__main__":
-    run(["train", *sys.argv[1:]])
+    cli.main("train")

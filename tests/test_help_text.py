@@ -48,7 +48,7 @@ def test_a_group_that_is_not_there_is_told_with_the_nearest():
 def test_no_page_is_wider_than_the_terminal_and_no_word_is_lost(columns, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(columns))
     for verb in cli.VERBS:
-        page, shown = cli.help_of(verb), fit_width(cli.help_of(verb))
+        page, shown = cli.command_of(verb).page, fit_width(cli.command_of(verb).page)
         assert shown.split() == page.split()
         assert [line for line in shown.splitlines() if len(line) > columns and " " in line.strip()] == []
     text = "--flag=X    does this, and more of it than the width can take, in truth more than twice that, told\n"

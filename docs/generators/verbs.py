@@ -33,7 +33,7 @@ def overview() -> str:
 def body(verb: str) -> str:
     """The verb's page; its settings have pages of their own."""
     where = "\n[All settings](../settings.md), [those of a data recipe](../recipe_settings.md).\n"
-    return fenced(cli.help_of(verb)) + (where if verb in WITH_SETTINGS else "")
+    return fenced(cli.command_of(verb).page) + (where if verb in WITH_SETTINGS else "")
 
 
 def sentence(text: str) -> str:

@@ -10,18 +10,18 @@ from jaxscale.program.budget import recorded_rows
 from jaxscale.runtime.checkpoint.manager import Checkpoints
 from jaxscale.runtime.checkpoint.restore import newest_readable_step
 from jaxscale.runtime.data.ledger import DocumentPiece, Ledger
-from jaxscale.runtime.data.mixture import Mixture, same_prefix
-from jaxscale.runtime.data.order import ORDER, Ranges, batch_index, merge_skips, step_of
+from jaxscale.runtime.data.mixture import same_prefix
+from jaxscale.runtime.data.order import ORDER, batch_index, merge_skips, step_of
 from jaxscale.runtime.data.pipeline import Corpus, open_data
 from jaxscale.runtime.data.stacking import tokens_hash
 from jaxscale.runtime.monitor.events import read_events
 from jaxscale.runtime.monitor.records import read_records
-from jaxscale.runtime.run.resume_checks import recorded_position
+from jaxscale.runtime.run.resume_checks import data_mismatch, recorded_position
 from jaxscale.runtime.training.decisions import Decisions, parse_decisions
 from jaxscale.settings.command_line import whole_number
 from jaxscale.settings.config_file import current_overrides
 from jaxscale.system import paths
-from jaxscale.system.exits import BadInput, Exit, Stop, print_stderr
+from jaxscale.system.exits import BadInput, print_stderr
 from jaxscale.units import BatchSizes, recorded_sizes
 
 
@@ -57,56 +57,51 @@ def open_run_folder(workdir: str, overrides: dict[str, str]) -> TracedRun:
     pending = decisions.pending  # the next start moves later steps away
     step = newest_readable_step(checkpoints, print_stderr, before=pending.to + 1 if pending else None)
     run = checkpoints.read_run(step) if step is not None else None
-    recorded = run["data"] if run else None
     corpus = open_data(
         cfg.data, seq_len=cfg.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.seed, say=lambda _: None
     )
-    total_steps, sizes = written["budget"]["total_steps"], recorded_sizes(written["budget"], cfg.seq_len)
-    decided = decisions.with_recorded_detours(recorded)
-    begun = recorded_position(run, step or 0).begun
-    skipped, mixture = plan_batches(cfg, corpus, recorded, step or 0, total_steps, decided, sizes, begun)
+    ledger = plan_batches(cfg, corpus, written["budget"], run, step or 0, decisions)
     records = read_records(folder / "metrics.jsonl")
     hashed = (record for record in records if "tokens_hash" in record and isinstance(record.get("step"), int))
     hashes = {record["step"] - 1: str(record["tokens_hash"]) for record in hashed}
     hashes = {n: found for n, found in hashes.items() if not pending or n < pending.to}
     done = max(step or 0, 1 + max(hashes, default=-1))
     row_tokens = recorded_rows(written["budget"], cfg.seq_len)
-    return TracedRun(Ledger(corpus, corpus.batches(sizes, mixture), skipped), total_steps, done, hashes, row_tokens)
+    return TracedRun(ledger, written["budget"]["total_steps"], done, hashes, row_tokens)
 
 
 def plan_batches(
     cfg: RunConfig,
     corpus: Corpus,
-    recorded: dict[str, Any] | None,
+    budget: Mapping[str, Any],
+    run: Mapping[str, Any] | None,
     step: int,
-    total_steps: int,
-    decisions: Decisions,
-    sizes: BatchSizes,
-    begun: Mapping[str, int],
-) -> tuple[Ranges, Mixture | None]:
-    """Returns (skipped batches, mixture) like run.open_run: those of the last checkpoint, of `step`, with later changes
-    by the newest start and by rewinds.
+    found: Decisions,
+) -> Ledger:
+    """Returns the documents of all batches, as training reads them: skipped batches and mixture are those of the last
+    checkpoint, `run` of `step`, with later changes by the newest start and by rewinds.
 
     Raises Stop(DATA_MISMATCH) if these give other batches to the steps up to the checkpoint.
     """
+    total_steps, sizes = budget["total_steps"], recorded_sizes(budget, cfg.seq_len)
+    recorded = run["data"] if run else None
+    decisions, begun = found.with_recorded_detours(recorded), recorded_position(run, step).begun
     before = [tuple(part) for part in recorded["skipped"]] if recorded else []
     if recorded and (recorded["fingerprint"], recorded.get("order")) != (corpus.fingerprint, ORDER):
-        raise Stop(
-            Exit.DATA_MISMATCH,
+        raise data_mismatch(
             f"the data are not those of the run: fingerprint {corpus.fingerprint[:16]} now, "
-            f"{recorded['fingerprint'][:16]} then; restore the old data (or the release that made the order)",
+            f"{recorded['fingerprint'][:16]} then; restore the old data (or the release that made the order)"
         )
     skipped = merge_skips(before, [*cfg.data.skip_batches, *decisions.skip_batches], step)
     num_batches = batch_index(total_steps - 1, skipped) + 1
     mixture = corpus.plan_mixture(sizes, total_steps, num_batches, detours=decisions.detours, begun=begun)
     rows = sizes.begin(batch_index(step - 1, before) + 1) if step else 0
     if recorded and not same_prefix(recorded.get("mixture"), mixture.record() if mixture else None, rows):
-        raise Stop(
-            Exit.DATA_MISMATCH,
+        raise data_mismatch(
             f"data.mixture and data.max_epochs of config.json give other rows to the {step} completed steps than the "
-            "checkpoint has recorded; restore the config.json of the run's last start (or its release)",
+            "checkpoint has recorded; restore the config.json of the run's last start (or its release)"
         )
-    return skipped, mixture
+    return Ledger(corpus, corpus.batches(sizes, mixture), skipped)
 
 
 @dataclasses.dataclass(frozen=True)

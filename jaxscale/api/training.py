@@ -16,14 +16,15 @@ from jaxscale.runtime.hosts import cluster
 from jaxscale.runtime.hosts.programs import enable_shared_cache
 from jaxscale.runtime.monitor.history import read_history
 from jaxscale.runtime.run.branching import branch_settings
-from jaxscale.runtime.run.dtypes import resolve_run_dtypes
 from jaxscale.runtime.run.opening import open_run, train_to_completion
 from jaxscale.runtime.run.options import RunOptions, allowed_names
-from jaxscale.runtime.run.resume_checks import has_begun, recorded_settings
+from jaxscale.runtime.run.resume_checks import recorded_settings
 from jaxscale.runtime.run.services import run_services
+from jaxscale.runtime.run.start import resolve_run_dtypes
 from jaxscale.runtime.training.stopping import raise_on_sigterm
 from jaxscale.settings.command_line import whole_number
 from jaxscale.settings.config_file import load_config
+from jaxscale.system import paths
 from jaxscale.system.exits import BadInput
 from jaxscale.system.process import files_as
 
@@ -83,7 +84,7 @@ def train_in(workdir: str, cfg: RunConfig, options: RunOptions, flags: Mapping[s
     with raise_on_sigterm(), files_as(options.mode), cluster.joined(process_info, facts, flags) as team:
         enable_shared_cache(workdir)
         resolved, _ = resolve_run_dtypes(cfg, workdir, options.replay)
-        check_machine(resolved, begun=stop_if_unreachable(lambda: has_begun(workdir), workdir))
+        check_machine(resolved, begun=stop_if_unreachable((paths.as_path(workdir) / "config.json").exists, workdir))
         programs: list[Program] = []
 
         def make_program(cfg: RunConfig, budget: Budget) -> Program:

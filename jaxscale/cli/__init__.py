@@ -35,9 +35,7 @@ GROUPS = {  # verbs by the stage of a run, and their lines of help
         "ckpt": "list, verify, copy, prune and average checkpoints, without a device",
         "trace": "list the documents that a step trained on, or the steps that saw a document",
     },
-    "the shell": {
-        "completion": "print the completion script for bash or zsh",
-    },
+    "the shell": {"completion": "print the completion script for bash or zsh"},
 }
 VERBS = {verb: summary for verbs in GROUPS.values() for verb, summary in verbs.items()}
 # other verbs start other processes or do not import jax
@@ -45,13 +43,9 @@ USES_DEVICES = ("verify", "qualify", "bench", "train", "sample", "evaluate")
 NO_DEVICES = ("plan", "convert", "preflight", "ckpt", "trace")  # but import jax
 
 
-def main() -> None:
-    """The console script: runs the verb on the command line and exits with its code."""
-    run(sys.argv[1:])
-
-
-def run(argv: list[str]) -> None:
-    """Sets the process up for the verb, runs it, and exits with its code."""
+def main(*words: str) -> None:
+    """The console script: sets the process up for the verb, runs it, and exits with its code. words: come first."""
+    argv = [*words, *sys.argv[1:]]
     process.open_standard_streams()
     is_verb = bool(argv) and argv[0] in VERBS
 
@@ -87,11 +81,6 @@ def module_of(verb: str) -> str:
 def command_of(verb: str) -> Any:
     """Imports and returns the Command of a verb."""
     return importlib.import_module(module_of(verb)).main
-
-
-def help_of(verb: str) -> str:
-    """Returns a verb's help page before --help wraps it to the terminal and appends groups of settings."""
-    return command_of(verb).page
 
 
 def verbs_help() -> str:

@@ -15,7 +15,7 @@ import os
 from collections.abc import Sequence
 
 from jaxscale.cli.shrink import as_overrides, shrink, with_scaled_training
-from jaxscale.settings.command_line import Arguments, flag
+from jaxscale.settings.command_line import Arguments, flag, number_flag
 from jaxscale.settings.config_file import config_name
 from jaxscale.settings.help_text import command
 from jaxscale.system import paths
@@ -44,14 +44,6 @@ def numbers(kind: type):
         raise BadInput(f"--{name}={text} must be numbers above 0 with commas, such as 1,2,4")
 
     return read
-
-
-def times_above_1(name: str, text: str) -> float:
-    """Returns a flag's number above 1. Raises BadInput for anything else."""
-    found = numbers(float)(name, text)[0]
-    if found <= 1 or "," in text:
-        raise BadInput(f"--{name}={text} must be one number above 1, such as 10")
-    return found
 
 
 def read_vary(texts: Sequence[str]) -> tuple[tuple[str, tuple[str, ...]], ...]:
@@ -85,7 +77,10 @@ class LabFlags:
         (), "isoflop, ladder, width: widths, shape: layers, as multiples of the config", "0.5,1,2", read=numbers(float)
     )
     target: float = flag(
-        0.0, "ladder: also trains a model with this multiple of the largest rung's parameters", "10", read=times_above_1
+        0.0,
+        "ladder: also trains a model with this multiple of the largest rung's parameters",
+        "10",
+        read=number_flag(lambda found: found > 1, "one number above 1, such as 10"),
     )
     names: tuple[str, ...] = flag(
         (),

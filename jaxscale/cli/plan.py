@@ -15,7 +15,7 @@ from jaxscale.api import planning as api
 from jaxscale.cli import plan_loss
 from jaxscale.config import RunConfig
 from jaxscale.settings import config_file
-from jaxscale.settings.command_line import Arguments, file_to_write, flag, number, positive
+from jaxscale.settings.command_line import Arguments, file_to_write, flag, number_flag, positive
 from jaxscale.settings.config_file import config_name
 from jaxscale.settings.help_text import command
 from jaxscale.system.exits import BadInput, Exit, print_stderr, put
@@ -27,17 +27,8 @@ from jaxscale.tools.planning.propose import Proposal, config_text, propose_for_f
 from jaxscale.tools.planning.speed import check_peak, expected_mfu
 
 SIZES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
-
-
-def share(name: str, text: str) -> float:
-    """Returns a number above 0, at most 1."""
-    return number(f"--{name}", text, lambda found: 0 < found <= 1, "a fraction of the peak, such as 0.4")
-
-
-def overhead(name: str, text: str) -> float:
-    """Returns a number of at least 1."""
-    rule = "1 or more: energy of the data centre over that of its machines"
-    return number(f"--{name}", text, lambda found: found >= 1, rule)
+share = number_flag(lambda found: 0 < found <= 1, "a fraction of the peak, such as 0.4")
+overhead = number_flag(lambda found: found >= 1, "1 or more: energy of the data centre over that of its machines")
 
 
 def duration_of(name: str, text: str) -> float:

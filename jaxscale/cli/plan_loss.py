@@ -92,14 +92,6 @@ class Forecast(NamedTuple):
     ways: list[Approach]  # to the best size for its operations
 
 
-class Fitting(NamedTuple):
-    """Options of fit()."""
-
-    draws: int
-    seed: int
-    noise: SeedNoise | None
-
-
 @command(ForecastFlags)
 def main(arguments: Arguments) -> None:
     """Prints the forecast. Raises BadInput for an unsuitable ladder."""
@@ -111,8 +103,8 @@ def main(arguments: Arguments) -> None:
     ladder = read_ladder(find_runs(flags.runs), cfg, budget, flags.to)
     for folder, reason in ladder.left_out:
         put(f"left out {folder}: {reason}")
-    given = None if flags.noise is None else SeedNoise(flags.noise, math.inf)
-    forecast = make_forecast(ladder, cfg, budget, Fitting(flags.draws, flags.seed, given or ladder.noise))
+    noise = ladder.noise if flags.noise is None else SeedNoise(flags.noise, math.inf)
+    forecast = make_forecast(ladder, cfg, budget, dict(draws=flags.draws, seed=flags.seed, noise=noise))
     put(*forecast_lines(forecast))
     if flags.json:
         paths.write_json(flags.json, as_json(forecast))
@@ -121,11 +113,11 @@ def main(arguments: Arguments) -> None:
         save(forecast, flags.to, cfg, budget)
 
 
-def make_forecast(ladder: Ladder, cfg: RunConfig, budget: Budget, how: Fitting) -> Forecast:
-    """Returns the forecast of a run's final loss, and of its curve if possible. Raises BadInput as fit() does."""
-    law = fit(ladder.points, **how._asdict())
+def make_forecast(ladder: Ladder, cfg: RunConfig, budget: Budget, how: dict[str, Any]) -> Forecast:
+    """Returns the forecast of a run's loss, and of its curve if possible. how: of fit(). Raises BadInput as that."""
+    law = fit(ladder.points, **how)
     params, tokens = cfg.model.num_params, budget.total_steps * budget.batch_tokens
-    end = law.predict(params, tokens, how.seed)
+    end = law.predict(params, tokens, how["seed"])
     band, reason = None, ""
     try:
         band = make_band(end, curve_shape(ladder.rungs, schedule_of(cfg, budget)), tokens)
@@ -135,18 +127,18 @@ def make_forecast(ladder: Ladder, cfg: RunConfig, budget: Budget, how: Fitting) 
     flops = cfg.flops_per_token * tokens
     curves = [rung.curve for rung in ladder.rungs]
     ways = three_approaches(ladder.points, curves, flops, description="those of the run to be forecast", law=law)
-    return Forecast(ladder, law, params, tokens, flops, end, band, reason, *tried, how.noise, ways)
+    return Forecast(ladder, law, params, tokens, flops, end, band, reason, *tried, how["noise"], ways)
 
 
-def forecast_largest(ladder: Ladder, how: Fitting) -> tuple[str, float] | None:
+def forecast_largest(ladder: Ladder, how: dict[str, Any]) -> tuple[str, float] | None:
     """Returns (the run with most FLOPs, fraction of its curve inside the others' forecast band); None for too few runs.
 
     This validates the whole forecast: law, interval and shape are fitted without the run.
     """
     *others, largest = ladder.rungs
     try:
-        law = fit([point for rung in others for point in rung.points], **how._asdict())
-        end = law.predict(largest.params, largest.tokens, how.seed)
+        law = fit([point for rung in others for point in rung.points], **how)
+        end = law.predict(largest.params, largest.tokens, how["seed"])
         band = make_band(end, curve_shape(others, largest.schedule), largest.tokens)
     except BadInput:
         return None

@@ -22,7 +22,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from typing import NoReturn, TypeVar
 
 import jax
 
@@ -48,12 +47,7 @@ from jaxscale.units import table
 
 LEAST_STEPS = KILL_AFTER + 1
 PROBE_BYTES = 32 << 20  # a file as large as those of checkpoints
-Result = TypeVar("Result")
 OK, NO, NOTE, SKIPPED = "ok", "NO", "note", "-"
-
-
-class NoGo(Exception):
-    """Ends the rehearsal after a failure, which is in the table."""
 
 
 @dataclasses.dataclass
@@ -62,24 +56,18 @@ class RehearsalReport:
 
     say: Callable[[str], None]
     rows: list[tuple[str, str, str, str]] = dataclasses.field(default_factory=list)
+    phase: str = "storage"  # the check whose row a Stop becomes
+
+    def begin(self, phase: str, line: str) -> None:
+        """Begins a phase and prints what it does."""
+        self.phase = phase
+        self.say(f"rehearsal: {line}")
 
     def add(self, what: str, mark: str, seen: str, seconds: float | None = None) -> None:
         """Adds a row and prints it."""
         took = units.step_duration(seconds) if seconds is not None else ""
         self.rows.append((what, mark, took, seen))
         self.say(f"rehearsal: {what}: {mark}{f', {took}' if took else ''}: {seen}")
-
-    def fail(self, what: str, seen: str) -> NoReturn:
-        """Adds a row that means NO-GO, and ends the rehearsal."""
-        self.add(what, NO, seen)
-        raise NoGo
-
-    def attempt(self, what: str, run: Callable[[], Result]) -> Result:
-        """Returns run(), or fails with the message of its Stop."""
-        try:
-            return run()
-        except Stop as stop:
-            self.fail(what, str(stop))
 
     @property
     def goes(self) -> bool:
@@ -113,9 +101,9 @@ def try_storage(rehearsal: Rehearsal, report: RehearsalReport) -> int | None:
         file.unlink()
     except Exception as error:  # any storage client's errors
         cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        report.fail("storage", f"{rehearsal.folder} cannot be written, read and deleted: {cause}")
+        raise Stop(Exit.NO_GO, f"{rehearsal.folder} cannot be written, read and deleted: {cause}") from None
     if back != content:
-        report.fail("storage", f"{rehearsal.folder}: {PROBE_BYTES} bytes came back changed; do not trust this storage")
+        raise Stop(Exit.NO_GO, f"{rehearsal.folder}: {PROBE_BYTES} bytes came back changed; do not trust this storage")
     speed = f"write {units.size(PROBE_BYTES / wrote)}/s, read {units.size(PROBE_BYTES / max(read, 1e-9))}/s"
     free = None if paths.is_remote(folder) else shutil.disk_usage(folder).free
     room = "its limits are not known" if free is None else f"{units.size(free)} free"
@@ -125,17 +113,16 @@ def try_storage(rehearsal: Rehearsal, report: RehearsalReport) -> int | None:
 
 def run_straight(rehearsal: Rehearsal, report: RehearsalReport) -> None:
     """Trains, evaluates and saves without interruption, and reports the time of each."""
-    report.say(f"rehearsal: an uninterrupted run of {rehearsal.steps} steps")
-    seen = report.attempt("train", lambda: rehearsal.run("straight"))
+    report.begin("train", f"an uninterrupted run of {rehearsal.steps} steps")
+    seen = rehearsal.run("straight")
     if not rehearsal.is_first:
         report.add("train", OK, f"{rehearsal.steps} steps", seen.seconds)
         return
     checkpoints = checkpoints_of(rehearsal.folder / "straight")
     newest = checkpoints.latest_step() or 0
     if newest != rehearsal.steps:
-        report.fail(
-            "train", f"it ended at step {newest}: train_tokens={rehearsal.cfg.train_tokens} is shorter than this"
-        )
+        reason = f"train_tokens={rehearsal.cfg.train_tokens} is shorter than this"
+        raise Stop(Exit.NO_GO, f"it ended at step {newest}: {reason}")
     records = read_metrics(rehearsal.folder / "straight", timing=True)
     times = [record["step_seconds"] for record in records.values() if record.get("step_seconds")]
     step_seconds = statistics.median(times) if times else None
@@ -191,13 +178,12 @@ def check_space(rehearsal: Rehearsal, report: RehearsalReport, free: int | None)
 
 def run_killed(rehearsal: Rehearsal, report: RehearsalReport) -> dict[int, dict]:
     """Kills the same run while it saves, and restarts it. Returns its metrics at the kill."""
-    report.say(f"rehearsal: the same run, killed with SIGKILL after step {KILL_AFTER} while it saves")
-    kill = report.attempt("kill", lambda: rehearsal.kill(f"step:{KILL_AFTER}"))
+    report.begin("kill", f"the same run, killed with SIGKILL after step {KILL_AFTER} while it saves")
+    kill = rehearsal.kill(f"step:{KILL_AFTER}")
     died = meaning(kill.seen.code)
     report.add("kill", OK, f"{died} after step {KILL_AFTER}, newest checkpoint {kill.newest}", kill.seen.seconds)
-
-    report.say("rehearsal: restarted")
-    seen = report.attempt("resume", lambda: rehearsal.run("killed"))
+    report.begin("resume", "restarted")
+    seen = rehearsal.run("killed")
     restored = f"restored step {kill.newest} and trained to {rehearsal.steps}; time until the first step"
     report.add("resume", OK, restored, seen.first)
     return kill.metrics
@@ -205,16 +191,17 @@ def run_killed(rehearsal: Rehearsal, report: RehearsalReport) -> dict[int, dict]
 
 def compare_runs(rehearsal: Rehearsal, report: RehearsalReport, early: dict[int, dict]) -> None:
     """Compares both runs on the CPU; until now this process has left all devices to the trainings."""
-    report.say("rehearsal: comparing both runs, bit for bit")
+    report.begin("compare", "comparing both runs, bit for bit")
     began = time.monotonic()
     jax.config.update("jax_platforms", "cpu")
     try:
         found = two_runs.compare(rehearsal.folder / "straight", rehearsal.folder / "killed", rehearsal.steps, [early])
-    except Exception as error:  # Stop for a checkpoint, any error of a damaged file
-        report.fail("compare", first_line(error))
+    except (OSError, LookupError, ValueError) as error:  # of a file that is missing or damaged
+        raise Stop(Exit.NO_GO, first_line(error)) from None
     if found.differences:
         more = f"; and {len(found.differences) - 3} more" if len(found.differences) > 3 else ""
-        report.fail("compare", f"NOT the same: {'; '.join(found.differences[:3])}{more}; resuming is not exact here")
+        what = f"{'; '.join(found.differences[:3])}{more}"
+        raise Stop(Exit.NO_GO, f"NOT the same: {what}; resuming is not exact here")
     state = [amount.split()[0] for what, amount, _ in found.rows if what.startswith("state: ")]
     others = ", ".join(what for what, _, _ in found.rows if not what.startswith("state: "))
     seen = f"bit for bit the same at step {rehearsal.steps}: {sum(map(int, state))} arrays of the state, {others}"
@@ -261,8 +248,10 @@ def carry_out(rehearsal: Rehearsal) -> int:
     made, keep_folder = missing_folders(rehearsal.workdir), False
     report, began = RehearsalReport(put), time.monotonic()
     try:
-        with contextlib.suppress(NoGo):
+        try:
             rehearse(rehearsal, report)
+        except Stop as stop:
+            report.add(report.phase, NO, str(stop))
         if report.goes:
             report.add("rehearsal", OK, "all of it", time.monotonic() - began)
         keep_folder = not report.goes
@@ -316,7 +305,7 @@ def plan_rehearsal(arguments: Arguments) -> Rehearsal:
 
 
 def rehearse(rehearsal: Rehearsal, report: RehearsalReport) -> None:
-    """Runs all phases. Raises NoGo at one that fails."""
+    """Runs all phases. Raises Stop at one that fails."""
     free = try_storage(rehearsal, report) if rehearsal.is_first else None
     run_straight(rehearsal, report)
     if rehearsal.is_first:

@@ -57,21 +57,11 @@ class ParallelLayout:
     stages: PipelineConfig = PipelineConfig()
     exchange: ExchangeName = "auto"  # expert.exchange
 
-    @property
-    def num_devices(self) -> int:
-        """Devices in the mesh."""
-        return math.prod(self.mesh.values())
-
     def __str__(self) -> str:
-        axes = " ".join(f"{axis}={size}" for axis, size in self.mesh.items())
-        words = [axes, self.rules] if self.mesh else ["one device"]
+        words = [*(f"{axis}={size}" for axis, size in self.mesh.items()), self.rules] if self.mesh else ["one device"]
         words += [form for form in (self.sharing, self.exchange) if form != "auto"]
-        changed = [
-            f"{field.name}={getattr(self.stages, field.name)}"
-            for field in dataclasses.fields(self.stages)
-            if getattr(self.stages, field.name) != field.default
-        ]
-        return " ".join(words + changed)
+        usual = vars(PipelineConfig())
+        return " ".join([*words, *(f"{name}={v}" for name, v in vars(self.stages).items() if v != usual[name])])
 
 
 def all_layouts(tensor: int, *, experts: bool = False) -> list[ParallelLayout]:
@@ -261,7 +251,7 @@ def program(cfg: RunConfig, layout: ParallelLayout) -> Program:
         model=dataclasses.replace(cfg.model, **pipeline_settings) if layout.mesh.get("pipeline", 1) > 1 else cfg.model,
         train=dataclasses.replace(cfg.train, num_microbatches=layout.num_microbatches),
     )
-    return make_program(cfg, resolve_budget(cfg, None), jax.devices()[: layout.num_devices])
+    return make_program(cfg, resolve_budget(cfg, None), jax.devices()[: math.prod(layout.mesh.values())])
 
 
 def unsupported_reason(cfg: RunConfig, layout: ParallelLayout) -> str:

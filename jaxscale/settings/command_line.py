@@ -198,9 +198,12 @@ def number(name: str, text: str, holds: Callable[[float], bool], rule: str) -> f
     raise BadInput(f"{name}={text} must be {rule}")
 
 
-def positive(name: str, text: str) -> float:
-    """Parses a flag's number above 0."""
-    return number(f"--{name}", text, lambda found: found > 0, "a number above 0")
+def number_flag(holds: Callable[[float], bool], rule: str) -> Callable[[str, str], float]:
+    """Returns a reader (`read` of a flag) of numbers that obey the rule."""
+    return lambda name, text: number(f"--{name}", text, holds, rule)
+
+
+positive = number_flag(lambda found: found > 0, "a number above 0")
 
 
 def file_to_write(name: str, text: str) -> pathlib.Path:

@@ -36,11 +36,12 @@ def test_help_does_not_wait_for_jax():
 @pytest.mark.soak  # Python compiles jax once more for -OO, 20 s
 def test_pages_are_the_same_where_python_drops_docstrings():
     imports = "from jaxscale import cli, config; from jaxscale.settings import help_text"
-    code = f"{imports}\nprint(*map(cli.help_of, cli.VERBS), sep='')\n"
+    code = f"{imports}\nprint(*(cli.command_of(verb).page for verb in cli.VERBS), sep='')\n"
     code += "print(help_text.list_groups(config.RunConfig))"
     done = subprocess.run([sys.executable, "-OO", "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stderr == "" and done.returncode == 0
-    assert done.stdout == "".join(map(cli.help_of, cli.VERBS)) + f"\n{help_text.list_groups(RunConfig)}\n"
+    pages = "".join(cli.command_of(verb).page for verb in cli.VERBS)
+    assert done.stdout == f"{pages}\n{help_text.list_groups(RunConfig)}\n"
 
 
 @pytest.mark.parametrize(

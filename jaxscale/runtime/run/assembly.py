@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jaxscale import build, schema
+from jaxscale import schema
 from jaxscale.build import Program
 from jaxscale.config import RunConfig
 from jaxscale.core.shardings import RULES, replicated
@@ -31,11 +31,10 @@ from jaxscale.runtime.monitor.runinfo import run_info
 from jaxscale.runtime.monitor.throughput import Throughput
 from jaxscale.runtime.monitor.writers import Writer
 from jaxscale.runtime.run.changes import find_jump, jump_lines, record_changes
-from jaxscale.runtime.run.dtypes import dtype_record
-from jaxscale.runtime.run.limiting import hourly_dollars, make_limits
+from jaxscale.runtime.run.limiting import make_limits
 from jaxscale.runtime.run.resume_checks import check_same_evals, recorded_run, version_changes
-from jaxscale.runtime.run.start import Log, RunFolder, Start
-from jaxscale.runtime.run.startup_log import Sample, finish, sample_of_run
+from jaxscale.runtime.run.start import Log, RunFolder, Start, dtype_record
+from jaxscale.runtime.run.startup_log import Sample, finish
 from jaxscale.runtime.text.tokenizer.saved import save_tokenizer
 from jaxscale.runtime.training.autopilot import AutopilotSpec
 from jaxscale.runtime.training.expert_load import ExpertLoad
@@ -69,28 +68,6 @@ class OpenedRun(LoopSpec):
 
     folder: RunFolder
     parts: Parts
-
-
-def make_parts(
-    folder: RunFolder,
-    start: Start,
-    program: Program,
-    evaluators: tuple[Evaluator, ...],
-    make_program: Callable[[RunConfig, Budget], Program] = build.make_program,
-) -> Parts:
-    """Makes the parts that rewinds reuse. Compiles nothing yet."""
-    if folder.cfg.limit.dollars:
-        hourly_dollars(folder.cfg.limit, program.mesh)  # raises
-    return Parts(
-        start.corpus,
-        program,
-        make_evaluate(program, start.corpus),
-        make_evaluates(program, evaluators),
-        sample_of_run(program, start.corpus, folder.log),
-        make_watch(program, folder.log),
-        start.budget,
-        make_program,
-    )
 
 
 def assemble(folder: RunFolder, start: Start, parts: Parts, state: TrainState) -> OpenedRun:

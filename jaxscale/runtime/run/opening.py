@@ -16,14 +16,21 @@ from jaxscale.runtime.checkpoint.tiers import TieredCheckpoints
 from jaxscale.runtime.eval.named import check_files
 from jaxscale.runtime.hosts.agree import check_shared
 from jaxscale.runtime.monitor.events import Events
-from jaxscale.runtime.run.assembly import OpenedRun, assemble, make_parts, open_evals
-from jaxscale.runtime.run.dtypes import resolve_run_dtypes
-from jaxscale.runtime.run.limiting import check_early_decay
+from jaxscale.runtime.run.assembly import (
+    OpenedRun,
+    Parts,
+    assemble,
+    make_evaluate,
+    make_evaluates,
+    make_watch,
+    open_evals,
+)
+from jaxscale.runtime.run.limiting import check_early_decay, hourly_dollars
 from jaxscale.runtime.run.options import DEFAULT_OPTIONS, RunOptions
 from jaxscale.runtime.run.replay import complete_rewind, read_decisions, with_replayed
 from jaxscale.runtime.run.resume_checks import check_position, check_same_run
-from jaxscale.runtime.run.start import RunFolder, Start, resolve_start
-from jaxscale.runtime.run.startup_log import log_program, log_resume
+from jaxscale.runtime.run.start import RunFolder, Start, resolve_run_dtypes, resolve_start
+from jaxscale.runtime.run.startup_log import log_program, log_resume, sample_of_run
 from jaxscale.runtime.training import loop
 from jaxscale.runtime.training.autopilot import Rescheduled, Rewound
 from jaxscale.runtime.training.loop_services import Services
@@ -51,7 +58,9 @@ def open_run(
     Raises BadInput for input that the user can correct, and Stop with CONFIG_MISMATCH, DATA_MISMATCH or
     CHECKPOINT_CORRUPT if the work folder does not match. Never overwrites an existing run.
     """
-    folder = prepare_folder(cfg, workdir, log, services or event_log_only(workdir), options)
+    # outside run_services only the event log, which rewinds need
+    services = services or Services(Events(workdir, primary=jax.process_index() == 0).note)
+    folder = prepare_folder(cfg, workdir, log, services, options)
     start = resolve_start(folder, folder.checkpoints.newest_readable(log))
     if start.nothing_to_do:
         log(f"{folder.path}: {start.nothing_to_do}")
@@ -63,7 +72,18 @@ def open_run(
     log_program(program, start.budget, start.mixture, evaluators, log)
     folder.checkpoints.check_room(program.abstract_state)  # before compilation
     start, state, program = restore_start(folder, start, program)
-    parts = make_parts(folder, start, program, evaluators, make_program)
+    if folder.cfg.limit.dollars:
+        hourly_dollars(folder.cfg.limit, program.mesh)  # raises
+    parts = Parts(
+        corpus=start.corpus,
+        program=program,
+        evaluate=make_evaluate(program, start.corpus),
+        evaluators=make_evaluates(program, evaluators),
+        sample=sample_of_run(program, start.corpus, log),
+        replicas=make_watch(program, log),
+        budget=start.budget,
+        make_program=make_program,
+    )
     return assemble(folder, start, parts, state)
 
 
@@ -179,8 +199,3 @@ def first_state(folder: RunFolder, start: Start, program: Program) -> TrainState
     if int(state.step) != start.step:
         raise folder.checkpoints.corrupt(start.step, "state", f"it has done {int(state.step)} steps")
     return state
-
-
-def event_log_only(workdir: str) -> Services:
-    """Returns services with only the event log, which rewinds need, for a run outside run_services."""
-    return Services(Events(workdir, primary=jax.process_index() == 0).note)

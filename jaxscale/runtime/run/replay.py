@@ -1,6 +1,7 @@
 """Earlier decisions of a run (rewinds, skipped batches), and the replay of another run's decisions."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,8 @@ from jaxscale.runtime.run.resume_checks import check_same_run
 from jaxscale.runtime.training.decisions import Decisions, Rewind, decision_events, parse_decisions
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Exit, Stop
+
+cannot_replay = functools.partial(Stop, Exit.CONFIG_MISMATCH)
 
 
 def read_decisions(folder: Any) -> Decisions:
@@ -51,10 +54,9 @@ def with_replayed(
     if names := ", ".join(
         dict.fromkeys(change["name"] for change in changes_of(old_record) if change.get("alters", True))
     ):
-        raise Stop(
-            Exit.CONFIG_MISMATCH,
+        raise cannot_replay(
             f"--replay={old_workdir}: that run changed settings that affect its results ({names}), and a replay has "
-            "one config for all its steps; it cannot be replayed",
+            "one config for all its steps; it cannot be replayed"
         )
     decisions = read_decisions(old)
     pending = decisions.pending
@@ -77,18 +79,16 @@ def check_same_length(budget: Budget, old_workdir: str) -> None:
     """Raises Stop(CONFIG_MISMATCH) if the run to replay has another number of steps or other batch sizes."""
     old = paths.read_json(paths.as_path(old_workdir) / "config.json")["budget"]
     if old["total_steps"] != budget.total_steps:
-        raise Stop(
-            Exit.CONFIG_MISMATCH,
+        raise cannot_replay(
             f"--replay={old_workdir}: that run has {old['total_steps']} steps and this one {budget.total_steps}, so "
-            "that their learning rates differ; set train_tokens as it was there, and leave early by --stop_after",
+            "that their learning rates differ; set train_tokens as it was there, and leave early by --stop_after"
         )
     for name, setting in (("ramp", "batch_ramp"), ("seq_len_ramp", "seq_len_ramp")):
         stages = [list(stage) for stage in getattr(budget, name)]
         if (old_stages := [list(stage) for stage in old.get(name) or ()]) != stages:
-            raise Stop(
-                Exit.CONFIG_MISMATCH,
+            raise cannot_replay(
                 f"--replay={old_workdir}: the stages of {setting}, as [first batch, size], were {old_stages} there and "
-                f"would be {stages}: its train_tokens changed when they were over; it cannot be replayed",
+                f"would be {stages}: its train_tokens changed when they were over; it cannot be replayed"
             )
 
 
@@ -97,10 +97,9 @@ def check_same_starts(mixture: Mixture, old_workdir: str) -> None:
     old = paths.read_json(paths.as_path(old_workdir) / "config.json").get("mixture") or {}
     starts = old.get("starts", mixture.starts)  # an earlier version recorded none
     if starts != mixture.starts:
-        raise Stop(
-            Exit.CONFIG_MISMATCH,
+        raise cannot_replay(
             f"--replay={old_workdir}: the first batches of the stages of data.mixture were {starts} there and would be "
-            f"{dict(mixture.starts)}: its train_tokens changed when they had begun; it cannot be replayed",
+            f"{dict(mixture.starts)}: its train_tokens changed when they had begun; it cannot be replayed"
         )
 
 

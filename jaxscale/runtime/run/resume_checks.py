@@ -1,6 +1,7 @@
 """Checks that config and data match the run in the work folder, and which changes are allowed."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -27,12 +28,8 @@ from jaxscale.system.exits import BadInput, Exit, Stop
 from jaxscale.units import BatchSizes, recorded_sizes
 
 MAX_LISTED = 8  # differences in an error
+data_mismatch = functools.partial(Stop, Exit.DATA_MISMATCH)
 DATA_SECONDS = 24 * 3600.0  # timeout: the first process may tokenize for hours after another is done
-
-
-def has_begun(workdir: str) -> bool:
-    """Returns True if the folder holds a run, complete or not."""
-    return (paths.as_path(workdir) / "config.json").exists()
 
 
 def recorded_settings(workdir: str) -> dict[str, Any]:
@@ -118,7 +115,7 @@ def open_same_data(
             raise
         if is_storage_error(error):
             raise Stop(Exit.STORAGE, f"the data of this run cannot be reached: {error}; start again") from error
-        raise Stop(Exit.DATA_MISMATCH, f"the data of this run cannot be opened any more: {error}") from error
+        raise data_mismatch(f"the data of this run cannot be opened any more: {error}") from error
 
 
 def describe_data_changes(corpus: Corpus, data: Mapping[str, Any]) -> str:
@@ -146,10 +143,9 @@ def check_same_data(
     if data["fingerprint"] != corpus.fingerprint:
         changes = describe_data_changes(corpus, data)
         changes = changes or "text, tokenizer, held-out part or the order of a release differ"
-        raise Stop(
-            Exit.DATA_MISMATCH,
+        raise data_mismatch(
             f"the data have changed since the run began: fingerprint {corpus.fingerprint[:16]} now, "
-            f"{data['fingerprint'][:16]} then ({changes}); bring the old ones back, or begin another --workdir",
+            f"{data['fingerprint'][:16]} then ({changes}); bring the old ones back, or begin another --workdir"
         )
     return merge_skips([tuple(r) for r in data["skipped"]], requested, start_step)
 
@@ -170,11 +166,10 @@ def check_hosts_agree(corpus: Corpus) -> None:
     """Raises Stop(DATA_MISMATCH) on a process whose data differ from those of process 0."""
     first = agreed(lambda: corpus.fingerprint, DATA_SECONDS)
     if first != corpus.fingerprint:
-        raise Stop(
-            Exit.DATA_MISMATCH,
+        raise data_mismatch(
             f"the data of process {jax.process_index()} are not those of process 0: fingerprint "
             f"{corpus.fingerprint[:16]} here, {first[:16]} there; give all hosts the same files, and where a cache of "
-            "tokenised text is older than the text, delete it",
+            "tokenised text is older than the text, delete it"
         )
 
 
@@ -185,10 +180,9 @@ def check_same_evals(evaluators: Sequence[Evaluator]) -> None:
     found = {one.name: one.fingerprint for one in evaluators}
     first = agreed(lambda: found, DATA_SECONDS)
     if differ := [name for name in found if found[name] != first.get(name)]:
-        raise Stop(
-            Exit.DATA_MISMATCH,
+        raise data_mismatch(
             f"the files of evals.{differ[0]} at process {jax.process_index()} are not those of process 0; give all "
-            "hosts the same files",
+            "hosts the same files"
         )
 
 
@@ -209,11 +203,10 @@ def check_same_past(
     then = recorded_sizes(recorded["budget"], recorded["config"]["seq_len"])
     check_same_stages("batch_ramp gives other sizes", "rows", then, sizes, last)
     if not same_prefix(old, new, sizes.begin(last + 1)):
-        raise Stop(
-            Exit.DATA_MISMATCH,
+        raise data_mismatch(
             f"data.mixture and data.max_epochs give other rows to the {start_step} steps that are done; only stages "
             f"that start after batch {last} may change (write their starts in tokens or steps: '%' follows "
-            "train_tokens); set these back, or begin another --workdir",
+            "train_tokens); set these back, or begin another --workdir"
         )
     if old != new:
         log("data: the mixture of later steps has changed; the change is recorded with the next checkpoint")
@@ -225,11 +218,10 @@ def check_same_stages(what: str, unit: str, then: BatchSizes, now: BatchSizes, l
     """Raises Stop(DATA_MISMATCH) if a batch up to `last` would have had another size."""
     past = lambda sizes: [stage for stage in sizes.stages if stage[0] <= last]
     if past(then) != past(now):
-        raise Stop(
-            Exit.DATA_MISMATCH,
+        raise data_mismatch(
             f"{what} to the batches up to {last}, which are done: (first batch, {unit}) were {past(then)} and would be "
             f"{past(now)}; ends written in '%' follow train_tokens: set that back, or begin another --workdir, with "
-            "the ends in tokens",
+            "the ends in tokens"
         )
 
 

@@ -1,11 +1,14 @@
-"""Resolves where a run starts, from config, work folder and data. Writes nothing."""
+"""Resolves where a run starts, and its dtypes, from config, work folder and data. Writes nothing."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
+
 from jaxscale.config import RunConfig
-from jaxscale.program.auto_dtype import Resolved
+from jaxscale.kernels.hardware import DtypeChoice, choose_compute_dtype
+from jaxscale.program.auto_dtype import Resolved, is_auto, resolve_dtypes
 from jaxscale.program.budget import BatchStage, Budget, remaining_stages, resolve_budget
 from jaxscale.runtime.checkpoint.branch import InitSource, open_source
 from jaxscale.runtime.checkpoint.tiers import TieredCheckpoints
@@ -13,6 +16,7 @@ from jaxscale.runtime.data.dataset import Transform
 from jaxscale.runtime.data.mixture import Detour, Mixture
 from jaxscale.runtime.data.order import Ranges, batch_index, rows_trained
 from jaxscale.runtime.data.pipeline import Corpus
+from jaxscale.runtime.hosts.agree import agreed
 from jaxscale.runtime.run import resume_checks
 from jaxscale.runtime.run.branching import check_branch, check_longer
 from jaxscale.runtime.run.changes import Change
@@ -20,6 +24,7 @@ from jaxscale.runtime.run.options import RunOptions
 from jaxscale.runtime.run.replay import check_same_length, check_same_starts, read_decisions
 from jaxscale.runtime.training.decisions import Decisions
 from jaxscale.runtime.training.loop_services import Services
+from jaxscale.system import paths
 from jaxscale.units import BatchSizes
 
 Log = Callable[[str], None]
@@ -145,3 +150,37 @@ def open_ancestor(folder: RunFolder, recorded: dict[str, Any] | None) -> InitSou
     source = open_source(folder.cfg.init.from_path, ancestor, log=folder.log)
     init = folder.cfg.init
     return dataclasses.replace(source, experts=init.experts, whole=init.what == "run")
+
+
+def resolve_run_dtypes(
+    cfg: RunConfig, workdir: Any, replay: str | None = None
+) -> tuple[RunConfig, tuple[Resolved, ...]]:
+    """Returns the config without 'auto', and each resolved setting. The same in all processes.
+
+    An existing run keeps its recorded dtypes. A replay, or a run initialized from another one, uses that run's dtypes.
+    Args: replay: the work folder of --replay. Raises BadInput if init.from_path has no checkpoint.
+    """
+    if not is_auto(cfg):
+        return cfg, ()
+    choice = DtypeChoice(*agreed(lambda: choose_compute_dtype(jax.devices()[0])))  # hosts may differ in their CPUs
+    return resolve_dtypes(cfg, choice, *recorded_config(cfg, paths.as_path(workdir), replay))
+
+
+def recorded_config(cfg: RunConfig, folder: Any, replay: str | None) -> tuple[Mapping[str, Any], str]:
+    """Returns (config of the run whose dtypes apply, or {}; name of that run)."""
+    if recorded := resume_checks.recorded_run(folder).get("config"):
+        return recorded, "this run"
+    if replay and (replayed := resume_checks.recorded_run(paths.as_path(replay)).get("config")):
+        return replayed, replay
+    if cfg.init.from_path is not None:
+        source = open_source(cfg.init.from_path, log=lambda line: None)  # resolve_start opens it again, and logs
+        return source.record["run"].get("config") or {}, str(source)
+    return {}, ""
+
+
+def dtype_record(resolved: tuple[Resolved, ...], past: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns {setting: {"dtype", "reason"}} for the run's record; unchanged dtypes keep their first reason."""
+    old = past.get("dtypes", {})
+    new = {one.name: {"dtype": one.dtype, "reason": one.reason} for one in resolved}
+    unchanged = lambda name, entry: name not in new or new[name]["dtype"] == entry["dtype"]
+    return new | {name: entry for name, entry in old.items() if unchanged(name, entry)}
