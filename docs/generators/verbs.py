@@ -2,6 +2,7 @@
 
 from generators.words import escaped, fenced, table
 from jaxscale import cli
+from jaxscale.settings.help_text import fit_width
 
 WITH_SETTINGS = ("train", "plan", "preflight", "prepare")
 HEAD = """# The command line
@@ -33,7 +34,7 @@ def overview() -> str:
 def body(verb: str) -> str:
     """The verb's page; its settings have pages of their own."""
     where = "\n[All settings](../settings.md), [those of a data recipe](../recipe_settings.md).\n"
-    return fenced(cli.command_of(verb).page) + (where if verb in WITH_SETTINGS else "")
+    return fenced(fit_width(cli.command_of(verb).page, 120)) + (where if verb in WITH_SETTINGS else "")
 
 
 def sentence(text: str) -> str:

@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import difflib
 import inspect
+import itertools
 import re
 import shutil
 import sys
@@ -116,17 +117,9 @@ def flag_lines(flags: type, without: Collection[str] = ()) -> str:
         suffix = "" if field.default is False else f"[={value}]" if metadata.get("bare") else f"={value}"
         labels.append(f"--{name}{suffix}")
         if metadata["help"]:
-            label, labels = " ".join(labels), []
-            first = f"  {label:<{FLAG_WIDTH}}  "
-            lines += refill(metadata["help"], DEFAULT_SIZE[0], first, " " * len(first))
+            lines.append(f"  {' '.join(labels):<{FLAG_WIDTH}}  {metadata['help']}")
+            labels = []
     return "\n".join(lines)
-
-
-def refill(text: str, width: int, first: str, hang: str) -> list[str]:
-    """Wraps the text between words: `first` begins the first line, `hang` all others."""
-    return textwrap.wrap(
-        text, width, initial_indent=first, subsequent_indent=hang, break_long_words=False, break_on_hyphens=False
-    )
 
 
 def show_help(page: str, settings: type | None = None, topic: str = "") -> None:
@@ -172,25 +165,14 @@ def by_group(cls: type) -> dict[str, list[str]]:
     return groups
 
 
-def fit_width(text: str) -> str:
-    """Wraps the text to the terminal's width: flag descriptions keep their column, paragraphs are refilled."""
-    width = max(shutil.get_terminal_size(DEFAULT_SIZE).columns, MIN_WIDTH)
-    return "\n".join(line for lines in paragraphs(text) for line in wrap(lines, width))
-
-
-def paragraphs(text: str) -> list[list[str]]:
-    """Splits the text into the lines of each flag and paragraph."""
-    parts: list[list[str]] = []
-    for line in text.split("\n"):
-        indent = len(line) - len(line.lstrip())
-        above = parts[-1][-1] if parts else ""
-        may_continue = above.strip() and line.strip() and not line.lstrip().startswith("--")
-        flag = FLAG.match(parts[-1][0]) if parts else None
-        if may_continue and (indent == flag.end() - 1 if flag else not indent and not above.startswith((" ", "--"))):
-            parts[-1].append(line)
-        else:
-            parts.append([line])
-    return parts
+def fit_width(text: str, width: int = 0) -> str:
+    """Wraps the text to a width, by default the terminal's: flags' help keeps its column, paragraphs are refilled."""
+    width = width or max(shutil.get_terminal_size(DEFAULT_SIZE).columns, MIN_WIDTH)
+    fitted = []
+    for is_text, lines in itertools.groupby(text.split("\n"), lambda line: bool(line) and line[0] not in " -"):
+        for paragraph in [[*lines]] if is_text else ([line] for line in lines):
+            fitted += wrap(paragraph, width)
+    return "\n".join(fitted)
 
 
 def wrap(lines: list[str], width: int) -> list[str]:
@@ -204,4 +186,6 @@ def wrap(lines: list[str], width: int) -> list[str]:
     words = " ".join([lines[0][len(first) :], *(line.strip() for line in lines[1:])])
     if flag and len(first) >= width // 2:
         first, words = " " * indent, f"{flag[1].strip()}  {words}"
-    return refill(words, width, first, hang)
+    return textwrap.wrap(
+        words, width, initial_indent=first, subsequent_indent=hang, break_long_words=False, break_on_hyphens=False
+    )
