@@ -14,7 +14,6 @@ from jaxscale.runtime.hosts.discovery import HostFlags
 from jaxscale.runtime.run.options import RunOptions
 from jaxscale.settings import config_file
 from jaxscale.settings.command_line import Arguments, flag
-from jaxscale.settings.config_file import config_name
 from jaxscale.settings.help_text import command
 from jaxscale.system.exits import BadInput
 
@@ -64,7 +63,7 @@ def main(arguments: Arguments) -> None:
     from jaxscale.api.training import load_train_config, train_in  # imports JAX, whose environment cli.main() has set
 
     flags = arguments.flags
-    workdir = flags.workdir or f"runs/{config_name(arguments.config)}"
+    workdir = flags.workdir or f"runs/{config_file.config_name(arguments.config)}"
     if flags.decay_tokens and not flags.branch_from:
         raise BadInput(f"--decay_tokens={flags.decay_tokens} is of a branch; give --branch_from=RUN too")
     branch = (flags.branch_from, flags.decay_tokens) if flags.branch_from else None

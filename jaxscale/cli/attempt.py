@@ -2,8 +2,6 @@
 
 import contextlib
 import os
-import pathlib
-import re
 import shutil
 import signal
 import subprocess
@@ -75,24 +73,6 @@ class Attempt:
             code = self.process.wait()
         return code
 
-
-class Child:
-    """A subprocess with its output in a log file, which cannot outlive this process."""
-
-    def __init__(self, command: Sequence[str], log: pathlib.Path, env: Mapping[str, str] | None = None):
-        """Starts the command. env: the whole environment; None: this process's."""
-        log.parent.mkdir(parents=True, exist_ok=True)
-        self.log = log
-        with log.open("ab") as file:
-            self.attempt = Attempt(command, env, output=file.fileno())
-
-    def tail(self) -> str:
-        """Returns the last line of the output, skipping JAX's note after a traceback."""
-        lines = [line for line in self.log.read_text("utf-8", "replace").splitlines() if not SKIPPED_LINE.match(line)]
-        return lines[-1] if lines else f"it printed nothing to {self.log}"
-
-
-SKIPPED_LINE = re.compile(r"\s*(-*$|For simplicity, JAX has removed its internal frames)")  # also matches blank lines
 
 # XLA:CPU aborts a process whose devices wait longer than this in a collective. The default, under 90 seconds (jaxlib
 # 0.10.2, 2026-11-25), is too short where many simulated devices share few cores with other programs.

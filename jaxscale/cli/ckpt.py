@@ -38,7 +38,6 @@ from jaxscale.settings.command_line import Arguments, flag, whole_number
 from jaxscale.settings.help_text import command
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Exit, Stop, print_stderr, put
-from jaxscale.units import table
 
 NEEDED_ROLES = "reading needs the role Storage Object Viewer on it, writing Storage Object User"
 RULES = ("keep_last", "keep_every_steps", "keep_best")
@@ -68,18 +67,6 @@ class CkptFlags:
     json: bool = flag(False, "one JSON object a line")
 
 
-@dataclasses.dataclass(frozen=True)
-class CkptRequest:
-    """The checkpoints and flags of one invocation."""
-
-    checkpoints: Checkpoints
-    flags: CkptFlags
-
-    def say(self, record: Mapping[str, Any], line: str) -> None:
-        """Prints the record as JSON, or the line."""
-        put(json.dumps(record) if self.flags.json else line)
-
-
 def open_folder(workdir: str) -> Checkpoints:
     """Returns the checkpoints of a run. Raises BadInput if there are none."""
     logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it also logs a traceback of each error that it raises
@@ -91,16 +78,16 @@ def open_folder(workdir: str) -> Checkpoints:
     return checkpoints
 
 
-def list_(request: CkptRequest) -> int:
+def list_(checkpoints: Checkpoints, flags: CkptFlags) -> int:
     """Prints the facts of every step."""
-    facts = list_steps(request.checkpoints.directory)
+    facts = list_steps(checkpoints.directory)
     rows = [("step", "saved", "size", "health", "validation/loss", "verified", "pinned")]
     for fact in facts:
         loss = "-" if fact.validation_loss is None else f"{fact.validation_loss:.4f}"
         health = "UNREADABLE" if fact.problem else fact.health or "-"
         marks = ("yes" if fact.verified else "-", "yes" if fact.pinned else "-")
         rows.append((str(fact.step), fact.saved or "-", units.size(fact.num_bytes), health, loss, *marks))
-    show(request, [dataclasses.asdict(fact) for fact in facts], rows)
+    show(flags, [dataclasses.asdict(fact) for fact in facts], rows)
     for fact in facts:
         if fact.problem:
             print_stderr(f"step {fact.step} cannot be restored: {fact.problem}")
@@ -109,10 +96,10 @@ def list_(request: CkptRequest) -> int:
     return 0
 
 
-def verify(request: CkptRequest) -> int:
+def verify(checkpoints: Checkpoints, flags: CkptFlags) -> int:
     """Verifies the steps. Returns CHECKPOINT_CORRUPT if any differs from what was saved."""
-    folder, sound, bad = request.checkpoints.directory, [], []
-    for step in selected(request, newest=True):
+    folder, sound, bad = checkpoints.directory, [], []
+    for step in selected(checkpoints, flags, newest=True):
         began, report = time.monotonic(), TransferProgress(f"step {step}")
         verdict = verify_folder(folder / str(step), report)
         (bad if verdict.damages else sound).append(step)
@@ -122,29 +109,32 @@ def verify(request: CkptRequest) -> int:
             f"step {step}: {verdict.num_leaves} leaves, {units.size(verdict.num_bytes)}, every bit as it was saved "
             f"({units.duration(time.monotonic() - began)})"
         ]
-        request.say(record, "\n".join(lines))
+        say(flags, record, "\n".join(lines))
     if bad:
         good = f"; step {max(sound)} is whole" if sound else ""
         print_stderr(f"{len(bad)} damaged: {', '.join(map(str, bad))}{good}; move damaged steps away before resuming")
     return Exit.CHECKPOINT_CORRUPT if bad else 0
 
 
-def copy(request: CkptRequest) -> int:
+def copy(checkpoints: Checkpoints, flags: CkptFlags) -> int:
     """Copies the steps, oldest first."""
-    for step in selected(request, newest=True):
-        done = copy_step(request.checkpoints, step, request.flags.to, TransferProgress(f"step {step}"))
+    for step in selected(checkpoints, flags, newest=True):
+        done = copy_step(checkpoints, step, flags.to, TransferProgress(f"step {step}"))
         copied_before = f", {units.size(done.kept_bytes)} of it copied before" if done.kept_bytes else ""
-        record = {"step": step, "to": request.flags.to, **dataclasses.asdict(done)}
+        record = {"step": step, "to": flags.to, **dataclasses.asdict(done)}
         line = f"step {step}: {done.num_files} files, {units.size(done.num_bytes)}{copied_before}, verified in"
-        request.say(record, f"{line} {request.flags.to}")
+        say(flags, record, f"{line} {flags.to}")
     return 0
 
 
-def prune(request: CkptRequest) -> int:
+def prune(checkpoints: Checkpoints, flags: CkptFlags) -> int:
     """Prints which steps are retained and the reason, and deletes the others with --delete."""
-    folder, delete = request.checkpoints.directory, request.flags.delete
+    folder, delete = checkpoints.directory, flags.delete
     facts = list_steps(folder)
-    reasons = retention.retention_reasons(facts, retention.last_good_step(folder), retention_rules(request))
+    run = read_optional(folder.parent / "config.json").get("config", {})
+    rules: dict[str, Any] = {name: int(value) for name, value in run.get("checkpoint", {}).items() if name in RULES}
+    rules |= {name: number for name in RULES if (number := getattr(flags, name)) is not None}
+    reasons = retention.retention_reasons(facts, retention.last_good_step(folder), CheckpointConfig(**rules))
     unneeded = [fact for fact in facts if fact.step not in reasons]
     if delete:
         for fact in unneeded:
@@ -157,58 +147,49 @@ def prune(request: CkptRequest) -> int:
         rows.append((str(fact.step), units.size(fact.num_bytes), others if reason is None else f"kept: {reason}"))
         deleted = delete and reason is None
         records.append({"step": fact.step, "bytes": fact.num_bytes, "kept": reason, "deleted": deleted})
-    show(request, records, rows)
+    show(flags, records, rows)
     if unneeded and not delete:
         print_stderr(f"{units.size(sum(f.num_bytes for f in unneeded))} would be free: run it again with --delete")
     return 0
 
 
-def retention_rules(request: CkptRequest) -> CheckpointConfig:
-    """Returns the run's retention settings from config.json, overridden by flags."""
-    run = read_optional(request.checkpoints.directory.parent / "config.json").get("config", {})
-    rules: dict[str, Any] = {name: int(value) for name, value in run.get("checkpoint", {}).items() if name in RULES}
-    given = {name: number for name in RULES if (number := getattr(request.flags, name)) is not None}
-    return CheckpointConfig(**rules | given)
-
-
-def mark(request: CkptRequest, action: Callable[[Any, int], bool], done: str, unchanged: str) -> int:
+def mark(checkpoints: Checkpoints, flags: CkptFlags, *, pinned: bool) -> int:
     """Pins or unpins each step and prints whether that changed anything."""
-    steps = selected(request)
-    if action is pin:
-        check_readable(request, steps)
+    steps = selected(checkpoints, flags)
+    if pinned:
+        check_readable(checkpoints, steps)
+    done, unchanged = ("pinned", "was pinned already") if pinned else ("no longer pinned", "was not pinned")
     for step in steps:
-        changed = action(request.checkpoints.directory, step)
-        request.say({"step": step, "changed": changed}, f"step {step} {done if changed else unchanged}")
+        changed = (pin if pinned else unpin)(checkpoints.directory, step)
+        say(flags, {"step": step, "changed": changed}, f"step {step} {done if changed else unchanged}")
     return 0
 
 
-def average(request: CkptRequest) -> int:
+def average(checkpoints: Checkpoints, flags: CkptFlags) -> int:
     """Writes the mean of several steps."""
-    flags = request.flags
     if (flags.last is None) == (flags.step is None and flags.steps is None):
         raise BadInput("ckpt average needs one of --last=5 and --steps=10,20,30")
-    steps = newest_clean(list_steps(request.checkpoints.directory), flags.last) if flags.last else selected(request)
-    check_readable(request, steps)
+    steps = newest_clean(list_steps(checkpoints.directory), flags.last) if flags.last else selected(checkpoints, flags)
+    check_readable(checkpoints, steps)
     to, what = flags.to, flags.what
-    done = average_steps(request.checkpoints, steps, to, what, TransferProgress("average"))
+    done = average_steps(checkpoints, steps, to, what, TransferProgress("average"))
     size, names = units.size(done.num_bytes), ", ".join(map(str, steps))
     record = {"to": to, "what": what, "steps": steps, **dataclasses.asdict(done)}
-    request.say(
-        record, f"{to}: step {done.step}, the mean of {what} of steps {names} ({done.num_leaves} leaves, {size})"
-    )
+    line = f"{to}: step {done.step}, the mean of {what} of steps {names} ({done.num_leaves} leaves, {size})"
+    say(flags, record, line)
     return 0
 
 
-def merge(request: CkptRequest) -> int:
+def merge(checkpoints: Checkpoints, flags: CkptFlags) -> int:
     """Writes the weights of a step with its adapters merged."""
-    if len(steps := selected(request, newest=True)) != 1:
+    if len(steps := selected(checkpoints, flags, newest=True)) != 1:
         raise BadInput("ckpt merge_lora merges one step; give --step=N")
-    check_readable(request, steps)
-    to, what = request.flags.to, request.flags.what
-    done = merge_lora(request.checkpoints, steps[0], to, what, TransferProgress("merge_lora"))
+    check_readable(checkpoints, steps)
+    to, what = flags.to, flags.what
+    done = merge_lora(checkpoints, steps[0], to, what, TransferProgress("merge_lora"))
     record = {"to": to, "what": what, **dataclasses.asdict(done)}
     size = units.size(done.num_bytes)
-    request.say(record, f"{to}: step {done.step} with its adapters merged ({done.num_leaves} leaves, {size})")
+    say(flags, record, f"{to}: step {done.step} with its adapters merged ({done.num_leaves} leaves, {size})")
     return 0
 
 
@@ -222,19 +203,19 @@ def newest_clean(facts: Sequence[StepFacts], count: int) -> list[int]:
     return clean[-count:]
 
 
-def check_readable(request: CkptRequest, steps: list[int]) -> None:
+def check_readable(checkpoints: Checkpoints, steps: list[int]) -> None:
     """Raises Stop (CHECKPOINT_CORRUPT) for a step with an invalid record; logs changed files other than arrays."""
     for step in steps:
-        request.checkpoints.read_record(step)
-        request.checkpoints.log_changed_files(step, print_stderr, small=True)
+        checkpoints.read_record(step)
+        checkpoints.log_changed_files(step, print_stderr, small=True)
 
 
-def selected(request: CkptRequest, newest: bool = False) -> list[int]:
+def selected(checkpoints: Checkpoints, flags: CkptFlags, newest: bool = False) -> list[int]:
     """Returns the steps of --step or --steps, ascending; none given: the newest, if `newest`. Raises BadInput."""
-    existing = request.checkpoints.all_steps()
-    if request.flags.step and request.flags.steps:
+    existing = checkpoints.all_steps()
+    if flags.step and flags.steps:
         raise BadInput("give --step or --steps, not both")
-    text = request.flags.steps or request.flags.step
+    text = flags.steps or flags.step
     if text == "all" or text is None and newest:
         return existing if text else existing[-1:]
     assert text is not None, "main() rejects verbs that need steps without them"
@@ -244,13 +225,18 @@ def selected(request: CkptRequest, newest: bool = False) -> list[int]:
     return steps
 
 
-def show(request: CkptRequest, records: Sequence[Mapping[str, Any]], rows: Sequence[Sequence[str]]) -> None:
+def say(flags: CkptFlags, record: Mapping[str, Any], line: str) -> None:
+    """Prints the record as JSON, or the line."""
+    put(json.dumps(record) if flags.json else line)
+
+
+def show(flags: CkptFlags, records: Sequence[Mapping[str, Any]], rows: Sequence[Sequence[str]]) -> None:
     """Prints the records as JSON, or the rows as a table."""
-    if request.flags.json:
+    if flags.json:
         for record in records:
             put(json.dumps(record))
         return
-    put(*table(rows, indent=""))
+    put(*units.table(rows, indent=""))
 
 
 class TransferProgress:
@@ -277,8 +263,8 @@ VERBS = {  # verb: (function, flags, required flags)
     "verify": (verify, STEPS, ()),
     "copy": (copy, (*STEPS, "to"), ("to",)),
     "prune": (prune, (*RULES, "delete"), ()),
-    "pin": (partial(mark, action=pin, done="pinned", unchanged="was pinned already"), STEPS, ("steps",)),
-    "unpin": (partial(mark, action=unpin, done="no longer pinned", unchanged="was not pinned"), STEPS, ("steps",)),
+    "pin": (partial(mark, pinned=True), STEPS, ("steps",)),
+    "unpin": (partial(mark, pinned=False), STEPS, ("steps",)),
     "average": (average, (*STEPS, "last", "what", "to"), ("to",)),
     "merge_lora": (merge, (*STEPS, "what", "to"), ("to",)),
 }
@@ -293,7 +279,7 @@ def main(arguments: Arguments) -> int:
         if name not in arguments.options and not (name == "steps" and "step" in arguments.options):
             raise BadInput(f"ckpt {arguments.subverb} needs --{name}; see jaxscale ckpt --help")
     try:
-        return work(CkptRequest(open_folder(arguments.flags.workdir), arguments.flags))
+        return work(open_folder(arguments.flags.workdir), arguments.flags)
     except Exception as error:
         remote = paths.is_remote(arguments.flags.workdir)
         is_gcsfs_error = type(error).__module__.startswith("gcsfs.")

@@ -16,7 +16,6 @@ from jaxscale.cli import plan_loss
 from jaxscale.config import RunConfig
 from jaxscale.settings import config_file
 from jaxscale.settings.command_line import Arguments, file_to_write, flag, number_flag, positive
-from jaxscale.settings.config_file import config_name
 from jaxscale.settings.help_text import command
 from jaxscale.system.exits import BadInput, Exit, print_stderr, put
 from jaxscale.system.paths import write_json, write_text_atomic
@@ -106,7 +105,7 @@ def main(arguments: Arguments) -> int:
     if given := [name for name in ("flops", "model_size", "write") if name in arguments.options]:
         raise BadInput(f"--{given[0]} proposes a model, and --config names one; give one of them")
     cfg = config_file.load_config(arguments.config, arguments.overrides)
-    return answer(cfg, flags, flags.plan_options(config_name(arguments.config)))
+    return answer(cfg, flags, flags.plan_options(config_file.config_name(arguments.config)))
 
 
 def answer(cfg: RunConfig, flags: PlanFlags, options: PlanOptions) -> Exit:

@@ -31,11 +31,7 @@ MIN_DRAWS = 200
 MAX_NOISE = 0.2  # as a fraction of the loss; a larger number is probably a percentage without %
 NO_FLOOR = 0.05  # E below this fraction of the lowest loss
 FAR = 10.0  # times the FLOPs of the largest run: both trials beyond it, in docs/loss_law.md, missed the interval
-
-
-def number_file(name: str, text: str) -> Any:
-    """Returns the file of --json, which may be in a bucket. Raises BadInput if it cannot be written."""
-    return paths.as_path(text) if paths.is_remote(text) else file_to_write(name, text)
+local_or_remote_file = lambda name, text: paths.as_path(text) if paths.is_remote(text) else file_to_write(name, text)
 
 
 def noise_of(name: str, text: str) -> float:
@@ -71,7 +67,12 @@ class ForecastFlags:
     )
     draws: int = flag(MIN_DRAWS, "bootstrap samples", least=MIN_DRAWS)
     seed: int = flag(0, "seed of the bootstrap", least=0)
-    json: Any = flag(None, "writes all numbers as JSON", "FILE", read=number_file)
+    json: Any = flag(
+        None,
+        "writes all numbers as JSON",
+        "FILE",
+        read=lambda name, text: paths.as_path(text) if paths.is_remote(text) else file_to_write(name, text),
+    )
     loss: bool = flag(False, None)
 
 

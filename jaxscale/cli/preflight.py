@@ -17,7 +17,6 @@ from jaxscale.config import RunConfig
 from jaxscale.program.auto_dtype import device_dtypes
 from jaxscale.settings import config_file
 from jaxscale.settings.command_line import Arguments, file_to_write, flag
-from jaxscale.settings.config_file import config_name
 from jaxscale.settings.help_text import command
 from jaxscale.system.exits import BadInput, Exit, put
 from jaxscale.system.paths import write_json, write_text_atomic
@@ -74,7 +73,7 @@ def main(arguments: Arguments) -> Exit:
 
 def answer(cfg: RunConfig, topology: Topology, flags: PreflightFlags) -> Exit:
     """Prints the report on the config, and on alternatives with --search or if it does not fit. DONE or NO_GO."""
-    name = config_name(flags.config)
+    name = config_file.config_name(flags.config)
     position, recorded = run_to_resume(flags.workdir)
     cfg, dtypes = device_dtypes(cfg, topology.devices[0], recorded)
     put(*map(str, dtypes))

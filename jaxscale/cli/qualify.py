@@ -22,7 +22,6 @@ from jaxscale.runtime.hosts import cluster
 from jaxscale.runtime.hosts.watchdog import Watchdog
 from jaxscale.settings import config_file
 from jaxscale.settings.command_line import Arguments, flag, positive
-from jaxscale.settings.config_file import config_name
 from jaxscale.settings.help_text import command
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Exit
@@ -104,7 +103,7 @@ def main(arguments: Arguments) -> int:
 def model_of(arguments: Arguments) -> tuple[str, RunConfig] | None:
     """Returns (name, config) of --config; None without it."""
     if arguments.config:
-        return config_name(arguments.config), config_file.load_config(arguments.config, arguments.overrides)
+        return config_file.config_name(arguments.config), config_file.load_config(arguments.config, arguments.overrides)
     if arguments.overrides:
         raise BadInput(f"--config.{next(iter(arguments.overrides))} sets a setting of a config; give --config=FILE too")
     return None

@@ -38,12 +38,10 @@ from jaxscale.runtime.run.options import allowed_names
 from jaxscale.runtime.run.resume_checks import recorded_settings
 from jaxscale.settings import config_file
 from jaxscale.settings.command_line import Arguments, flag
-from jaxscale.settings.config_file import config_name
 from jaxscale.settings.help_text import command
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Exit, Stop, first_line, meaning, put
 from jaxscale.system.process import files_as, folder_mode
-from jaxscale.units import table
 
 LEAST_STEPS = KILL_AFTER + 1
 PROBE_BYTES = 32 << 20  # a file as large as those of checkpoints
@@ -141,17 +139,12 @@ def run_straight(rehearsal: Rehearsal, report: RehearsalReport) -> None:
     events = read_events(rehearsal.folder / "straight")
     seconds = max((event["seconds"] for event in events if event["event"] == "saved"), default=None)
     report.add("save", OK, f"{units.size(size)} a checkpoint; time until it was written and read back", seconds)
-    if step_seconds is not None:
-        report_pace(rehearsal, report, step_seconds, seconds)
-
-
-def report_pace(rehearsal: Rehearsal, report: RehearsalReport, step_seconds: float, save_seconds: float | None) -> None:
-    """Reports the duration of the real run, and if its saves take longer than the steps between them."""
-    every = rehearsal.cfg.checkpoint.save_every_steps
-    steps = rehearsal.total_steps
+    if step_seconds is None:
+        return
+    every, steps = rehearsal.cfg.checkpoint.save_every_steps, rehearsal.total_steps
     report.add("the run", NOTE, f"{steps:,} steps, without evaluations and pauses", steps * step_seconds)
-    if every and save_seconds and save_seconds > every * step_seconds:
-        times = f"{every} steps take {units.duration(every * step_seconds)} and a save {units.duration(save_seconds)}: "
+    if every and seconds and seconds > every * step_seconds:
+        times = f"{every} steps take {units.duration(every * step_seconds)} and a save {units.duration(seconds)}: "
         report.add("save", NOTE, times + "the run would wait for its storage; raise checkpoint.save_every_steps")
 
 
@@ -179,14 +172,15 @@ def check_space(rehearsal: Rehearsal, report: RehearsalReport, free: int | None)
 def run_killed(rehearsal: Rehearsal, report: RehearsalReport) -> dict[int, dict]:
     """Kills the same run while it saves, and restarts it. Returns its metrics at the kill."""
     report.begin("kill", f"the same run, killed with SIGKILL after step {KILL_AFTER} while it saves")
-    kill = rehearsal.kill(f"step:{KILL_AFTER}")
-    died = meaning(kill.seen.code)
-    report.add("kill", OK, f"{died} after step {KILL_AFTER}, newest checkpoint {kill.newest}", kill.seen.seconds)
+    newest, seen = rehearsal.kill(f"step:{KILL_AFTER}")
+    metrics = read_metrics(rehearsal.folder / "killed")
+    died = meaning(seen.code)
+    report.add("kill", OK, f"{died} after step {KILL_AFTER}, newest checkpoint {newest}", seen.seconds)
     report.begin("resume", "restarted")
     seen = rehearsal.run("killed")
-    restored = f"restored step {kill.newest} and trained to {rehearsal.steps}; time until the first step"
+    restored = f"restored step {newest} and trained to {rehearsal.steps}; time until the first step"
     report.add("resume", OK, restored, seen.first)
-    return kill.metrics
+    return metrics
 
 
 def compare_runs(rehearsal: Rehearsal, report: RehearsalReport, early: dict[int, dict]) -> None:
@@ -261,7 +255,7 @@ def carry_out(rehearsal: Rehearsal) -> int:
             clean_up(rehearsal, made)
     if not rehearsal.is_first:
         return Exit.DONE if report.goes else Exit.NO_GO
-    put("", *table([("check", "", "takes", "seen"), *report.rows], indent=""), "")
+    put("", *units.table([("check", "", "takes", "seen"), *report.rows], indent=""), "")
     if report.goes:
         put("GO")
         return Exit.DONE
@@ -272,7 +266,7 @@ def carry_out(rehearsal: Rehearsal) -> int:
 def plan_rehearsal(arguments: Arguments) -> Rehearsal:
     """Returns the rehearsal of the command line. Raises BadInput before anything is started."""
     options = arguments.options
-    workdir = arguments.flags.workdir or f"runs/{config_name(arguments.config)}"
+    workdir = arguments.flags.workdir or f"runs/{config_file.config_name(arguments.config)}"
     recorded = lambda: stop_if_unreachable(lambda: recorded_settings(workdir), workdir)
     cfg = config_file.load_config(arguments.config, config_file.with_flags(arguments), recorded)
     if cfg.init.what == "run":

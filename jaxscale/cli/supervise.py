@@ -28,8 +28,7 @@ from jaxscale.cli.attempt import Attempt
 from jaxscale.runtime.checkpoint.folders import all_steps
 from jaxscale.runtime.checkpoint.lineage import read_start_step
 from jaxscale.runtime.hosts.config import host_budgets
-from jaxscale.runtime.hosts.discovery import FLAGS as HOST_FLAGS
-from jaxscale.runtime.hosts.discovery import ProcessInfo, discover_process
+from jaxscale.runtime.hosts.discovery import FLAGS, ProcessInfo, discover_process
 from jaxscale.runtime.monitor.records import Record, append, tail_records
 from jaxscale.settings.command_line import Arguments, flag
 from jaxscale.settings.config_file import config_name
@@ -336,7 +335,7 @@ def process_info_of(command: Sequence[str]) -> ProcessInfo | None:
     """Returns the command's process among several; None for a single one, or for flags that it will reject."""
     flags = flags_of(command)
     try:
-        return discover_process({name: flags[name] for name in HOST_FLAGS if name in flags})
+        return discover_process({name: flags[name] for name in FLAGS if name in flags})
     except BadInput:
         return None
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxscale import units
-from jaxscale.cli.attempt import Child
+from jaxscale.cli.attempt import Attempt
 from jaxscale.cli.shrink import without_extras
 from jaxscale.config import RunConfig
 from jaxscale.runtime.checkpoint.config import CheckpointConfig
@@ -29,13 +29,13 @@ from jaxscale.runtime.monitor.records import read_records
 from jaxscale.settings.config_file import file_text
 from jaxscale.system import paths
 from jaxscale.system.exits import Exit, Stop, may_start_again, meaning
-from jaxscale.units import table
 
 SAVE_EVERY = 3
 KILL_AFTER = 2 * SAVE_EVERY + 1
 RUNS = ("straight", "killed")
 POLL_SECONDS = 0.2
 REMOTE_POLL_SECONDS = 2.0  # each poll of a bucket is a request
+SKIPPED_LINE = re.compile(r"\s*(-*$|For simplicity, JAX has removed its internal frames)")  # also matches blank lines
 STEP_LINE = re.compile(r"^step (\d+)/\d+  loss", re.MULTILINE)
 
 
@@ -48,27 +48,13 @@ def comparable(cfg: RunConfig, keep_last: int) -> RunConfig:
     return dataclasses.replace(without_extras(cfg), **changes)
 
 
-@dataclasses.dataclass
-class Watched:
-    """Exit code and step times of a child process, in seconds since its start."""
+class Watched(NamedTuple):
+    """A training that was followed to its end."""
 
-    code: int = 0
-    seconds: float = 0.0
-    steps: dict[int, float] = dataclasses.field(default_factory=dict)  # time of each step's log line
-
-    @property
-    def first(self) -> float | None:
-        """Time of the first step."""
-        return min(self.steps.values(), default=None)
-
-
-class Kill(NamedTuple):
-    """One kill of a run."""
-
-    begin: int  # the checkpoint from which it had resumed, or 0
-    newest: int  # the newest checkpoint after the kill
-    metrics: dict[int, dict]  # logged before the kill, by step
-    seen: Watched
+    begin: int  # the checkpoint from which it resumed, or 0
+    code: int
+    seconds: float
+    first: float | None  # seconds until its first step
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,14 +71,15 @@ class TwoRuns:
     is_first: bool = True  # of several processes
     name: str = ""  # of this process among several, for its files
 
-    def start(self, run: str, kill_at: str = "") -> Child:
-        """Starts the training in FOLDER/run."""
+    def start(self, run: str, kill_at: str = "") -> Attempt:
+        """Starts the training in FOLDER/run, with its output in log(run)."""
         config = self.log(f"config{self.name}").with_suffix(".py")
         self.logs.mkdir(parents=True, exist_ok=True)
         paths.write_text_atomic(config, file_text(self.trained))
         crash = {"JAXSCALE_CRASH_AT": kill_at} if kill_at and self.is_first else {}
         flags = [f"--config={config}", f"--workdir={self.folder / run}"]
-        return Child([*self.command, *flags], self.log(run), {**self.env, **crash})
+        with self.log(run).open("ab") as file:
+            return Attempt([*self.command, *flags], {**self.env, **crash}, output=file.fileno())
 
     def log(self, run: str) -> pathlib.Path:
         """Returns the log file of a run."""
@@ -104,53 +91,57 @@ class TwoRuns:
 
     def run(self, run: str, kill_at: str = "") -> Watched:
         """Starts or resumes a run and watches it to its end. Raises Stop if that, or the resume, is not as expected."""
-        begin = self.newest() if run == "killed" else 0
-        child = self.start(run, kill_at)
-        seen = watch(child, checkpoints_of(self.folder / run), self.steps, self.say)
-        expected = seen.code == (-signal.SIGKILL if kill_at else 0)
-        if not (expected or kill_at and not self.is_first and may_start_again(seen.code)):
-            code = Exit(seen.code) if seen.code and seen.code in list(Exit) else Exit.ERROR
+        begin, log = self.newest() if run == "killed" else 0, self.log(run)
+        code, seconds, first = self.watch(self.start(run, kill_at), run)
+        expected = code == (-signal.SIGKILL if kill_at else 0)
+        if not (expected or kill_at and not self.is_first and may_start_again(code)):
             instead = "it should have been killed, but: " if kill_at else ""
-            raise Stop(code, f"{instead}{meaning(seen.code)}: {child.tail()}")
-        if begin and self.is_first and f"going on from step {begin}" not in child.log.read_text("utf-8", "replace"):
-            raise Stop(Exit.ERROR, f"it did not resume from step {begin}; see {child.log}")
-        return seen
+            reason = f"{instead}{meaning(code)}: {last_line(log)}"
+            raise Stop(Exit(code) if code and code in list(Exit) else Exit.ERROR, reason)
+        if begin and self.is_first and f"going on from step {begin}" not in log.read_text("utf-8", "replace"):
+            raise Stop(Exit.ERROR, f"it did not resume from step {begin}; see {log}")
+        return Watched(begin, code, seconds, first)
 
-    def kill(self, point: str) -> Kill:
-        """Starts or resumes the run and kills it at a point of system/faults.py. Raises Stop as `run` does."""
-        begin = self.newest()
+    def watch(self, attempt: Attempt, run: str) -> tuple[int, float, float | None]:
+        """Reports each step and checkpoint until the end. Returns (code, seconds, seconds until the first step)."""
+        checkpoints, log, began = checkpoints_of(self.folder / run), self.log(run), time.monotonic()
+        saved, already = set(checkpoints.all_steps()), len(log.read_text("utf-8", "replace"))
+        pause = REMOTE_POLL_SECONDS if paths.is_remote(checkpoints.directory) else POLL_SECONDS
+        done: dict[int, float] = {}  # {step: seconds until its line in the log}
+        try:
+            running = True
+            while running:
+                running = attempt.running()  # before reading, so that its last output is seen
+                now = time.monotonic() - began
+                for step in map(int, STEP_LINE.findall(log.read_text("utf-8", "replace")[already:])):
+                    if done.setdefault(step, now) == now:
+                        self.say(f"  step {step} of {self.steps}, {units.duration(now)} after its start")
+                for step in checkpoints.all_steps():
+                    if step not in saved:
+                        saved.add(step)
+                        self.say(f"  checkpoint {step} is committed")
+                if running:
+                    time.sleep(pause)
+        finally:
+            attempt.kill_group()
+            code = attempt.wait()
+        return code, time.monotonic() - began, min(done.values(), default=None)
+
+    def kill(self, point: str) -> tuple[int, Watched]:
+        """Starts or resumes the run and kills it at a point of system/faults.py. Returns (newest checkpoint, its end).
+
+        Raises Stop as `run` does, and without a checkpoint.
+        """
         seen = self.run("killed", point)
         if not (newest := self.newest()):
             raise Stop(Exit.ERROR, f"{meaning(seen.code)} at {point}, it left no checkpoint to resume from")
-        return Kill(begin, newest, read_metrics(self.folder / "killed"), seen)
+        return newest, seen
 
 
-def watch(child: Child, checkpoints: Checkpoints, steps: int, say: Callable[[str], None]) -> Watched:
-    """Follows the child until it ends, reporting each step and checkpoint."""
-    began, seen = time.monotonic(), Watched()
-    known = set(checkpoints.all_steps())
-    already = len(child.log.read_text("utf-8", "replace"))
-    pause = REMOTE_POLL_SECONDS if paths.is_remote(checkpoints.directory) else POLL_SECONDS
-    try:
-        running = True
-        while running:
-            running = child.attempt.running()  # before reading, so that its last output is seen
-            now = time.monotonic() - began
-            for step in map(int, STEP_LINE.findall(child.log.read_text("utf-8", "replace")[already:])):
-                if step not in seen.steps:
-                    seen.steps[step] = now
-                    say(f"  step {step} of {steps}, {units.duration(now)} after its start")
-            for step in checkpoints.all_steps():
-                if step not in known:
-                    known.add(step)
-                    say(f"  checkpoint {step} is committed")
-            if running:
-                time.sleep(pause)
-    finally:
-        child.attempt.kill_group()
-        seen.code = child.attempt.wait()
-    seen.seconds = time.monotonic() - began
-    return seen
+def last_line(log: pathlib.Path) -> str:
+    """Returns the last line of a log, skipping JAX's note after a traceback."""
+    lines = [line for line in log.read_text("utf-8", "replace").splitlines() if not SKIPPED_LINE.match(line)]
+    return lines[-1] if lines else f"it printed nothing to {log}"
 
 
 SHOWN_DIFFERENCES = 6
@@ -177,7 +168,7 @@ class RunComparison:
         more = len(self.differences) - len(shown)
         shown += [f"  and {more} more"] if more else []
         verdict = "resume: exact" if self.passes else f"resume: NOT exact, {len(self.differences)} differences"
-        return [*table([("compared", "how much", "differing"), *self.rows], indent=""), verdict, *shown]
+        return [*units.table([("compared", "how much", "differing"), *self.rows], indent=""), verdict, *shown]
 
 
 def read_metrics(workdir: Any, *, timing: bool = False) -> dict[int, dict[str, Any]]:

@@ -348,13 +348,8 @@ def frame_text(history: History, size: os.terminal_size, stream: TextIO, *, colo
     encoding = getattr(stream, "encoding", None) or "ascii"
     unicode = "utf" in encoding.lower()
     lines = frame(history, time.time(), size.columns, size.lines - 1, unicode=unicode)
-    painted = [
-        f"{COLOURS[line.colour]}{printable(line.text)}{PLAIN}"
-        if colour and line.colour
-        else printable(line.text).rstrip()
-        for line in lines
-    ]
-    text = "\n".join(painted)
+    paint = lambda text, name: f"{COLOURS[name]}{text}{PLAIN}" if colour and name else text.rstrip()
+    text = "\n".join(paint(printable(line.text), line.colour) for line in lines)
     return text if unicode else text.encode(encoding, "replace").decode(encoding)
 
 

@@ -4,7 +4,8 @@ import os
 import signal
 import sys
 
-from jaxscale.cli.attempt import Attempt, Child
+from jaxscale.cli.attempt import Attempt
+from jaxscale.cli.two_runs import last_line
 
 
 def test_a_signal_to_a_command_that_has_ended_does_not_reap_it():
@@ -28,7 +29,7 @@ def test_nothing_is_sent_once_the_number_may_be_anothers(monkeypatch):
 
 def test_the_last_line_of_a_traceback_is_the_error_and_not_the_note_that_jax_adds(tmp_path):
     program = "import jax; jax.jit(lambda x: x.reshape(3))(jax.numpy.ones(2))"
-    child = Child([sys.executable, "-c", program], tmp_path / "log")
-    assert child.attempt.wait() == 1
+    with (tmp_path / "log").open("wb") as log:
+        assert Attempt([sys.executable, "-c", program], output=log.fileno()).wait() == 1
     assert "For simplicity, JAX has removed" in (tmp_path / "log").read_text().splitlines()[-1]
-    assert child.tail().startswith("TypeError: cannot reshape array")
+    assert last_line(tmp_path / "log").startswith("TypeError: cannot reshape array")

@@ -181,7 +181,7 @@ def test_the_runs_of_a_proof_take_each_config_that_training_takes(tmp_path, give
     rehearsed = rehearse.plan_rehearsal(parse(words, rehearse.RehearseFlags)).trained
     for cfg in (wanted, rehearsed):
         shared = dict(folder=tmp_path, logs=tmp_path, steps=STEPS, env={}, say=print)
-        TwoRuns(trained=cfg, command=["true"], **shared).start("straight").attempt.wait()
+        TwoRuns(trained=cfg, command=["true"], **shared).start("straight").wait()
         found = load_config(str(tmp_path / "config.py"))
         assert as_read(found) == as_read(cfg) and found.train_tokens == cfg.train_tokens
     assert rehearsed.evals == load_config("configs/quickstart.py", parse(flags).overrides).evals

@@ -68,7 +68,7 @@ def open_run(
         return None
     check_early_decay(folder.cfg, start)
     evaluators = open_evals(folder.cfg, start.corpus)
-    program = make_program_for(folder.cfg, start, make_program)
+    program = add_remaining_stages(make_program(folder.cfg, start.budget.without_ramps), start)
     log_program(program, start.budget, start.mixture, evaluators, log)
     folder.checkpoints.check_room(program.abstract_state)  # before compilation
     start, state, program = restore_start(folder, start, program)
@@ -104,25 +104,17 @@ def reopen(run: OpenedRun, checkpoints: TieredCheckpoints | None = None) -> Open
     folder = dataclasses.replace(folder, checkpoints=checkpoints)
     start = resolve_start(folder, checkpoints.newest_readable(folder.log), parts.corpus)
     check_early_decay(folder.cfg, start)
+    program = parts.program  # of which a rewind can return to an earlier stage
     if start.budget != parts.budget:
-        program = make_program_for(folder.cfg, start, parts.make_program)
-    else:
-        program = add_remaining_stages(parts.program, start)  # a rewind can return to an earlier stage
+        program = parts.make_program(folder.cfg, start.budget.without_ramps)
+    program = add_remaining_stages(program, start)
     start, state, program = restore_start(folder, start, program)
     parts = dataclasses.replace(parts, budget=start.budget, program=program)
     return assemble(folder, start, parts, state)
 
 
-def make_program_for(cfg: RunConfig, start: Start, make_program: Callable[[RunConfig, Budget], Program]) -> Program:
-    """Returns the program with the remaining stages of batch_ramp and seq_len_ramp.
-
-    Raises BadInput for a remaining stage that does not fit the devices.
-    """
-    return add_remaining_stages(make_program(cfg, start.budget.without_ramps), start)
-
-
 def add_remaining_stages(program: Program, start: Start) -> Program:
-    """Adds missing stages that this start needs. Raises as make_program_for."""
+    """Adds the stages of batch_ramp and seq_len_ramp that remain. Raises BadInput for one that does not fit devices."""
     try:
         return add_stages(program, start.budget, start.remaining_stages)
     except BadInput as error:
