@@ -44,11 +44,8 @@ def prepare(
     how = dict(keep_work=keep_work, strict=strict)
     with storage_errors(folder):
         plan = engine.make_plan(recipe)
-        if executor is not None:
-            engine.prepare(plan, folder, executor, progress, **how)
-        else:
-            with LocalExecutor(os.cpu_count() or 1) as local:
-                engine.prepare(plan, folder, local, progress, **how)
+        with contextlib.nullcontext(executor) if executor else LocalExecutor(os.cpu_count() or 1) as tasks:
+            engine.prepare(plan, folder, tasks, progress, **how)
         publish_indexes(folder, recipe.rows, progress.say)  # existing indexes are not changed
     if is_remote(output):
         progress.say(f"copying to {output}")

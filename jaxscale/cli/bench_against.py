@@ -25,13 +25,12 @@ def compare(ours: Sequence[str], commands: Sequence[str], *, rounds: int, say: C
     object that a command prints on a line; it must have tok_s. ours: arguments. commands: shell text, optionally with
     NAME=VALUE in front; not run by a shell. Raises BadInput for a command that fails or prints no record.
     """
-    lines = [list(ours), *(split_command(command) for command in commands)]
-    environments = [our_environment(), *([shell_environment()] * len(commands))]
-    names = [OURS, *commands]
-    records: list[list[dict[str, Any]]] = [[] for _ in lines]
+    theirs = [(split_command(command), shell_environment(), command) for command in commands]
+    sides = [(list(ours), our_environment(), OURS), *theirs]
+    records: list[list[dict[str, Any]]] = [[] for _ in sides]
     for number in range(1, rounds + 1):
-        for line, environment, name, found in zip(lines, environments, names, records):
-            found.append(run_one(line, environment, name))
+        for (words, environment, name), found in zip(sides, records):
+            found.append(run_one(words, environment, name))
             say(f"round {number} of {rounds}: {found[-1]['tok_s']:>10,.0f} tokens/s  {name}")
     others = [dict(command=command, records=found) for command, found in zip(commands, records[1:])]
     return {"ours": records[0], "others": others}

@@ -240,15 +240,13 @@ def carry_out(rehearsal: Rehearsal) -> int:
     """Rehearses, prints the table and the verdict, and cleans up unless it is NO-GO. Returns the exit code."""
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM cleans up, too
     made, keep_folder = missing_folders(rehearsal.workdir), False
-    report, began = RehearsalReport(put), time.monotonic()
+    report = RehearsalReport(put)
     try:
-        try:
-            rehearse(rehearsal, report)
-        except Stop as stop:
-            report.add(report.phase, NO, str(stop))
-        if report.goes:
-            report.add("rehearsal", OK, "all of it", time.monotonic() - began)
+        rehearse(rehearsal, report)
         keep_folder = not report.goes
+    except Stop as stop:
+        report.add(report.phase, NO, str(stop))
+        keep_folder = True
     finally:  # an interrupted rehearsal is deleted
         signal.signal(signal.SIGTERM, previous)
         if not keep_folder and rehearsal.is_first:
@@ -300,6 +298,7 @@ def plan_rehearsal(arguments: Arguments) -> Rehearsal:
 
 def rehearse(rehearsal: Rehearsal, report: RehearsalReport) -> None:
     """Runs all phases. Raises Stop at one that fails."""
+    began = time.monotonic()
     free = try_storage(rehearsal, report) if rehearsal.is_first else None
     run_straight(rehearsal, report)
     if rehearsal.is_first:
@@ -307,6 +306,8 @@ def rehearse(rehearsal: Rehearsal, report: RehearsalReport) -> None:
     early = run_killed(rehearsal, report)
     if rehearsal.is_first:
         compare_runs(rehearsal, report, early)
+    if report.goes:
+        report.add("rehearsal", OK, "all of it", time.monotonic() - began)
 
 
 def missing_folders(workdir: str) -> list[pathlib.Path]:

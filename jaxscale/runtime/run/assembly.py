@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -74,8 +74,7 @@ def assemble(folder: RunFolder, start: Start, parts: Parts, state: TrainState) -
     """Returns the run from this start on. Writes its record and opens its metrics file."""
     cfg, program, done = folder.cfg, parts.program, start.steps_done
     record = make_record(folder, start, program)
-    services, writer, facts = open_writer(folder, start, record)
-    note_start(services, folder, start, record, facts)
+    services, writer = open_writer(folder, start, record)
     batches = start.corpus.batches(start.sizes, start.mixture)
     chip = find_chip(program.mesh.devices.flat[0].device_kind)
     return OpenedRun(
@@ -157,10 +156,10 @@ def make_record(folder: RunFolder, start: Start, program: Program) -> dict[str, 
     return redacted(record)
 
 
-def open_writer(folder: RunFolder, start: Start, record: dict[str, Any]) -> tuple[Services, Writer, Mapping[str, Any]]:
-    """Returns (services that pass events to the health rules, metrics writer, start facts of the goodput ledger).
+def open_writer(folder: RunFolder, start: Start, record: dict[str, Any]) -> tuple[Services, Writer]:
+    """Returns (services that pass events to the health rules, metrics writer).
 
-    Writes config.json and the tokenizer on the first process.
+    Writes config.json and the tokenizer on the first process, and the started or resumed event.
     """
     cfg, path, services, corpus = folder.cfg, folder.path, folder.services, start.corpus
     primary = jax.process_index() == 0
@@ -180,19 +179,13 @@ def open_writer(folder: RunFolder, start: Start, record: dict[str, Any]) -> tupl
     make = functools.partial(Writer, path, cfg.monitor, start.budget.total_steps, start.steps_done)
     writer = stop_if_unwritable(lambda: make(primary=primary, vitals=services.vitals, diagnosis=diagnosis), path)
     writer.console.tokens_after = start.tokens_after  # the ETA with growing batches
-    return services, writer, facts
-
-
-def note_start(
-    services: Services, folder: RunFolder, start: Start, record: Mapping[str, Any], facts: Mapping[str, Any]
-) -> None:
-    """Writes the started or resumed event, with the changes since the last start."""
     if start.source:
         services.note("branch", start.steps_done, ancestor=redacted(start.source.ancestry[0]))
     changed = record["changed"][-len(start.changes) :] if start.changes else []
     details = redacted({"changed": changed, "replay": folder.options.replay, **facts})
     kind = "started" if start.step is None else "resumed"
     services.note(kind, start.steps_done, **details, devices=record["devices"])
+    return services, writer
 
 
 def data_position(start: Start, seed: int, step: int) -> dict[str, Any]:

@@ -75,9 +75,10 @@ def with_replayed(
     return dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, skip_batches=ranges)), decisions
 
 
-def check_same_length(budget: Budget, old_workdir: str) -> None:
-    """Raises Stop(CONFIG_MISMATCH) if the run to replay has another number of steps or other batch sizes."""
-    old = paths.read_json(paths.as_path(old_workdir) / "config.json")["budget"]
+def check_same_schedule(budget: Budget, mixture: Mixture | None, old_workdir: str) -> None:
+    """Raises Stop(CONFIG_MISMATCH) if the run to replay has other steps, batch sizes or starts of mixture stages."""
+    record = paths.read_json(paths.as_path(old_workdir) / "config.json")
+    old = record["budget"]
     if old["total_steps"] != budget.total_steps:
         raise cannot_replay(
             f"--replay={old_workdir}: that run has {old['total_steps']} steps and this one {budget.total_steps}, so "
@@ -90,13 +91,8 @@ def check_same_length(budget: Budget, old_workdir: str) -> None:
                 f"--replay={old_workdir}: the stages of {setting}, as [first batch, size], were {old_stages} there and "
                 f"would be {stages}: its train_tokens changed when they were over; it cannot be replayed"
             )
-
-
-def check_same_starts(mixture: Mixture, old_workdir: str) -> None:
-    """Raises Stop(CONFIG_MISMATCH) if mixture stages of the run to replay began at other batches."""
-    old = paths.read_json(paths.as_path(old_workdir) / "config.json").get("mixture") or {}
-    starts = old.get("starts", mixture.starts)  # an earlier version recorded none
-    if starts != mixture.starts:
+    starts = (record.get("mixture") or {}).get("starts")  # an earlier version recorded none
+    if mixture is not None and starts not in (None, mixture.starts):
         raise cannot_replay(
             f"--replay={old_workdir}: the first batches of the stages of data.mixture were {starts} there and would be "
             f"{dict(mixture.starts)}: its train_tokens changed when they had begun; it cannot be replayed"

@@ -21,7 +21,7 @@ from jaxscale.runtime.run import resume_checks
 from jaxscale.runtime.run.branching import check_branch, check_longer
 from jaxscale.runtime.run.changes import Change
 from jaxscale.runtime.run.options import RunOptions
-from jaxscale.runtime.run.replay import check_same_length, check_same_starts, read_decisions
+from jaxscale.runtime.run.replay import check_same_schedule, read_decisions
 from jaxscale.runtime.training.decisions import Decisions
 from jaxscale.runtime.training.loop_services import Services
 from jaxscale.system import paths
@@ -113,8 +113,6 @@ def resolve_start(folder: RunFolder, step: int | None, corpus: Corpus | None = N
     planned = budget
     if decay := (folder.replayed or decisions.up_to(done)).decay:
         budget = dataclasses.replace(budget, total_steps=decay.until, decay_start=decay.step)
-    if options.replay:
-        check_same_length(budget, options.replay)
     skipped = resume_checks.check_same_data(cfg, corpus, before, done, decisions)
     reason = nothing_to_do(done, budget.total_steps, options.stop_after)
     start = Start(step, recorded, changes, decisions, source, corpus, budget, skipped, reason)
@@ -123,8 +121,8 @@ def resolve_start(folder: RunFolder, step: int | None, corpus: Corpus | None = N
     detours = (folder.replayed or decisions).detours
     num_batches = start.batch_of(planned.total_steps - 1) + 1  # an early decay does not move mixture stages
     mixture = corpus.plan_mixture(start.sizes, planned.total_steps, num_batches, detours=detours, begun=position.begun)
-    if options.replay and mixture is not None:
-        check_same_starts(mixture, options.replay)
+    if options.replay:
+        check_same_schedule(budget, mixture, options.replay)
     resume_checks.check_same_past(start.sizes, budget.row_tokens(cfg.seq_len), mixture, before, done, folder.log)
     transforms = corpus.open_transforms(corpus.batches(start.sizes, mixture), start.batch_of(done))
     return dataclasses.replace(start, detours=detours, mixture=mixture, transforms=transforms)
