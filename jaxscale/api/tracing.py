@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxscale import schema
 from jaxscale.config import RunConfig
@@ -25,8 +25,7 @@ from jaxscale.system.exits import BadInput, print_stderr
 from jaxscale.units import BatchSizes, recorded_sizes
 
 
-@dataclasses.dataclass(frozen=True)
-class TracedRun:
+class TracedRun(NamedTuple):
     """A run opened for tracing."""
 
     ledger: Ledger
@@ -104,8 +103,7 @@ def plan_batches(
     return Ledger(corpus, corpus.batches(sizes, mixture), skipped)
 
 
-@dataclasses.dataclass(frozen=True)
-class TracedPiece:
+class TracedPiece(NamedTuple):
     """A part of a document in a batch."""
 
     step: int | None  # that trains on the batch; None for a skipped batch
@@ -123,8 +121,7 @@ class TracedPiece:
         return found | ({} if self.text is None else {"text": self.text})
 
 
-@dataclasses.dataclass(frozen=True)
-class BatchTrace:
+class BatchTrace(NamedTuple):
     """The pieces of a step's batch, or every piece of a document."""
 
     run: TracedRun

@@ -4,7 +4,7 @@ import dataclasses
 import datetime
 import numbers
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 
@@ -103,8 +103,7 @@ class TextWriter:
         self.say(text)
 
 
-@dataclasses.dataclass(frozen=True)
-class TextPiece:
+class TextPiece(NamedTuple):
     """A part of a text, or its end."""
 
     prompt: str

@@ -52,8 +52,7 @@ class TimedFeed:
         return self.next()
 
 
-@dataclasses.dataclass(frozen=True)
-class LoopTimes:
+class LoopTimes(NamedTuple):
     """Times of one segment of the loop."""
 
     seconds: float

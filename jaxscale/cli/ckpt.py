@@ -78,7 +78,7 @@ def open_folder(workdir: str) -> Checkpoints:
     return checkpoints
 
 
-def list_(checkpoints: Checkpoints, flags: CkptFlags) -> int:
+def list_(checkpoints: Checkpoints, flags: CkptFlags) -> None:
     """Prints the facts of every step."""
     facts = list_steps(checkpoints.directory)
     rows = [("step", "saved", "size", "health", "validation/loss", "verified", "pinned")]
@@ -93,7 +93,6 @@ def list_(checkpoints: Checkpoints, flags: CkptFlags) -> int:
             print_stderr(f"step {fact.step} cannot be restored: {fact.problem}")
         if fact.missing:
             print_stderr(f"step {fact.step} lacks {' and '.join(fact.missing)}; jaxscale ckpt verify reads all of it")
-    return 0
 
 
 def verify(checkpoints: Checkpoints, flags: CkptFlags) -> int:
@@ -116,7 +115,7 @@ def verify(checkpoints: Checkpoints, flags: CkptFlags) -> int:
     return Exit.CHECKPOINT_CORRUPT if bad else 0
 
 
-def copy(checkpoints: Checkpoints, flags: CkptFlags) -> int:
+def copy(checkpoints: Checkpoints, flags: CkptFlags) -> None:
     """Copies the steps, oldest first."""
     for step in selected(checkpoints, flags, newest=True):
         done = copy_step(checkpoints, step, flags.to, TransferProgress(f"step {step}"))
@@ -124,10 +123,9 @@ def copy(checkpoints: Checkpoints, flags: CkptFlags) -> int:
         record = {"step": step, "to": flags.to, **dataclasses.asdict(done)}
         line = f"step {step}: {done.num_files} files, {units.size(done.num_bytes)}{copied_before}, verified in"
         say(flags, record, f"{line} {flags.to}")
-    return 0
 
 
-def prune(checkpoints: Checkpoints, flags: CkptFlags) -> int:
+def prune(checkpoints: Checkpoints, flags: CkptFlags) -> None:
     """Prints which steps are retained and the reason, and deletes the others with --delete."""
     folder, delete = checkpoints.directory, flags.delete
     facts = list_steps(folder)
@@ -150,10 +148,9 @@ def prune(checkpoints: Checkpoints, flags: CkptFlags) -> int:
     show(flags, records, rows)
     if unneeded and not delete:
         print_stderr(f"{units.size(sum(f.num_bytes for f in unneeded))} would be free: run it again with --delete")
-    return 0
 
 
-def mark(checkpoints: Checkpoints, flags: CkptFlags, *, pinned: bool) -> int:
+def mark(checkpoints: Checkpoints, flags: CkptFlags, *, pinned: bool) -> None:
     """Pins or unpins each step and prints whether that changed anything."""
     steps = selected(checkpoints, flags)
     if pinned:
@@ -162,10 +159,9 @@ def mark(checkpoints: Checkpoints, flags: CkptFlags, *, pinned: bool) -> int:
     for step in steps:
         changed = (pin if pinned else unpin)(checkpoints.directory, step)
         say(flags, {"step": step, "changed": changed}, f"step {step} {done if changed else unchanged}")
-    return 0
 
 
-def average(checkpoints: Checkpoints, flags: CkptFlags) -> int:
+def average(checkpoints: Checkpoints, flags: CkptFlags) -> None:
     """Writes the mean of several steps."""
     if (flags.last is None) == (flags.step is None and flags.steps is None):
         raise BadInput("ckpt average needs one of --last=5 and --steps=10,20,30")
@@ -177,10 +173,9 @@ def average(checkpoints: Checkpoints, flags: CkptFlags) -> int:
     record = {"to": to, "what": what, "steps": steps, **dataclasses.asdict(done)}
     line = f"{to}: step {done.step}, the mean of {what} of steps {names} ({done.num_leaves} leaves, {size})"
     say(flags, record, line)
-    return 0
 
 
-def merge(checkpoints: Checkpoints, flags: CkptFlags) -> int:
+def merge(checkpoints: Checkpoints, flags: CkptFlags) -> None:
     """Writes the weights of a step with its adapters merged."""
     if len(steps := selected(checkpoints, flags, newest=True)) != 1:
         raise BadInput("ckpt merge_lora merges one step; give --step=N")
@@ -190,7 +185,6 @@ def merge(checkpoints: Checkpoints, flags: CkptFlags) -> int:
     record = {"to": to, "what": what, **dataclasses.asdict(done)}
     size = units.size(done.num_bytes)
     say(flags, record, f"{to}: step {done.step} with its adapters merged ({done.num_leaves} leaves, {size})")
-    return 0
 
 
 def newest_clean(facts: Sequence[StepFacts], count: int) -> list[int]:

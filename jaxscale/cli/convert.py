@@ -40,8 +40,8 @@ class ConvertFlags(ConvertOptions):
 
 
 @command(ConvertFlags, alone="--help")
-def main(arguments: Arguments) -> int:
-    """Converts and returns the exit code."""
+def main(arguments: Arguments) -> None:
+    """Converts."""
     flags = arguments.flags
     done = convert(flags, say=print_stderr, progress=TransferProgress)
     left_out = done["config"]["left_out"] if flags.from_ else []
@@ -49,7 +49,6 @@ def main(arguments: Arguments) -> int:
         more = f" and {len(left_out) - 3} more" if len(left_out) > 3 else ""
         print_stderr(f"left out, as the model does not use them: {', '.join(left_out[:3])}{more}")
     put(json.dumps(done) if flags.json else import_line(done) if flags.from_ else export_line(done, flags.adapter))
-    return 0
 
 
 def import_line(done: Mapping[str, Any]) -> str:

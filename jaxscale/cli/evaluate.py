@@ -78,8 +78,8 @@ class EvaluateFlags(ModelFlags):
 
 
 @command(EvaluateFlags, without=cluster.HostFlags)
-def main(arguments: Arguments) -> int:
-    """Evaluates the model and returns the exit code."""
+def main(arguments: Arguments) -> None:
+    """Evaluates the model."""
     flags, options = arguments.flags, arguments.options
     request, mesh = read_request(flags), read_mesh(flags.mesh)
     if flags.devices:
@@ -93,13 +93,13 @@ def main(arguments: Arguments) -> int:
         steps = selected_steps(flags, say)
         model = flags.open(mesh, steps[0], say)
         measure = measuring.make_measure(request, model, say)
-        return evaluate_steps(flags, model, steps, measure, say, first)
+        evaluate_steps(flags, model, steps, measure, say, first)
 
 
 def evaluate_steps(
     flags: EvaluateFlags, model: LoadedModel, steps: Sequence[int | None], measure: Measure, say: Callable, first: bool
-) -> int:
-    """Evaluates each step, prints and saves the metrics, and returns the exit code."""
+) -> None:
+    """Evaluates each step, and prints and saves the metrics."""
     workdir = paths.as_path(model.path).parent.parent
     as_json, saves = flags.json, flags.steps is not None or flags.save
     records = []
@@ -121,7 +121,6 @@ def evaluate_steps(
         show_table(records) if flags.steps is not None else show_lines(records[-1])
     if saves:
         say(f"{workdir}/evals.jsonl has the numbers, {workdir}/evals.html the curves")
-    return 0
 
 
 def read_request(flags: EvaluateFlags) -> EvalRequest:

@@ -97,8 +97,8 @@ SUBVERBS = {name: tuple(field.name for field in dataclasses.fields(LabFlags)) fo
 
 
 @command(LabFlags, subverbs=SUBVERBS)
-def main(arguments: Arguments) -> int:
-    """Runs the experiment and returns the exit code."""
+def main(arguments: Arguments) -> None:
+    """Runs the experiment."""
     flags, name = arguments.flags, arguments.subverb
     check_flags(flags, name)
     base = base_of(arguments)
@@ -128,12 +128,11 @@ def main(arguments: Arguments) -> int:
     try:
         found = experiment.answer(base, options, run)
     except DryRunEnd:
-        return 0
+        return
     put("", experiment.question, *(f"  {capital(line)}" for line in found.verdict))
     page = work / f"{name}.html"
     paths.write_text_atomic(page, lab_page(name, experiment, base, list(seen.values()), found))
     put(page.absolute().as_uri() if not paths.is_remote(str(page)) else str(page))
-    return 0
 
 
 def base_of(arguments: Arguments) -> Base:

@@ -74,8 +74,8 @@ class PrepareFlags:
 
 
 @command(PrepareFlags, settings=PrepareConfig, passes_on=True)
-def main(arguments: Arguments) -> int:
-    """Prepares the set and returns the exit code."""
+def main(arguments: Arguments) -> None:
+    """Prepares the set."""
     flags, progress = arguments.flags, PrepareProgress()
     output, folder = flags.output, pathlib.Path(flags.output).expanduser()
     if not output and not flags.plan:
@@ -85,19 +85,19 @@ def main(arguments: Arguments) -> int:
     if flags.report:
         rewrite_report(folder)
         progress.say(f"wrote {output}/report.html")
-        return 0
+        return
     if flags.index:
         rows = load_rows(arguments.config, arguments.overrides)
         with storage_errors(folder):
             publish_indexes(folder, rows, progress.say)
-        return 0
+        return
     if flags.export:
         progress.say(export(folder, flags.export))
-        return 0
+        return
     recipe = load_recipe(arguments.config, arguments.overrides, flags.input)
     if flags.plan:
         progress.say(describe(make_plan(recipe)))
-        return 0
+        return
     if flags.work_dir and not is_remote(output):
         raise BadInput(f"--work_dir is for an output under gs://; --output={output} keeps its work in itself")
     if is_remote(output) and not flags.work_dir:
@@ -110,7 +110,6 @@ def main(arguments: Arguments) -> int:
         f"tokenizer {made['tokenizer']['name']}"
     )
     progress.say(f"{output}: complete; look at report.html, train with --config.data.files={output}/manifest.json")
-    return 0
 
 
 def load_recipe(file: str, overrides: Mapping[str, str], input: str | None) -> PrepareConfig:

@@ -54,8 +54,8 @@ class ReportFlags:
 
 
 @command(ReportFlags)
-def main(arguments: Arguments) -> int:
-    """Writes or serves the page and returns the exit code."""
+def main(arguments: Arguments) -> None:
+    """Writes or serves the page."""
     flags = arguments.flags
     if not flags.workdir:
         raise BadInput("--workdir must be given: the folder of a run; several are compared")
@@ -75,10 +75,9 @@ def main(arguments: Arguments) -> int:
     hint = "" if flags.card else "; open it in a browser:"
     put(f"{output}: {', '.join(flags.workdir)}, {units.size(len(page.encode()))}{hint}")
     put(output if paths.is_remote(output) or flags.card else paths.as_path(output).absolute().as_uri())
-    return 0
 
 
-def serve(workdirs: Sequence[str], price: float | None, port: int) -> int:
+def serve(workdirs: Sequence[str], price: float | None, port: int) -> None:
     """Serves the page to this machine only, until Ctrl-C."""
     pages = Pages(lambda version: make_page(read_all(workdirs), price=price, version=version), workdirs)
     pages.page()  # raises errors of the folders before serving
@@ -88,4 +87,3 @@ def serve(workdirs: Sequence[str], price: float | None, port: int) -> int:
             server.serve_forever()
         except KeyboardInterrupt:
             put("")
-    return 0

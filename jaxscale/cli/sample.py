@@ -95,8 +95,8 @@ class SampleFlags(ModelFlags, SampleOptions):
 
 
 @command(SampleFlags, without=cluster.HostFlags)
-def main(arguments: Arguments) -> int:
-    """Generates the requested texts and returns the exit code."""
+def main(arguments: Arguments) -> None:
+    """Generates the requested texts."""
     flags, options = arguments.flags, arguments.options
     mesh = read_mesh(flags.mesh)
     if not flags.workdir:
@@ -124,7 +124,6 @@ def main(arguments: Arguments) -> int:
             show_json(found)
         else:
             show_text(found, alone=len(texts) * flags.num_samples == 1)
-    return 0
 
 
 def show_text(pieces: Iterator[TextPiece], *, alone: bool) -> None:
@@ -199,8 +198,8 @@ def read_prompts(given: Sequence[str], file: str | None) -> list[str]:
     return [*given, *found]
 
 
-def converse(writer: TextWriter, context: int | None, *, prompts: Sequence[str], serve: int | None) -> int:
-    """Runs the session until its input ends, and returns the exit code. context: tokens of the longest text."""
+def converse(writer: TextWriter, context: int | None, *, prompts: Sequence[str], serve: int | None) -> None:
+    """Runs the session until its input ends. context: tokens of the longest text."""
     context = context or writer.model.cfg.max_seq_len or writer.model.seq_len
     if context > writer.model.seq_len:
         writer.say(f"texts of up to {context} tokens; the model was trained on rows of {writer.model.seq_len}")
@@ -229,17 +228,15 @@ def converse(writer: TextWriter, context: int | None, *, prompts: Sequence[str],
             messages.append({"role": "assistant", "content": written[0].text})
         else:  # drop the question
             messages.pop()
-    return 0
 
 
-def continue_lines(writer: TextWriter, generator: Generator) -> int:
+def continue_lines(writer: TextWriter, generator: Generator) -> None:
     """Continues each line of the input."""
     loaded = tokenizer_of(writer.model)
     for line in read_lines():
         ids, written = [*loaded.tokenizer.begin_ids, *loaded.tokenizer.encode(line).tolist()], list[GeneratedText]()
         show_in_session(writer, generate_pieces(writer, generator, ids, loaded.stop_ids, written), line)
         writer.log_speed(generator.timing, written)
-    return 0
 
 
 def generate_pieces(
@@ -290,7 +287,7 @@ def read_lines() -> Iterator[str]:
             yield line.rstrip("\n")
 
 
-def serve_page(writer: TextWriter, server: ChatServer) -> int:
+def serve_page(writer: TextWriter, server: ChatServer) -> None:
     """Serves the page until Ctrl-C, which also ends an unfinished answer."""
     with server:
         with contextlib.suppress(KeyboardInterrupt):
@@ -303,4 +300,3 @@ def serve_page(writer: TextWriter, server: ChatServer) -> int:
             # Its thread is in the compiler, and would abort when it returns after the interpreter has shut down.
             silence_closed_streams()
             os._exit(0)
-    return 0

@@ -21,7 +21,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxscale import units
 from jaxscale.cli.attempt import Attempt
@@ -67,8 +67,7 @@ class SuperviseFlags:
         return min(doubled, self.max_backoff_seconds) * (1 - draw / 2)
 
 
-@dataclasses.dataclass(frozen=True)
-class RunProgress:
+class RunProgress(NamedTuple):
     """Progress of a run as seen in its work folder."""
 
     saved: dict[int, float]  # {committed step: modification time in the storage}
@@ -117,8 +116,7 @@ def written_at(folder: Any) -> float:
         return 0.0
 
 
-@dataclasses.dataclass(frozen=True)
-class Ended:
+class Ended(NamedTuple):
     """A finished attempt."""
 
     code: int

@@ -150,8 +150,7 @@ READ_BYTES = 1 << 30  # per part, of each run
 TIMING_METRICS = ("seconds", "per_second", "mfu", "bytes", "goodput/", "device/", "host_")
 
 
-@dataclasses.dataclass(frozen=True)
-class RunComparison:
+class RunComparison(NamedTuple):
     """The result of a comparison of two runs."""
 
     rows: list[tuple[str, str, str]]  # what was compared, its size, the number of differences

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -125,8 +126,7 @@ class LayoutRun:
     warnings: list[str]  # of XLA, about involuntary rematerialization
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """A layout compared with the reference."""
 
     layout: ParallelLayout
@@ -152,8 +152,7 @@ class Row:
         return f"{begin}{self.loss:>10.1e}{self.gradient:>10.1e}{self.compilations:>10}  {verdict}"
 
 
-@dataclasses.dataclass(frozen=True)
-class Parity:
+class Parity(NamedTuple):
     """All layouts compared with the first one."""
 
     reference: LayoutRun

@@ -310,8 +310,8 @@ def grown(before: list[Row], follow: Follower, most: int, clean: Callable[[Row],
 
 
 @command(WatchFlags)
-def main(arguments: Arguments) -> int:
-    """Shows the run until Ctrl-C, or once, and returns the exit code."""
+def main(arguments: Arguments) -> None:
+    """Shows the run until Ctrl-C, or once."""
     flags, workdir = arguments.flags, arguments.flags.workdir
     if not workdir:
         raise BadInput("--workdir must be given: the folder of a run, such as --workdir=runs/first")
@@ -322,10 +322,9 @@ def main(arguments: Arguments) -> int:
     if flags.once or not is_terminal(stream):
         size = shutil.get_terminal_size((LEAST_WIDTH, LEAST_HEIGHT))
         put_raw(frame_text(reader.read(), size, stream, colour=has_colour(stream)) + "\n")  # keeps the colour codes
-        return 0
+        return
     with screen(stream), contextlib.suppress(KeyboardInterrupt):
         show(reader, stream, flags.every or default)
-    return 0
 
 
 def show(reader: RunReader, stream: TextIO, every: float) -> None:
