@@ -5,7 +5,10 @@ BadInput with one line; other ends of a training raise Stop with an exit code (b
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+
+Say = Callable[[str], None]  # takes a line of progress
+silent: Say = lambda line: None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxscale import schema, units
+from jaxscale.api import Say, silent
 from jaxscale.config import RunConfig
 from jaxscale.runtime.checkpoint.config import CheckpointConfig
 from jaxscale.runtime.checkpoint.manager import Checkpoints
@@ -24,10 +25,8 @@ from jaxscale.tools.interop.source_model import SourceModel, open_source_model
 EXPORT_ONLY = ("step", "dtype", "shard_bytes", "push", "ema")
 SHARD_BYTES = 5_000_000_000  # the Hub's recommended file size
 MAX_SEQ_LEN = 4096  # of the written config, for models with a longer context
-Say = Callable[[str], None]
 MakeProgress = Callable[[str], Callable[..., None]]
 
-silent: Say = lambda line: None
 no_progress: MakeProgress = lambda what: lambda *counts, **more: None
 
 

@@ -5,7 +5,7 @@ Optimizer state and data are not read. B batch  T position
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxscale import schema, units
+from jaxscale.api import Say, silent
 from jaxscale.core.config import MeshConfig
 from jaxscale.core.mesh import make_mesh
 from jaxscale.core.models import AnyModelConfig
@@ -59,7 +60,7 @@ def open_model(
     mesh: MeshConfig = DEFAULT_MESH,
     compute_dtype: str | None = None,
     tokenizer: str = "",
-    say: Callable[[str], None] = print,
+    say: Say = print,
     named: str = "--workdir",
 ) -> LoadedModel:
     """Opens the model of a work folder, or of WORKDIR/checkpoints/STEP, with bit-exact weights.
@@ -182,9 +183,7 @@ def at_step(model: LoadedModel, step: int, named: str = "--workdir") -> LoadedMo
     return dataclasses.replace(model, params=params, step=source.step, path=str(source), run=source.record["run"])
 
 
-def make_generator(
-    model: LoadedModel, *, batch: int, longest: int, say: Callable[[str], None] = lambda line: None
-) -> Generator:
+def make_generator(model: LoadedModel, *, batch: int, longest: int, say: Say = silent) -> Generator:
     """Returns a generator for up to `batch` prompts and texts of at most `longest` tokens; compiled at first use.
 
     say: logs what is compiled, and the time taken.

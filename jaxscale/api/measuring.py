@@ -11,9 +11,9 @@ from typing import Any
 import jax
 
 from jaxscale import schema
-from jaxscale.api import Trained
+from jaxscale.api import Say, Trained, silent
 from jaxscale.api.inference import LoadedModel, make_generator, tokenizer_of
-from jaxscale.api.writing import as_loaded_model, silent
+from jaxscale.api.writing import as_loaded_model
 from jaxscale.runtime.checkpoint.storage_errors import stop_if_unwritable
 from jaxscale.runtime.eval import config as eval_config
 from jaxscale.runtime.eval.bits_per_byte import EvalReading, Tokens, open_documents, token_metrics
@@ -68,7 +68,7 @@ def flag_name(name: str, settings: NamedEval) -> str:
     return f"--{settings.kind} {name}"
 
 
-def make_measure(request: EvalRequest, model: LoadedModel, say: Callable[[str], None]) -> Measure:
+def make_measure(request: EvalRequest, model: LoadedModel, say: Say) -> Measure:
     """Returns a function model -> metrics of the request. Raises BadInput for unsuitable data or models."""
     context = request.context or model.seq_len
     check_context(model, context)
@@ -107,7 +107,7 @@ def check_context(model: LoadedModel, context: int) -> None:
 
 
 def lm_eval_measure(
-    request: EvalRequest, model: LoadedModel, reading: EvalReading, scorer: Scorer, say: Callable[[str], None]
+    request: EvalRequest, model: LoadedModel, reading: EvalReading, scorer: Scorer, say: Say
 ) -> Measure:
     """Returns a function model -> metrics of lm-eval's tasks. All steps share the compiled programs."""
     compiled = functools.cache(lambda rows, longest: make_generator(model, batch=rows, longest=longest))

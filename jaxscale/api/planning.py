@@ -1,9 +1,10 @@
 """plan and preflight: cost and memory of a run, without a device."""
 
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+from jaxscale.api import Say, silent
 from jaxscale.config import RunConfig
 from jaxscale.program.auto_dtype import device_dtypes
 from jaxscale.program.budget import BEGINNING, Position
@@ -18,16 +19,11 @@ from jaxscale.tools.planning.topology import Topology, open_topology
 from jaxscale.tools.preflight import preflight as compiled
 from jaxscale.tools.preflight.step_report import PreflightReport
 
-DEFAULT_OPTIONS = PlanOptions()
+USUAL = PlanOptions()
 
 
 def plan(
-    cfg: RunConfig,
-    topology: str | None,
-    options: PlanOptions = DEFAULT_OPTIONS,
-    say: Callable[[str], None] = lambda line: None,
-    *,
-    workdir: str | None = None,
+    cfg: RunConfig, topology: str | None, options: PlanOptions = USUAL, say: Say = silent, *, workdir: str | None = None
 ) -> RunPlan:
     """Returns the estimated cost of a run on a machine: `jaxscale plan`. Compiles nothing.
 
@@ -75,7 +71,7 @@ def preflight(
     name: str = "run",
     fresh: bool = False,
     save_executable: str | None = None,
-    say: Callable[[str], None] = lambda line: None,
+    say: Say = silent,
     workdir: str | None = None,
 ) -> PreflightReport:
     """Compiles the training step for chips that need not be present, and reports its memory: `jaxscale preflight`.

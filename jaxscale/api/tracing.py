@@ -70,12 +70,7 @@ def open_run_folder(workdir: str, overrides: dict[str, str]) -> TracedRun:
 
 
 def plan_batches(
-    cfg: RunConfig,
-    corpus: Corpus,
-    budget: Mapping[str, Any],
-    run: Mapping[str, Any] | None,
-    step: int,
-    found: Decisions,
+    cfg: RunConfig, corpus: Corpus, budget: dict[str, Any], run: dict[str, Any] | None, step: int, found: Decisions
 ) -> Ledger:
     """Returns the documents of all batches, as training reads them: skipped batches and mixture are those of the last
     checkpoint, `run` of `step`, with later changes by the newest start and by rewinds.

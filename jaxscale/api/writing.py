@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, overload
 
 import numpy as np
 
-from jaxscale.api import Trained
+from jaxscale.api import Say, Trained, silent
 from jaxscale.api.inference import LoadedModel, make_generator, open_model, stop_ids_of, tokenizer_of
 from jaxscale.runtime.sampling.config import Sampling
 from jaxscale.runtime.sampling.generator import Timing, prompt_numbers
@@ -61,7 +61,7 @@ class TextWriter:
 
     model: LoadedModel
     options: SampleOptions
-    say: Callable[[str], None]
+    say: Say
 
     def write_settings(self, stop_ids: Sequence[int], numbers: Sequence[int] | None = None) -> WriteSettings:
         """Returns the settings of write_texts."""
@@ -209,6 +209,3 @@ def generate_ids(writer: TextWriter, given: Sequence[object]) -> list[list[int]]
 def as_loaded_model(model: str | Trained | LoadedModel) -> LoadedModel:
     """Returns the model, opening a work folder."""
     return model if isinstance(model, LoadedModel) else open_model(str(model), say=silent, named="model")
-
-
-silent: Callable[[str], None] = lambda line: None

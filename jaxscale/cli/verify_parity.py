@@ -36,6 +36,7 @@ MICROBATCHES = (1, 2, 4)
 AXES = ("pipeline", "data", "fsdp", "context", "tensor")  # and expert, for a mixture of experts
 CONTEXT_METHODS: tuple[SharingName, ...] = ("gather", "ulysses", "ring")  # of context.attention
 WHOLE_HEAD = PipelineConfig(head="whole")
+STAGES = (PipelineConfig(), WHOLE_HEAD, PipelineConfig(schedule="gpipe"), PipelineConfig(chunks=2))
 WIDTH = 58  # of a layout's name
 NUM_STEPS = 20  # with compared losses
 GRADIENT_STEPS = 5  # with compared gradients; later parameters differ too much by rounding
@@ -80,10 +81,7 @@ def all_layouts(tensor: int, *, experts: bool = False) -> list[ParallelLayout]:
         *[ParallelLayout(mesh, "zero3", shared_parts[method], method) for mesh in shared for method in CONTEXT_METHODS],
         ParallelLayout({"data": 2, "context": 4}, "zero1", 2, "gather"),
         # a pipeline axis alone: each schedule, whole and sharded heads, several chunks
-        ParallelLayout({"pipeline": 2}, "zero3", 4),
-        ParallelLayout({"pipeline": 2}, "zero3", 4, stages=WHOLE_HEAD),
-        ParallelLayout({"pipeline": 2}, "zero3", 4, stages=PipelineConfig(schedule="gpipe")),
-        ParallelLayout({"pipeline": 2}, "zero3", 4, stages=PipelineConfig(chunks=2)),
+        *[ParallelLayout({"pipeline": 2}, "zero3", 4, stages=stages) for stages in STAGES],
         ParallelLayout({"pipeline": 4}, "zero3", 4),
         ParallelLayout({"pipeline": 4}, "zero3", 4, stages=PipelineConfig(schedule="zero_bubble")),
         # every pair of axes, and four axes

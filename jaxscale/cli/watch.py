@@ -135,14 +135,7 @@ def curves(training: Sequence[Mapping], records: Sequence[Mapping], room: int, *
 
 
 def curve(
-    label: str,
-    values: Sequence[Any],
-    room: int,
-    *,
-    unicode: bool,
-    format_value: Any = format_number,
-    note: str = "",
-    alarm=False,
+    label: str, values: Sequence, room: int, *, unicode: bool, format_value: Any = format_number, note="", alarm=False
 ) -> WatchLine:
     """Returns text such as 'loss        2.314      ▇▆▅▄▃▂▁  2.31 to 4.16'."""
     numbers = [value for value in values if is_finite(value)]

@@ -32,8 +32,9 @@ from jaxscale.runtime.monitor.throughput import Throughput
 from jaxscale.runtime.monitor.writers import Writer
 from jaxscale.runtime.run.changes import find_jump, jump_lines, record_changes
 from jaxscale.runtime.run.limiting import make_limits
+from jaxscale.runtime.run.options import Log
 from jaxscale.runtime.run.resume_checks import check_same_evals, recorded_run, version_changes
-from jaxscale.runtime.run.start import Log, RunFolder, Start, dtype_record
+from jaxscale.runtime.run.start import RunFolder, Start, dtype_record
 from jaxscale.runtime.run.startup_log import Sample, finish
 from jaxscale.runtime.text.tokenizer.saved import save_tokenizer
 from jaxscale.runtime.training.autopilot import AutopilotSpec

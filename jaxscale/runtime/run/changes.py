@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxscale import schema
@@ -10,6 +10,7 @@ from jaxscale.config import RunConfig
 from jaxscale.core.optim.config import OptimConfig
 from jaxscale.core.optim.optimizer import Schedule, optim_schedule
 from jaxscale.program.budget import Budget, schedule_steps
+from jaxscale.runtime.run.options import Log
 from jaxscale.system.exits import BadInput
 
 # Settings that may always change but affect the bits of a step. train_tokens is judged by its learning rates; mixtures
@@ -55,7 +56,7 @@ def changes_of(record: Mapping[str, Any] | None) -> list[dict[str, Any]]:
 
 def record_changes(
     changes: Sequence[Change], recorded: Mapping[str, Any] | None, step: int, jump: Jump | None,
-    log: Callable[[str], None],
+    log: Log,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Returns all changes between starts, oldest first, and logs new ones; 'alters' if past steps would differ."""
     texts = [f"{change.name}: {change.old!r} -> {change.new!r}" for change in changes]

@@ -1,7 +1,7 @@
 """TimeLimit of a run (deadline and cost), converted to a point in time for this start."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ from jaxscale.kernels.hardware import find_chip
 from jaxscale.program.budget import decay_begin, decay_steps
 from jaxscale.runtime.monitor.events import read_events
 from jaxscale.runtime.monitor.goodput import measure_goodput, unix_time
+from jaxscale.runtime.run.options import Log
 from jaxscale.runtime.run.start import RunFolder, Start
 from jaxscale.runtime.training.config import LimitConfig
 from jaxscale.runtime.training.limits import TimeLimit
@@ -51,9 +52,7 @@ def check_early_decay(cfg: RunConfig, start: Start) -> None:
     )
 
 
-def make_limits(
-    folder: RunFolder, start: Start, mesh: Mesh, services: Services, say: Callable[[str], None]
-) -> TimeLimit | None:
+def make_limits(folder: RunFolder, start: Start, mesh: Mesh, services: Services, say: Log) -> TimeLimit | None:
     """Returns the limits of this start, or None. Call it after the start has been noted."""
     cfg, budget = folder.cfg, start.budget
     if not cfg.limit.on:

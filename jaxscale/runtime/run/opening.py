@@ -26,7 +26,7 @@ from jaxscale.runtime.run.assembly import (
     open_evals,
 )
 from jaxscale.runtime.run.limiting import check_early_decay, hourly_dollars
-from jaxscale.runtime.run.options import DEFAULT_OPTIONS, RunOptions
+from jaxscale.runtime.run.options import DEFAULT_OPTIONS, Log, RunOptions
 from jaxscale.runtime.run.replay import complete_rewind, read_decisions, with_replayed
 from jaxscale.runtime.run.resume_checks import check_position, check_same_run
 from jaxscale.runtime.run.start import RunFolder, Start, resolve_run_dtypes, resolve_start
@@ -47,7 +47,7 @@ def train_to_completion(run: OpenedRun | None) -> None:
 def open_run(
     cfg: RunConfig,
     workdir: str,
-    log: Callable[[str], None] = print,
+    log: Log = print,
     *,
     services: Services | None = None,
     options: RunOptions = DEFAULT_OPTIONS,
@@ -123,9 +123,7 @@ def add_remaining_stages(program: Program, start: Start) -> Program:
         raise BadInput(f"batch {start.batch_of(start.steps_done)} follows step {start.steps_done}: {error}") from None
 
 
-def prepare_folder(
-    cfg: RunConfig, workdir: str, log: Callable[[str], None], services: Services, options: RunOptions
-) -> RunFolder:
+def prepare_folder(cfg: RunConfig, workdir: str, log: Log, services: Services, options: RunOptions) -> RunFolder:
     """Returns the work folder, created if it is new. Completes a rewind that a crash interrupted."""
     path = paths.as_path(workdir)
     check_files(cfg.evals)

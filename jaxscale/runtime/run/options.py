@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+from collections.abc import Callable
 from typing import Any
 
 from jaxscale import schema
@@ -11,6 +12,7 @@ from jaxscale.system import paths
 from jaxscale.system.exits import BadInput
 from jaxscale.system.process import folder_mode
 
+Log = Callable[[str], None]  # prints a line, on one process
 # These determine the rows of each step: with other values a recorded data position would mean other rows.
 NEVER = ("seed", "seq_len", "batch_tokens", "batch_ramp", "seq_len_ramp")
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 from jaxscale.config import RunConfig
@@ -16,6 +15,7 @@ from jaxscale.runtime.hosts.agree import agreed
 from jaxscale.runtime.monitor.events import read_events
 from jaxscale.runtime.monitor.records import abandon, read_records
 from jaxscale.runtime.run.changes import changes_of
+from jaxscale.runtime.run.options import Log
 from jaxscale.runtime.run.resume_checks import check_same_run
 from jaxscale.runtime.training.decisions import Decisions, Rewind, decision_events, parse_decisions
 from jaxscale.system import paths
@@ -35,9 +35,7 @@ def complete_rewind(rewind: Rewind, folder: Any, checkpoints: Checkpoints) -> No
     agreed(lambda: stop_if_unwritable(lambda: abandon(folder, rewind.to, rewind.number), folder))
 
 
-def with_replayed(
-    cfg: RunConfig, folder: Any, old_workdir: str, log: Callable[[str], None]
-) -> tuple[RunConfig, Decisions]:
+def with_replayed(cfg: RunConfig, folder: Any, old_workdir: str, log: Log) -> tuple[RunConfig, Decisions]:
     """Returns (cfg with the batches that another run skipped, that run's decisions).
 
     Raises BadInput without another run, Stop(CONFIG_MISMATCH) if cfg cannot replay it, and Stop(CHECKPOINT_CORRUPT) if

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from jaxscale.runtime.data.remote import CacheUnwritable
 from jaxscale.runtime.eval.named import Evaluator
 from jaxscale.runtime.hosts.agree import agreed
 from jaxscale.runtime.run.changes import Change
-from jaxscale.runtime.run.options import NEVER, groups_of
+from jaxscale.runtime.run.options import NEVER, Log, groups_of
 from jaxscale.runtime.training.decisions import Decisions
 from jaxscale.settings.unread import unread
 from jaxscale.system import paths
@@ -101,11 +101,7 @@ def check_same_run(
 
 
 def open_same_data(
-    cfg: DataConfig,
-    recorded: Mapping[str, Any] | None,
-    log: Callable[[str], None],
-    open_data: Callable[..., Corpus] = open_data,
-    **settings: Any,
+    cfg: DataConfig, recorded: Mapping[str, Any] | None, log: Log, open_data: Any = open_data, **settings: Any
 ) -> Corpus:
     """Opens the corpus. For an existing run, errors are Stop: DATA_MISMATCH, or STORAGE if it cannot be reached."""
     try:
@@ -187,12 +183,7 @@ def check_same_evals(evaluators: Sequence[Evaluator]) -> None:
 
 
 def check_same_past(
-    sizes: BatchSizes,
-    row_tokens: BatchSizes,
-    mixture: Mixture | None,
-    recorded: dict[str, Any] | None,
-    start_step: int,
-    log: Callable[[str], None],
+    sizes: BatchSizes, row_tokens: BatchSizes, mixture: Mixture | None, recorded: dict | None, start_step: int, log: Log
 ) -> None:
     """Raises Stop(DATA_MISMATCH) if these batch sizes (in rows), row lengths or mixture would change past steps."""
     if not start_step:

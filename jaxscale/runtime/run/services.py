@@ -1,7 +1,7 @@
 """Services around a run in a work folder: lock, event log, watchdog, exports, profiler and telemetry."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import jax
 
@@ -20,7 +20,7 @@ from jaxscale.runtime.monitor.machine import Telemetry, make_reader
 from jaxscale.runtime.monitor.profile import Profiler
 from jaxscale.runtime.monitor.records import replace_with_copy
 from jaxscale.runtime.monitor.writers import EXPERTS, METRICS, SAMPLES
-from jaxscale.runtime.run.options import RunOptions
+from jaxscale.runtime.run.options import Log, RunOptions
 from jaxscale.runtime.training.loop_services import Services
 from jaxscale.system import paths
 from jaxscale.system.exits import Stop, verdict
@@ -91,7 +91,7 @@ def note_end(events: Events, ledger: TimeLedger) -> Iterator[None]:
             events.close()
 
 
-def clean_folder(workdir: str, log: Callable[[str], None], *, primary: bool, stolen: bool) -> None:
+def clean_folder(workdir: str, log: Log, *, primary: bool, stolen: bool) -> None:
     """Removes files of dead processes, and detaches a stolen lock's owner. Raises BadInput for special files."""
     if paths.is_remote(workdir):
         return

@@ -1,7 +1,7 @@
 """Resolves where a run starts, and its dtypes, from config, work folder and data. Writes nothing."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,14 +20,12 @@ from jaxscale.runtime.hosts.agree import agreed
 from jaxscale.runtime.run import resume_checks
 from jaxscale.runtime.run.branching import check_branch, check_longer
 from jaxscale.runtime.run.changes import Change
-from jaxscale.runtime.run.options import RunOptions
+from jaxscale.runtime.run.options import Log, RunOptions
 from jaxscale.runtime.run.replay import check_same_schedule, read_decisions
 from jaxscale.runtime.training.decisions import Decisions
 from jaxscale.runtime.training.loop_services import Services
 from jaxscale.system import paths
 from jaxscale.units import BatchSizes
-
-Log = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,12 +16,12 @@ from jaxscale.runtime.data.pipeline import Corpus
 from jaxscale.runtime.eval.named import Evaluator
 from jaxscale.runtime.hosts.meshes import mesh_layout
 from jaxscale.runtime.monitor.writers import Writer
+from jaxscale.runtime.run.options import Log
 from jaxscale.runtime.sampling.config import SampleConfig, Sampling
 from jaxscale.runtime.sampling.generator import Engine, Generator, NotFinite
 from jaxscale.system import paths
 from jaxscale.system.redact import redact
 
-Log = Callable[[str], None]
 Sample = Callable[[TrainState], str]
 
 
