@@ -51,5 +51,5 @@ def test_no_page_is_wider_than_the_terminal_and_no_word_is_lost(columns, monkeyp
         page, shown = cli.command_of(verb).page, fit_width(cli.command_of(verb).page)
         assert shown.split() == page.split()
         assert [line for line in shown.splitlines() if len(line) > columns and " " in line.strip()] == []
-    text = "--flag=X    does this, and more of it than the width can take, in truth twice that, told at length"
-    assert fit_width(f"{text} and more").splitlines()[1].startswith(" " * 12)
+    text = "--flag=X    does this, and more of it than the width can take, told at length"
+    assert fit_width(f"{text} {text[12:]}").splitlines()[1].startswith(" " * 12)
