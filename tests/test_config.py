@@ -9,7 +9,7 @@ import tiny
 from jaxscale import config, schema
 from jaxscale.config import RunConfig
 from jaxscale.program.budget import resolve_budget
-from jaxscale.settings.command_line import NoFlags, flag, parse
+from jaxscale.settings.command_line import flag, parse
 from jaxscale.settings.config_file import config_name, config_values, load_config
 from jaxscale.settings.help_text import describe_settings
 from jaxscale.system.exits import BadInput
@@ -234,6 +234,14 @@ def test_an_argument_that_the_file_does_not_take_is_one_line(tmp_path):
 
 
 @dataclasses.dataclass(frozen=True)
+class NoFlags:
+    """Flags of a command line with settings only."""
+
+    config: str = flag("", "", "FILE")
+    settings: dict[str, str] = flag(dict, "", "VALUE", name="config.NAME")
+
+
+@dataclasses.dataclass(frozen=True)
 class Own(NoFlags):
     workdir: str = flag("", "where it goes", "FOLDER")
     steps: int = flag(3, "how many", least=1)
@@ -271,7 +279,7 @@ def test_flags_are_written_with_or_without_an_equals_sign(argv):
 
 
 def test_a_value_may_hold_an_equals_sign():
-    assert parse(["--config=auto.py:depth=8"]).config == "auto.py:depth=8"
+    assert parse(["--config=auto.py:depth=8"], NoFlags).config == "auto.py:depth=8"
 
 
 @pytest.mark.parametrize(
@@ -291,7 +299,7 @@ def test_what_is_no_flag_is_one_line(argv, told):
 
 @pytest.mark.parametrize("flag", ["-h", "--help", "--helpfull"])
 def test_help_lists_every_setting(flag):
-    assert parse([flag]).help
+    assert parse([flag], NoFlags).help
     text = describe_settings(RunConfig)
     for name in ("optim.peak_lr", "train.guard.max_grad_norm", "data.files", "mesh.tensor", "model.num_kv_heads"):
         assert f"--config.{name}=" in text
@@ -331,7 +339,7 @@ def test_a_flag_is_never_taken_for_the_value_of_the_one_before():
     assert "--config.optim.weight_decay_all needs a value" in told and "--config.optim.weight_decay_all=VALUE" in told
     assert "--workdir=x" in told
     assert parse(["--config.a", "-1"]).overrides == {"a": "-1"}
-    assert parse(["--config.a=--b"]).overrides == {"a": "--b"}
+    assert parse(["--config.a=--b"], NoFlags).overrides == {"a": "--b"}
 
 
 @pytest.mark.parametrize("argv", [["--workdir="], ["--config="]])

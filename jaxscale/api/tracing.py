@@ -155,7 +155,7 @@ def trace(
     unchanged = not run.ledger.corpus.cfg.transforms  # hashes are of tokens before transforms
     recorded = run.hashes.get(step) if unchanged and step is not None else None
     now = tokens_hash(run.ledger.batches.batch(n)) if recorded else ""
-    return BatchTrace(run, pieces_of_batch(run, step, n, row, characters), step, n, now if now != recorded else "")
+    return BatchTrace(run, batch_pieces(run, step, n, row, characters), step, n, now if now != recorded else "")
 
 
 def step_and_batch(run: TracedRun, step: int | None, batch: int | None, row: int) -> tuple[int | None, int]:
@@ -174,9 +174,7 @@ def step_and_batch(run: TracedRun, step: int | None, batch: int | None, row: int
     return step_of(n, run.ledger.skipped), n
 
 
-def pieces_of_batch(
-    run: TracedRun, step: int | None, n: int, row: int | None, characters: int
-) -> Iterator[TracedPiece]:
+def batch_pieces(run: TracedRun, step: int | None, n: int, row: int | None, characters: int) -> Iterator[TracedPiece]:
     """Yields the pieces of a batch, or of one row. step: trains on it."""
     tokens_BT = run.ledger.tokens(n) if characters else None
     for entry in run.ledger.batch(n):

@@ -218,8 +218,9 @@ def show_table(records: Sequence[Record]) -> None:
     """Prints a row for each step and a column for each metric except the loss, whose exponential is shown."""
     rows = [(str(record["step"]), by_name(record)) for record in records]
     evaluators = [pair for _, found in rows for pair in found.items()]
-    columns = [(name, metric) for name, metrics in evaluators for metric in measured(metrics) if metric != "loss"]
-    columns = list(dict.fromkeys(columns))
+    columns = dict.fromkeys(
+        (name, metric) for name, found in evaluators for metric in measured(found) if metric != "loss"
+    )
     cells = [["step", *(f"{name}/{metric}" for name, metric in columns)]]
     for step, found in rows:
         values = [with_error(found[name], metric) if metric in found.get(name, {}) else "-" for name, metric in columns]

@@ -55,14 +55,6 @@ def flags_of(cls: type, only: Collection[str] | None = None) -> dict[str, datacl
 
 
 @dataclasses.dataclass(frozen=True)
-class NoFlags:
-    """Flags of a command line with settings only."""
-
-    config: str = flag("", "", "FILE")
-    settings: dict[str, str] = flag(dict, "", "VALUE", name="config.NAME")
-
-
-@dataclasses.dataclass(frozen=True)
 class Arguments:
     """A parsed command line."""
 
@@ -77,7 +69,7 @@ class Arguments:
     behind: tuple[str, ...] = ()  # words after --, for another program
 
 
-def parse(argv: Sequence[str], cls: type = NoFlags, only: Collection[str] | None = None) -> Arguments:
+def parse(argv: Sequence[str], cls: type, only: Collection[str] | None = None) -> Arguments:
     """Parses flags of `cls`, each as --name=value or --name value; '-' may be '_'.
 
     only: the fields of `cls` that are allowed. Raises BadInput for other flags, with the nearest name or, for a

@@ -109,15 +109,14 @@ def refuse_unread(config: Any, given: Collection[str] = (), recorded: Callable[[
     if not refused:
         return
     values = {leaf.name: leaf.value for leaf in leaves(config)}
-    by_cause: dict[str, list[str]] = {}
-    fixes: dict[str, str] = {}
+    by_cause: dict[tuple[str, str], list[str]] = {}
     for name, (leaf, clauses) in refused.items():
         cause = ", ".join(f"{clause.name}={values[clause.name]!r}" for clause in clauses)
-        by_cause.setdefault(cause, []).append(f"{name}={leaf.value!r}")
-        fixes[cause] = " and ".join(fix_clause(clause, values[clause.name]) for clause in clauses)
+        fix = " and ".join(fix_clause(clause, values[clause.name]) for clause in clauses)
+        by_cause.setdefault((cause, fix), []).append(f"{name}={leaf.value!r}")
     messages = [
-        f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} not read with {cause}; {fixes[cause]}"
-        for cause, names in by_cause.items()
+        f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} not read with {cause}; {fix}"
+        for (cause, fix), names in by_cause.items()
     ]
     raise BadInput(f"{'; '.join(messages)}, or {remove_settings([leaf for leaf, _ in refused.values()], typed)}")
 

@@ -10,6 +10,7 @@ import tiny
 from jaxscale import schema
 from jaxscale.config import RunConfig
 from jaxscale.core.config import MESH_AXES, PipelineConfig
+from jaxscale.main import TrainFlags
 from jaxscale.settings.command_line import parse
 from jaxscale.settings.unread import unread
 from jaxscale.tools.planning.speed import StepEstimate, estimate_step, recomputed_flops
@@ -282,7 +283,7 @@ def test_flags_are_read_back_as_the_same_config(candidates):
     for one in [*candidates[::13], candidate(1, 1, model__remat="save", model__remat_save=("query", "mlp_up"))]:
         lines = override_lines(one.changes)
         assert not any(" " in line for line in lines)
-        overrides = parse(lines).overrides
+        overrides = parse(lines, TrainFlags).overrides
         assert schema.from_dict(RunConfig, schema.merge(tiny.VALUES, overrides)) == one.cfg
 
 

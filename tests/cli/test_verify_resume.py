@@ -184,7 +184,7 @@ def test_the_runs_of_a_proof_take_each_config_that_training_takes(tmp_path, give
         TwoRuns(trained=cfg, command=["true"], **shared).start("straight").wait()
         found = load_config(str(tmp_path / "config.py"))
         assert as_read(found) == as_read(cfg) and found.train_tokens == cfg.train_tokens
-    assert rehearsed.evals == load_config("configs/quickstart.py", parse(flags).overrides).evals
+    assert rehearsed.evals == load_config("configs/quickstart.py", parse(flags, verify.VerifyFlags).overrides).evals
 
 
 def test_a_folder_that_holds_something_is_refused(finished):

@@ -55,9 +55,8 @@ def changes_of(record: Mapping[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def record_changes(
-    changes: Sequence[Change], recorded: Mapping[str, Any] | None, step: int, jump: Jump | None,
-    log: Log,
-) -> list[dict[str, Any]]:  # fmt: skip
+    changes: Sequence[Change], recorded: Mapping[str, Any] | None, step: int, jump: Jump | None, log: Log
+) -> list[dict[str, Any]]:
     """Returns all changes between starts, oldest first, and logs new ones; 'alters' if past steps would differ."""
     texts = [f"{change.name}: {change.old!r} -> {change.new!r}" for change in changes]
     if text := ", ".join(text for change, text in zip(changes, texts) if not change.allowed):

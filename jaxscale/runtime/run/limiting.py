@@ -41,12 +41,9 @@ def check_early_decay(cfg: RunConfig, start: Start) -> None:
     stages = start.remaining_stages
     if not cfg.limit.on or cfg.limit.on_overrun != "decay" or len(stages) == 1:
         return
-    sizes, lengths = ({getattr(stage, name) for stage in stages} for name in ("tokens", "row_tokens"))
-    reasons = {
-        "counts steps of one size, and batches still grow (batch_ramp)": len(sizes) > 1,
-        "forecasts by the speed so far, and longer rows (seq_len_ramp) are slower": len(lengths) > 1,
-    }
-    reason = next(reason for reason, holds in reasons.items() if holds)
+    reason = "counts steps of one size, and batches still grow (batch_ramp)"
+    if len({stage.tokens for stage in stages}) == 1:
+        reason = "forecasts by the speed so far, and longer rows (seq_len_ramp) are slower"
     raise BadInput(
         f"limit.on_overrun='decay' {reason} until batch {stages[-1].first}; set limit.on_overrun to tell until then"
     )
