@@ -41,8 +41,6 @@ SCRIPTS = {  # former subverbs, which are in benchmarks/ now
 
 @dataclasses.dataclass(frozen=True)
 class BenchFlags(SpecFlags, cluster.HostFlags):
-    """The flags of `jaxscale bench`."""
-
     moved = {subverb: f"python -m benchmarks.{script}" for subverb, script in SCRIPTS.items()}
 
     steps: int | None = flag(None, "timed steps (loop: 100)", "6", least=1)

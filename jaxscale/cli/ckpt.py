@@ -46,8 +46,6 @@ FIRST_REPORT, NEXT_REPORT = 3.0, 10.0  # seconds until the first progress line, 
 
 @dataclasses.dataclass(frozen=True)
 class CkptFlags:
-    """The flags of `jaxscale ckpt`."""
-
     no_config = "the work folder has all settings"
 
     workdir: str | None = flag(None, None, "FOLDER")

@@ -32,8 +32,6 @@ from jaxscale.system.exits import print_stderr, put
 
 @dataclasses.dataclass(frozen=True)
 class ConvertFlags(ConvertOptions):
-    """The flags of `jaxscale convert`."""
-
     no_config = "the model's config.json describes it"
 
     json: bool = flag(False, "one JSON object at the end")

@@ -42,8 +42,6 @@ NAME_AND_FILES = re.compile(r"([A-Za-z0-9][A-Za-z0-9_.-]*)=(.+)")
 
 @dataclasses.dataclass(frozen=True)
 class EvaluateFlags(ModelFlags):
-    """The flags of `jaxscale evaluate`."""
-
     steps: str | None = flag(
         None, "every checkpoint, or N,N,...: a table, evals.jsonl and evals.html in the work folder", "all"
     )

@@ -61,8 +61,6 @@ def read_vary(texts: Sequence[str]) -> tuple[tuple[str, tuple[str, ...]], ...]:
 
 @dataclasses.dataclass(frozen=True)
 class LabFlags:
-    """The flags of `jaxscale lab`."""
-
     config: str = flag(DEFAULT, "the run to vary", "FILE")
     settings: dict[str, str] = flag(dict, "sets any setting, in all runs", "VALUE", name="config.NAME")
     small: bool = flag(False, "reduces it to a narrow model with two layers and short rows, and prints the changes")

@@ -47,8 +47,6 @@ def size_of(name: str, text: str) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class PlanFlags:
-    """The flags of `jaxscale plan`."""
-
     config: str = flag("", None, "FILE")
     topology: str | None = flag(
         None,

@@ -45,8 +45,6 @@ def noise_of(name: str, text: str) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class ForecastFlags:
-    """The flags of `jaxscale plan --loss`."""
-
     runs: str = flag(
         "", "quoted work folders of finished runs, with * and commas, as from configs/ladder.py", "PATTERNS"
     )

@@ -32,8 +32,6 @@ Compile = Callable[[RunConfig], PreflightReport]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PreflightFlags:
-    """The flags of `jaxscale preflight`."""
-
     config: str = flag("", None, "FILE")
     topology: str = flag(
         "",

@@ -34,8 +34,6 @@ EXPORTS = {"megatron": export_megatron, "array_record": export_array_record}
 
 @dataclasses.dataclass(frozen=True)
 class PrepareFlags:
-    """The flags of `jaxscale prepare`."""
-
     config: str = flag("", "a recipe; default: the default stages", "FILE")
     settings: dict[str, str] = flag(
         dict, "sets any setting of the recipe by its dotted name", "VALUE", name="config.NAME"

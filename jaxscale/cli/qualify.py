@@ -48,8 +48,6 @@ def floor(default: float, help: str) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class QualifyFlags(cluster.HostFlags):
-    """The flags of `jaxscale qualify`."""
-
     out: str = flag("qualify", "folder for the page and the JSON", "FOLDER")
     saves: str | None = flag(
         None, "folder for test saves, or gs://; default: --out. 4 GiB per process, deleted afterwards", "FOLDER"

@@ -207,8 +207,6 @@ FORWARDED_FLAGS = ("allow_change", "run_dir_mode", *cluster.FLAGS)  # --stop_aft
 
 @dataclasses.dataclass(frozen=True)
 class RehearseFlags(cluster.HostFlags):
-    """The flags of `jaxscale rehearse`."""
-
     config: str = flag("", None, "FILE")
     settings: dict[str, str] = flag(dict, None, "VALUE", name="config.NAME")
     workdir: str | None = flag(None, None, "FOLDER")

@@ -30,8 +30,6 @@ PORT = 8642
 
 @dataclasses.dataclass(frozen=True)
 class ReportFlags:
-    """The flags of `jaxscale report`."""
-
     no_config = "the settings of a run are read from its work folder"
 
     workdir: tuple[str, ...] = flag((), None, "FOLDER")

@@ -73,8 +73,6 @@ class ModelFlags(cluster.HostFlags):
 
 @dataclasses.dataclass(frozen=True)
 class SampleFlags(ModelFlags, SampleOptions):
-    """The flags of `jaxscale sample`."""
-
     prompt: tuple[str, ...] = flag(
         (), "text to continue, may be repeated; default: the beginning of a document", "TEXT"
     )

@@ -27,8 +27,6 @@ from jaxscale.system.redact import on_one_line
 
 @dataclasses.dataclass(frozen=True)
 class TraceFlags:
-    """The flags of `jaxscale trace`."""
-
     no_config = "the run's data are read from its work folder, and only --config.data.NAME may be set"
 
     workdir: str = flag("", None, "RUN")

@@ -115,8 +115,6 @@ SUBVERBS = {"resume": (*SHARED, "steps", "devices", "workdir"), "parity": SHARED
 
 @dataclasses.dataclass(frozen=True)
 class VerifyFlags:
-    """The flags of `jaxscale verify`."""
-
     config: str = flag("", None, "FILE")
     settings: dict[str, str] = flag(dict, "sets any setting, as in training", "VALUE", name="config.NAME")
     layers: int | None = flag(None, "at most N layers", "N", least=1)

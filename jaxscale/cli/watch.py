@@ -241,8 +241,6 @@ def columns_of(text: str) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class WatchFlags:
-    """The flags of `jaxscale watch`."""
-
     no_config = "the work folder has all data"
 
     workdir: str = flag("", "the folder of the run, local or gs://; read-only", "FOLDER")
@@ -358,11 +356,7 @@ def has_colour(stream: TextIO) -> bool:
 @contextlib.contextmanager
 def screen(stream: TextIO) -> Iterator[None]:
     """Shows the terminal's alternate screen during the block. SIGTERM raises KeyboardInterrupt."""
-
-    def leave(number: int, where: Any) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, leave)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     stream.write(OPEN)
     try:
         yield
