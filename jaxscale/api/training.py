@@ -1,5 +1,6 @@
 """train: a run in a work folder, to completion."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -69,7 +70,7 @@ def load_train_config(
     branch: (the run to branch from, tokens of the learning rate decay or None); `overrides` take precedence over
     settings of the branch.
     """
-    recorded = lambda: stop_if_unreachable(lambda: recorded_settings(workdir), workdir)
+    recorded = functools.partial(recorded_settings, workdir)
     if branch is not None:
         if both := [name for name in ("init.from_path", "init.what") if name in overrides]:
             raise BadInput(f"--branch_from={branch[0]} and {both[0]} both set the initial state; give one of them")

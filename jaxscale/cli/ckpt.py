@@ -224,11 +224,7 @@ def say(flags: CkptFlags, record: Mapping[str, Any], line: str) -> None:
 
 def show(flags: CkptFlags, records: Sequence[Mapping[str, Any]], rows: Sequence[Sequence[str]]) -> None:
     """Prints the records as JSON, or the rows as a table."""
-    if flags.json:
-        for record in records:
-            put(json.dumps(record))
-        return
-    put(*units.table(rows, indent=""))
+    put(*(map(json.dumps, records) if flags.json else units.table(rows, indent="")))
 
 
 class TransferProgress:

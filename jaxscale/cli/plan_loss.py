@@ -161,9 +161,9 @@ def forecast_lines(forecast: Forecast) -> list[str]:
         lines.append("too few runs to forecast the largest from the others")
     else:
         largest = max(law.points, key=lambda point: point.compute)
-        predicted = largest.loss / math.exp(law.left_out_error)
+        name, predicted = paths.as_path(largest.run).name, largest.loss / math.exp(law.left_out_error)
         lines.append(
-            f"check: without it, the largest run ({short(largest.run)}) is forecast at {predicted:.4f} and ended at "
+            f"check: without it, the largest run ({name}) is forecast at {predicted:.4f} and ended at "
             f"{largest.loss:.4f} ({largest.loss / predicted - 1:+.1%}); the band is at least as wide as that error"
         )
     level = f"{INTERVAL[1] - INTERVAL[0]:.0%}"
@@ -253,11 +253,6 @@ def law_line(law: LossLaw) -> str:
     return f"{text}    ({ranges})"
 
 
-def short(folder: str) -> str:
-    """Returns the last component of a folder."""
-    return folder.rstrip("/").rpartition("/")[2]
-
-
 def save(forecast: Forecast, workdir: str, cfg: RunConfig, budget: Budget) -> None:
     """Writes forecast.json. Raises BadInput without a band, or if the folder has another run."""
     if forecast.band is None:
@@ -271,7 +266,7 @@ def save(forecast: Forecast, workdir: str, cfg: RunConfig, budget: Budget) -> No
         forecast.law,
         numbers["band"],
         made_from=[rung.name for rung in forecast.ladder.rungs],
-        left_out=[short(name) for name, _ in forecast.ladder.left_out],
+        left_out=[paths.as_path(name).name for name, _ in forecast.ladder.left_out],
         made_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         of="loss",  # the training loss, averaged over this fraction of the run:
         smoothed_over=SMOOTHED,

@@ -72,14 +72,9 @@ class QualifyFlags(cluster.HostFlags):
 
     def floors(self, chip: Chip | None) -> Floors:
         """Returns the floors on these chips."""
-        return Floors(
-            products=self.products_floor,
-            bandwidth=self.bandwidth_floor,
-            links=self.links_floor,
-            mfu=usual_mfu_floor(chip) if self.mfu_floor is None else self.mfu_floor,
-            memory_within=self.memory_within,
-            slow=self.slow,
-        )
+        mfu = usual_mfu_floor(chip) if self.mfu_floor is None else self.mfu_floor
+        floors = dict(products=self.products_floor, bandwidth=self.bandwidth_floor, links=self.links_floor)
+        return Floors(**floors, mfu=mfu, memory_within=self.memory_within, slow=self.slow)
 
 
 @command(QualifyFlags)

@@ -29,7 +29,6 @@ from jaxscale import units
 from jaxscale.cli import two_runs
 from jaxscale.cli.two_runs import KILL_AFTER, RUNS, TwoRuns, checkpoints_of, comparable, num_bytes, read_metrics
 from jaxscale.config import RunConfig
-from jaxscale.runtime.checkpoint.storage_errors import stop_if_unreachable
 from jaxscale.runtime.checkpoint.write import MARGIN, check_before_run
 from jaxscale.runtime.hosts import cluster
 from jaxscale.runtime.monitor.events import read_events
@@ -263,8 +262,8 @@ def plan_rehearsal(arguments: Arguments) -> Rehearsal:
     """Returns the rehearsal of the command line. Raises BadInput before anything is started."""
     options = arguments.options
     workdir = arguments.flags.workdir or f"runs/{config_file.config_name(arguments.config)}"
-    recorded = lambda: stop_if_unreachable(lambda: recorded_settings(workdir), workdir)
-    cfg = config_file.load_config(arguments.config, config_file.with_flags(arguments), recorded)
+    overrides = config_file.with_flags(arguments)
+    cfg = config_file.load_config(arguments.config, overrides, lambda: recorded_settings(workdir))
     if cfg.init.what == "run":
         raise BadInput(
             f"init.what='run': a rehearsal trains the first {arguments.flags.steps} steps, which a branch does not "

@@ -13,6 +13,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 
@@ -60,15 +61,8 @@ class ModelFlags(cluster.HostFlags):
 
     def open(self, mesh: MeshConfig, step: int | None, say: Callable[[str], None]) -> LoadedModel:
         """Returns the model at a step; None: the newest."""
-        return open_model(
-            self.workdir,
-            step=step,
-            what="ema" if self.ema else "params",
-            mesh=mesh,
-            compute_dtype=self.compute_dtype,
-            tokenizer=self.tokenizer,
-            say=say,
-        )
+        how: dict[str, Any] = dict(mesh=mesh, compute_dtype=self.compute_dtype, tokenizer=self.tokenizer)
+        return open_model(self.workdir, step=step, what="ema" if self.ema else "params", **how, say=say)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -48,8 +48,7 @@ REMATERIALIZED = "Involuntary full rematerialization"  # XLA's warning when it c
 COLUMNS = f"{'layout':{WIDTH}}{'microbatches':>12}{'loss':>10}{'gradient':>10}{'compiled':>10}"
 
 
-@dataclasses.dataclass(frozen=True)
-class ParallelLayout:
+class ParallelLayout(NamedTuple):
     """A mesh and the settings that divide the work over it."""
 
     mesh: dict[str, int]  # axes longer than 1

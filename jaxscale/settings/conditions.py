@@ -5,18 +5,16 @@ is NAME=A|B (its value, or one of its values, is A or B), NAME!=A|B (none is), N
 empty) or `not NAME`. A name that begins with a dot is of a setting in the same group.
 """
 
-import dataclasses
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxscale.units import or_list
 
 CLAUSE = re.compile(r"(?P<off>not )?(?P<name>[.\w\[\]-]+)(?:(?P<sign>!?=)(?P<values>[\w|]+))?")
 
 
-@dataclasses.dataclass(frozen=True)
-class Clause:
+class Clause(NamedTuple):
     """One clause of a condition."""
 
     name: str

@@ -65,7 +65,12 @@ class Command:
                 raise BadInput(f"jaxscale {verb} has no verb {subverb!r}; it has {', '.join(self.subverbs)}")
         arguments = parse(words, self.flags, self.subverbs.get(subverb))
         if arguments.help:
-            show_help(self.page, self.settings, arguments.topic)
+            page, topic = self.page, arguments.topic
+            if self.settings is not None and topic not in ("", "all"):
+                page = describe_settings(self.settings, topic)
+            elif self.settings is not None:
+                page += f"\nSettings:\n{describe_settings(self.settings) if topic else list_groups(self.settings)}"
+            put(fit_width(page))
             return 0
         code = self.work(dataclasses.replace(arguments, subverb=subverb, words=tuple(words), behind=behind))
         return 0 if code is None else code
@@ -120,15 +125,6 @@ def flag_lines(flags: type, without: Collection[str] = ()) -> str:
             lines.append(f"  {' '.join(labels):<{FLAG_WIDTH}}  {metadata['help']}")
             labels = []
     return "\n".join(lines)
-
-
-def show_help(page: str, settings: type | None = None, topic: str = "") -> None:
-    """Prints a verb's page and the groups of its settings; with a topic the settings of one group, or of 'all'."""
-    if settings is not None and topic not in ("", "all"):
-        page = describe_settings(settings, topic)
-    elif settings is not None:
-        page += f"\nSettings:\n{describe_settings(settings) if topic else list_groups(settings)}"
-    put(fit_width(page))
 
 
 def list_groups(cls: type) -> str:

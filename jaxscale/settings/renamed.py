@@ -20,9 +20,10 @@ def with_current_names(values: Mapping[str, Any], table: Mapping[str, str]) -> M
     """Returns nested settings under their current names. If both names are there, the current one counts."""
     renamed = []
     for old, new in table.items():
-        names, found = old.split("."), values
-        for name in names:
-            found = found.get(name) if isinstance(found, Mapping) else None
+        names = old.split(".")
+        found = functools.reduce(
+            lambda group, name: group.get(name) if isinstance(group, Mapping) else None, names, values
+        )
         if found is not None:
             values = put_default(remove(values, names), new.split("."), found)
             renamed.append(f"{old} is now {new}")

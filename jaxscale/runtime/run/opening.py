@@ -30,7 +30,7 @@ from jaxscale.runtime.run.options import DEFAULT_OPTIONS, Log, RunOptions
 from jaxscale.runtime.run.replay import complete_rewind, read_decisions, with_replayed
 from jaxscale.runtime.run.resume_checks import check_position, check_same_run
 from jaxscale.runtime.run.start import RunFolder, Start, resolve_run_dtypes, resolve_start
-from jaxscale.runtime.run.startup_log import log_program, log_resume, sample_of_run
+from jaxscale.runtime.run.startup_log import log_model, log_resume, sample_of_run
 from jaxscale.runtime.training import loop
 from jaxscale.runtime.training.autopilot import Rescheduled, Rewound
 from jaxscale.runtime.training.loop_services import Services
@@ -69,7 +69,11 @@ def open_run(
     check_early_decay(folder.cfg, start)
     evaluators = open_evals(folder.cfg, start.corpus)
     program = add_remaining_stages(make_program(folder.cfg, start.budget.without_ramps), start)
-    log_program(program, start.budget, start.mixture, evaluators, log)
+    for line in start.mixture.lines if start.mixture else ():
+        log(f"data: {line}")
+    log_model(program, start.budget, log)
+    for one in evaluators:
+        log(f"evals.{one.name}: {one.summary}")
     folder.checkpoints.check_room(program.abstract_state)  # before compilation
     start, state, program = restore_start(folder, start, program)
     if folder.cfg.limit.dollars:

@@ -10,7 +10,7 @@ import jax
 from jaxscale import schema
 from jaxscale.config import RunConfig
 from jaxscale.program.budget import BEGINNING, Position, recorded_rows
-from jaxscale.runtime.checkpoint.storage_errors import is_storage_error
+from jaxscale.runtime.checkpoint.storage_errors import is_storage_error, stop_if_unreachable
 from jaxscale.runtime.data.config import DataConfig
 from jaxscale.runtime.data.mixture import Mixture, same_prefix
 from jaxscale.runtime.data.order import Ranges, batch_index, merge_skips
@@ -33,8 +33,8 @@ DATA_SECONDS = 24 * 3600.0  # timeout: the first process may tokenize for hours 
 
 
 def recorded_settings(workdir: str) -> dict[str, Any]:
-    """Returns the settings of the last start of the run in the folder; {} without a run."""
-    return recorded_run(paths.as_path(workdir)).get("config", {})
+    """Returns the settings of the last start of the run in the folder; {} without a run. Stop: it is unreachable."""
+    return stop_if_unreachable(lambda: recorded_run(paths.as_path(workdir)), workdir).get("config", {})
 
 
 def recorded_run(folder: Any) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Startup and shutdown messages, and the text sample at the end of a run."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,9 +11,7 @@ from jaxscale.core.optim.groups import DEFAULT_GROUPS, dotted
 from jaxscale.core.state import TrainState, ema_params
 from jaxscale.kernels.hardware import find_chip
 from jaxscale.program.budget import Budget, batch_sizes
-from jaxscale.runtime.data.mixture import Mixture
 from jaxscale.runtime.data.pipeline import Corpus
-from jaxscale.runtime.eval.named import Evaluator
 from jaxscale.runtime.hosts.meshes import mesh_layout
 from jaxscale.runtime.monitor.writers import Writer
 from jaxscale.runtime.run.options import Log
@@ -23,17 +21,6 @@ from jaxscale.system import paths
 from jaxscale.system.redact import redact
 
 Sample = Callable[[TrainState], str]
-
-
-def log_program(
-    program: Program, budget: Budget, mixture: Mixture | None, evaluators: Sequence[Evaluator], log: Log
-) -> None:
-    """Logs mixture, model, mesh, horizon, parameter table and evaluators."""
-    for line in mixture.lines if mixture else ():
-        log(f"data: {line}")
-    log_model(program, budget, log)
-    for one in evaluators:
-        log(f"evals.{one.name}: {one.summary}")
 
 
 def log_model(program: Program, budget: Budget, log: Log) -> None:
