@@ -135,10 +135,7 @@ def main(arguments: Arguments) -> int:
     if is_parity:
         verify_parity.on_simulated_devices([sys.executable, "-m", "jaxscale.cli", "verify", "parity", *arguments.words])
     cfg, checked = prepared(arguments, copies=verify_parity.NUM_DEVICES if is_parity else flags.devices)
-    if is_parity:
-        checked = verify_parity.settings(checked)
-    else:
-        checked = resume_settings(checked, flags.steps, flags.devices)
+    checked = verify_parity.settings(checked) if is_parity else resume_settings(checked, flags.steps, flags.devices)
     put(*changes_text(cfg, checked))
     if is_parity:
         done = verify_parity.verify(checked, verify_parity.layouts(checked), put)

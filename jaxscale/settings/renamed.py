@@ -20,10 +20,9 @@ def with_current_names(values: Mapping[str, Any], table: Mapping[str, str]) -> M
     """Returns nested settings under their current names. If both names are there, the current one counts."""
     renamed = []
     for old, new in table.items():
-        names = old.split(".")
-        found = functools.reduce(
-            lambda group, name: group.get(name) if isinstance(group, Mapping) else None, names, values
-        )
+        names, found = old.split("."), values
+        for name in names:
+            found = found.get(name) if isinstance(found, Mapping) else None
         if found is not None:
             values = put_default(remove(values, names), new.split("."), found)
             renamed.append(f"{old} is now {new}")
