@@ -338,7 +338,7 @@ def test_a_flag_is_never_taken_for_the_value_of_the_one_before():
     told = complaint(parse, ["--config.optim.weight_decay_all", "--workdir=x"], Own)
     assert "--config.optim.weight_decay_all needs a value" in told and "--config.optim.weight_decay_all=VALUE" in told
     assert "--workdir=x" in told
-    assert parse(["--config.a", "-1"]).overrides == {"a": "-1"}
+    assert parse(["--config.a", "-1"], NoFlags).overrides == {"a": "-1"}
     assert parse(["--config.a=--b"], NoFlags).overrides == {"a": "--b"}
 
 
