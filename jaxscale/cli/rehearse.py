@@ -189,7 +189,7 @@ def compare_runs(rehearsal: Rehearsal, report: RehearsalReport, early: dict[int,
     jax.config.update("jax_platforms", "cpu")
     try:
         found = two_runs.compare(rehearsal.folder / "straight", rehearsal.folder / "killed", rehearsal.steps, [early])
-    except (OSError, LookupError, ValueError) as error:  # of a file that is missing or damaged
+    except (OSError, LookupError, BadInput) as error:  # of a file that is missing or damaged
         raise Stop(Exit.NO_GO, first_line(error)) from None
     if found.differences:
         more = f"; and {len(found.differences) - 3} more" if len(found.differences) > 3 else ""
