@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from jaxscale.system import packages
-from jaxscale.system.bucket import GOOGLE, SILENCE, SYSTEM_CLOCK, Bucket, Clock
+from jaxscale.system.bucket import ATTEMPTS, GOOGLE, SILENCE, SYSTEM_CLOCK, Bucket, Clock
 from jaxscale.system.bucket_errors import Forbidden, Transient
 from jaxscale.system.exits import BadInput
 
@@ -222,19 +222,18 @@ def path_bucket() -> Bucket:
 
 
 def open_bucket(
-    *, writing: bool = False, clock: Clock = SYSTEM_CLOCK, silence: float = SILENCE, attempts: int | None = None
+    *, writing: bool = False, clock: Clock = SYSTEM_CLOCK, silence: float = SILENCE, attempts: int = ATTEMPTS
 ) -> Bucket:
     """Returns a client of Google's service with this machine's credentials, or of the emulator in the environment.
 
     Raises: BadInput without gcsfs, or if the environment names another machine.
     """
     check_environment()
-    more = {} if attempts is None else {"attempts": attempts}
     if endpoint := os.environ.get(ENDPOINT, ""):
         endpoint = endpoint if "://" in endpoint else f"http://{endpoint}"
-        return Bucket(endpoint, lambda headers: None, clock, silence, **more)
+        return Bucket(endpoint, lambda headers: None, clock, silence, attempts)
     require_gcsfs("gs://")
-    return Bucket(GOOGLE, authorisation("read_write" if writing else "read_only"), clock, silence, **more)
+    return Bucket(GOOGLE, authorisation("read_write" if writing else "read_only"), clock, silence, attempts)
 
 
 @functools.lru_cache(maxsize=2)  # finding credentials can take seconds; a token is valid for an hour and renewed

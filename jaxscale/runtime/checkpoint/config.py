@@ -2,13 +2,20 @@
 
 import dataclasses
 import re
-from typing import Literal
+from typing import Any, Literal
 
 from jaxscale.schema import adjustable, setting
 from jaxscale.system.exits import BadInput
 
 ARROW = "=>"
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
+
+
+def check_not_negative(config: Any, *names: str) -> None:
+    """Raises BadInput if one of these settings is below 0."""
+    for name in names:
+        if getattr(config, name) < 0:
+            raise BadInput(f"{name}={getattr(config, name)} must be 0 or more")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,8 +38,7 @@ class LocalConfig:
             raise BadInput(f"folder={self.folder!r} must be a folder of the host itself, such as /dev/shm/jaxscale")
         if self.every_seconds <= 0:
             raise BadInput(f"every_seconds={self.every_seconds} must be above 0")
-        if self.every_steps < 0:
-            raise BadInput(f"every_steps={self.every_steps} must be 0 or more")
+        check_not_negative(self, "every_steps")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,9 +61,7 @@ class CheckpointConfig:
     local: LocalConfig = setting(LocalConfig)
 
     def __post_init__(self):
-        for name in ("save_every_steps", "keep_every_steps", "keep_best", "wait_seconds"):
-            if getattr(self, name) < 0:
-                raise BadInput(f"{name}={getattr(self, name)} must be 0 or more")
+        check_not_negative(self, "save_every_steps", "keep_every_steps", "keep_best", "wait_seconds")
         if self.keep_last < 1:
             raise BadInput(f"keep_last={self.keep_last} must be at least 1, or there would be nothing to resume from")
         if self.max_failed_saves < 1:
@@ -80,8 +84,7 @@ class LockConfig:
     def __post_init__(self):
         if self.lease_seconds <= 0:
             raise BadInput(f"lease_seconds={self.lease_seconds} must be above 0")
-        if self.outage_seconds < 0:
-            raise BadInput(f"outage_seconds={self.outage_seconds} must be 0 or more")
+        check_not_negative(self, "outage_seconds")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -150,9 +153,7 @@ class ExportConfig:
     )
 
     def __post_init__(self):
-        for name in ("every_steps", "keep"):
-            if getattr(self, name) < 0:
-                raise BadInput(f"{name}={getattr(self, name)} must be 0 or more")
+        check_not_negative(self, "every_steps", "keep")
         if self.push_to is not None:
             check_hub_name("push_to", self.push_to)
             if not self.every_steps:

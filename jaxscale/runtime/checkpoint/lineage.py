@@ -28,9 +28,7 @@ def read_starts(workdir: Any) -> Starts:
 
 def is_in_history(starts: Mapping[str, int | None], token: str, step: int) -> bool:
     """True if the copy that this start made after `step` steps is part of the run's history."""
-    if token not in starts:
-        return False
-    last = starts[token]
+    last = starts.get(token, -1)  # -1: not in the list
     return last is None or step <= last
 
 

@@ -104,7 +104,7 @@ def read_description(path: pathlib.Path) -> dict[str, Any]:
             raise DamagedCheckpoint(f"{path} has no end mark")
         file.seek(size - tail - length)
         text = file.read(length)
-    description = None
+    description: Any = None
     with contextlib.suppress(BadInput):
         description = parse_json(text)
     if not is_sealed(description):

@@ -270,7 +270,7 @@ class Checkpoints:
                 return
             if attempt < self.cfg.max_failed_saves:
                 time.sleep(RETRY_SECONDS)
-        raise self.storage_error(*failure)
+        raise self.storage_error(failure[0], failure[1])
 
     def poll(self, step: int) -> None:
         """Reports failed saves after every step, at almost no cost.

@@ -9,7 +9,7 @@ bit. Reading needs no communication, so the processes can agree that all of it s
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import jax
@@ -243,18 +243,17 @@ def read_leaves(folder: Any, wanted: Mapping[str, Any]) -> dict[str, Any]:
         stores[name] = store = opened[name].result()
         if wrong := format_mismatch(store, *describe_leaf(leaf)):
             raise DamagedCheckpoint(f"{name}: {wrong}")
-        plans[name] = list(assigned_pieces(store, leaf, turn))
-    values = read_ahead(((stores[name], box) for name, plan in plans.items() for _, box in plan), AHEAD_BYTES)
+        plans[name] = assigned_chunks(store, leaf, turn)
+    requests = ((stores[name], box) for name, plan in plans.items() for boxes in plan.values() for box in boxes)
+    values = read_ahead(requests, AHEAD_BYTES)
     leaves = {}
     for name, leaf in wanted.items():
-        make = np.zeros if is_shared(leaf) else np.empty
-        local = local_regions(stores[name], leaf)
-        buffers = {
-            region: make([end - begin for begin, end in region], stores[name].dtype.numpy_dtype) for region in local
-        }
-        for region, box in plans[name]:
-            inside = tuple(slice(part.start - begin, part.stop - begin) for part, (begin, _) in zip(box, region))
-            buffers[region][inside] = next(values)
+        buffers = {}
+        for region, boxes in plans[name].items():
+            buffers[region] = np.zeros([end - begin for begin, end in region], stores[name].dtype.numpy_dtype)
+            for box in boxes:
+                inside = tuple(slice(part.start - begin, part.stop - begin) for part, (begin, _) in zip(box, region))
+                buffers[region][inside] = next(values)
         leaves[name] = make_leaf(leaf, buffers)
     return leaves
 
@@ -309,26 +308,19 @@ def is_shared(leaf: Any) -> bool:
     return any(len({device.process_index for device in devices}) > 1 for devices in parts)
 
 
-def local_regions(store: Any, leaf: Any) -> list[Region]:
-    """Returns the regions of a leaf on this process's devices; all of it for a leaf that is not on devices."""
+def assigned_chunks(store: Any, leaf: Any, turn: int) -> dict[Region, list[Box]]:
+    """Returns {region of a leaf that this process has: chunks of it to read}, in turns that `turn` rotates by leaf."""
     if not is_device_array(leaf):
-        return [tuple((0, size) for size in store.shape)]
-    process = jax.process_index()
-    parts = region_devices(tuple(leaf.shape), sharding_of(leaf))
-    return [region for region, devices in parts.items() if any(device.process_index == process for device in devices)]
-
-
-def assigned_pieces(store: Any, leaf: Any, turn: int) -> Iterator[tuple[Region, Box]]:
-    """Yields (region, chunk part) to read of a leaf. Regions are shared in turns that `turn` rotates by leaf."""
-    regions = local_regions(store, leaf)
-    if not is_shared(leaf):
-        yield from ((region, box) for region in regions for box in chunk_boxes(store, region))
-        return
-    for number, (region, devices) in enumerate(region_devices(tuple(leaf.shape), leaf.sharding).items()):
-        if region in regions:
-            processes = sorted({device.process_index for device in devices})
-            begin = (processes.index(jax.process_index()) - turn - number) % len(processes)
-            yield from ((region, box) for box in chunk_boxes(store, region)[begin :: len(processes)])
+        whole = tuple((0, size) for size in store.shape)
+        return {whole: chunk_boxes(store, whole)}
+    plan, process, shared = {}, jax.process_index(), is_shared(leaf)
+    for number, (region, devices) in enumerate(region_devices(tuple(leaf.shape), sharding_of(leaf)).items()):
+        processes = sorted({device.process_index for device in devices})
+        if process in processes:
+            begin = (processes.index(process) - turn - number) % len(processes)
+            boxes = chunk_boxes(store, region)
+            plan[region] = boxes[begin :: len(processes)] if shared else boxes
+    return plan
 
 
 def make_leaf(leaf: Any, buffers: Mapping[Region, np.ndarray]) -> Any:

@@ -6,7 +6,7 @@ Also reads the facts of steps without their arrays, and pins and deletes steps f
 import dataclasses
 import datetime
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from jaxscale.runtime.checkpoint import folders
@@ -107,13 +107,12 @@ def list_steps(directory: Any) -> list[StepFacts]:
     for name, size in names.items():
         sizes[name.partition("/")[0]] += size
     good = read_last_good(directory) or {}
-    return [step_facts(directory, step, sizes[str(step)], names, good) for step in steps]
+    good_sha256 = good.get("sha256") if good.get("verified") else None
+    return [step_facts(directory, step, sizes[str(step)], names, good_sha256) for step in steps]
 
 
-def step_facts(
-    directory: Any, step: int, num_bytes: int, names: Collection[str], last_good: Mapping[str, Any]
-) -> StepFacts:
-    """Returns the facts of one step. names: of all files below the folder of checkpoints."""
+def step_facts(directory: Any, step: int, num_bytes: int, names: Collection[str], good_sha256: str | None) -> StepFacts:
+    """Returns the facts of one step. names: all files below the folder. good_sha256: of the last verified record."""
     saved, stamp = None, read_optional(directory / str(step) / ORBAX_METADATA).get("commit_timestamp_nsecs")
     if isinstance(stamp, int):
         saved = datetime.datetime.fromtimestamp(stamp // 10**9, datetime.UTC).isoformat().replace("+00:00", "Z")
@@ -122,7 +121,7 @@ def step_facts(
         record = require_record(directory / str(step))
     except BadInput as error:
         return StepFacts(step, saved, num_bytes, None, None, False, pinned, str(error))
-    verified = bool(last_good.get("verified")) and last_good.get("sha256") == record["sha256"]
+    verified = good_sha256 == record["sha256"]
     if f"{COPIED}/{step}.json" in names and not verified:
         verified = read_optional(directory / COPIED / f"{step}.json").get("record") == record["sha256"]
     loss = (record.get("metrics") or {}).get(BEST_METRIC)

@@ -52,7 +52,6 @@ class TieredCheckpoints(Checkpoints):
         self.local: LocalSaver | None = None
         self.store: LocalStore | None = None
         self.exchange: exchange.Exchange | None = None
-
         self.offers: list[Offer] = []
         self.resumed_copy: ResumedCopy | None = None
 

@@ -117,29 +117,25 @@ class Backstop:
         faulthandler.unregister(STACKS_SIGNAL)
 
 
+@dataclasses.dataclass(eq=False)
 class Watchdog:
-    """Watches the phases of a run while it is entered; before and after, phases are unlimited."""
+    """Watches the phases of a run while it is entered; before and after, phases are unlimited.
 
-    def __init__(
-        self,
-        workdir: Any,
-        cfg: Any,
-        *,
-        setting: str = "hang.{}_seconds",
-        note: Callable[..., None] = lambda kind, step=None, **facts: None,
-        others: Team | None = None,
-        end: Callable[[int], None] = os._exit,
-        observers: Sequence[Observer] = (),
-    ):
-        """cfg: a dataclass with NAME_seconds for each phase NAME. setting: format of these names in messages.
+    No file is made before a phase begins.
+    """
 
-        note: receives the event "hang". end: called with the exit code. No file is made before a phase begins."""
-        self.observers = observers
-        self.workdir, self.note, self.others, self.end, self.setting = workdir, note, others, end, setting
-        self.budgets = {
-            field.name.removesuffix("_seconds"): getattr(cfg, field.name) for field in dataclasses.fields(cfg)
-        }
-        self.process = others.process if others else 0
+    workdir: Any
+    cfg: Any  # a dataclass with NAME_seconds for each phase NAME
+    _: dataclasses.KW_ONLY
+    setting: str = "hang.{}_seconds"  # format of these names in messages
+    note: Callable[..., None] = lambda kind, step=None, **facts: None  # receives the event "hang"
+    others: Team | None = None
+    end: Callable[[int], None] = os._exit  # called with the exit code
+    observers: Sequence[Observer] = ()
+
+    def __post_init__(self) -> None:
+        self.budgets = {name.removesuffix("_seconds"): seconds for name, seconds in vars(self.cfg).items()}
+        self.process = self.others.process if self.others else 0
         self.phases: dict[int, WatchedPhase] = {}  # the innermost one of each thread
         self.stacks: Any = None  # the open file, private; empty until a hang
         self.backstop: Backstop | None = None
