@@ -117,33 +117,31 @@ def host_fingerprint(array: Any, *, start: Sequence[int] = (), shape: Sequence[i
         steps = np.arange(words.shape[axis], dtype=np.uint64) * np.uint64(strides[axis] % 2**32)
         bases += steps.reshape([-1 if other == axis else 1 for other in range(split)])
     rows_RN = words.reshape(bases.size, math.prod(words.shape[split:]))
-    return sum(mixed_sum(block, row_bases, first) for block, row_bases, first in blocks(rows_RN, bases)) % 2**32
+    return sum(mixed_sums(rows_RN, bases.reshape(-1).astype(np.uint32))) % 2**32  # the low 32 bits of the positions
 
 
-def blocks(rows_RN: np.ndarray, bases: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
-    """Yields (words, uint32 position of each row's first word, index of the first column) in cache-sized blocks."""
+def mixed_sums(rows_RN: np.ndarray, bases_R: np.ndarray) -> Iterator[int]:
+    """Yields the sums that `fingerprint` computes, over cache-sized blocks of rows with contiguous positions.
+
+    bases_R: uint32 position of each row's first word.
+    """
     num_rows, width = rows_RN.shape
-    bases = bases.reshape(-1).astype(np.uint32)  # the low 32 bits
     tall = max(1, BLOCK_WORDS // max(width, 1))
     for row in range(0, num_rows, tall):
         for column in range(0, width, BLOCK_WORDS):
-            yield rows_RN[row : row + tall, column : column + BLOCK_WORDS], bases[row : row + tall], column
-
-
-def mixed_sum(words: np.ndarray, bases: np.ndarray, column: int) -> int:
-    """Returns the sum that `fingerprint` computes, over a block whose rows have contiguous positions."""
-    places = np.arange(column, column + words.shape[1], dtype=np.uint64).astype(np.uint32)
-    mixed = bases[:, None] + places[None]
-    mixed *= np.uint32(GOLDEN)
-    mixed ^= words
-    shifted = np.empty_like(mixed)
-    for shift, factor in FINALISER:
-        np.right_shift(mixed, np.uint32(shift), out=shifted)
-        mixed ^= shifted
-        mixed *= np.uint32(factor)
-    np.right_shift(mixed, np.uint32(16), out=shifted)
-    mixed ^= shifted
-    return int(np.sum(mixed, dtype=np.uint64))
+            words = rows_RN[row : row + tall, column : column + BLOCK_WORDS]
+            places = np.arange(column, column + words.shape[1], dtype=np.uint64).astype(np.uint32)
+            mixed = bases_R[row : row + tall, None] + places[None]
+            mixed *= np.uint32(GOLDEN)
+            mixed ^= words
+            shifted = np.empty_like(mixed)
+            for shift, factor in FINALISER:
+                np.right_shift(mixed, np.uint32(shift), out=shifted)
+                mixed ^= shifted
+                mixed *= np.uint32(factor)
+            np.right_shift(mixed, np.uint32(16), out=shifted)
+            mixed ^= shifted
+            yield int(np.sum(mixed, dtype=np.uint64))
 
 
 @dataclasses.dataclass

@@ -103,7 +103,7 @@ def list_steps(directory: Any) -> list[StepFacts]:
     """Returns the facts of every committed step, oldest first. Reads small files only."""
     steps = folders.all_steps(directory)
     names = folders.files_under(directory) if steps else {}
-    sizes = Counter()
+    sizes = Counter[str]()
     for name, size in names.items():
         sizes[name.partition("/")[0]] += size
     good = read_last_good(directory) or {}
