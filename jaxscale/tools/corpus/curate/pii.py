@@ -173,14 +173,11 @@ def make_pii(cfg: PIIConfig) -> Stage:
     placeholders = {kind: getattr(cfg, f"{kind}_placeholder") for kind in KINDS}
     kinds = [kind for kind in KINDS if actions[kind] != "off"]
 
-    def find(text: str) -> list[PiiSpan]:
-        spans = find_pii(text, cfg.countries, kinds, cfg.public_ips_only)
-        return [span for span in spans if text[span.start : span.end] != placeholders[span.kind]]
-
     def judge(doc: Document) -> Outcome:
         text, edits = doc.text, Counter()
         for _ in range(MAX_ROUNDS):
-            spans = find(text)
+            spans = find_pii(text, cfg.countries, kinds, cfg.public_ips_only)
+            spans = [span for span in spans if text[span.start : span.end] != placeholders[span.kind]]
             if dropped := next((span.kind for span in spans if actions[span.kind] == "drop"), ""):
                 return Outcome(None, f"personal data: {KINDS[dropped]}")
             if not spans:
