@@ -11,8 +11,7 @@ from jaxscale.core.optim.groups import is_masked
 from jaxscale.program.budget import resolve_budget
 from jaxscale.runtime.checkpoint.config import CheckpointConfig
 from jaxscale.runtime.checkpoint.manager import Checkpoints
-from jaxscale.runtime.text.tokenizer.load import load_tokenizer
-from jaxscale.runtime.text.tokenizer.saved import save_tokenizer
+from jaxscale.runtime.text.tokenizer.load import load_tokenizer, save_tokenizer
 from jaxscale.system import paths
 
 

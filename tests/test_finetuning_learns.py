@@ -25,8 +25,7 @@ from jaxscale.runtime.checkpoint.manager import Checkpoints
 from jaxscale.runtime.run.opening import open_run, train_to_completion
 from jaxscale.runtime.text.chat.chat_records import parse_record
 from jaxscale.runtime.text.chat.spans import encode_rendered, render_conversation
-from jaxscale.runtime.text.chat.special_tokens import Guard
-from jaxscale.runtime.text.chat.template import load_template
+from jaxscale.runtime.text.chat.template import Guard, load_template
 from jaxscale.runtime.text.config import ChatConfig
 from jaxscale.runtime.text.tokenizer.load import load_tokenizer
 

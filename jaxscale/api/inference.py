@@ -27,7 +27,7 @@ from jaxscale.runtime.hosts.meshes import mesh_layout
 from jaxscale.runtime.sampling.generator import Engine, Generator
 from jaxscale.runtime.text.tokenizer.base import Tokenizer
 from jaxscale.runtime.text.tokenizer.fitting import describe_unused, fits, limit_vocabulary
-from jaxscale.runtime.text.tokenizer.saved import SavedTokenizer, open_saved
+from jaxscale.runtime.text.tokenizer.load import SavedTokenizer, open_saved
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput
 from jaxscale.tools.interop.families import family_for

@@ -20,8 +20,7 @@ from jaxscale.runtime.sampling.generator import Timing
 from jaxscale.runtime.sampling.text_stream import GeneratedText
 from jaxscale.runtime.text.chat.template import load_template
 from jaxscale.runtime.text.config import ChatConfig
-from jaxscale.runtime.text.tokenizer.load import load_tokenizer
-from jaxscale.runtime.text.tokenizer.saved import save_tokenizer
+from jaxscale.runtime.text.tokenizer.load import load_tokenizer, save_tokenizer
 
 written, told = functools.partial(verbs.printed, sample), functools.partial(verbs.told, sample)
 

@@ -16,7 +16,7 @@ from jaxscale.runtime.data.other_formats import export_array_record, import_arra
 from jaxscale.runtime.data.pipeline import open_data
 from jaxscale.runtime.data.shard_writer import ShardWriter  # noqa: E402
 from jaxscale.runtime.data.shards import open_shard  # noqa: E402
-from jaxscale.runtime.text.sources.array_record_text import load_package
+from jaxscale.runtime.text.sources.data_sets import load_package
 from jaxscale.runtime.text.sources.files import SourceFile
 
 

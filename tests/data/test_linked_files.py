@@ -9,7 +9,7 @@ from jaxscale.runtime.data.pipeline import open_data
 from jaxscale.system.exits import BadInput
 from jaxscale.tools.corpus.curate import contamination
 from jaxscale.tools.corpus.curate.config import UrlConfig
-from jaxscale.tools.corpus.curate.urls import list_paths
+from jaxscale.tools.corpus.curate.origin import list_paths
 from jaxscale.tools.corpus.prepare.config import PrepareConfig
 from jaxscale.tools.corpus.prepare.engine import make_plan
 from jaxscale.tools.corpus.prepare.examples import example_files
@@ -51,7 +51,7 @@ def test_preparation_reads_each_file_once_and_says_so(corpus, tmp_path):
         "tokenizer": {"name": "bytes"},
     }
     plan = make_plan(schema.from_dict(PrepareConfig, recipe))
-    assert [file.name for file in plan.pieces.files] == ["a.txt", "b.txt"]
+    assert [file.name for file in plan.files] == ["a.txt", "b.txt"]
     assert [line.partition(": left out 1 link ")[0] for line in plan.notes] == ["sources", "decontaminate.files"]
 
 

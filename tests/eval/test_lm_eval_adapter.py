@@ -26,8 +26,7 @@ from jaxscale.runtime.sampling.config import GREEDY, Sampling
 from jaxscale.runtime.text.chat.spans import open_prompts
 from jaxscale.runtime.text.chat.template import load_template
 from jaxscale.runtime.text.config import ChatConfig
-from jaxscale.runtime.text.tokenizer.load import load_tokenizer
-from jaxscale.runtime.text.tokenizer.saved import save_tokenizer
+from jaxscale.runtime.text.tokenizer.load import load_tokenizer, save_tokenizer
 from jaxscale.system.exits import BadInput
 
 CONTEXT = 32

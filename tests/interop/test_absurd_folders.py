@@ -8,7 +8,7 @@ from test_experts import SMALL_MIXTRAL
 from test_foreign_folders import SMALL, with_tokenizer
 
 from jaxscale.cli import convert
-from jaxscale.runtime.text.tokenizer.saved import open_saved
+from jaxscale.runtime.text.tokenizer.load import open_saved
 from jaxscale.system import foreign
 from jaxscale.system.exits import BadInput
 from jaxscale.tools.interop import tokenizer_files

@@ -15,8 +15,7 @@ from jaxscale import schema
 from jaxscale.cli import convert
 from jaxscale.runtime.data.config import DataConfig
 from jaxscale.runtime.data.pipeline import open_data
-from jaxscale.runtime.text.tokenizer.load import load_tokenizer
-from jaxscale.runtime.text.tokenizer.saved import open_saved, save_tokenizer
+from jaxscale.runtime.text.tokenizer.load import load_tokenizer, open_saved, save_tokenizer
 from jaxscale.tools.corpus.prepare.config import PrepareConfig
 from jaxscale.tools.corpus.prepare.engine import make_plan, prepare
 from jaxscale.tools.corpus.prepare.local import LocalExecutor

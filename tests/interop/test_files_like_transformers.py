@@ -9,8 +9,7 @@ import file_choices
 import numpy as np
 import pytest
 
-from jaxscale.runtime.text.tokenizer.load import find_template
-from jaxscale.runtime.text.tokenizer.saved import open_saved
+from jaxscale.runtime.text.tokenizer.load import find_template, open_saved
 from jaxscale.system.exits import BadInput
 from jaxscale.tools.interop import tokenizer_files
 from jaxscale.tools.interop.source_model import open_source_model

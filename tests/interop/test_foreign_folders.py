@@ -8,8 +8,13 @@ import pytest
 from hf_folders import make_folder
 
 from jaxscale.cli import convert
-from jaxscale.runtime.text.tokenizer.load import find_template, load_tokenizer, read_settings
-from jaxscale.runtime.text.tokenizer.saved import open_saved, save_tokenizer
+from jaxscale.runtime.text.tokenizer.load import (
+    find_template,
+    load_tokenizer,
+    open_saved,
+    read_settings,
+    save_tokenizer,
+)
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput
 from jaxscale.tools.interop import tokenizer_files

@@ -10,8 +10,7 @@ from trained_tokenizers import SENTENCES, TEXT, make_tokenizers
 
 from jaxscale.cli import convert
 from jaxscale.runtime.text.tokenizer.bpe import train_bpe
-from jaxscale.runtime.text.tokenizer.load import load_tokenizer
-from jaxscale.runtime.text.tokenizer.saved import open_saved, save_tokenizer
+from jaxscale.runtime.text.tokenizer.load import load_tokenizer, open_saved, save_tokenizer
 from jaxscale.tools.interop import tokenizer_files
 from jaxscale.tools.interop.post_processor import begin_with
 

@@ -2,8 +2,8 @@
 
 from jaxscale.runtime.text.tokenizer.bpe import train_bpe
 from jaxscale.runtime.text.tokenizer.config import TrainTokenizerConfig
+from jaxscale.runtime.text.tokenizer.huggingface import train_wordpiece
 from jaxscale.runtime.text.tokenizer.sentencepiece import train_sentencepiece
-from jaxscale.runtime.text.tokenizer.wordpiece import train_wordpiece
 
 SENTENCES = [
     "The mesh says where an axis lives, and the model what it means.",

@@ -15,11 +15,18 @@ import pytest
 import tokenizers
 
 from jaxscale.runtime.text.chat.spans import open_prompts
-from jaxscale.runtime.text.chat.special_tokens import Guard
-from jaxscale.runtime.text.chat.template import load_template
+from jaxscale.runtime.text.chat.template import Guard, load_template
 from jaxscale.runtime.text.config import ChatConfig
-from jaxscale.runtime.text.tokenizer.load import bos_setting, find_template, load_tokenizer, naming_files, read_settings
-from jaxscale.runtime.text.tokenizer.saved import open_named, open_saved, save_tokenizer
+from jaxscale.runtime.text.tokenizer.load import (
+    bos_setting,
+    find_template,
+    load_tokenizer,
+    naming_files,
+    open_named,
+    open_saved,
+    read_settings,
+    save_tokenizer,
+)
 from jaxscale.system.exits import BadInput
 
 CONTRADICTION = "fast, a prefix space in the config"

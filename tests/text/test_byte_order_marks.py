@@ -13,8 +13,8 @@ from jaxscale.runtime.text.sources.files import SourceFile
 from jaxscale.runtime.text.sources.read import read_file
 from jaxscale.system.exits import BadInput
 from jaxscale.tools.corpus.curate import contamination
+from jaxscale.tools.corpus.curate.origin import entries
 from jaxscale.tools.corpus.curate.quality import read_words
-from jaxscale.tools.corpus.curate.urls import entries
 
 MARK = b"\xef\xbb\xbf"  # as PowerShell and Notepad write it
 

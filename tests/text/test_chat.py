@@ -16,8 +16,7 @@ from jaxscale.runtime.data.reading import make_reader
 from jaxscale.runtime.data.split import fitted_content
 from jaxscale.runtime.text.chat.chat_records import Conversation, PromptCompletion, parse_record
 from jaxscale.runtime.text.chat.spans import encode_rendered, render_conversation, render_pair
-from jaxscale.runtime.text.chat.special_tokens import GUARDS, Guard
-from jaxscale.runtime.text.chat.template import load_template
+from jaxscale.runtime.text.chat.template import GUARDS, Guard, load_template
 from jaxscale.runtime.text.config import ChatConfig
 from jaxscale.runtime.text.sources.files import SourceFile
 from jaxscale.runtime.text.tokenizer.load import load_tokenizer

@@ -12,8 +12,15 @@ from jaxscale.runtime.run.assembly import open_evals
 from jaxscale.runtime.text.chat.spans import open_prompts
 from jaxscale.runtime.text.chat.template import load_template
 from jaxscale.runtime.text.config import ChatConfig
-from jaxscale.runtime.text.tokenizer.load import TokenizerFolder, load_tokenizer, read_settings
-from jaxscale.runtime.text.tokenizer.saved import SavedTokenizer, open_saved, read_folder, save_tokenizer
+from jaxscale.runtime.text.tokenizer.load import (
+    SavedTokenizer,
+    TokenizerFolder,
+    load_tokenizer,
+    open_saved,
+    read_folder,
+    read_settings,
+    save_tokenizer,
+)
 from jaxscale.system.exits import BadInput
 
 TODAY = "2026-11-22"

@@ -11,8 +11,7 @@ from jaxscale.cli import prepare
 from jaxscale.runtime.data.config import DataConfig
 from jaxscale.runtime.data.pipeline import open_data
 from jaxscale.runtime.text.tokenizer.bpe import train_bpe
-from jaxscale.runtime.text.tokenizer.load import load_tokenizer
-from jaxscale.runtime.text.tokenizer.saved import open_saved, save_tokenizer
+from jaxscale.runtime.text.tokenizer.load import load_tokenizer, open_saved, save_tokenizer
 
 NAME = "<|im_start|>"
 

@@ -10,8 +10,7 @@ from jaxscale.cli import prepare
 from jaxscale.runtime.data.config import DataConfig
 from jaxscale.runtime.data.pipeline import open_data
 from jaxscale.runtime.text.tokenizer.fitting import fits
-from jaxscale.runtime.text.tokenizer.load import load_tokenizer
-from jaxscale.runtime.text.tokenizer.saved import open_saved, save_tokenizer
+from jaxscale.runtime.text.tokenizer.load import load_tokenizer, open_saved, save_tokenizer
 
 DOCUMENT, START, TURN = 257, 258, 259  # the ids of chat_tokenizers.SPECIALS
 

@@ -7,8 +7,14 @@ import pytest
 import tokenizers
 from damage import DAMAGES, in_time
 
-from jaxscale.runtime.text.tokenizer.load import ByteTokenizer, find_template, load_tokenizer
-from jaxscale.runtime.text.tokenizer.saved import open_saved, read_folder, save_tokenizer
+from jaxscale.runtime.text.tokenizer.load import (
+    ByteTokenizer,
+    find_template,
+    load_tokenizer,
+    open_saved,
+    read_folder,
+    save_tokenizer,
+)
 from jaxscale.system.exits import BadInput
 
 

@@ -86,7 +86,7 @@ def test_data_sets_on_this_disk_are_read_row_by_row(tmp_path):
     assert [document.text for document in read(f"hf://{tmp_path}/files")[0]] == ["a", "b é"]
     with pytest.raises(ValueError, match="three has no split 'train' but test; name .*three/test"):
         read(tmp_path / "three")
-    with pytest.raises(ValueError, match="row 0 has no field 'body' but text, id; set text_field"):
+    with pytest.raises(ValueError, match="one has no column 'body' but text, id; set text_field"):
         read(tmp_path / "one", text_field="body")
     with pytest.raises(ValueError, match="hf://.*split=no cannot be read.*without a network, save it elsewhere"):
         read(f"hf://{tmp_path}/files?split=no")

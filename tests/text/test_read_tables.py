@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxscale.runtime.text.config import ReadConfig
-from jaxscale.runtime.text.sources.array_record_text import example
+from jaxscale.runtime.text.sources.data_sets import example
 from jaxscale.runtime.text.sources.files import SourceFile
 from jaxscale.runtime.text.sources.jsonl import MISSING
 from jaxscale.runtime.text.sources.read import read_file, split_file

@@ -18,14 +18,13 @@ from jaxscale.runtime.data.objectives.ids import find_ids
 from jaxscale.runtime.data.other_formats import is_megatron, read_index
 from jaxscale.runtime.data.token_files import bin_of, prepared_problems
 from jaxscale.runtime.text.config import Globs, expand_source_names
-from jaxscale.runtime.text.sources.array_record_text import is_array_record
+from jaxscale.runtime.text.sources.data_sets import is_array_record
 from jaxscale.runtime.text.sources.files import (
     STREAMS,
     SourceFile,
     file_identity,
     ignore_line,
     is_saved_dataset,
-    is_stream,
     list_files,
     size_of,
     stdlib_files,
@@ -60,7 +59,7 @@ def check_data(cfg: DataConfig, seq_len: int, vocab_size: int) -> list[str]:
 
 def holds_ids(cfg: DataConfig, files: Sequence[SourceFile]) -> bool:
     """Returns True if the first file has token ids by its schema; hub datasets are not checked."""
-    if not files or is_stream(files[0].path):
+    if not files or files[0].path.startswith(STREAMS):
         return False
     with contextlib.suppress(BadInput, OSError):  # raised again when the file is read
         chat = cfg.chat if cfg.name == "chat" else None

@@ -6,8 +6,8 @@ from typing import Any, Literal, NamedTuple
 
 from jaxscale import units
 from jaxscale.runtime.text.config import ChatConfig, DocumentsConfig
-from jaxscale.runtime.text.sources.array_record_text import array_records, is_array_record
 from jaxscale.runtime.text.sources.columns import is_table, open_table, type_of
+from jaxscale.runtime.text.sources.data_sets import array_records, is_array_record
 from jaxscale.runtime.text.sources.files import SourceFile, unpacked_name
 from jaxscale.runtime.text.sources.jsonl import MISSING, format_line, get_field, json_records
 from jaxscale.runtime.text.sources.part import WHOLE, Damaged, Part, read_error

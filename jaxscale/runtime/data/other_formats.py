@@ -26,7 +26,7 @@ from jaxscale.runtime.data.remote import map_ids
 from jaxscale.runtime.data.shard_writer import ShardWriter, write_synced
 from jaxscale.runtime.data.shards import Shard, expect_size
 from jaxscale.runtime.data.verified import Say
-from jaxscale.runtime.text.sources.array_record_text import load_package
+from jaxscale.runtime.text.sources.data_sets import load_package
 from jaxscale.runtime.text.sources.files import SourceFile
 from jaxscale.system.digest import READ_BYTES
 from jaxscale.system.exits import BadInput

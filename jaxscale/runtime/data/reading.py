@@ -21,8 +21,7 @@ from jaxscale.runtime.text.chat.spans import (
     render_conversation,
     render_pair,
 )
-from jaxscale.runtime.text.chat.special_tokens import Guard
-from jaxscale.runtime.text.chat.template import ChatTemplate, load_template
+from jaxscale.runtime.text.chat.template import ChatTemplate, Guard, load_template
 from jaxscale.runtime.text.document import Document
 from jaxscale.runtime.text.sources.columns import batch_records, is_table, open_table
 from jaxscale.runtime.text.sources.decode import REPAIRED, decode_text, is_utf8, repair, repair_strings

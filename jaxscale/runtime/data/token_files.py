@@ -26,7 +26,7 @@ from jaxscale.runtime.data.remote import ShardCache, locator, map_ids, shard_cac
 from jaxscale.runtime.data.shards import Shard, open_shard, verify_shards
 from jaxscale.runtime.data.verified import Say
 from jaxscale.runtime.text.config import Globs, names_sources
-from jaxscale.runtime.text.sources.array_record_text import is_array_record
+from jaxscale.runtime.text.sources.data_sets import is_array_record
 from jaxscale.runtime.text.sources.files import SourceFile
 from jaxscale.runtime.text.tokenizer.base import Tokenizer, begin_names
 from jaxscale.runtime.text.tokenizer.load import NO_BOS, bos_setting, load_tokenizer, tokenizer_problem

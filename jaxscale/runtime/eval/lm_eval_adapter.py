@@ -23,8 +23,7 @@ from jaxscale.runtime.sampling.config import Sampling
 from jaxscale.runtime.sampling.generator import Generator
 from jaxscale.runtime.sampling.text_stream import WriteSettings, write_texts
 from jaxscale.runtime.text.chat.spans import ChatPrompts, open_prompts
-from jaxscale.runtime.text.tokenizer.load import find_template
-from jaxscale.runtime.text.tokenizer.saved import SavedTokenizer
+from jaxscale.runtime.text.tokenizer.load import SavedTokenizer, find_template
 from jaxscale.system import packages
 from jaxscale.system.exits import BadInput, print_stderr
 

@@ -36,7 +36,7 @@ from jaxscale.runtime.run.options import Log
 from jaxscale.runtime.run.resume_checks import check_same_evals, recorded_run, version_changes
 from jaxscale.runtime.run.start import RunFolder, Start, dtype_record
 from jaxscale.runtime.run.startup_log import Sample, finish
-from jaxscale.runtime.text.tokenizer.saved import save_tokenizer
+from jaxscale.runtime.text.tokenizer.load import save_tokenizer
 from jaxscale.runtime.training.autopilot import AutopilotSpec
 from jaxscale.runtime.training.expert_load import ExpertLoad
 from jaxscale.runtime.training.feed import Feed

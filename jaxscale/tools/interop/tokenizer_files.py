@@ -17,9 +17,8 @@ from jaxscale.runtime.text.tokenizer.base import LARGEST, Tokenizer, begin_names
 from jaxscale.runtime.text.tokenizer.bpe import byte_alphabet
 from jaxscale.runtime.text.tokenizer.fast import probes
 from jaxscale.runtime.text.tokenizer.fitting import describe_unused, fits
-from jaxscale.runtime.text.tokenizer.load import GENERATION, MORE_TEMPLATES, load_tokenizer
+from jaxscale.runtime.text.tokenizer.load import FOLDER, GENERATION, MORE_TEMPLATES, default_tokenizer, load_tokenizer
 from jaxscale.runtime.text.tokenizer.load import SETTINGS as CONFIG
-from jaxscale.runtime.text.tokenizer.saved import FOLDER, default_tokenizer
 from jaxscale.system import foreign, paths
 from jaxscale.system.exits import BadInput
 from jaxscale.system.foreign import short
@@ -287,7 +286,7 @@ def convert_tokenizer(files: dict[str, bytes], main: str, eos_token: str, seq_le
         tokenizer = load_files({name: files[name] for name in files if name != load.NOTE}, main, scratch, eos_token)
         name, content = tokenizer.saved_file() or (main, files[main])
         if name == WORDPIECE:
-            from jaxscale.runtime.text.tokenizer.wordpiece import read_vocab_txt
+            from jaxscale.runtime.text.tokenizer.huggingface import read_vocab_txt
 
             text = read_vocab_txt(content).to_str()
         else:

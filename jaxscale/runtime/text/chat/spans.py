@@ -11,13 +11,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxscale.runtime.text.chat.chat_records import ASSISTANT, Conversation, PromptCompletion
-from jaxscale.runtime.text.chat.special_tokens import CLOSE, GUARDS, OPEN, Guard
-from jaxscale.runtime.text.chat.template import ChatTemplate, make_template
+from jaxscale.runtime.text.chat.template import CLOSE, GUARDS, OPEN, ChatTemplate, Guard, make_template
 from jaxscale.runtime.text.config import ChatConfig
 from jaxscale.runtime.text.sources.decode import is_utf8
 from jaxscale.runtime.text.tokenizer.base import Tokenizer
-from jaxscale.runtime.text.tokenizer.load import find_template
-from jaxscale.runtime.text.tokenizer.saved import SavedTokenizer
+from jaxscale.runtime.text.tokenizer.load import SavedTokenizer, find_template
 from jaxscale.system.exits import BadInput
 
 NO_TURN = "no assistant turn"

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from jaxscale.runtime.text.config import ReadConfig
 from jaxscale.runtime.text.sources.blocks import RATIO_FLOOR
-from jaxscale.runtime.text.sources.data_sets import dataset_errors, load_datasets, load_saved, stream_dataset
+from jaxscale.runtime.text.sources.data_sets import dataset_tables
 from jaxscale.runtime.text.sources.files import is_saved_dataset, unpacked_name
 from jaxscale.runtime.text.sources.part import SKIP_REMAINDER, WHOLE, Damaged, Part, Records, damage_fix
 from jaxscale.system.exits import BadInput
@@ -17,7 +17,6 @@ BATCH_BYTES = 8 << 20
 BATCH_ROWS = 1024
 NUMBER_TYPES = {"INT32": 4, "INT64": 8}  # bytes per value of Parquet types
 NUMBER_BYTES = 5  # maximum of a dictionary index per row
-DATASET_ROWS = 256  # rows of a Hugging Face dataset per batch
 
 
 def parquet_batches(
@@ -206,9 +205,7 @@ def column_strings(column: Any) -> list[str]:
     import pyarrow
 
     if pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type):
-        values = column.cast(pyarrow.large_binary())
-        values.validate(full=True)
-        return [(value or b"").decode("utf-8", "replace") for value in values.to_pylist()]
+        return [(value or b"").decode("utf-8", "replace") for value in as_bytes(column, "", "")]
     return ["" if value is None else str(value) for value in column.to_pylist()]
 
 
@@ -242,7 +239,10 @@ def open_table(path: str, cfg: ReadConfig, part: Part = WHOLE) -> Iterator[Table
     import pyarrow
 
     if path.startswith("hf://") or is_saved_dataset(path):
-        yield open_dataset(path)
+        tables = dataset_tables(path)
+        first = next(tables, pyarrow.table({}))
+        batches = (batch for table in itertools.chain([first], tables) for batch in table.to_batches())
+        yield Table(first.schema, lambda _: small_batches(batches))
     elif unpacked_name(path).endswith(".parquet"):
         with open_parquet(path, cfg) as table:
             yield Table(table.schema_arrow, lambda columns: parquet_batches(table, columns, path, cfg, part))
@@ -252,33 +252,11 @@ def open_table(path: str, cfg: ReadConfig, part: Part = WHOLE) -> Iterator[Table
             yield Table(schema, lambda columns: small_batches(validated(batches, path, cfg)))
 
 
-def open_dataset(path: str) -> Table:
-    """Opens hf://NAME?... or a folder written by save_to_disk, and reads the first rows."""
-    import pyarrow
-
-    datasets = load_datasets(path)
-    with dataset_errors(datasets, path):
-        found = stream_dataset(datasets, path) if path.startswith("hf://") else load_saved(datasets, path)
-        tables = iter(found.with_format("arrow").iter(batch_size=DATASET_ROWS))
-        first = next(tables, pyarrow.table({}))
-
-    def batches(columns: list[str]) -> Iterator[tuple[int, Any]]:
-        row, remaining = 0, itertools.chain([first], tables)
-        while True:
-            with dataset_errors(datasets, path, f" after row {row:,}"):
-                table = next(remaining, None)
-            if table is None:
-                return
-            for batch in table.to_batches():
-                yield row, batch
-                row += batch.num_rows
-
-    return Table(first.schema, batches)
-
-
 def read_table(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) -> Records:
-    """Yields the text of each row of a Parquet or Arrow file as bytes. Raises BadInput without a text column."""
+    """Yields the text of each row of a table as bytes. Raises BadInput without a text column."""
     with open_table(path, cfg, part) as table:
+        if not table.schema.names:  # an empty dataset
+            return
         names = select_columns(table.schema, path, cfg)
         for row, batch in table.batches([name for name in names if name]):
             yield from batch_rows(batch, names, row, path)

@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeAlias
 from jaxscale.runtime.text.config import Globs
 from jaxscale.units import plural
 
-STREAMS = ("hf://", "seqio://")  # schemes of datasets that other libraries read
+STREAMS = ("hf://", "seqio://")  # begin the names of datasets that other libraries read
 PACKED = (".gz", ".zst")
 NOT_TEXT = (".bin", ".npy", ".npz", ".zip", ".tar", ".tgz", ".xz", ".bz2", ".pdf", ".model", ".idx")
 TABLES = (".csv", ".tsv")
@@ -76,7 +76,7 @@ def list_files(
 
 def file_identity(path: str) -> Identity:
     """Returns (device, inode) of a file or folder, equal for all its names; the path if it is neither."""
-    if is_stream(path):
+    if path.startswith(STREAMS):
         return path
     try:
         status = os.stat(path)
@@ -156,11 +156,6 @@ def is_saved_dataset(path: str) -> bool:
     return any(os.path.isfile(os.path.join(path, name)) for name in ("state.json", "dataset_dict.json"))
 
 
-def is_stream(path: str) -> bool:
-    """Returns True for the name of a dataset that another library reads."""
-    return path.startswith(STREAMS)
-
-
 def unpacked_name(path: str) -> str:
     """Returns the path in lower case without .gz or .zst."""
     name = path.lower()
@@ -178,7 +173,7 @@ def text_problem(file: SourceFile) -> str | None:
 
 def not_documents_problem(file: SourceFile) -> str | None:
     """Returns a message if the file's suffix is not that of documents, else None."""
-    name = "" if is_stream(file.path) else unpacked_name(file.path)
+    name = "" if file.path.startswith(STREAMS) else unpacked_name(file.path)
     if name.endswith(TABLES):
         return (
             f"{file.path} is a table by its name, and would be read as prose; write its column of text as .jsonl or "
@@ -194,22 +189,15 @@ def not_documents_problem(file: SourceFile) -> str | None:
 
 def size_of(path: str) -> int | None:
     """Returns the bytes of a file or saved dataset; None for a stream, whose size is unknown."""
-    if is_stream(path):
-        return None
-    if os.path.isdir(path):
-        return sum(os.path.getsize(inner) for inner in folder_files(path))
-    return os.path.getsize(path)
+    return None if path.startswith(STREAMS) else file_stamp(path)[0]
 
 
 def file_stamp(path: str) -> tuple[int, int]:
-    """Returns (bytes, mtime in nanoseconds), part of cache keys; (0, 0) for a stream."""
-    if is_stream(path):
+    """Returns (bytes, mtime in nanoseconds) of a file or saved dataset, part of cache keys; (0, 0) for a stream."""
+    if path.startswith(STREAMS):
         return 0, 0
-    if is_saved_dataset(path):
-        stats = [os.stat(inner) for inner in folder_files(path)]
-        return sum(status.st_size for status in stats), max(status.st_mtime_ns for status in stats)
-    status = os.stat(path)
-    return status.st_size, status.st_mtime_ns
+    stats = [os.stat(inner) for inner in (folder_files(path) if os.path.isdir(path) else [path])]
+    return sum(status.st_size for status in stats), max(status.st_mtime_ns for status in stats)
 
 
 def folder_files(path: str) -> list[str]:

@@ -7,12 +7,11 @@ from typing import NamedTuple
 
 from jaxscale.runtime.text.config import ReadConfig
 from jaxscale.runtime.text.document import Document
-from jaxscale.runtime.text.sources.array_record_text import array_record_parts, is_array_record, read_array_record
 from jaxscale.runtime.text.sources.blocks import check_unpacked, cut_parts, is_packed, next_line, packed_problem
-from jaxscale.runtime.text.sources.columns import parquet_parts, read_table
-from jaxscale.runtime.text.sources.data_sets import read_dataset, read_seqio
+from jaxscale.runtime.text.sources.columns import is_table, parquet_parts, read_table
+from jaxscale.runtime.text.sources.data_sets import array_record_parts, is_array_record, read_array_record, read_seqio
 from jaxscale.runtime.text.sources.decode import decode_text
-from jaxscale.runtime.text.sources.files import SourceFile, is_saved_dataset, unpacked_name
+from jaxscale.runtime.text.sources.files import SourceFile, unpacked_name
 from jaxscale.runtime.text.sources.jsonl import JSON_LINES, format_line, read_json_lines
 from jaxscale.runtime.text.sources.part import BROKEN, WHOLE, Damaged, Part, Records, count_skipped, read_error
 from jaxscale.runtime.text.sources.text import read_text, text_parts
@@ -28,28 +27,22 @@ class FormatReader(NamedTuple):
     cut: Callable[[str, ReadConfig, int], list[Part]] | None = None  # (path, settings, bytes of a part)
 
 
-READERS: dict[tuple[str, ...], FormatReader] = {  # by file suffix
-    JSON_LINES: FormatReader(
-        "line", read_json_lines, lambda path, cfg, part_bytes: cut_parts(path, part_bytes, next_line)
-    ),
-    (".parquet",): FormatReader("row", read_table, parquet_parts),
-    (".arrow", ".feather"): FormatReader("row", read_table),
-    (".warc", ".wet"): FormatReader("record at byte", read_warc),
-    (".html", ".htm", ".xhtml"): FormatReader("page", read_page),
-}
-
-
 def format_reader(path: str) -> FormatReader:
     """Returns the reader of a file, by its name."""
     name = unpacked_name(path)
-    if path.startswith("hf://") or is_saved_dataset(path):
-        return FormatReader("row", read_dataset)
     if path.startswith("seqio://"):
         return FormatReader("example", read_seqio)
+    if is_table(path):
+        return FormatReader("row", read_table, parquet_parts if name.endswith(".parquet") else None)
     if is_array_record(name):
         return FormatReader("record", read_array_record, array_record_parts)
-    plain = FormatReader("", read_text, text_parts)
-    return next((kind for endings, kind in READERS.items() if name.endswith(endings)), plain)
+    if name.endswith(JSON_LINES):
+        return FormatReader("line", read_json_lines, lambda path, cfg, size: cut_parts(path, size, next_line))
+    if name.endswith((".warc", ".wet")):
+        return FormatReader("record at byte", read_warc)
+    if name.endswith((".html", ".htm", ".xhtml")):
+        return FormatReader("page", read_page)
+    return FormatReader("", read_text, text_parts)
 
 
 @contextlib.contextmanager

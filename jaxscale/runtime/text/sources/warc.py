@@ -9,7 +9,7 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxscale.runtime.text.config import ReadConfig
 from jaxscale.runtime.text.sources.blocks import as_file, read_blocks
@@ -44,82 +44,74 @@ DECLARED_WITHIN = 4096  # bytes; the HTML standard says 1024, but many pages exc
 MARKS = ((b"\xef\xbb\xbf", "utf-8"), (b"\xff\xfe", "utf-16-le"), (b"\xfe\xff", "utf-16-be"))
 
 
-class Record(NamedTuple):
-    """A WARC record. The block is None if it was too long."""
-
-    offset: int
-    header: dict[str, str]
-    block: bytes | None
-
-
 def read_warc(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) -> Records:
     """Yields the text of each page or text record in a WARC file, with its id and URL; others are counted."""
-    for record in warc_records(path, cfg, skipped, part):
-        kind = record.header.get("warc-type", "")
-        url = record.header.get("warc-target-uri", "").strip("<>")
-        id = record.header.get("warc-record-id", "").strip("<>")
+    for offset, header, block in warc_records(path, cfg, skipped, part):
+        kind = header.get("warc-type", "")
+        url = header.get("warc-target-uri", "").strip("<>")
+        id = header.get("warc-record-id", "").strip("<>")
         if kind not in ("response", "resource", "conversion"):
             skipped["WARC: no page but a " + (kind if kind in OTHERS else "record of an unknown kind")] += 1
-        elif record.block is None:
-            count_skipped(skipped, "longer than max_line_bytes", int(record.header["content-length"]))
+        elif block is None:
+            count_skipped(skipped, "longer than max_line_bytes", int(header["content-length"]))
         elif kind == "conversion":
-            yield record.offset, record.offset, record.block.strip(b"\r\n"), (id, url, "", "")
+            yield offset, offset, block.strip(b"\r\n"), (id, url, "", "")
         else:
-            mime = record.header.get("content-type", "")
-            found = http_body(record.block, cfg) if kind == "response" else ("", mime, record.block)
-            if not isinstance(found, str) and not found[1].lower().startswith(HTML):
+            mime = header.get("content-type", "")
+            found = http_body(block, cfg) if kind == "response" else (mime, block)
+            if not isinstance(found, str) and not found[0].lower().startswith(HTML):
                 found = "WARC: not HTML"
             if isinstance(found, str):
-                count_skipped(skipped, found, len(record.block)) if found in FIXES else skipped.update([found])
+                count_skipped(skipped, found, len(block)) if found in FIXES else skipped.update([found])
                 continue
-            text = page_text(found[2], charset_of(found[1]), cfg, skipped)
+            text = page_text(found[1], charset_of(found[0]), cfg, skipped)
             if text is not None:
-                yield record.offset, record.offset, text, (id, url, "", "")
+                yield offset, offset, text, (id, url, "", "")
 
 
-def warc_records(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) -> Iterator[Record]:
-    """Yields the records. Raises Damaged naming file and byte of a truncated or invalid one."""
+def warc_records(
+    path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE
+) -> Iterator[tuple[int, dict[str, str], bytes | None]]:
+    """Yields (offset, header, block) of the records; None for a block longer than max_line_bytes.
+
+    Raises: Damaged naming file and byte of a truncated or invalid one.
+    """
     stream = as_file(read_blocks(path, cfg, skipped, part))
     fix = damage_fix(cfg, SKIP_REMAINDER)
-    while not at_end(stream):
-        offset = stream.tell()
-        head = read_head(stream)
-        if head is None or not head.startswith(b"WARC/"):
+    while True:
+        offset, head = read_head(stream)
+        if not head:
+            return
+        if not head.startswith(b"WARC/") or not head.endswith(b"\r\n\r\n"):
             raise Damaged(f"{path} has no WARC record at byte {offset:,}, unpacked; {fix}")
         header = parse_header(head)
         length = header.get("content-length", "")
         if not (length.isascii() and length.isdecimal() and len(length) < 19):
             raise Damaged(f"{path}: the WARC record at byte {offset:,}, unpacked, has an invalid Content-Length; {fix}")
         size = int(length)
-        block, num_read = None, 0
-        if size <= cfg.max_line_bytes:
-            block = stream.read(size)
-            num_read = len(block)
+        block = stream.read(size) if size <= cfg.max_line_bytes else None
+        num_read = 0 if block is None else len(block)
         while block is None and num_read < size and (skipped_part := stream.read(min(size - num_read, 1 << 20))):
             num_read += len(skipped_part)
         if num_read < size:
             raise Damaged(f"{path} is cut short in the WARC record at byte {offset:,}, unpacked; {fix}")
-        yield Record(offset, header, block)
+        yield offset, header, block
 
 
-def at_end(stream: io.BufferedReader) -> bool:
-    """Skips line ends; returns True at the end of the stream."""
-    while buffer := stream.peek():
-        remaining = buffer.lstrip(b"\r\n")
-        stream.read(len(buffer) - len(remaining))
-        if remaining:
-            return False
-    return True
+def read_head(stream: io.BufferedReader) -> tuple[int, bytes]:
+    """Skips line ends; returns (offset, bytes up to and including the next blank line), b"" at the end of the stream.
 
-
-def read_head(stream: io.BufferedReader) -> bytes | None:
-    """Returns the bytes up to and including the next blank line; None at the end or beyond MAX_HEADER_BYTES."""
-    head = b""
+    The bytes do not end in a blank line if the stream ends before, or if there are more than MAX_HEADER_BYTES.
+    """
+    offset, head = stream.tell(), b""
     while len(head) < MAX_HEADER_BYTES and (line := stream.readline(MAX_HEADER_BYTES)):
+        if not head:
+            stripped = line.lstrip(b"\r\n")
+            offset, line = offset + len(line) - len(stripped), stripped
         head += line
         if head.endswith(b"\r\n\r\n"):
-            return head
-    return None
+            break
+    return offset, head
 
 
 def parse_header(head: bytes) -> dict[str, str]:
@@ -133,8 +125,8 @@ def parse_header(head: bytes) -> dict[str, str]:
     return found
 
 
-def http_body(block: bytes, cfg: ReadConfig) -> tuple[str, str, bytes] | str:
-    """Returns (status, content type, decoded body) of an HTTP response, or the reason for a missing page."""
+def http_body(block: bytes, cfg: ReadConfig) -> tuple[str, bytes] | str:
+    """Returns (content type, decoded body) of an HTTP response, or the reason for a missing page."""
     head, blank, body = block.partition(b"\r\n\r\n")
     if not head.startswith(b"HTTP/") or len(head) > MAX_HEADER_BYTES:
         return "WARC: not HTTP"
@@ -151,7 +143,7 @@ def http_body(block: bytes, cfg: ReadConfig) -> tuple[str, str, bytes] | str:
         body = unpacked
     elif encoding not in ("", "identity", "none") and not body.lstrip()[:1] == b"<":
         return "WARC: packed in an unknown way"
-    return status[0].decode(), fields.get("content-type", ""), body
+    return fields.get("content-type", ""), body
 
 
 def decode_chunked(body: bytes) -> bytes:

@@ -83,16 +83,16 @@ def make_encode(path: str, spec: Mapping[str, Any], exact: Encode, cfg: EncodeCo
         if cfg.encoder not in ("auto", name):
             continue
         if not packages.is_installed(name):
-            problem, encode = f"{name} is not installed: pip install 'jaxscale[prepare]'", None
+            made = f"{name} is not installed: pip install 'jaxscale[prepare]'"
         elif split is None:
-            problem, encode = "it is not a byte-level BPE with the split pattern of GPT-2, cl100k or o200k", None
+            made = "it is not a byte-level BPE with the split pattern of GPT-2, cl100k or o200k"
         else:
-            problem, encode = make(spec, split, exact)
-        if encode is None:
+            made = make(spec, split, exact)
+        if isinstance(made, str):
             if cfg.encoder == "auto":
                 continue
-            raise BadInput(f"{path} cannot be encoded by encoder={name}: {problem}; or set encoder=auto or exact")
-        encode = with_exact_fallback(encode, exact, plain)
+            raise BadInput(f"{path} cannot be encoded by encoder={name}: {made}; or set encoder=auto or exact")
+        encode = with_exact_fallback(made, exact, plain)
         check_equal_ids(path, name, probes(named, pieces_of(spec)), encode, exact)
         return name, with_spot_checks(path, name, encode, exact, cfg.check_every) if cfg.check_every else encode
     return "tokenizers", exact
@@ -112,15 +112,15 @@ def pairs_of(spec: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(left, right) for left, right in halves]
 
 
-def make_gigatoken(spec: Mapping[str, Any], split: Split, exact: Encode) -> tuple[str, Encode | None]:
-    """Returns (problem, None), or ("", encode) with gigatoken, which uses all cores except in a child process."""
+def make_gigatoken(spec: Mapping[str, Any], split: Split, exact: Encode) -> Encode | str:
+    """Returns the encoder with gigatoken, which uses all cores except in a child process, or the problem."""
     import gigatoken
 
     text = json.dumps(without_added(spec))
     try:
         tokenizer = gigatoken.Tokenizer.from_json(text)
     except (ValueError, TypeError, RuntimeError) as error:  # an unsupported regex or model
-        return f"gigatoken says: {error}", None
+        return f"gigatoken says: {error}"
     size, checked_at, text_bytes = resident_bytes(), 0, 0
 
     def encode(texts: Sequence[str]) -> EncodedBlock:
@@ -136,7 +136,7 @@ def make_gigatoken(spec: Mapping[str, Any], split: Split, exact: Encode) -> tupl
                 size, checked_at, text_bytes = resident_bytes(), 0, 0
         return EncodedBlock(ids.astype(np.uint32, copy=False), np.diff(offsets))
 
-    return "", encode
+    return encode
 
 
 def resident_bytes() -> int:
@@ -148,8 +148,8 @@ def resident_bytes() -> int:
         return 0
 
 
-def make_tiktoken(spec: Mapping[str, Any], split: Split, exact: Encode) -> tuple[str, Encode | None]:
-    """Returns (problem, None), or ("", encode) with tiktoken, on all cores except in a child process.
+def make_tiktoken(spec: Mapping[str, Any], split: Split, exact: Encode) -> Encode | str:
+    """Returns the encoder with tiktoken, on all cores except in a child process, or the problem.
 
     tiktoken has no merges: it joins the neighbours whose joined piece has the smallest id. That is equivalent if ids
     rise with the merges and every longer piece results from one merge.
@@ -159,10 +159,10 @@ def make_tiktoken(spec: Mapping[str, Any], split: Split, exact: Encode) -> tuple
     byte_of, vocab = byte_alphabet(), without_added(spec)["model"]["vocab"]
     made = [vocab.get(left + right, -1) for left, right in pairs_of(spec)]
     if any(later <= earlier for earlier, later in zip(made, made[1:])) or len(made) + 256 != len(vocab):
-        return "its ids do not rise with its merges, as tiktoken needs", None
+        return "its ids do not rise with its merges, as tiktoken needs"
     ranks = {bytes(byte_of[character] for character in piece): i for piece, i in vocab.items()}
     if max(ranks[bytes([byte])] for byte in range(256)) > min(made, default=256):
-        return "some of its bytes come after its merges", None
+        return "some of its bytes come after its merges"
     encoding = tiktoken.Encoding("jaxscale", pat_str=PATTERNS[split], mergeable_ranks=ranks, special_tokens={})
     threads = 1 if multiprocessing.parent_process() else os.cpu_count() or 1
 
@@ -180,7 +180,7 @@ def make_tiktoken(spec: Mapping[str, Any], split: Split, exact: Encode) -> tuple
         with concurrent.futures.ThreadPoolExecutor(threads) as pool:  # it releases the GIL
             return concat_block(list(pool.map(encode_one, texts)))
 
-    return "", encode
+    return encode
 
 
 def with_exact_fallback(encode: Encode, exact: Encode, names: Sequence[str]) -> Encode:
@@ -216,26 +216,15 @@ def newer_characters() -> np.ndarray:
 
 def with_newer(texts: Sequence[str]) -> list[int]:
     """Returns the indices of texts with a newer character."""
-    places = [i for i, text in enumerate(texts) if not text.isascii()]
-    groups = [places[begin : begin + TEXTS_AT_ONCE] for begin in range(0, len(places), TEXTS_AT_ONCE)]
-    suspects = [i for group in groups if may_be_newer("".join([texts[i] for i in group])) for i in group]
-    code_points = lambda text: np.frombuffer(text.encode("utf-32-le"), np.uint32)
-    return [i for i in suspects if may_be_newer(texts[i]) and newer_characters().take(code_points(texts[i])).any()]
-
-
-def may_be_newer(text: str) -> bool:
-    """Returns False if no character is newer; True for newer ones and all beyond U+FFFF. UTF-16 is cheap in Python."""
-    units = np.frombuffer(text.encode("utf-16-le"), np.uint16)
-    late = units[np.flatnonzero(units >= FIRST_NEWER)]  # few: the table lookup is slower than this comparison
-    return bool(newer_units().take(late).any())
-
-
-@functools.cache
-def newer_units() -> np.ndarray:
-    """Returns bool[0x10000]: UTF-16 units of newer characters, and surrogates."""
-    newer = newer_characters()[:0x10000].copy()
-    newer[0xD800:0xE000] = True
-    return newer
+    places, found = [i for i, text in enumerate(texts) if not text.isascii()], []
+    for begin in range(0, len(places), TEXTS_AT_ONCE):
+        group = places[begin : begin + TEXTS_AT_ONCE]
+        joined = "".join([texts[i] for i in group])
+        newer = np.flatnonzero(newer_characters().take(np.frombuffer(joined.encode("utf-32-le"), np.uint32)))
+        if len(newer):
+            ends = np.cumsum([len(texts[i]) for i in group])
+            found += [group[k] for k in np.unique(np.searchsorted(ends, newer, side="right")).tolist()]
+    return found
 
 
 def pieces_of(spec: Mapping[str, Any]) -> list[str]:

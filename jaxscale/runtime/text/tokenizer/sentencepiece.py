@@ -1,11 +1,21 @@
-"""Loads and trains SentencePiece models (arXiv:1808.06226): BPE (arXiv:1508.07909) and Unigram (arXiv:1804.10959)."""
+"""Loads and trains SentencePiece models (arXiv:1808.06226): BPE (arXiv:1508.07909) and Unigram (arXiv:1804.10959).
+
+A model of Llama or Gemma is read as a tokenizer of the `tokenizers` package, as transformers converts it: fine-tunes
+were published as a tokenizer.model with more tokens next to it. Where those are matched in a text, and whether a text
+after one begins with a space, follows from the conversion (transformers 4: convert_slow_tokenizer.py).
+"""
 
 import io
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import sentencepiece
+import tokenizers
+from sentencepiece import sentencepiece_model_pb2
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
+from jaxscale.runtime.text.tokenizer.added import DEFAULTS, GEMMA, LLAMA, Neighbors, class_of
 from jaxscale.runtime.text.tokenizer.base import (
     LARGEST,
     EncodedBlock,
@@ -17,12 +27,30 @@ from jaxscale.runtime.text.tokenizer.base import (
     fingerprint,
 )
 from jaxscale.runtime.text.tokenizer.config import TrainTokenizerConfig, special_names
-from jaxscale.runtime.text.tokenizer.sentencepiece_json import check_model
 from jaxscale.system import foreign
 from jaxscale.system.exits import BadInput
 
 SENTENCE_BYTES = 4000  # the trainer skips sentences of more than 4,192
 THREADS = 8  # of training; fixed, since float sums and so the pieces depend on it
+UNIGRAM = 1  # TrainerSpec.ModelType
+UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # ModelProto.SentencePiece.Type
+GEMMA_TURNS = ("<start_of_turn>", "<end_of_turn>")
+# Their ids are shifted from those of the model's pieces, or come from another file.
+RENUMBERED = (
+    "XLMRobertaTokenizer", "CamembertTokenizer", "MBartTokenizer", "MBart50Tokenizer", "NllbTokenizer",
+    "BarthezTokenizer", "BartphoTokenizer", "PegasusTokenizer", "XGLMTokenizer", "MarianTokenizer", "M2M100Tokenizer",
+    "Speech2TextTokenizer", "SeamlessM4TTokenizer", "PLBartTokenizer", "ErnieMTokenizer", "MLukeTokenizer",
+    "XLMProphetNetTokenizer",
+)  # fmt: skip
+
+
+def check_model(content: bytes, path: str) -> sentencepiece.SentencePieceProcessor:
+    """Returns the processor of a model. Raises BadInput for an invalid model."""
+    try:
+        return sentencepiece.SentencePieceProcessor(model_proto=content)
+    except (RuntimeError, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise BadInput(f"data.tokenizer={path} cannot be read as a SentencePiece model: {reason}") from None
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -105,3 +133,84 @@ def sentences(texts: Iterable[str]) -> Iterator[str]:
                 line = line[cut:]
             if line:
                 yield line
+
+
+def is_converted(path: str, neighbors: Neighbors) -> bool:
+    """Returns True if transformers' conversion determines the ids of a model. BadInput for an unknown conversion."""
+    settings = dict(neighbors.settings)
+    kind = class_of(settings)
+    fix = "save it with transformers' AutoTokenizer as a tokenizer.json"
+    if kind in RENUMBERED:
+        raise BadInput(
+            f"data.tokenizer={path}: tokenizer_class={kind} in tokenizer_config.json does not number tokens as the "
+            f"model does; {fix}"
+        )
+    if kind in DEFAULTS or not neighbors.added:
+        return kind in DEFAULTS
+    processor = check_model(foreign.read_named(path, LARGEST), path)
+    pieces = {processor.id_to_piece(i) for i in range(processor.get_piece_size())}
+    missing = [token.content for token in neighbors.added if token.content not in pieces]
+    if missing and kind not in ("", "PreTrainedTokenizer", "TokenizersBackend"):
+        raise BadInput(
+            f"data.tokenizer={path}: {missing[0]!r:.80} is added to the model by the files next to it, which is not "
+            f"supported for tokenizer_class={kind}; {fix}"
+        )
+    return bool(missing)
+
+
+def convert(content: bytes, path: str, neighbors: Neighbors) -> tokenizers.Tokenizer:
+    """Returns the tokenizer of a model, without the tokens that are only in the files next to it."""
+    check_model(content, path)
+    parsed: Any = sentencepiece_model_pb2  # made by protoc, without type stubs
+    proto = parsed.ModelProto.FromString(content)  # the processor does not say which pieces are user-defined
+    pieces = proto.pieces
+    settings = dict(neighbors.settings)
+    kind = class_of(settings)
+    if kind == GEMMA:
+        first = {i: settings[token_name] for i, token_name in enumerate(("pad_token", "eos_token", "bos_token"))}
+    else:
+        first = {token.id: token.content for token in neighbors.added if token.id is not None and token.id < 3}
+    ids = {piece.piece: i for i, piece in enumerate(pieces)}
+    vocab = [(str(first.get(i, piece.piece)), 0.0 if i < 3 else piece.score) for i, piece in enumerate(pieces)]
+    if kind == GEMMA and "\t" not in ids and "<0x09>" in ids:  # the first Gemma lacks the tab
+        vocab[ids["<0x09>"]] = ("\t", 0.0)
+        ids["\t"] = ids["<0x09>"]
+    if proto.trainer_spec.model_type == UNIGRAM:
+        model = models.Unigram(vocab, unk_id=0, byte_fallback=True)
+    else:
+        unknown = next((piece.piece for piece in pieces if piece.type == UNKNOWN), "<unk>")
+        table = {text: i for i, (text, _) in enumerate(vocab)}
+        model = models.BPE(table, merges_of(vocab, ids), unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    tokenizer = tokenizers.Tokenizer(model)
+    turns = GEMMA_TURNS if kind == GEMMA else ()
+    special = lambda piece: piece.type == CONTROL or piece.piece in turns
+    tokens = [(piece.piece, special(piece)) for piece in pieces if piece.type in (CONTROL, USER_DEFINED)]
+    tokenizer.add_tokens([tokenizers.AddedToken(text, normalized=False, special=flag) for text, flag in tokens])
+    set_spaces(tokenizer, settings, prefix=kind != GEMMA and settings.get("add_prefix_space") is not False)
+    bos = settings.get("bos_token", DEFAULTS[LLAMA]["bos_token"])
+    if settings.get("add_bos_token") is not False and (first_id := tokenizer.token_to_id(bos)) is not None:
+        tokenizer.post_processor = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, first_id)])
+    return tokenizer
+
+
+def set_spaces(tokenizer: tokenizers.Tokenizer, settings: Mapping[str, Any], *, prefix: bool) -> None:
+    """Sets how spaces are encoded and decoded. `legacy` (the default): each text between tokens begins with one."""
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, *([decoders.Strip(content=" ", left=1)] if prefix else [])])
+    if settings.get("legacy") is False:
+        scheme = "first" if prefix else "never"
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme=scheme, split=False)
+    else:
+        begin = [normalizers.Prepend(prepend="▁")] if prefix else []
+        tokenizer.normalizer = normalizers.Sequence([*begin, normalizers.Replace(pattern=" ", content="▁")])
+
+
+def merges_of(vocab: Sequence[tuple[str, float]], ids: Mapping[str, int]) -> list[tuple[str, str]]:
+    """Returns the merges of a BPE model, best first. ids: of its pieces."""
+    found = []
+    for text, score in dict(vocab).items():
+        halves = ((text[:cut], text[cut:]) for cut in range(1, len(text)))
+        known = [(left, right, score) for left, right in halves if left in ids and right in ids]
+        found += sorted(known, key=lambda merge: (ids[merge[0]], ids[merge[1]]))
+    found.sort(key=lambda merge: (merge[2], len(merge[0]), len(merge[1])), reverse=True)
+    return [(left, right) for left, right, _ in found]

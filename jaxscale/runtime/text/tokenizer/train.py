@@ -52,12 +52,12 @@ def train_tokenizer(texts: Iterable[str], cfg: TrainTokenizerConfig, path: str |
 
 def train(texts: list[str], cfg: TrainTokenizerConfig) -> tuple[bytes, int]:
     """Returns (tokenizer.json or SentencePiece .model, number of ids)."""
-    from jaxscale.runtime.text.tokenizer import bpe, sentencepiece, wordpiece  # heavy dependencies
+    from jaxscale.runtime.text.tokenizer import bpe, huggingface, sentencepiece  # heavy dependencies
 
     if cfg.is_sentencepiece:
         return sentencepiece.train_sentencepiece(texts, cfg)
     if cfg.kind == "wordpiece":
-        tokenizer = wordpiece.train_wordpiece(texts, cfg)
+        tokenizer = huggingface.train_wordpiece(texts, cfg)
     else:
         tokenizer = bpe.train_bpe(texts, cfg.vocab_size, special_names(cfg), cfg.split, cfg.trainer)
     return tokenizer.to_str(pretty=True).encode(), tokenizer.get_vocab_size(with_added_tokens=True)
