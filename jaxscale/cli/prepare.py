@@ -157,9 +157,9 @@ def export(output: pathlib.Path, target: str) -> str:
 
 def describe(plan: PreparePlan) -> str:
     """Returns a description of the passes and their inputs."""
-    files = {file.path for file in plan.pieces.files}
+    files = {file.path for file in plan.files}
     size = sum(size_of(path) or 0 for path in files)  # unknown for a stream
-    lines = [f"{len(files):,} files, {size / 1e6:,.1f} MB on disk, in {len(plan.pieces.rows):,} pieces"]
+    lines = [f"{len(files):,} files, {size / 1e6:,.1f} MB on disk, in {len(plan.pieces):,} pieces"]
     for number, step in enumerate(plan.passes):
         then = {"joins": ", ".join(step.joins), "sample": "training the tokenizer", "tokens": "shards"}[step.ends]
         lines.append(f"pass {number + 1}: {', '.join(step.stages) or 'nothing'}; then {then}")

@@ -8,7 +8,7 @@ from jaxscale.tools.corpus.prepare.sketches import (
     item_numbers,
     open_array,
     pair_equal_keys,
-    signature_reader,
+    read_signatures,
     sort_unique,
 )
 
@@ -25,7 +25,7 @@ def pairs_of(paths, neighbours=0):
 
 def united(paths, threshold, neighbours):
     """(items, keepers) of the pairs whose signatures are alike."""
-    read = signature_reader(paths.__getitem__)
+    read = lambda items: read_signatures(items, paths.__getitem__)
     items, firsts = pairs_of(paths, neighbours)
     kept = is_similar(read(items), read(firsts), threshold)
     return components(items[kept], firsts[kept])

@@ -13,7 +13,7 @@ from sketched import united
 from jaxscale.runtime.text.document import Document
 from jaxscale.tools.corpus.curate.config import ContaminationConfig, NearConfig, SubstringConfig
 from jaxscale.tools.corpus.curate.contamination import make_contamination
-from jaxscale.tools.corpus.curate.duplicates import make_near_sketch, make_substring
+from jaxscale.tools.corpus.curate.duplicates import make_substring, near_sketch
 from jaxscale.tools.corpus.curate.hashes import ngram_hashes, word_hashes
 from jaxscale.tools.corpus.prepare.sketches import split_items, write_sketch
 
@@ -61,7 +61,7 @@ def test_edited_copies_of_web_pages_are_dropped_and_no_others(pages, tmp_path):
         start = rng.randrange(len(words) - len(words) // 16)
         copies.append(" ".join(words[:start] + words[start + len(words) // 16 :]))  # a sixteenth is missing
     cfg, texts = NearConfig(), pages + copies
-    write_sketch(tmp_path / "0.npy", make_near_sketch(cfg)([Document(text) for text in texts]))
+    write_sketch(tmp_path / "0.npy", near_sketch([Document(text) for text in texts], cfg))
     items, keepers = united([tmp_path / "0.npy"], cfg.threshold, 2)
     similarity = [jaccard(page, copy) for page, copy in zip(pages, copies)]
     dropped = dict(zip(split_items(items)[1].tolist(), split_items(keepers)[1].tolist()))

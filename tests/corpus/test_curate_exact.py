@@ -11,9 +11,9 @@ from jaxscale.tools.corpus.curate.config import ExactConfig, LineConfig
 from jaxscale.tools.corpus.curate.duplicates import (
     cut_lines,
     drop_documents,
+    exact_sketch,
+    line_sketch,
     lines_at,
-    make_exact_sketch,
-    make_line_sketch,
 )
 from jaxscale.tools.corpus.prepare.sketches import block_slice, split_items, write_sketch
 
@@ -22,16 +22,16 @@ def documents_of(texts):
     return [Document(text, source="s", offset=i) for i, text in enumerate(texts)]
 
 
-def join(blocks, sketch, folder):
+def join(blocks, sketch, cfg, folder):
     """The items to remove, of blocks of texts."""
     paths = [folder / f"{block}.npy" for block in range(len(blocks))]
     for block, texts in enumerate(blocks):
-        write_sketch(paths[block], sketch(documents_of(texts)))
+        write_sketch(paths[block], sketch(documents_of(texts), cfg))
     return np.unique(pairs_of(paths)[0])
 
 
 def without_copies(blocks, folder, cfg):
-    items, outcomes = join(blocks, make_exact_sketch(cfg), folder), []
+    items, outcomes = join(blocks, exact_sketch, cfg, folder), []
     for block, texts in enumerate(blocks):
         removed = split_items(items[block_slice(items, block)])[1]
         outcomes += drop_documents(documents_of(texts), removed, "duplicate: exact")
@@ -39,7 +39,7 @@ def without_copies(blocks, folder, cfg):
 
 
 def without_lines(blocks, folder, cfg):
-    items, outcomes = join(blocks, make_line_sketch(cfg), folder), []
+    items, outcomes = join(blocks, line_sketch, cfg, folder), []
     for block, texts in enumerate(blocks):
         documents = documents_of(texts)
         own = lines_at(documents, split_items(items[block_slice(items, block)])[1])

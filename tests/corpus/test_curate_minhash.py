@@ -15,7 +15,7 @@ from jaxscale.tools.corpus.curate.duplicates import (
     choose_bands,
     detection_curve,
     detection_table,
-    make_near_sketch,
+    near_sketch,
     signatures,
     verification_curve,
 )
@@ -49,10 +49,10 @@ def pair(rng, similarity, words=200):
 def removed(texts, cfg, folder, blocks=3, neighbours=2):
     """The places of the texts that the whole pass drops."""
     size = -(-len(texts) // blocks)
-    paths, sketch = [folder / f"{block}.npy" for block in range(blocks)], make_near_sketch(cfg)
+    paths = [folder / f"{block}.npy" for block in range(blocks)]
     for block in range(blocks):
         documents = [Document(text) for text in texts[block * size : (block + 1) * size]]
-        write_sketch(paths[block], sketch(documents))
+        write_sketch(paths[block], near_sketch(documents, cfg))
     items, _ = united(paths, cfg.threshold, neighbours)
     return (split_items(items)[0] * size + split_items(items)[1]).tolist()
 
@@ -65,9 +65,7 @@ def test_candidates_are_as_frequent_as_the_detection_curve_says(similarity, tmp_
     pairs = [pair(rng, similarity) for _ in range(count)]
     exact = np.array([jaccard(*texts) for texts in pairs])
     assert abs(exact.mean() - similarity) < 0.01
-    one, other = (
-        make_near_sketch(cfg)([Document(texts[i]) for texts in pairs]).keys.reshape(-1, bands) for i in (0, 1)
-    )
+    one, other = (near_sketch([Document(texts[i]) for texts in pairs], cfg).keys.reshape(-1, bands) for i in (0, 1))
     found = np.mean((one == other).any(1))
     expected = detection_curve(exact, bands, rows).mean()
     assert abs(found - expected) < 4 * np.sqrt(expected * (1 - expected) / count) + 0.005
@@ -103,7 +101,7 @@ def test_the_first_copy_stays_and_blocks_do_not_matter(tmp_path):
 
 def test_a_document_shorter_than_an_ngram_is_one_by_itself():
     texts = ["Four words in all", "Four words, in all!", "...", "Four other words too"]
-    sketch = make_near_sketch(NearConfig())([Document(text) for text in texts])
+    sketch = near_sketch([Document(text) for text in texts], NearConfig())
     keys = sketch.keys.reshape(-1, bands_and_rows(NearConfig())[0])
     assert len(keys) == 3 and np.array_equal(keys[0], keys[1]) and not np.any(keys[0] == keys[2])
     assert sketch.signatures.shape == (4, 128) and np.unique(sketch.places).tolist() == [0, 1, 3]

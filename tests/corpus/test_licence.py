@@ -4,7 +4,7 @@ import pytest
 
 from jaxscale.runtime.text.document import Document
 from jaxscale.tools.corpus.curate.config import LicenceConfig
-from jaxscale.tools.corpus.curate.licence import DENIED, NOT_ALLOWED, UNKNOWN, make_licence
+from jaxscale.tools.corpus.curate.origin import DENIED, NOT_ALLOWED, UNKNOWN_LICENCE, make_licence
 
 
 def reason(licence, **settings):
@@ -37,8 +37,8 @@ def test_without_lists_everything_is_kept():
 
 
 def test_a_document_without_a_licence_is_kept_dropped_or_stops_the_work():
-    assert reason("unknown", unknown="drop") == UNKNOWN
-    assert reason("", unknown="drop", deny=("gpl*",)) == UNKNOWN
+    assert reason("unknown", unknown="drop") == UNKNOWN_LICENCE
+    assert reason("", unknown="drop", deny=("gpl*",)) == UNKNOWN_LICENCE
     assert reason("other", unknown="drop", allow=("other",)) == ""
     with pytest.raises(ValueError, match=r"b.jsonl at 5 names no licence \('none'\)"):
         make_licence(LicenceConfig(unknown="stop"))([Document("x", licence="none", file="b.jsonl", offset=5)])

@@ -15,8 +15,7 @@ from jaxscale.runtime.text.document import Document
 from jaxscale.system import digest
 from jaxscale.tools.corpus.curate.hashes import Sketch, mix64
 from jaxscale.tools.corpus.prepare import sketches
-from jaxscale.tools.corpus.prepare.dedup import NEIGHBOURS, Join, find_pairs_by_shuffle, sketch_path, write_pairs
-from jaxscale.tools.corpus.prepare.external_components import even_bounds, external_components
+from jaxscale.tools.corpus.prepare.dedup import NEIGHBOURS, Join, find_pairs, sketch_path, write_pairs
 from jaxscale.tools.corpus.prepare.lookup import block_base, numbered_path, to_table, write_blocks, write_table
 from jaxscale.tools.corpus.prepare.shuffle import (
     Shuffle,
@@ -32,9 +31,11 @@ from jaxscale.tools.corpus.prepare.sketches import (
     MEMORY_FACTOR,
     block_slice,
     components,
-    group_pairs,
+    even_bounds,
+    external_components,
     item_numbers,
     num_partitions,
+    pair_chunks,
     split_items,
     write_sketch,
 )
@@ -163,7 +164,7 @@ def test_many_copies_of_one_key_are_joined_in_bounded_memory(tmp_path, monkeypat
     own = Sketch(np.full(4000, 7, np.uint64), np.arange(4000), np.zeros((4000, 4), np.uint32))
     whole = join_of(tmp_path, [own] * 10, 0.5)._replace(memory_bytes=1 << 20)
     tracemalloc.start()
-    find_pairs_by_shuffle(run_all, whole)
+    find_pairs(run_all, whole)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert len(pairs_in(tmp_path / "join/pairs")) == 3 * 40_000 - 6
@@ -210,11 +211,12 @@ def test_a_chain_of_a_hundred_thousand_links_has_one_keeper():
 
 
 @given(st.lists(st.integers(0, 2**50), unique=True, min_size=1, max_size=20), st.integers(0, 4))
-def test_one_key_gives_the_same_pairs_by_itself(items, neighbours):
+def test_one_key_gives_the_same_pairs_in_parts(items, neighbours):
     group = sorted(items)
+    rows = np.stack([np.zeros(len(group), np.uint64), np.array(group, np.uint64)], axis=1)
     expected = {(b, group[0]) for b in group[1:]}
     expected |= {(group[i], group[j]) for i in range(len(group)) for j in range(max(0, i - neighbours), i)}
-    found = np.concatenate([*group_pairs(np.array(items, np.uint64), neighbours, 4)])
+    found = np.concatenate([*pair_chunks((rows[begin : begin + 4] for begin in range(0, len(rows), 4)), neighbours)])
     assert {(later, first) for later, first in found.tolist()} == expected
 
 
@@ -277,7 +279,7 @@ def test_candidates_are_kept_by_the_share_of_equal_numbers(tmp_path, threshold):
     signatures[2, 4], signatures[2, 1, :8] = signatures[0, 0], signatures[1, 1, :8]
     blocks = [[(key, place) for place in range(5) for key in {place % 2, 7}] for _ in signatures]
     sketches = [Sketch(*sketch_of(rows)[:2], own) for rows, own in zip(blocks, signatures)]
-    find_pairs_by_shuffle(run_all, join_of(tmp_path, sketches, threshold)._replace(memory_bytes=3000))  # 13 at once
+    find_pairs(run_all, join_of(tmp_path, sketches, threshold)._replace(memory_bytes=3000))  # 13 at once
     of = lambda item: signatures[item >> 32, item & (1 << 32) - 1]
     candidates = brute_force(blocks, NEIGHBOURS)
     expected = [[a, b] for a, b in candidates if np.mean(of(a) == of(b)) >= threshold - 1e-12]

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from jaxscale.runtime.text.document import Document
 from jaxscale.tools.corpus.curate.config import RepetitionConfig
-from jaxscale.tools.corpus.curate.english import words_of
 from jaxscale.tools.corpus.curate.quality import count_repeats, make_repetition, ngram_keys, repeated_characters
-from jaxscale.tools.corpus.curate.words import block_stats
+from jaxscale.tools.corpus.curate.words import block_stats, words_of
 
 RULES = [field.name for field in dataclasses.fields(RepetitionConfig) if field.name != "words"]
 OFF = dataclasses.replace(RepetitionConfig(words="spacy"), **dict.fromkeys(RULES))

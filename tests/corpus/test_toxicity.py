@@ -3,9 +3,9 @@
 import pytest
 
 from jaxscale.runtime.text.document import Document
+from jaxscale.tools.corpus.curate.classifier import LISTED, TOO_TOXIC, make_counter, make_toxicity
 from jaxscale.tools.corpus.curate.config import ToxicityConfig
 from jaxscale.tools.corpus.curate.quality import read_words
-from jaxscale.tools.corpus.curate.toxicity import LISTED, TOO_TOXIC, make_counter, make_toxicity
 
 MILD, RUDE = Document("The harvest was good this year."), Document("You are a stupid bloody idiot, shut up you moron!")
 

@@ -6,7 +6,7 @@ import pytest
 
 from jaxscale.runtime.text.document import Document
 from jaxscale.tools.corpus.curate.config import UrlConfig
-from jaxscale.tools.corpus.curate.urls import LISTED, UNKNOWN, WORD, Blocklist, make_urls
+from jaxscale.tools.corpus.curate.origin import LISTED, UNKNOWN, WORD, Blocklist, make_urls
 
 
 def outcomes(urls, **settings):

@@ -1,13 +1,19 @@
-"""Quality classifier: logistic regression on hashed word n-grams, or a fastText model.
+"""Classifiers of documents: quality, by logistic regression on hashed word n-grams or a fastText model; and toxicity.
 
-A two-label fastText classifier (arXiv:1607.01759) without hidden layer: each n-gram of one or two words has a weight,
-indexed by its hash (arXiv:0902.2206), and a document's score is the logistic function of their mean. GPT-3 selected
-pages this way (arXiv:2005.14165, appendix A), DCLM with fastText itself (arXiv:2406.11794). Words: see hashes.py.
+Quality: a two-label fastText classifier (arXiv:1607.01759) without hidden layer: each n-gram of one or two words has a
+weight, indexed by its hash (arXiv:0902.2206), and a document's score is the logistic function of their mean. GPT-3
+selected pages this way (arXiv:2005.14165, appendix A), DCLM with fastText itself (arXiv:2406.11794). Words: hashes.py.
+
+Toxicity: alt-profanity-check's linear model, trained on short comments. On ordinary documents it is above 0.5 for 9%
+and above 0.9 for 5%, mostly code and forum text, so that by default nothing is dropped. It takes longer than all other
+stages that look at one document (about 560 us for 3.3 kB): leave it out where the score is not wanted. Filtering by
+it, or by a word list, is optional.
 """
 
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,11 +21,12 @@ from typing import Any
 import numpy as np
 
 from jaxscale.runtime.text.document import Document, Outcome, Stage
-from jaxscale.runtime.text.sources.part import importing
+from jaxscale.runtime.text.sources.part import PREPARE, importing
 from jaxscale.system import foreign
 from jaxscale.system.exits import BadInput
-from jaxscale.tools.corpus.curate.config import ClassifierConfig
+from jaxscale.tools.corpus.curate.config import ClassifierConfig, ToxicityConfig
 from jaxscale.tools.corpus.curate.hashes import hash_words, ngram_hashes, text_hash, word_hashes_of
+from jaxscale.tools.corpus.curate.quality import read_words
 
 COLUMN = "quality"
 TOO_LOW = "classifier: score too low"
@@ -29,6 +36,11 @@ FASTTEXT = (".bin", ".ftz")
 MIN_EXAMPLES = 20  # examples of each kind; fewer give no meaningful accuracy
 BATCH = 64  # examples per training step
 LEARNING_RATE = 10.0  # of Adagrad; on the texts of docs/data.md ROC AUC is 0.926 with it, 0.918 with 3, 0.912 with 1
+TOO_TOXIC = "toxicity: score too high"
+LISTED = "toxicity: words of the list"
+# Scripts that are written without spaces between words (Chinese, Japanese, Thai, Lao, Khmer, Burmese).
+UNSPACED = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]")
+WORD = re.compile(r"\w+")
 THRESHOLDS = tuple(step / 20 for step in range(1, 20))  # thresholds in the report
 
 
@@ -86,18 +98,14 @@ def ngram_indices(words: np.ndarray, ngram_words: int, max_words: int, size: int
     return np.concatenate(found).astype(np.int64)
 
 
-def logits(rows: Sequence[np.ndarray], weights: np.ndarray, bias: float) -> np.ndarray:
-    """Returns float64[n], the mean weight of each row plus the bias; the bias alone for an empty row."""
+def scores(rows: Sequence[np.ndarray], weights: np.ndarray, bias: float) -> np.ndarray:
+    """Returns float64[n], the probability that each row is a good example: of the mean of its weights plus the bias."""
     lengths = np.array([len(row) for row in rows], np.int64)
     flat = np.concatenate([np.zeros(0, np.int64), *rows])
     sums = np.concatenate([[0.0], np.cumsum(weights.take(flat), dtype=np.float64)])
     ends = lengths.cumsum()
-    return (sums[ends] - sums[ends - lengths]) / np.maximum(lengths, 1) + bias
-
-
-def scores(rows: Sequence[np.ndarray], weights: np.ndarray, bias: float) -> np.ndarray:
-    """Returns float64[n], the probability that each row is a good example."""
-    return 1 / (1 + np.exp(-np.clip(logits(rows, weights, bias), -30, 30)))
+    logits = (sums[ends] - sums[ends - lengths]) / np.maximum(lengths, 1) + bias  # of an empty row: the bias
+    return 1 / (1 + np.exp(-np.clip(logits, -30, 30)))
 
 
 def train_classifier(good: Iterable[str], bad: Iterable[str], cfg: ClassifierConfig) -> tuple[bytes, dict[str, Any]]:
@@ -196,3 +204,46 @@ def read_model(path: str) -> tuple[np.ndarray, float, int, int]:
     if not np.isfinite(weights).all() or not math.isfinite(header["bias"]):
         raise BadInput(f"classifier.weights={path} holds numbers that are not finite; train it again")
     return weights, header["bias"], max(1, min(header["ngram_words"], 9)), header["max_words"]
+
+
+def predict(texts: Sequence[str]) -> list[float]:
+    """Returns the probability of abuse of each text, to 4 decimals: the last bits depend on the machine."""
+    with importing("the toxicity score", "alt-profanity-check", f"{PREPARE}, or set score=False"):
+        import profanity_check  # loads its own model file with joblib, from inside its own package
+    return [round(float(p), 4) for p in profanity_check.predict_prob(list(texts))] if texts else []
+
+
+def make_counter(words: Sequence[str]) -> Callable[[str], int]:
+    """Returns a function that counts the entries in a text; whole words in scripts that separate words."""
+    unspaced = [word for word in words if UNSPACED.search(word)]
+    single = {word for word in words if WORD.fullmatch(word)}.difference(unspaced)
+    others = [word for word in words if word not in single | set(unspaced)]
+    phrases = {word: re.compile(rf"(?<!\w){re.escape(word)}(?!\w)") for word in others}
+
+    def count(text: str) -> int:
+        text = text.lower()
+        found = len(single.intersection(WORD.findall(text))) if single else 0
+        found += sum(word in text for word in unspaced)
+        return found + sum(word in text and form.search(text) is not None for word, form in phrases.items())
+
+    return count
+
+
+def make_toxicity(cfg: ToxicityConfig) -> Stage:
+    """Returns a stage that scores documents, and drops those above the threshold or with too many listed words."""
+    count = make_counter(read_words(cfg.word_list, "toxicity.word_list", "#")) if cfg.word_list else None
+
+    def judge(doc: Document, score: float | None) -> Outcome:
+        if count and (listed := count(doc.text)) > cfg.max_listed:
+            return Outcome(None, LISTED, detail=str(listed))
+        if score is None:
+            return Outcome(doc)
+        if cfg.max_score is not None and score > cfg.max_score:
+            return Outcome(None, TOO_TOXIC, detail=f"{score:.2f}")
+        return Outcome(dataclasses.replace(doc, scores=(*doc.scores, ("toxicity", score))))
+
+    def stage(docs: Sequence[Document]) -> list[Outcome]:
+        texts = [doc.text[: cfg.head_chars or None] for doc in docs] if cfg.score else []
+        return [judge(doc, score) for doc, score in zip(docs, predict(texts) if cfg.score else [None] * len(docs))]
+
+    return stage

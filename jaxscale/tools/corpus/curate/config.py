@@ -1,6 +1,8 @@
 """Settings of the curation stages, except those of personal data, which are in pii.py."""
 
 import dataclasses
+import functools
+import math
 import re
 from typing import Any, Literal
 
@@ -14,20 +16,21 @@ WORDS_HELP = (
 )
 
 
-def check_fractions(cfg: Any, *names: str) -> None:
-    """Raises BadInput unless these thresholds are from 0 to 1, or None."""
+def check_range(cfg: Any, low: float, high: float, *names: str, remark: str = "") -> None:
+    """Raises BadInput unless these settings are from `low` to `high`, or None. remark: follows the rule."""
     for name in names:
         value = getattr(cfg, name)
-        if value is not None and not 0 <= value <= 1:
-            raise BadInput(f"{name}={value} must be from 0 to 1, or None for no such rule")
+        if value is not None and not low <= value <= high:
+            rule = f"at least {low}" if high == math.inf else f"from {low} to {high}"
+            raise BadInput(f"{name}={value} must be {rule}{remark}")
 
 
-def check_least(cfg: Any, least: int, *names: str) -> None:
-    """Raises BadInput unless these thresholds are at least this, or None."""
-    for name in names:
-        value = getattr(cfg, name)
-        if value is not None and value < least:
-            raise BadInput(f"{name}={value} must be at least {least}, or None for no such rule")
+def check_least(cfg: Any, low: float, *names: str, remark: str = "") -> None:
+    """Raises BadInput unless these settings are at least `low`, or None."""
+    check_range(cfg, low, math.inf, *names, remark=remark)
+
+
+check_rules = functools.partial(check_range, remark=", or None for no such rule")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,9 +54,7 @@ class RepairConfig:
     )
 
     def __post_init__(self):
-        for name in ("max_chars", "max_line_chars"):
-            if getattr(self, name) < 0:
-                raise BadInput(f"{name}={getattr(self, name)} must be a number of characters, or 0 for no limit")
+        check_least(self, 0, "max_chars", "max_line_chars", remark=" characters; 0: no limit")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,10 +77,8 @@ class LanguageConfig:
     )
 
     def __post_init__(self):
-        if not 0 <= self.min_probability <= 1:
-            raise BadInput(f"min_probability={self.min_probability} must be from 0 to 1")
-        if self.head_chars < 0:
-            raise BadInput(f"head_chars={self.head_chars} must be a number of characters, or 0 for the whole text")
+        check_range(self, 0, 1, "min_probability")
+        check_least(self, 0, "head_chars", remark=" characters; 0: the whole text")
         if not all(re.fullmatch("[a-z]{2,3}", code) for code in self.keep):
             raise BadInput(f"keep={self.keep} must hold ISO 639 codes, of two or three small letters, such as 'en'")
 
@@ -106,7 +105,7 @@ class RepetitionConfig:
     max_duplicate_10gram: float | None = setting(0.10, "the same for 10 words")
 
     def __post_init__(self):
-        check_fractions(self, *(field.name for field in dataclasses.fields(self) if field.name != "words"))
+        check_rules(self, 0, 1, *(field.name for field in dataclasses.fields(self) if field.name != "words"))
 
     def ngram_rules(self, kind: Literal["top", "duplicate"]) -> list[tuple[int, float]]:
         """(words, threshold) of the rules for the most frequent, or for repeated, sequences that are on."""
@@ -136,17 +135,13 @@ class GopherConfig:
     )
 
     def __post_init__(self):
-        check_fractions(self, "max_symbol_ratio", "max_bullet_lines", "max_ellipsis_lines", "min_alphabetic_words")
+        check_rules(self, 0, 1, "max_symbol_ratio", "max_bullet_lines", "max_ellipsis_lines", "min_alphabetic_words")
         for low, high in (("min_words", "max_words"), ("min_word_length", "max_word_length")):
-            check_least(self, 0, low, high)
+            check_rules(self, 0, math.inf, low, high)
             least, most = getattr(self, low), getattr(self, high)
             if least is not None and most is not None and least > most:
                 raise BadInput(f"{low}={least} is above {high}={most}: every document would be dropped")
-        if self.min_stop_words is not None and not 0 <= self.min_stop_words <= len(self.stop_words):
-            raise BadInput(
-                f"min_stop_words={self.min_stop_words} must be at least 0 and at most the {len(self.stop_words)} words "
-                "of stop_words, or None for no such rule"
-            )
+        check_range(self, 0, len(self.stop_words), "min_stop_words", remark=", the number of stop_words, or None")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -170,7 +165,7 @@ class C4Config:
     bad_words: str | None = setting(None, "local file, one word or phrase a line: drop a document with one of them")
 
     def __post_init__(self):
-        check_least(self, 1, "min_line_words", "max_word_length", "min_sentences")
+        check_rules(self, 1, math.inf, "min_line_words", "max_word_length", "min_sentences")
         if not self.end_marks or not all(mark.strip() for mark in self.end_marks):
             raise BadInput(
                 f"end_marks={self.end_marks!r} must name marks that are not blank; terminal_punctuation=False keeps "
@@ -189,10 +184,9 @@ class FineWebConfig:
     max_newlines_per_word: float | None = setting(0.3, "drop if there are more line ends for each word")
 
     def __post_init__(self):
-        check_fractions(self, "min_punctuated_lines", "max_short_lines", "max_duplicate_line_chars")
-        check_least(self, 0, "max_newlines_per_word")
-        if self.short_line < 0:
-            raise BadInput(f"short_line={self.short_line} must be at least 0")
+        check_rules(self, 0, 1, "min_punctuated_lines", "max_short_lines", "max_duplicate_line_chars")
+        check_rules(self, 0, math.inf, "max_newlines_per_word")
+        check_least(self, 0, "short_line")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -226,11 +220,10 @@ class ToxicityConfig:
     max_listed: int = setting(0, "a document with more different entries of the list than this is dropped")
 
     def __post_init__(self):
-        check_fractions(self, "max_score")
+        check_rules(self, 0, 1, "max_score")
+        check_least(self, 0, "head_chars", "max_listed")
         if self.max_score is not None and not self.score:
             raise BadInput(f"max_score={self.max_score} needs score=True")
-        if self.head_chars < 0 or self.max_listed < 0:
-            raise BadInput(f"head_chars={self.head_chars} and max_listed={self.max_listed} must be 0 or more")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -259,18 +252,14 @@ class ClassifierConfig:
     seed: int = setting(0, "training: of the order of the examples")
 
     def __post_init__(self):
-        check_fractions(self, "min_score")
+        check_rules(self, 0, 1, "min_score")
+        check_range(self, 10, 24, "bits", remark=": 64 MB of weights at most")
+        check_least(self, 1, "ngram_words", "epochs", "max_examples")
+        check_least(self, 0, "max_words", remark="; 0: all")
         if self.weights and (self.good or self.bad):
             raise BadInput("weights names a model, and good and bad name examples to train one; set only one of them")
         if not 0 < self.held_out < 1:
             raise BadInput(f"held_out={self.held_out} must be between 0 and 1: the model is evaluated on this share")
-        if not 10 <= self.bits <= 24:
-            raise BadInput(f"bits={self.bits} must be from 10 to 24: 64 MB of weights at most")
-        if min(self.ngram_words, self.epochs, self.max_examples) < 1 or self.max_words < 0:
-            raise BadInput(
-                f"ngram_words={self.ngram_words}, epochs={self.epochs} and max_examples={self.max_examples} must be 1 "
-                f"or more, max_words={self.max_words} 0 or more"
-            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -302,11 +291,8 @@ class LineConfig:
     min_document_characters: int = setting(200, "drop a document that lost lines and has fewer characters left")
 
     def __post_init__(self):
-        if self.min_line_characters < 1 or self.min_document_characters < 0:
-            raise BadInput(
-                f"min_line_characters={self.min_line_characters} must be 1 or more, "
-                f"min_document_characters={self.min_document_characters} 0 or more"
-            )
+        check_least(self, 1, "min_line_characters")
+        check_least(self, 0, "min_document_characters")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -326,20 +312,16 @@ class NearConfig:
     def __post_init__(self):
         if not 0 < self.threshold <= 1:
             raise BadInput(f"threshold={self.threshold} must be above 0 and at most 1: it is a Jaccard similarity")
-        if self.ngram_words < 1 or self.permutations < 1:
-            raise BadInput(f"ngram_words={self.ngram_words} and permutations={self.permutations} must be 1 or more")
+        check_least(self, 1, "ngram_words", "permutations", "bands", "rows")
+        check_range(self, 0, (1 << 64) - 1, "seed")
         if not 0 < self.miss_weight < 1:
             raise BadInput(f"miss_weight={self.miss_weight} must be between 0 and 1")
-        if not 0 <= self.seed < 1 << 64:
-            raise BadInput(f"seed={self.seed} must be 0 or more and below 2^64")
         if (self.bands is None) != (self.rows is None):
             raise BadInput(f"bands={self.bands} and rows={self.rows}: give both, or neither")
-        if self.bands is None or self.rows is None:
-            return
-        if min(self.bands, self.rows) < 1 or self.bands * self.rows > self.permutations:
+        if self.bands is not None and self.rows is not None and self.bands * self.rows > self.permutations:
             raise BadInput(
                 f"bands={self.bands} of rows={self.rows} need {self.bands * self.rows} numbers of a signature "
-                f"that has permutations={self.permutations}; give fewer, each 1 or more"
+                f"that has permutations={self.permutations}; give fewer"
             )
 
 
@@ -351,11 +333,8 @@ class SubstringConfig:
     min_document_characters: int = setting(200, "drop a document that lost passages and has fewer characters left")
 
     def __post_init__(self):
-        if self.min_bytes < 8 or self.min_document_characters < 0:
-            raise BadInput(
-                f"min_bytes={self.min_bytes} must be 8 or more (50 tokens are about 200), "
-                f"min_document_characters={self.min_document_characters} 0 or more"
-            )
+        check_least(self, 8, "min_bytes", remark=" (50 tokens are about 200)")
+        check_least(self, 0, "min_document_characters")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -383,14 +362,10 @@ class ContaminationConfig:
     max_cuts: int = setting(10, "drop a document that would be cut in more places than this")
 
     def __post_init__(self):
-        if self.ngram_words < 2:
-            raise BadInput(f"ngram_words={self.ngram_words} must be 2 or more; 13 is usual, 8 is strict")
-        if self.short_words is not None and not 1 <= self.short_words:
-            raise BadInput(f"short_words={self.short_words} must be 1 or more, or none; few words match everywhere")
-        if not 0 <= self.min_item_share <= 1:
-            raise BadInput(f"min_item_share={self.min_item_share} must be from 0 to 1")
-        if min(self.cut_characters, self.min_piece_characters, self.max_cuts) < 0:
-            raise BadInput("cut_characters, min_piece_characters and max_cuts must be 0 or more")
+        check_least(self, 2, "ngram_words", remark="; 13 is usual, 8 is strict")
+        check_least(self, 1, "short_words", remark=", or none; few words match everywhere")
+        check_range(self, 0, 1, "min_item_share")
+        check_least(self, 0, "cut_characters", "min_piece_characters", "max_cuts")
 
     @property
     def is_named(self) -> bool:

@@ -19,7 +19,7 @@ of the block's text at the peak (suffix array, its inverse, common prefixes: 4 b
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from scipy.special import bdtrc
@@ -34,30 +34,22 @@ SEPARATOR = 0xFF  # a byte that UTF-8 never has
 MAX_BLOCK_BYTES = 1 << 30  # suffix arrays are int32
 
 
-def make_exact_sketch(cfg: ExactConfig) -> Callable[[Sequence[Document]], hashes.Sketch]:
-    """Returns a function from a block to its sketch: one key for each document that is not blank."""
-
-    def sketch(documents: Sequence[Document]) -> hashes.Sketch:
-        found = [hashes.text_hash(document.text, lower=cfg.lower) & (1 << 64) - 1 for document in documents]
-        keys = np.array(found, np.uint64)
-        places = np.flatnonzero(keys != np.uint64(hashes.text_hash("") & (1 << 64) - 1))  # not blank
-        return hashes.Sketch(keys[places], places)
-
-    return sketch
+def exact_sketch(documents: Sequence[Document], cfg: ExactConfig) -> hashes.Sketch:
+    """Returns the sketch of a block: one key for each document that is not blank."""
+    found = [hashes.text_hash(document.text, lower=cfg.lower) & (1 << 64) - 1 for document in documents]
+    keys = np.array(found, np.uint64)
+    places = np.flatnonzero(keys != np.uint64(hashes.text_hash("") & (1 << 64) - 1))  # not blank
+    return hashes.Sketch(keys[places], places)
 
 
-def make_line_sketch(cfg: LineConfig) -> Callable[[Sequence[Document]], hashes.Sketch]:
-    """Returns a function from a block to its sketch: one key for each line that is long enough."""
-
-    def sketch(documents: Sequence[Document]) -> hashes.Sketch:
-        keys, places = [np.zeros(0, np.uint64)], [np.zeros(0, np.int64)]
-        for start, document in zip(first_lines(documents).tolist(), documents):
-            found, lines = hashes.line_hashes(document.text, cfg.min_line_characters, lower=cfg.lower)
-            keys.append(found)
-            places.append(start + lines)
-        return hashes.Sketch(np.concatenate(keys), np.concatenate(places))
-
-    return sketch
+def line_sketch(documents: Sequence[Document], cfg: LineConfig) -> hashes.Sketch:
+    """Returns the sketch of a block: one key for each line that is long enough."""
+    keys, places = [np.zeros(0, np.uint64)], [np.zeros(0, np.int64)]
+    for start, document in zip(first_lines(documents).tolist(), documents):
+        found, lines = hashes.line_hashes(document.text, cfg.min_line_characters, lower=cfg.lower)
+        keys.append(found)
+        places.append(start + lines)
+    return hashes.Sketch(np.concatenate(keys), np.concatenate(places))
 
 
 def first_lines(documents: Sequence[Document]) -> np.ndarray:
@@ -98,21 +90,17 @@ def cut_lines(documents: Sequence[Document], owners: np.ndarray, lines: np.ndarr
     return outcomes
 
 
-def make_near_sketch(cfg: NearConfig) -> Callable[[Sequence[Document]], hashes.Sketch]:
-    """Returns a function from a block to its sketch: a key per band, and the signature, of each document with words."""
+def near_sketch(documents: Sequence[Document], cfg: NearConfig) -> hashes.Sketch:
+    """Returns the sketch of a block: a key per band, and the signature, of each document with words."""
     bands, rows = bands_and_rows(cfg)
-
-    def sketch(documents: Sequence[Document]) -> hashes.Sketch:
-        words = hashes.hash_words(documents)
-        found = signatures(words, cfg)
-        owners = np.flatnonzero([len(row) > 0 for row in words])
-        keys = np.tile(hashes.mix64(np.arange(bands, dtype=np.uint64)), (len(owners), 1))  # of a band and its rows
-        for row in range(rows):
-            keys = (keys ^ found[owners, row : bands * rows : rows]) * np.uint64(hashes.MULTIPLIER)
-            keys ^= keys >> np.uint64(32)
-        return hashes.Sketch(hashes.mix64(keys).ravel(), np.repeat(owners, bands), found)
-
-    return sketch
+    words = hashes.hash_words(documents)
+    found = signatures(words, cfg)
+    owners = np.flatnonzero([len(row) > 0 for row in words])
+    keys = np.tile(hashes.mix64(np.arange(bands, dtype=np.uint64)), (len(owners), 1))  # of a band and its rows
+    for row in range(rows):
+        keys = (keys ^ found[owners, row : bands * rows : rows]) * np.uint64(hashes.MULTIPLIER)
+        keys ^= keys >> np.uint64(32)
+    return hashes.Sketch(hashes.mix64(keys).ravel(), np.repeat(owners, bands), found)
 
 
 def signatures(words: Sequence[np.ndarray], cfg: NearConfig) -> np.ndarray:

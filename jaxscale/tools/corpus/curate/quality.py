@@ -24,9 +24,8 @@ from jaxscale.runtime.text.document import Document, Outcome, Stage, drop_if, pe
 from jaxscale.runtime.text.sources.records import text_lines
 from jaxscale.system.exits import BadInput
 from jaxscale.tools.corpus.curate.config import C4Config, FineWebConfig, GopherConfig, RepetitionConfig
-from jaxscale.tools.corpus.curate.english import cut
 from jaxscale.tools.corpus.curate.hashes import MULTIPLIER
-from jaxscale.tools.corpus.curate.words import TextStats, hash_of, stats_of
+from jaxscale.tools.corpus.curate.words import TextStats, cut, hash_of, stats_of
 
 BULLETS = ("•", "-")
 ELLIPSES = ("...", "…")
@@ -36,8 +35,6 @@ POLICIES = ("terms of use", "privacy policy", "cookie policy", "uses cookies", "
 SENTENCE_ENDS = frozenset(".!?։؟۔।॥。！？．｡‼‽⁇⁈⁉⸮။።፧᙮᠃᠉꓿܀܁܂߹﹒﹖﹗꛳꛷᪨᪩᭚᭛᱾᱿")
 # ends of a sentence in the scripts of the web: Unicode's property Sentence_Terminal, https://unicode.org/reports/tr29
 SCRIPT_TERMINAL = tuple(".!?։؟۔।॥。！？．｡‼‽⁇⁈⁉⸮။።፧។៕᙮᠃᠉꓿܀܁܂؞؝߹﹒﹖﹗꛳꛷᪨᪩᭚᭛᱾᱿")
-# sequences are compared by a polynomial over the words' hashes
-POWERS = {width: np.uint64(pow(MULTIPLIER, width, 1 << 64)) for width in (1, 2, 4, 8)}
 
 
 def make_gopher(cfg: GopherConfig) -> Stage:
@@ -205,17 +202,13 @@ def repeated_characters(keys: np.ndarray, ends: np.ndarray, n: int) -> int:
 
 
 def ngram_keys(hashes: np.ndarray, n: int) -> np.ndarray:
-    """Returns uint64[max(0, words - n + 1)], a hash of each n-gram."""
-    if len(hashes) < n:
-        return hashes[:0]
-    keys, width, combined = hashes, 1, hashes
-    while True:  # n in binary: sequences of 1, 2, 4, 8 words, of which those in n are put one after another
-        if n & width:
-            combined = keys if not n % width else combined[: len(keys) - n % width] * POWERS[width] + keys[n % width :]
-        if n < 2 * width:
-            return combined
-        keys = keys[:-width] * POWERS[width] + keys[width:]
-        width *= 2
+    """Returns uint64[max(0, words - n + 1)], a hash of each n-gram: a polynomial over the words' hashes."""
+    count = max(0, len(hashes) - n + 1)
+    keys = hashes[:count].copy()
+    for place in range(1, n):
+        keys *= np.uint64(MULTIPLIER)
+        keys += hashes[place : place + count]
+    return keys
 
 
 def make_c4(cfg: C4Config) -> Stage:

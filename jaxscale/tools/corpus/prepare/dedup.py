@@ -19,18 +19,18 @@ import numpy as np
 from jaxscale.runtime.data.verified import remove
 from jaxscale.runtime.text.document import Document
 from jaxscale.tools.corpus.curate import duplicates
+from jaxscale.tools.corpus.curate.hashes import Sketch
 from jaxscale.tools.corpus.prepare import lookup, shuffle, sketches
 from jaxscale.tools.corpus.prepare.config import PrepareConfig
-from jaxscale.tools.corpus.prepare.external_components import external_components
 from jaxscale.tools.corpus.prepare.tally import Tally
 
 NEIGHBOURS = 2  # to pair in a bucket of near duplicates; see pair_equal_keys
 PAIRING_BYTES = 300  # of memory per (key, item) that has copies; measured: 250 for pairs, and more to merge
 REASONS = {"exact_dedup": "exact duplicate", "near_dedup": "near duplicate"}
-SKETCH_MAKERS: dict[str, Callable] = {
-    "exact_dedup": duplicates.make_exact_sketch,
-    "line_dedup": duplicates.make_line_sketch,
-    "near_dedup": duplicates.make_near_sketch,
+SKETCHES: dict[str, Callable[[Sequence[Document], Any], Sketch]] = {
+    "exact_dedup": duplicates.exact_sketch,
+    "line_dedup": duplicates.line_sketch,
+    "near_dedup": duplicates.near_sketch,
 }
 
 
@@ -51,10 +51,10 @@ class Join(NamedTuple):
         path = sketch_path(lookup.blocks_of(self.work, self.number)[block], self.name)
         return shuffle.open_run(path, begin, end, int(sketches.item_numbers(block, 0)))
 
-    def signatures(self) -> Callable[[np.ndarray], np.ndarray]:
-        """Returns a function from items to the signatures of their documents."""
+    def signatures(self, items: np.ndarray) -> np.ndarray:
+        """Returns the signatures of the items' documents."""
         blocks = lookup.blocks_of(self.work, self.number)
-        return sketches.signature_reader(lambda block: sketch_path(blocks[block], self.name))
+        return sketches.read_signatures(items, lambda block: sketch_path(blocks[block], self.name))
 
     @property
     def neighbours(self) -> int:
@@ -74,14 +74,6 @@ class Executor(AbstractContextManager, Protocol):
         """Yields function(task._replace(number=n)) for n below count, in any order. Raises what a task raised."""
         ...
 
-    def find_pairs(self, join: Join) -> None:
-        """Writes the pairs of a join, verified if there is a threshold, to files below join.pairs."""
-        ...
-
-    def write_shards(self, shards: shuffle.Shuffle) -> Iterator[str]:
-        """Yields the name of each finished shard, in any order; see tokens.write_shard."""
-        ...
-
 
 def sketch_path(base: str, join: str) -> pathlib.Path:
     """Returns the path of the sketch of the block at `base`."""
@@ -92,7 +84,7 @@ def write_sketches(cfg: PrepareConfig, joins: Sequence[str], base: str, document
     """Writes a block's sketch for each of the joins. Returns the numbers of keys."""
     counts = []
     for join in joins:
-        sketch = SKETCH_MAKERS[join](getattr(cfg, join))(documents)
+        sketch = SKETCHES[join](documents, getattr(cfg, join))
         sketches.write_sketch(sketch_path(base, join), sketch)
         counts.append(len(sketch.keys))
     return counts
@@ -109,22 +101,23 @@ def find_duplicates(
     keys = blocks.total(lookup.COLUMNS + column)
     join = Join(str(folder), blocks.folder, blocks.number, name, threshold, len(blocks), keys)
     folder.mkdir(parents=True, exist_ok=True)
-    executor.find_pairs(join)
+    find_pairs(executor.run_all, join)
     paths = sorted(pathlib.Path(join.pairs).glob("*/*.npy"))
     number = sum(sketches.open_array(path).shape[0] for path in paths)
     remove(folder / "ranges")  # left by a killed process
     max_rows = max(1, join.memory_bytes // (sketches.MEMORY_FACTOR * 16))
     pairs = lambda: (part for path in paths for part in shuffle.read_chunks(path, max_rows))
     span = len(blocks) << sketches.PLACE_BITS
-    facts = external_components(pairs, number, span, folder / "ranges", folder / "removed.npy", join.memory_bytes)
-    lookup.mark_done(done, facts, [folder / "removed.npy"])
+    removed = folder / "removed.npy"
+    facts = sketches.external_components(pairs, number, span, folder / "ranges", removed, join.memory_bytes)
+    lookup.mark_done(done, facts, [removed])
     for name in ("keys", "firsts", "items", "pairs", "ranges"):
         shutil.rmtree(folder / name, ignore_errors=True)
     return facts
 
 
-def find_pairs_by_shuffle(run_all: shuffle.RunAll, join: Join) -> None:
-    """Writes the pairs of a join to join.pairs, for an executor without a built-in shuffle."""
+def find_pairs(run_all: shuffle.RunAll, join: Join) -> None:
+    """Writes the pairs of a join, verified if there is a threshold, to files below join.pairs."""
     is_verified = join.threshold is not None
     folder = lambda name: f"{join.folder}/{name}"
     out = folder("keys/pairs") if is_verified else join.pairs
@@ -170,9 +163,8 @@ def write_attached_signatures(task: shuffle.Shuffle) -> int:
     max_rows = task.max_records(sketches.MEMORY_FACTOR * 8 * width)
 
     def found_parts() -> Iterator[np.ndarray]:
-        signatures = join.signatures()
         for pairs in shuffle.merge_runs(shuffle.input_runs(task), max_rows):
-            found = signatures(pairs[:, 0])
+            found = join.signatures(pairs[:, 0])
             even = np.pad(found, ((0, 0), (0, found.shape[1] % 2)))  # two numbers are packed into one
             packed = np.ascontiguousarray(even).view(np.uint64).reshape(len(pairs), width - 2)
             yield sketches.sort_unique(np.column_stack([pairs[:, ::-1], packed]))
@@ -186,9 +178,8 @@ def write_verified_pairs(task: shuffle.Shuffle) -> int:
     max_rows = task.max_records(sketches.MEMORY_FACTOR * 8 * (2 + record_width(join)))
 
     def found_parts() -> Iterator[np.ndarray]:
-        signatures = join.signatures()
         for records in shuffle.merge_runs(shuffle.input_runs(task), max_rows):
-            item_signatures = signatures(records[:, 0])
+            item_signatures = join.signatures(records[:, 0])
             first_signatures = np.ascontiguousarray(records[:, 2:]).view(np.uint32)[:, : item_signatures.shape[1]]
             yield records[sketches.is_similar(item_signatures, first_signatures, join.threshold), :2]
 

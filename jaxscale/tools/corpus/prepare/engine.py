@@ -24,7 +24,7 @@ from jaxscale.runtime.data.fields import choose_fields, describe_choices
 from jaxscale.runtime.data.manifest import NAME as MANIFEST
 from jaxscale.runtime.data.manifest import check_manifest, write_manifest
 from jaxscale.runtime.text.sources.decode import is_repair
-from jaxscale.runtime.text.sources.files import list_files, not_documents_problem, size_of
+from jaxscale.runtime.text.sources.files import SourceFile, list_files, not_documents_problem, size_of
 from jaxscale.runtime.text.sources.part import BYTES, FIXES
 from jaxscale.runtime.text.sources.read import split_file
 from jaxscale.runtime.text.tokenizer.base import Tokenizer
@@ -33,23 +33,21 @@ from jaxscale.runtime.text.tokenizer.load import NO_BOS, naming_files, tokenizer
 from jaxscale.runtime.text.tokenizer.train import train_tokenizer
 from jaxscale.system.digest import file_sha256
 from jaxscale.system.exits import BadInput
-from jaxscale.system.open_files import require_open_files
 from jaxscale.system.paths import locked, make_private, read_bytes, write_text_atomic
 from jaxscale.tools.corpus.curate.contamination import count_items, list_evaluation_files
+from jaxscale.tools.corpus.curate.origin import list_paths, load_url_words
 from jaxscale.tools.corpus.curate.quality import read_words
-from jaxscale.tools.corpus.curate.urls import list_paths, load_url_words
 from jaxscale.tools.corpus.prepare import lookup, preparation_page, tokens
 from jaxscale.tools.corpus.prepare.config import JOINS, PrepareConfig, TokenizerConfig
 from jaxscale.tools.corpus.prepare.dedup import Executor, cluster_facts, find_duplicates
 from jaxscale.tools.corpus.prepare.examples import WEIGHTS, ensure_classifier, example_files, with_weights
 from jaxscale.tools.corpus.prepare.progress import RUNNING, PrepareProgress, read_running
-from jaxscale.tools.corpus.prepare.shuffle import Shuffle
+from jaxscale.tools.corpus.prepare.shuffle import Shuffle, run_shuffle
 from jaxscale.tools.corpus.prepare.sketches import BLOCK_LIMIT_FIX, MAX_BLOCKS
 from jaxscale.tools.corpus.prepare.tally import Tally
 from jaxscale.tools.corpus.prepare.work import BlockResult, Task, join_folder, run_task
 
 MADE_FROM = "made-from.txt"  # the plan's key; not in the manifest, which is independent of file dates
-OPEN_FILES = "files of blocks"
 LOCK = ".lock"  # never deleted: another process may already hold a lock on the same file
 FORMAT = 2  # increase when the same recipe would produce different bytes
 LAYOUT = 4  # of the work folder; work folders of other layouts are not resumed
@@ -60,9 +58,9 @@ class PreparePlan(NamedTuple):
 
     cfg: PrepareConfig
     key: str  # hash of the recipe and the input: equal keys, equal output
-    pieces: lookup.InputPieces
+    files: Sequence[SourceFile]
+    pieces: np.ndarray  # int64[pieces, 3], in input order: index of the file, begin, end
     passes: list[lookup.PreparePass]
-    min_blocks: int  # lower bound for the first pass, from file sizes
     notes: tuple[str, ...]  # about the input files, printed once
 
 
@@ -86,8 +84,8 @@ def make_plan(cfg: PrepareConfig) -> PreparePlan:
         notes += describe_choices(choices, read_cfg)
     parts = (split_file(file, cfg.read_cfg(file.source), cfg.block_bytes) for file in files)
     rows = (number for i, file_parts in enumerate(parts) for part in file_parts for number in (i, part.begin, part.end))
-    pieces = lookup.InputPieces(files, np.fromiter(rows, np.int64).reshape(-1, 3))
-    min_blocks = max(len(pieces.rows), sum(size_of(file.path) or 0 for file in files) // cfg.block_bytes)
+    pieces = np.fromiter(rows, np.int64).reshape(-1, 3)
+    min_blocks = max(len(pieces), sum(size_of(file.path) or 0 for file in files) // cfg.block_bytes)
     if min_blocks > MAX_BLOCKS and not {*JOINS}.isdisjoint(cfg.stages):
         raise BadInput(
             f"the input is {min_blocks:,} blocks or more, and duplicates are found among at most {MAX_BLOCKS:,}; "
@@ -101,7 +99,7 @@ def make_plan(cfg: PrepareConfig) -> PreparePlan:
         "read beside": hash_auxiliary_files(cfg, notes.append),
     }
     passes = lookup.plan_passes(cfg.stages, train_tokenizer=cfg.tokenizer.is_trained)
-    return PreparePlan(cfg, hash_value(made_from), pieces, passes, min_blocks, tuple(notes))
+    return PreparePlan(cfg, hash_value(made_from), files, pieces, passes, tuple(notes))
 
 
 def hash_auxiliary_files(cfg: PrepareConfig, say: Callable[[str], None]) -> list[tuple[str, str]]:
@@ -157,7 +155,6 @@ def prepare(
     or no document is left; with `strict`, also if reading skipped a large share.
     """
     output = output.absolute()
-    require_open_files(Shuffle(None, "", plan.min_blocks, 1, merges_first=True).max_open_files, OPEN_FILES)
     try:
         make_private(output)
     except OSError as error:
@@ -199,10 +196,10 @@ def write_set(
     for line in preparation_page.evaluation_warnings(cfg.decontaminate, item_counts):
         progress.say(line)
     classifier_facts = ensure_classifier(cfg, folder, progress)
-    lookup.write_input(folder, with_weights(cfg, folder), plan.pieces)
+    lookup.write_input(folder, with_weights(cfg, folder), plan.files, plan.pieces)
     tokenizer_path = cfg.tokenizer.path(str(folder))
     for number, step in enumerate(plan.passes):
-        count = len(plan.pieces.rows if blocks is None else blocks)
+        count = len(plan.pieces if blocks is None else blocks)
         blocks = run_pass(plan, folder, number, count, executor, progress, tally, sums)
         if number == 0:
             report_left_out(cfg, tally, progress, strict)
@@ -346,8 +343,7 @@ def write_shards(
     progress.begin(f"writing {count} shards", count)
     source, between = tokens.TokenBlocks(blocks.folder, blocks.number), f"{blocks.folder}/shuffled"
     shuffle = Shuffle(source, between, len(blocks), count, merges_first=True)
-    require_open_files(shuffle.max_open_files, OPEN_FILES)
-    for _ in executor.write_shards(shuffle):
+    for _ in run_shuffle(executor.run_all, shuffle, tokens.merge_tokens, tokens.write_shard):
         progress.add(None)
     return [tokens.shard_name(number, count) for number in range(count)]
 

@@ -1,6 +1,7 @@
 """Runs the tasks of a preparation on all cores of this machine, in processes that end with their parent."""
 
 import concurrent.futures
+import contextlib
 import itertools
 import multiprocessing.context
 import multiprocessing.process
@@ -14,9 +15,6 @@ from typing import Any
 
 from jaxscale.system.exits import BadInput
 from jaxscale.system.open_files import require_open_files
-from jaxscale.tools.corpus.prepare.dedup import Join, find_pairs_by_shuffle
-from jaxscale.tools.corpus.prepare.shuffle import Shuffle, run_shuffle
-from jaxscale.tools.corpus.prepare.tokens import merge_tokens, write_shard
 
 WATCH_SECONDS = 1.0
 PIPES = 2  # for each process: one to start it, one that shows that it ended
@@ -24,7 +22,7 @@ TASKS_AHEAD = 4  # tasks submitted per process: none idles, and few results accu
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS", "ARROW_NUM_THREADS")
 
 
-class LocalExecutor:
+class LocalExecutor(contextlib.AbstractContextManager):
     """dedup.Executor with `workers` processes on this machine. Close it after use."""
 
     def __init__(self, workers: int):
@@ -46,17 +44,6 @@ class LocalExecutor:
                 "a worker process was killed, by a signal or for lack of memory; run the same command again to resume, "
                 "with fewer --workers or a smaller --config.block_bytes if it happens again"
             ) from None
-
-    def find_pairs(self, join: Join) -> None:
-        """Writes the pairs of a join below join.pairs."""
-        find_pairs_by_shuffle(self.run_all, join)
-
-    def write_shards(self, shards: Shuffle) -> Iterator[str]:
-        """Yields the name of each finished shard."""
-        return run_shuffle(self.run_all, shards, merge_tokens, write_shard)
-
-    def __enter__(self) -> "LocalExecutor":
-        return self
 
     def __exit__(self, kind: type | None, *_: Any) -> None:
         """Stops the processes, immediately after an error."""

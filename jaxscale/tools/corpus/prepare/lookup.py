@@ -70,22 +70,15 @@ def plan_passes(stages: Sequence[str], *, train_tokenizer: bool) -> list[Prepare
     return [*passes, PreparePass(tuple(stages_of_pass), "sample"), PreparePass((), "tokens")]
 
 
-class InputPieces(NamedTuple):
-    """Pieces of the input, in input order."""
-
-    files: Sequence[SourceFile]
-    rows: np.ndarray  # int64[pieces, 3]: index of the file, begin, end
-
-
-def write_input(folder: pathlib.Path, cfg: PrepareConfig, pieces: InputPieces) -> None:
+def write_input(folder: pathlib.Path, cfg: PrepareConfig, files: Sequence[SourceFile], pieces: np.ndarray) -> None:
     """Writes the recipe and input tables that tasks read."""
     for name in ("recipe.json", "files.arrow", "pieces.npy"):
         remove(folder / name)  # of a process that was killed; may be damaged
     write_text_atomic(folder / "recipe.json", json.dumps(schema.to_dict(cfg), sort_keys=True))
-    columns = {name: [os.fsencode(getattr(file, name)) for file in pieces.files] for name in SourceFile._fields}
+    columns = {name: [os.fsencode(getattr(file, name)) for file in files] for name in SourceFile._fields}
     table = pa.table({name: pa.array(column, pa.large_binary()) for name, column in columns.items()})
     write_table(folder / "files.arrow", table, packed=False)
-    save_array(folder / "pieces.npy", pieces.rows)
+    save_array(folder / "pieces.npy", pieces)
 
 
 @functools.lru_cache(maxsize=4)

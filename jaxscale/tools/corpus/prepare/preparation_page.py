@@ -2,7 +2,7 @@
 
 import collections
 import pathlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxscale import schema, units
@@ -68,21 +68,27 @@ def report_page(facts: Mapping[str, Any]) -> str:
     """Returns the page. facts: 'manifest', 'tally' (Tally.to_json), 'clusters', 'fertility', as in report.json."""
     tally, manifest = Tally.from_json(facts["tally"]), facts["manifest"]
     warnings = "".join(f'<div class="warn">{escape(line)}</div>' for line in find_warnings(tally, manifest, facts))
+    reading = [(key[1], key[2], n) for key, n in sorted(tally.counts.items()) if key[0] == "read"]
+    lengths = sorted((int(power), n) for power, n in tally.sums("length", by=2).items())
+    languages = {name or "not identified": n for name, n in tally.sums("language", by=2).items()}
+    hits = largest_first(tally.sums("detail", "decontaminate", by=3))
     sections = [
-        summary_section(manifest, tally),
-        f"<h2>Warnings</h2>{warnings or '<p>None.</p>'}",
-        funnel_section(tally, manifest["recipe"]["stages"]),
-        reasons_section(tally, "dropped", "Dropped documents"),
-        reasons_section(tally, "edited", "Edited documents"),
-        reading_section(tally),
-        histogram_section(tally),
-        clusters_section(facts.get("clusters", ())),
-        detection_section(manifest["recipe"]),
-        classifier_section(tally, facts.get("classifier")),
-        contamination_section(tally),
-        fertility_section(facts.get("fertility", ())),
+        f"<h1>Data report</h1>{summary_table(manifest, tally)}",
+        section("Warnings", warnings or "<p>None.</p>"),
+        section("Funnel", funnel_table(tally, manifest["recipe"]["stages"])),
+        section("Dropped documents", reasons_and_samples(tally, "dropped")),
+        section("Edited documents", reasons_and_samples(tally, "edited")),
+        section("Left out, or repaired, while reading", table(("source", "what", "number"), reading)),
+        section("Lengths, as read", bars([(f"under {units.size(2**power)}", n) for power, n in lengths])),
+        section("Languages, as kept", bars(largest_first(languages))),
+        section("Languages, as dropped", bars(largest_first(tally.sums("detail", "language", by=3)))),
+        *(section(f"Groups of duplicates: {escape(join['name'])}", clusters(join)) for join in facts["clusters"]),
+        section("How surely near duplicates are found", detection(manifest["recipe"])),
+        section("Learned filter: what thresholds keep", classifier_tables(tally, facts.get("classifier"))),
+        section("Evaluation items found", table(("item", "documents"), hits)),
+        section("Tokenizer, by source and language", fertility_table(facts["fertility"])),
     ]
-    body = "\n".join(section for section in sections if section)
+    body = "\n".join(filter(None, sections))
     return (
         '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
         f'<meta http-equiv="Content-Security-Policy" content="{CONTENT_POLICY}">'
@@ -95,8 +101,13 @@ def escape(value: Any) -> str:
     return in_html("".join(c if c in "\n\t" or c.isprintable() else "\ufffd" for c in str(value)))
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Returns an HTML table with escaped cells; numbers get separators and align right, text aligns left."""
+def section(title: str, body: str) -> str:
+    """Returns a section; '' without a body."""
+    return f"<h2>{title}</h2>{body}" if body else ""
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Returns an HTML table with escaped cells, '' without rows; numbers align right, with separators, text left."""
 
     def cell(tag: str, value: Any) -> str:
         text = f"{value:,}" if isinstance(value, int) else escape(value)
@@ -104,7 +115,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
         return f"<{tag}{side}>{text}</{tag}>"
 
     line = lambda tag, row: "<tr>" + "".join(cell(tag, value) for value in row) + "</tr>"
-    return "<table>" + line("th", header) + "".join(line("td", row) for row in rows) + "</table>"
+    return "<table>" + line("th", header) + "".join(line("td", row) for row in rows) + "</table>" if rows else ""
 
 
 def share(part: float, whole: float) -> str:
@@ -112,8 +123,8 @@ def share(part: float, whole: float) -> str:
     return f"{part / whole:.1%}" if whole else "-"
 
 
-def summary_section(manifest: Mapping[str, Any], tally: Tally) -> str:
-    """Heading and main numbers of the set."""
+def summary_table(manifest: Mapping[str, Any], tally: Tally) -> str:
+    """Main numbers of the set."""
     read, lost = tally.total("in", "read"), tally.left_out(WHERE)
     documents, tokens = manifest["num_documents"], manifest["num_tokens"]
     skipped = f"; {lost.documents:,} more were left out while reading" if lost else ""
@@ -125,10 +136,10 @@ def summary_section(manifest: Mapping[str, Any], tally: Tally) -> str:
         ("tokenizer", f"{manifest['tokenizer']['name']}, {manifest['tokenizer']['vocab_size']:,} ids"),
         ("fingerprint", manifest["fingerprint"]),
     ]
-    return f"<h1>Data report</h1>{table(('', ''), rows)}"
+    return table(("", ""), rows)
 
 
-def funnel_section(tally: Tally, stages: Sequence[str]) -> str:
+def funnel_table(tally: Tally, stages: Sequence[str]) -> str:
     """Table of documents and bytes before and after each stage, by source."""
     sources = sorted({key[2] for key in tally.counts if key[:2] == ("in", "read")})
     rows: list[tuple] = []
@@ -141,12 +152,11 @@ def funnel_section(tally: Tally, stages: Sequence[str]) -> str:
             size = tally.counts["out", stage, source, "bytes"]
             if before:
                 rows.append(("", stage, before, after, units.size(size), share(before - after, before)))
-    head = ("source", "stage", "documents in", "out", "text out", "dropped")
-    return f"<h2>Funnel</h2>{table(head, rows)}"
+    return table(("source", "stage", "documents in", "out", "text out", "dropped"), rows)
 
 
-def reasons_section(tally: Tally, kind: str, title: str) -> str:
-    """Section with counts by reason and source, and samples. kind: 'dropped' or 'edited'."""
+def reasons_and_samples(tally: Tally, kind: str) -> str:
+    """Counts by reason and source, and samples. kind: 'dropped' or 'edited'."""
     reasons: dict[tuple[str, str], collections.Counter] = collections.defaultdict(collections.Counter)
     for key, n in tally.counts.items():
         if key[0] == kind and key[-1] == "documents":
@@ -163,32 +173,14 @@ def reasons_section(tally: Tally, kind: str, title: str) -> str:
             parts.append(f"<pre>{escape(sample.before)}</pre>")
             parts.append("" if sample.after is None else f"<p>became</p><pre>{escape(sample.after)}</pre>")
         parts.append("</details>")
-    return f"<h2>{title}</h2>{''.join(parts)}" if parts else ""
-
-
-def reading_section(tally: Tally) -> str:
-    """Table of documents that reading skipped or repaired."""
-    rows = [(key[1], key[2], n) for key, n in sorted(tally.counts.items()) if key[0] == "read"]
-    return f"<h2>Left out, or repaired, while reading</h2>{table(('source', 'what', 'number'), rows)}" if rows else ""
-
-
-def histogram_section(tally: Tally) -> str:
-    """Histograms of lengths as read and of languages as saved and as dropped."""
-    lengths = sorted((int(power), n) for power, n in tally.sums("length", by=2).items())
-    languages = {name or "not identified": n for name, n in tally.sums("language", by=2).items()}
-    dropped = tally.sums("detail", "language", by=3)
-    parts = {
-        "Lengths, as read": [(f"under {units.size(2**power)}", n) for power, n in lengths],
-        "Languages, as kept": largest_first(languages),
-        "Languages, as dropped": largest_first(dropped),
-    }
-    return "".join(f"<h2>{title}</h2>{bars(rows)}" for title, rows in parts.items() if rows)
+    return "".join(parts)
 
 
 def bars(rows: Sequence[tuple[str, int]]) -> str:
-    """SVG with a horizontal bar for each (label, number)."""
-    most = max(n for _, n in rows)
-    lines = []
+    """SVG with a horizontal bar for each (label, number); '' without rows."""
+    if not rows:
+        return ""
+    most, lines = max(n for _, n in rows), []
     for i, (label, n) in enumerate(rows):
         y, width = 20 * i, max(1, round(500 * n / most))
         lines.append(f'<text x="150" y="{y + 14}" text-anchor="end">{escape(label)}</text>')
@@ -204,28 +196,26 @@ def largest_first(numbers: Mapping[str, int]) -> list[tuple[str, int]]:
     return ordered[:MOST_ROWS] + ([(f"{len(ordered) - MOST_ROWS:,} others", remaining)] if remaining else [])
 
 
-def clusters_section(found: Sequence[Mapping[str, Any]]) -> str:
-    """Sections with the histogram of duplicate group sizes and the largest groups."""
-    parts = []
-    for join in found:
-        sizes = [(f"{size} alike", number) for size, number in join["sizes"]]
-        parts.append(f"<h2>Groups of duplicates: {escape(join['name'])}</h2>{bars(sizes) if sizes else '<p>None.</p>'}")
-        for group in join["largest"]:
-            where = f"{escape(group['file'])} at {group['offset']:,}"
-            text = f"<pre>{escape(group['text'])}</pre>"
-            parts.append(f"<details><summary>{group['size']:,} alike; kept: {where}</summary>{text}</details>")
+def clusters(join: Mapping[str, Any]) -> str:
+    """Histogram of the sizes of a join's groups of duplicates, and the largest groups."""
+    parts = [bars([(f"{size} alike", number) for size, number in join["sizes"]]) or "<p>None.</p>"]
+    for group in join["largest"]:
+        where = f"{escape(group['file'])} at {group['offset']:,}"
+        text = f"<pre>{escape(group['text'])}</pre>"
+        parts.append(f"<details><summary>{group['size']:,} alike; kept: {where}</summary>{text}</details>")
     return "".join(parts)
 
 
-def detection_section(recipe: Mapping[str, Any]) -> str:
-    """Table of the detection probability of near duplicates by similarity, for the recipe's settings."""
+def detection(recipe: Mapping[str, Any]) -> str:
+    """Detection probability of near duplicates by similarity, for the recipe's settings."""
     if "near_dedup" not in recipe["stages"]:
         return ""
     cfg = schema.from_dict(NearConfig, recipe["near_dedup"])
-    rows = detection_table(cfg)
-    shown = [(f"{jaccard:.2f}", f"{found:.3f}", f"{found * passed:.3f}") for jaccard, found, passed in rows]
+    shown = [
+        (f"{jaccard:.2f}", f"{found:.3f}", f"{found * passed:.3f}") for jaccard, found, passed in detection_table(cfg)
+    ]
     head = ("Jaccard similarity", "becomes a candidate", "is dropped")
-    return f"<h2>How surely near duplicates are found</h2><p>{threshold_sentence(cfg)}</p>{table(head, shown)}"
+    return f"<p>{threshold_sentence(cfg)}</p>{table(head, shown)}"
 
 
 def threshold_sentence(cfg: NearConfig) -> str:
@@ -243,8 +233,8 @@ def threshold_sentence(cfg: NearConfig) -> str:
     )
 
 
-def classifier_section(tally: Tally, model: Mapping[str, Any] | None) -> str:
-    """Section with the number of documents and the shares of held-out examples above each classifier threshold."""
+def classifier_tables(tally: Tally, model: Mapping[str, Any] | None) -> str:
+    """The number of documents and the shares of held-out examples above each classifier threshold."""
     bins = {int(place): n for place, n in tally.sums("score", "classifier", by=3).items()}
     if not bins:
         return ""
@@ -261,23 +251,14 @@ def classifier_section(tally: Tally, model: Mapping[str, Any] | None) -> str:
         f"are classified correctly at 0.5 (balanced accuracy), ROC AUC {model['auc']:.3f}.</p>"
     )  # fmt: skip
     ordered = [(f"{place / SCORE_BINS:.2f} to {(place + 1) / SCORE_BINS:.2f}", n) for place, n in sorted(bins.items())]
-    return f"<h2>Learned filter: what thresholds keep</h2>{intro}{table(head, rows)}<h3>Scores</h3>{bars(ordered)}"
+    return f"{intro}{table(head, rows)}<h3>Scores</h3>{bars(ordered)}"
 
 
-def contamination_section(tally: Tally) -> str:
-    """Table of evaluation items found in the documents."""
-    hits = largest_first(tally.sums("detail", "decontaminate", by=3))
-    return f"<h2>Evaluation items found</h2>{table(('item', 'documents'), hits)}" if hits else ""
-
-
-def fertility_section(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Table of tokenizer fertility by source and language."""
-    if not rows:
-        return ""
+def fertility_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Tokenizer fertility by source and language."""
     plain = lambda value: "-" if value is None else f"{value:.3f}" if isinstance(value, float) else value
     shown = [[plain(row[name]) for name in FertilityRow._fields] for row in rows[:MOST_ROWS]]
-    head = [name.replace("_", " ") for name in FertilityRow._fields]
-    return f"<h2>Tokenizer, by source and language</h2>{table(head, shown)}"
+    return table([name.replace("_", " ") for name in FertilityRow._fields], shown)
 
 
 def find_warnings(tally: Tally, manifest: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:

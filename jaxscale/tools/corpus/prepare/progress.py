@@ -5,6 +5,7 @@ import pathlib
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TextIO
 
@@ -42,8 +43,8 @@ class PrepareProgress:
         self.stream: TextIO | None = stream or sys.stdout
         self.clock = clock
         self.on_terminal = self.stream is not None and self.stream.isatty()
-        self.title, self.total, self.done, self.since, self.shown = "", 0, 0, 0.0, 0.0
-        self.seen = self.judged = self.dropped = self.bytes = self.earlier = 0
+        self.title, self.total, self.since, self.shown = "", 0, 0.0, 0.0
+        self.counts: Counter[str] = Counter()
         self.status: Callable[[], str] | None = None
         self.running: Callable[[], Sequence[RunningPiece]] = lambda: ()
         self.lock = threading.Lock()  # of ticks against other output
@@ -75,8 +76,7 @@ class PrepareProgress:
     def begin(self, title: str, total: int) -> None:
         """Starts a phase of `total` pieces."""
         self.end()
-        self.title, self.total, self.done = title, total, 0
-        self.seen = self.judged = self.dropped = self.bytes = self.earlier = 0
+        self.title, self.total, self.counts = title, total, Counter()
         self.since = self.shown = self.clock()
         if self.on_terminal:
             self.show()
@@ -87,26 +87,19 @@ class PrepareProgress:
         """Counts a finished piece and updates the line if it is due. result: of work.run_task."""
         result = result or {}
         with self.lock:
-            self.done += 1
+            self.counts["done"] += 1
             if result.get("was_done"):  # by an earlier process: does not count towards the speed
-                self.earlier += 1
+                self.counts["was done"] += 1
             elif result:
-                self.count(result["tally"]["counts"], result.get("earlier", {}))
+                for *name, number in result["tally"]["counts"]:
+                    if name[:2] == ["in", "read"]:
+                        self.counts[name[-1]] += number
+                        self.counts["judged"] += number if name[-1] == "documents" else 0
+                    elif name[0] == "dropped" and name[-1] == "documents":
+                        self.counts["dropped"] += number
+                self.counts.subtract(result.get("earlier", {}))  # documents and bytes that an earlier process read
             if self.clock() - self.shown > (SECONDS if self.on_terminal else LINE_SECONDS):
                 self.show()
-
-    def count(self, counts: Sequence[Sequence[Any]], earlier: Mapping[str, int]) -> None:
-        """Adds the counts of a piece, less the documents and bytes that an earlier process read."""
-        self.seen -= earlier.get("documents", 0)
-        self.bytes -= earlier.get("bytes", 0)
-        for *name, number in counts:
-            if name[:2] == ["in", "read"] and name[-1] == "bytes":
-                self.bytes += number
-            elif name[:2] == ["in", "read"]:
-                self.seen += number
-                self.judged += number
-            elif name[0] == "dropped" and name[-1] == "documents":
-                self.dropped += number
 
     def show(self) -> None:
         """Prints the line now."""
@@ -119,25 +112,27 @@ class PrepareProgress:
     def line(self) -> str:
         """Returns e.g. 'pass 1: reading: 12 of 40, 81,000 documents (2,700/s, 8.9 MB/s), 31% dropped, 1:10 left'."""
         seconds = max(self.clock() - self.since, 1e-9)
-        facts = [f"{self.title}: {self.done:,} of {self.total:,}"]
-        running = self.running() if self.done < self.total else ()
-        seen = self.seen + sum(one.documents for one in running)
-        size = self.bytes + sum(one.bytes for one in running)
+        counts, done = self.counts, self.counts["done"]
+        is_running = done < self.total
+        facts = [f"{self.title}: {done:,} of {self.total:,}"]
+        running = self.running() if is_running else ()
+        seen = counts["documents"] + sum(one.documents for one in running)
+        size = counts["bytes"] + sum(one.bytes for one in running)
         if seen:
             facts.append(f"{seen:,} documents ({seen / seconds:,.0f}/s, {size / 1e6 / seconds:,.1f} MB/s)")
-        if self.judged:
-            facts.append(f"{self.dropped / self.judged:.0%} dropped")
-        if self.status is not None and self.done < self.total:
+        if counts["judged"]:
+            facts.append(f"{counts['dropped'] / counts['judged']:.0%} dropped")
+        if self.status is not None and is_running:
             facts.append(self.status())
-        fresh = self.done - self.earlier + sum(one.share - one.resumed for one in running)  # pieces of this process
-        if fresh > 0 and self.done < self.total:
-            left = seconds * (self.total - self.done - sum(one.share for one in running)) / fresh
+        fresh = done - counts["was done"] + sum(one.share - one.resumed for one in running)  # pieces of this process
+        if fresh > 0 and is_running:
+            left = seconds * (self.total - done - sum(one.share for one in running)) / fresh
             facts.append(f"{clock_time(max(left, 0))} left")
         return ", ".join(facts)
 
     def end(self) -> None:
         """Ends the current phase."""
-        if self.title and (self.total > 1 or self.seen):
+        if self.title and (self.total > 1 or self.counts["documents"]):
             self.wipe()
             seconds = self.clock() - self.since
             self.write(f"  {shown(self.line())}, {clock_time(seconds)}\n")

@@ -12,8 +12,9 @@ levels, and one level is added each time that the input grows 128 times. Records
 two numbers, so the result does not depend on the levels.
 
 A level that splits ranges n ways opens each file n times, which is slow for many small files such as blocks. With
-`merges_first` the first level therefore merges neighbouring files without splitting, and opens each once; its tasks
-must run in bounded memory: runs with more records than fit are split in two by bisection until a part is small enough.
+`merges_first` the first level therefore merges neighbouring files without splitting, and opens each a few times; its
+tasks must run in bounded memory: runs with more records than fit are split in two by bisection until a part is small
+enough.
 """
 
 import bisect
@@ -104,11 +105,6 @@ class Shuffle(NamedTuple):
         """Number of levels."""
         enough = lambda n: MAX_FAN_IN**n >= self.inputs and MAX_FAN_IN ** self.num_splitting_levels(n) >= self.outputs
         return next(n for n in range(1, 64) if enough(n))
-
-    @property
-    def max_open_files(self) -> int:
-        """Largest number of files that a task over documents holds open, two for each input."""
-        return 2 * ceil_root(self.inputs, self.num_levels) if self.num_levels > 1 else 2
 
     def num_splitting_levels(self, num_levels: int) -> int:
         """Returns how many of `num_levels` levels split ranges."""

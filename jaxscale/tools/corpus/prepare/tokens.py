@@ -1,14 +1,13 @@
 """Tokenizes blocks in the order of a seeded shuffle and gathers them into shards, each a range of shuffle keys."""
 
 import base64
-import contextlib
 import functools
 import hashlib
 import itertools
 import pathlib
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
@@ -131,13 +130,12 @@ def write_merged(task: Shuffle, ids_file: BinaryIO, rows_file: BinaryIO) -> None
     numbers, begin, end = task.inputs_of_task()
     parts = -(-len(numbers) // MERGE_BATCH_FILES)
     bounds = [begin + (end - begin) * part // parts for part in range(parts + 1)]
-    with contextlib.ExitStack() as stack:
-        open_input = lambda number: stack.enter_context(OpenDocuments(input_base(task, number), task.source.dtype))
-        found = [open_input(number) for number in numbers]
-        schema = pa.unify_schemas([documents.rows.schema for documents in found])  # some blocks have no scores
-        writer = stack.enter_context(pa.ipc.new_file(rows_file, schema))
+    bases, dtype = [input_base(task, number) for number in numbers], task.source.dtype
+    schemas = [lookup.read_table(pathlib.Path(f"{base}.arrow")).schema for base in bases]
+    schema = pa.unify_schemas(schemas)  # some blocks have no scores
+    with pa.ipc.new_file(rows_file, schema) as writer:
         for first, last in itertools.pairwise(bounds):
-            ids, rows = merge_by_key([documents.between(first, last) for documents in found])
+            ids, rows = merge_by_key([documents_between(base, first, last, dtype) for base in bases])
             ids_file.write(np.ascontiguousarray(ids).data)
             rows = pa.concat_tables([schema.empty_table(), rows], promote_options="default")
             writer.write_table(rows.combine_chunks())
@@ -148,8 +146,8 @@ def total(rows: pa.Table, column: str) -> int:
     return int(pc.call_function("sum", [rows.column(column)]).as_py() or 0)
 
 
-def write_shard(task: Shuffle, collect: Callable[[], tuple[np.ndarray, pa.Table]] | None = None) -> str:
-    """Writes work/shards/NAME atomically, returns NAME. collect: returns (ids, rows); None: read from the shuffle."""
+def write_shard(task: Shuffle) -> str:
+    """Writes work/shards/NAME atomically, and returns NAME."""
     work, name = pathlib.Path(task.source.folder), shard_name(task.number, task.outputs)
     final = work / "shards" / name
     folder, plain_name = final.parent, final.name
@@ -159,12 +157,9 @@ def write_shard(task: Shuffle, collect: Callable[[], tuple[np.ndarray, pa.Table]
     remove(final)
     folder.mkdir(parents=True, exist_ok=True)
     temporary = pathlib.Path(tempfile.mkdtemp(prefix=f".{plain_name}.", dir=folder))  # others may write it too
-    if collect is None:
-        numbers, begin, end = task.inputs_of_task()
-        dtype = task.source.dtype
-        ids, rows = merge_by_key([documents_between(input_base(task, one), begin, end, dtype) for one in numbers])
-    else:
-        ids, rows = collect()
+    numbers, begin, end = task.inputs_of_task()
+    dtype = task.source.dtype
+    ids, rows = merge_by_key([documents_between(input_base(task, one), begin, end, dtype) for one in numbers])
     cfg, tokenizer = lookup.recipe_of(task.source.folder), task.source.tokenizer
     ends = dict(vocab_size=tokenizer.vocab_size, eos_id=tokenizer.eos_id)
     writer = ShardWriter(temporary, plain_name, **ends, sources=tuple(cfg.sources))
@@ -199,38 +194,18 @@ def input_base(task: Shuffle, number: int) -> str:
     return task.source.base(number) if task.level == 1 else str(task.path(task.level - 1, number))
 
 
-class OpenDocuments:
-    """Documents in BASE.ids and BASE.arrow, in the order of their keys."""
-
-    def __init__(self, base: str, dtype: np.dtype):
-        self.dtype = dtype
-        self.rows = lookup.read_table(pathlib.Path(f"{base}.arrow"))
-        self.keys = self.rows.column("key").to_numpy()
-        self.ends = np.cumsum(self.rows.column("tokens").to_numpy())
-        self.file = open(f"{base}.ids", "rb")
-
-    def __enter__(self) -> "OpenDocuments":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.file.close()
-
-    def between(self, begin: int, end: int) -> tuple[np.ndarray, pa.Table]:
-        """Returns copies of (ids, rows) of the documents with keys in [begin, end)."""
-        first = int(np.searchsorted(self.keys, np.uint64(begin)))
-        last = int(np.searchsorted(self.keys, np.uint64(end - 1), side="right"))
-        if first == last:
-            return np.zeros(0, self.dtype), self.rows.slice(0, 0)
-        start, stop = int(self.ends[first - 1]) if first else 0, int(self.ends[last - 1])
-        self.file.seek(self.dtype.itemsize * start)
-        # Read, not mapped: a map for each of many blocks would exceed the limits on open files and maps.
-        return np.fromfile(self.file, self.dtype, stop - start), self.rows.take(np.arange(first, last))
-
-
 def documents_between(base: str, begin: int, end: int, dtype: np.dtype) -> tuple[np.ndarray, pa.Table]:
-    """Returns (ids, rows) of the documents in BASE.ids and BASE.arrow with keys in [begin, end)."""
-    with OpenDocuments(base, dtype) as documents:
-        return documents.between(begin, end)
+    """Returns copies of (ids, rows) of the documents in BASE.ids and BASE.arrow with keys in [begin, end)."""
+    rows = lookup.read_table(pathlib.Path(f"{base}.arrow"))
+    keys, ends = rows.column("key").to_numpy(), np.cumsum(rows.column("tokens").to_numpy())
+    first = int(np.searchsorted(keys, np.uint64(begin)))
+    last = int(np.searchsorted(keys, np.uint64(end - 1), side="right"))
+    if first == last:
+        return np.zeros(0, dtype), rows.schema.empty_table()
+    start, stop = int(ends[first - 1]) if first else 0, int(ends[last - 1])
+    # Read, not mapped: a map for each of many blocks would exceed the limits on open files and maps.
+    ids = np.fromfile(f"{base}.ids", dtype, stop - start, offset=dtype.itemsize * start)
+    return ids, rows.take(np.arange(first, last))
 
 
 def merge_by_key(found: Sequence[tuple[np.ndarray, pa.Table]]) -> tuple[np.ndarray, pa.Table]:

@@ -26,20 +26,18 @@ from jaxscale.runtime.text.sources.part import Part
 from jaxscale.runtime.text.sources.read import handle_damage, read_file
 from jaxscale.system.exits import BadInput
 from jaxscale.system.paths import write_text_atomic
-from jaxscale.tools.corpus.curate.classifier import make_classifier
+from jaxscale.tools.corpus.curate.classifier import make_classifier, make_toxicity
 from jaxscale.tools.corpus.curate.contamination import make_contamination
 from jaxscale.tools.corpus.curate.duplicates import make_substring
 from jaxscale.tools.corpus.curate.langid import make_language
-from jaxscale.tools.corpus.curate.licence import make_licence
+from jaxscale.tools.corpus.curate.origin import make_licence, make_urls
 from jaxscale.tools.corpus.curate.pii import make_pii
 from jaxscale.tools.corpus.curate.quality import make_c4, make_fineweb, make_gopher, make_repetition
 from jaxscale.tools.corpus.curate.repair import make_repair
-from jaxscale.tools.corpus.curate.toxicity import make_toxicity
-from jaxscale.tools.corpus.curate.urls import make_urls
 from jaxscale.tools.corpus.prepare import lookup
 from jaxscale.tools.corpus.prepare.config import STAGES, PrepareConfig
 from jaxscale.tools.corpus.prepare.dedup import apply_joins, sketch_path, write_sketches
-from jaxscale.tools.corpus.prepare.progress import RUNNING
+from jaxscale.tools.corpus.prepare.progress import RUNNING, RunningPiece
 from jaxscale.tools.corpus.prepare.sketches import signatures_path
 from jaxscale.tools.corpus.prepare.tally import Tally
 from jaxscale.tools.corpus.prepare.tokens import tokenize_block, tokenizer_of
@@ -143,20 +141,17 @@ class PieceProgress:
     def __init__(self, task: Task):
         self.path = pathlib.Path(task.folder) / RUNNING / f"{task.number}.json"
         self.share = self.resumed_share = 0.0
-        self.documents = self.bytes = 0
-        self.earlier = Counter()  # documents and bytes of blocks that an earlier process finished
+        self.own, self.earlier = Counter(), Counter()  # documents and bytes of blocks of this and of earlier processes
 
     def write(self, found: Mapping[str, Any], was_done: bool) -> None:
         """Writes the progress file. found: result of the finished block; was_done: by an earlier process."""
         read = Tally.from_json(found["tally"]).sums("in", "read", by=-1)
         if was_done:
             self.resumed_share = self.share
-            self.earlier += read
-        else:
-            self.documents += read["documents"]
-            self.bytes += read["bytes"]
+        (self.earlier if was_done else self.own).update(read)
         self.path.parent.mkdir(exist_ok=True)
-        write_text_atomic(self.path, json.dumps([self.share, self.resumed_share, self.documents, self.bytes]))
+        running = RunningPiece(self.share, self.resumed_share, self.own["documents"], self.own["bytes"])
+        write_text_atomic(self.path, json.dumps(running))
 
 
 def output_files(base: pathlib.Path, step: lookup.PreparePass) -> list[pathlib.Path]:

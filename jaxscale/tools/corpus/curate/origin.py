@@ -1,21 +1,24 @@
-"""Drops documents by their address: by lists of domains and addresses, and by words in it. No list is shipped.
+"""Drops documents by their origin: address and licence. No list of addresses is shipped.
 
-The first filter of RefinedWeb (arXiv:2306.01116, appendix G.1) and FineWeb. They used the lists of the University of
-Toulouse, which are available at https://dsi.ut-capitole.fr/blacklists/ in a format that this module reads.
+Addresses are compared with lists of domains and addresses, and of words: the first filter of RefinedWeb
+(arXiv:2306.01116, appendix G.1) and FineWeb. They used the lists of the University of Toulouse, which are available at
+https://dsi.ut-capitole.fr/blacklists/ in a format that this module reads.
 """
 
 import contextlib
+import functools
 import hashlib
 import re
 from collections.abc import Callable, Iterator, Sequence
+from fnmatch import translate
 
 import numpy as np
 
-from jaxscale.runtime.text.document import Document, Outcome, Stage, drop_if
+from jaxscale.runtime.text.document import Document, Outcome, Stage, drop_if, per_document
 from jaxscale.runtime.text.sources.files import ignore_line, list_files
 from jaxscale.runtime.text.sources.records import text_lines
 from jaxscale.system.exits import BadInput
-from jaxscale.tools.corpus.curate.config import UrlConfig
+from jaxscale.tools.corpus.curate.config import LicenceConfig, UrlConfig
 from jaxscale.tools.corpus.curate.quality import read_words
 
 LISTED = "url: on a blocklist"
@@ -25,6 +28,10 @@ MAX_LINE_CHARS = 1 << 14  # characters; longer lines are not addresses
 SCHEME = re.compile(r"^[a-z][a-z0-9+.-]*://", re.I)
 ADDRESS = re.compile(r"^(?:\d+(?:\.\d+){3}|[0-9a-fA-F]*:[0-9a-fA-F:.]*(?:%\w+)?)\s+(\S+)$")  # a line of a hosts file
 PARTS = re.compile(r"[^\W_]+")
+DENIED = "licence: denied"
+NOT_ALLOWED = "licence: not among the allowed"
+UNKNOWN_LICENCE = "licence: unknown"
+UNKNOWN_NAMES = ("", "unknown", "none", "null", "n/a", "noassertion", "other")  # NOASSERTION is SPDX's
 
 
 def make_urls(cfg: UrlConfig) -> Stage:
@@ -131,3 +138,38 @@ def matching_entries(url: str, depth: int) -> list[str]:
     domains = [".".join(labels[i:]) for i in range(len(labels) - 1, -1, -1)]
     ends = ["", *("/" + "/".join(path[: n + 1]) for n in range(min(len(path), depth)))]
     return [domain + end for domain in domains for end in ends]
+
+
+def normalized(licence: str) -> str:
+    """Returns the normalized name: lower case, spaces and underscores as one hyphen."""
+    return re.sub(r"[\s_]+", "-", licence.strip().lower())
+
+
+def matcher(patterns: Sequence[str]) -> re.Pattern | None:
+    """Returns a pattern that matches a normalized name that fits any of the patterns; None without patterns."""
+    return re.compile("|".join(translate(normalized(pattern)) for pattern in patterns)) if patterns else None
+
+
+def make_licence(cfg: LicenceConfig) -> Stage:
+    """Returns a stage that drops documents by their licence."""
+    allow, deny = matcher(cfg.allow), matcher(cfg.deny)
+
+    @functools.lru_cache(maxsize=4096)  # a corpus has few names
+    def drop_reason(licence: str) -> str:
+        name = normalized(licence)
+        if deny and deny.match(name):
+            return DENIED
+        if name in UNKNOWN_NAMES and not (allow and allow.match(name)):
+            return "" if cfg.unknown == "keep" else UNKNOWN_LICENCE
+        return NOT_ALLOWED if allow and not allow.match(name) else ""
+
+    def judge(doc: Document) -> Outcome:
+        reason = drop_reason(doc.licence)
+        if reason == UNKNOWN_LICENCE and cfg.unknown == "stop":
+            raise BadInput(
+                f"{doc.file or 'a document'} at {doc.offset} names no licence ({doc.licence!r}); "
+                "set unknown to 'keep' or 'drop' to continue"
+            )
+        return drop_if(doc, reason, doc.licence)
+
+    return per_document(judge)
