@@ -151,8 +151,7 @@ def read_ladder(folders: Sequence[str], target: RunConfig, budget: Budget, targe
     Args: target_folder: the run's own work folder, which is excluded. Damaged and foreign folders are left out, not
     raised. Raises BadInput for a run that is a mixture of experts.
     """
-    check_dense(target, "the run to be forecast is")
-    check_one_size(budget, "the run to be forecast has")
+    check_covered(target, budget, "the run to be forecast")
     settings, schedule = comparable(target), schedule_of(target, budget)
     rungs, left_out = [], []
     for folder in folders:
@@ -169,8 +168,7 @@ def read_run(folder: str, settings: dict[str, Any], target: ScheduleShape) -> La
     """Returns a finished run. Raises BadInput with the reason if it is not comparable."""
     history = read_history(folder)
     cfg, budget = read_settings(history)
-    check_dense(cfg, "it is")
-    check_one_size(budget, "it has")
+    check_covered(cfg, budget, "it")
     for name, value in comparable(cfg).items():
         if value != settings[name]:
             raise BadInput(f"{name} is {short(value)}, not {short(settings[name])} as in the config")
@@ -219,23 +217,19 @@ def read_run(folder: str, settings: dict[str, Any], target: ScheduleShape) -> La
     )
 
 
-def check_dense(cfg: RunConfig, what: str) -> None:
-    """Raises BadInput for a mixture of experts."""
+def check_covered(cfg: RunConfig, budget: Budget, what: str) -> None:
+    """Raises BadInput for a mixture of experts, and for a run with a ramp of batch or sequence length."""
     if is_mixture(cfg.model):
         raise BadInput(
-            f"{what} a mixture of experts (model.experts), with {units.count(cfg.model.num_params)} parameters, "
+            f"{what} is a mixture of experts (model.experts), with {units.count(cfg.model.num_params)} parameters, "
             f"{units.count(cfg.model.active_params)} active: the law covers dense models only; forecast a dense one"
         )
-
-
-def check_one_size(budget: Budget, what: str) -> None:
-    """Raises BadInput for a run with a batch or sequence length ramp."""
     for name, ramp, reason in (
         ("seq_len_ramp", budget.seq_len_ramp, "losses at different sequence lengths are not one curve"),
         ("batch_ramp", budget.ramp, "curves are compared by step, and its steps differ in tokens"),
     ):
         if ramp:
-            raise BadInput(f"{what} a {name}: {reason}; forecast and compare runs without it")
+            raise BadInput(f"{what} has a {name}: {reason}; forecast and compare runs without it")
 
 
 def read_settings(history: History) -> tuple[RunConfig, Budget]:

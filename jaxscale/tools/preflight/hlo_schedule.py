@@ -128,31 +128,26 @@ class Pending:
     """Collectives of one computation that were started and not yet awaited."""
 
     def __init__(self) -> None:
-        self.started: dict[str, list[int]] = {}  # by the name of the start, or of a later update
-        self.without_data: set[str] = set()  # starts without data
+        # By the name of the start, or of a later update: numbers, and False while it has no data.
+        self.started: dict[str, tuple[list[int], bool]] = {}
         self.open_fusions: dict[str, list[list[int]]] = collections.defaultdict(list)  # by channel
 
     def start(self, instruction: Instruction, found: list[int]) -> list[ScheduleItem]:
         """Starts collectives. XLA:TPU's custom-call-start gets its data by an update, and runs from then on."""
-        self.started[instruction.name] = found
-        if instruction.opcode == "custom-call-start" and not instruction.operands:
-            self.without_data.add(instruction.name)
-            return []
-        return [ScheduleItem("start", number) for number in found]
+        has_data = instruction.opcode != "custom-call-start" or bool(instruction.operands)
+        self.started[instruction.name] = found, has_data
+        return [ScheduleItem("start", number) for number in found if has_data]
 
     def update(self, instruction: Instruction) -> list[ScheduleItem]:
         """Returns the items of an update or end of a started instruction."""
         before = next((name for name in instruction.operands if name in self.started), None)
         if before is None:
             return []
-        found = self.started[before]
+        found, has_data = self.started[before]
         if instruction.opcode.endswith("-done"):
             return [ScheduleItem("done", number) for number in found]
-        self.started[instruction.name] = found
-        if before in self.without_data:
-            self.without_data.discard(before)
-            return [ScheduleItem("start", number) for number in found]
-        return []
+        self.started[instruction.name] = self.started[before] = found, True
+        return [ScheduleItem("start", number) for number in found if not has_data]
 
     def end(self, channel: str) -> list[ScheduleItem]:
         """Returns the end of the fusion that started first on a channel."""
