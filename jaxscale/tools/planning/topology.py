@@ -108,11 +108,6 @@ class TopologyName:
         """'tpu' or 'gpu', as JAX names it."""
         return "tpu" if PLANNED[self.family].dims else "gpu"
 
-    @property
-    def num_chips(self) -> int:
-        """Chips of all slices."""
-        return self.num_slices * math.prod(self.shape)
-
     def __str__(self) -> str:
         slices = f"{self.num_slices}*" if self.num_slices > 1 else ""
         return f"{slices}{self.family}:{'x'.join(map(str, self.shape))}"

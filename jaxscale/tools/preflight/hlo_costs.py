@@ -180,26 +180,20 @@ def instruction_traffic(module: Module, computation: Computation, instruction: I
         results = instruction.shapes if opcode == "fusion" else instruction.elements[1]
         for shape, written in zip(results, written_bytes(module, fused, results)):
             traffic[shape.space] += written
-    elif opcode in ("copy-start", "slice-start"):  # (destination, source, context) or ((source), destination, context)
-        destination = instruction.elements[0 if opcode == "copy-start" else 1]
-        add_traffic(traffic, destination)
+    elif opcode in ("copy-start", "slice-start", *SLICERS):
+        result = instruction.shapes
+        if opcode not in SLICERS:  # (destination, source, context) or ((source), destination, context)
+            result = instruction.elements[0 if opcode == "copy-start" else 1]
+        add_traffic(traffic, result)
         for shape in operands[0][:1]:
-            traffic[shape.space] += total_bytes(destination)
-    elif opcode in SLICERS:
-        add_traffic(traffic, instruction.shapes)
-        for shape in operands[0][:1]:
-            traffic[shape.space] += total_bytes(instruction.shapes)
+            traffic[shape.space] += total_bytes(result)
     elif opcode in ("dynamic-update-slice", "scatter"):  # in place: the update is read and written
         update = operands[-1] if opcode == "scatter" else operands[1]
         traffic[instruction.shapes[0].space] += 2 * total_bytes(update)
-    elif opcode.endswith("-start") or opcode in ("send", "recv"):
-        # Most have the type (operands, results); an all-reduce and a send have one side only.
-        add_traffic(traffic, instruction.shapes)
-        if opcode == "all-reduce-start":
-            for shapes in operands:
-                add_traffic(traffic, shapes)
     else:
-        for shapes in [*operands, instruction.shapes]:
+        # Starts have the type (operands, results), except an all-reduce's; sends and receives move one side only.
+        type_has_all = opcode.endswith("-start") and opcode != "all-reduce-start" or opcode in ("send", "recv")
+        for shapes in [*([] if type_has_all else operands), instruction.shapes]:
             add_traffic(traffic, shapes)
     return traffic
 

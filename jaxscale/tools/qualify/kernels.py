@@ -153,15 +153,9 @@ def small_cases(machine: Machine, dtype: str) -> Iterator[Case]:
     """Yields the cases of norms, gated activations and rotary position embeddings."""
     shape = (2, 128, 256) if machine.on_cpu else (4, 1024, 2048)
     x, scale, bias = normal(8, *shape), 1 + 0.1 * normal(9, shape[-1]), normal(10, shape[-1])
-    to_3d = lambda vector: vector[None, None]
-
-    def exact_rms(x: jax.Array, scale: jax.Array) -> jax.Array:
-        return x / jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True) + EPS) * to_3d(scale)
-
-    def exact_layer(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
-        centred = x - jnp.mean(x, axis=-1, keepdims=True)
-        return centred / jnp.sqrt(jnp.mean(centred**2, axis=-1, keepdims=True) + EPS) * to_3d(scale) + to_3d(bias)
-
+    mean = functools.partial(jnp.mean, axis=-1, keepdims=True)
+    exact_rms = lambda x, scale: x / jnp.sqrt(mean(x * x) + EPS) * scale[None, None]
+    exact_layer = lambda x, scale, bias: exact_rms(x - mean(x), scale) + bias[None, None]
     allowed = TOLERANCE[dtype]
     yield Case("rms_norm", lambda x, s: rms_norm(x, s, EPS), exact_rms, (x, scale), dtype, *allowed)
     yield Case("layer_norm", lambda x, s, b: layer_norm(x, s, b, EPS), exact_layer, (x, scale, bias), dtype, *allowed)
