@@ -21,7 +21,7 @@ from jaxscale.core.models.model import make_model
 from jaxscale.system.exits import BadInput
 from jaxscale.system.foreign import short
 from jaxscale.tools.interop.families.experts import DEEPSEEK_V2, DEEPSEEK_V3, MIXTRAL, OLMOE, QWEN3_MOE
-from jaxscale.tools.interop.families.family import HfFamily, TensorPair, TensorSpec, matches_any, matrix_shape
+from jaxscale.tools.interop.families.family import HEAD, HfFamily, TensorPair, TensorSpec, matches_any, matrix_shape
 from jaxscale.tools.interop.families.gemma import GEMMA1, GEMMA2, GEMMA3, GEMMA3_VISION
 from jaxscale.tools.interop.families.gpt2 import GPT2
 from jaxscale.tools.interop.families.llama_like import LLAMA, MISTRAL, OLMO2, PHI3, QWEN2, QWEN3
@@ -164,7 +164,7 @@ def tensors(family: HfFamily, cfg: AnyModelConfig, base: str | None = None) -> l
         flats = [matrix_shape(shape, row.inputs) for shape in sizes]
         fused = (*flats[0][:-1], sum(flat[-1] for flat in flats))
         hf_name = row.hf_name.format(layer=None if at is None else first + at, expert=expert)
-        hf_name = hf_name if row.hf_name in family.unprefixed else prefix + hf_name
+        hf_name = hf_name if row.hf_name == HEAD else prefix + hf_name
         if at is not None and not cfg.scan_layers:
             leaves, at = tuple(name.replace("/", f"/{at}/", 1) for name in leaves), None
         hf_shape = fused[::-1] if row.transposed else fused
@@ -209,7 +209,7 @@ def match(family: HfFamily, cfg: AnyModelConfig, names: Collection[str]) -> tupl
     pairs = max(attempts, key=lambda pairs: len(names & {pair.hf_name for pair in pairs}))
     known = {pair.hf_name for pair in pairs}
     patterns = family.left_out
-    if "lm_head.weight" in family.unprefixed and getattr(cfg, "tied_embeddings", True):
+    if getattr(cfg, "tied_embeddings", True):
         patterns += (r"(.*\.)?lm_head\.weight",)  # some files store the tied embedding twice
     left_out = sorted(name for name in names - known if matches_any(name, patterns))
     if missing := sorted(known - names):

@@ -12,6 +12,7 @@ from jaxscale.core.models import AnyModelConfig
 from jaxscale.system.exits import BadInput
 
 Shape = tuple[int, ...]
+HEAD = "lm_head.weight"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,8 +107,7 @@ class HfFamily:
     write_config: Callable[[Any], dict[str, Any]]  # inverse of read_config, in keys that every release reads
     rows: tuple[TensorSpec, ...]
     keys: tuple[str, ...]  # config.json keys that read_config uses
-    prefixes: tuple[str, ...] = ("model.",)  # of all names but `unprefixed`; the first is written
-    unprefixed: tuple[str, ...] = ("lm_head.weight",)  # names without prefix
+    prefixes: tuple[str, ...] = ("model.",)  # of all names but HEAD; the first is written
     left_out: tuple[str, ...] = ()  # patterns of names that are not parameters of the language model
     exported_as: str = ""  # model_type of the family that writes its models
     # {name: hf_names of specs} of tensors of all experts of a layer, [experts, concatenated outputs, in], which
