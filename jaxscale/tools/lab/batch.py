@@ -25,7 +25,6 @@ PREDICTED = (
     ("arXiv:2001.08361, eq. 1.4", "the critical batch depends on the loss alone: 2e8 tokens * loss ** -4.76"),
     ("arXiv:2410.21676", "it grows with the data that a model is trained on, hardly with its size"),
 )
-
 LIMITS = (
     *SMALL,
     "The loss is one that every batch reached, the largest at its end: an early one for the others, soon after their "

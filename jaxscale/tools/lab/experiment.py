@@ -53,15 +53,12 @@ class Conclusion(NamedTuple):
     rows: Sequence[Sequence[str | Cell]]
 
 
-Answer = Callable[[Base, Options, Run], Conclusion]
-
-
 class Experiment(NamedTuple):
     """A question that runs can answer."""
 
     what: str  # one line for --help
     question: str  # title of the page
-    answer: Answer
+    answer: Callable[[Base, Options, Run], Conclusion]
 
 
 def drawing(

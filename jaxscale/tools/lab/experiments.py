@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxscale.tools.lab import batch, clipping, isoflop, ladder, optimizers, precision, rate, resume, shape, vary, width
-from jaxscale.tools.lab.experiment import Answer, Conclusion, Experiment, Options, Run
+from jaxscale.tools.lab.experiment import Conclusion, Experiment, Options, Run
 from jaxscale.tools.lab.trial import Base, Result, Trial
 
 
@@ -12,7 +12,7 @@ def of(
     trials: Callable[[Base, Options], list[Trial]],
     conclude: Callable[[Sequence[Result]], Conclusion],
     key: Callable[[Result], Any] | None = None,
-) -> Answer:
+) -> Callable[[Base, Options, Run], Conclusion]:
     """Returns what answers a question by these trials. key: of groups that get further rates, see rate.inside()."""
 
     def answer(base: Base, options: Options, run: Run) -> Conclusion:

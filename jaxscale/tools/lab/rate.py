@@ -31,7 +31,6 @@ PREDICTED = (
         "the best rate rises, then falls again beyond the batch where the noise is as large as the gradient",
     ),
 )
-
 LIMITS = (*SMALL, "The exponent's interval is of the scatter of the best rates about a line: of these batches alone.")
 
 

@@ -17,7 +17,6 @@ MAX_PIPELINE = 32  # stages: more need more microbatches than batches have rows
 MAX_CHUNKS = 4  # per stage: each further one removes less than a fifth of the bubble, and sends as much again
 MAX_PADDING = 1.15  # layer slots of all stages over layers
 MIN_RUNS = 1  # chunk runs per stage: with fewer a stage is idle more than half of the time
-
 MeshSizes = dict[str, int]  # sizes by mesh axis, and 'chunks'
 
 

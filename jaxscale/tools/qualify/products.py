@@ -97,16 +97,13 @@ def over(x: jax.Array) -> jax.Array:
     return lax.fori_loop(0, QUEUED, lambda _, x: x * 0.5 + 1.0, x)
 
 
-TimeDevice = Callable[[Device], float]
-
-
 def product_seconds(device: Device, repeats: int = REPEATS) -> float:
     """Returns the median seconds of one product that runs on this device only."""
     dtype = "float32" if device.platform == "cpu" else "bfloat16"
     return time_products(device, product_width(device), dtype, repeats)[0].median / QUEUED
 
 
-def measure_devices(machine: Machine, time_device: TimeDevice = product_seconds) -> Probe:
+def measure_devices(machine: Machine, time_device: Callable[[Device], float] = product_seconds) -> Probe:
     """Compares devices with their median; of simulated ones, which share cores, one per process."""
     local = [device for device in machine.devices if device.process_index == jax.process_index()]
     at = lambda d: f" at {tuple(d.coords)}" if getattr(d, "coords", None) is not None else ""

@@ -12,6 +12,8 @@ from jaxscale.runtime.hosts.watchdog import Watchdog
 from jaxscale.tools.planning.published_mfu import published_mfu
 
 NO_DATASHEET = "no datasheet for this machine: its figures are compared with nothing"
+PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+Rate = tuple[float, float, float]  # (median, low, high)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -184,9 +186,6 @@ def limits(figure: Reading) -> str:
     return " and ".join(f"{words} {amount(limit, figure.unit)}" for words, limit in both if limit is not None)
 
 
-PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
-
-
 def amount(value: float, unit: str) -> str:
     """Formats a value with its unit: '612 TFLOP/s', '3.1 GB/s', '4.2 ms', '41.3%', '1.25 times'."""
     if unit == "share":
@@ -201,9 +200,6 @@ def amount(value: float, unit: str) -> str:
     scale, prefix = next(((scale, prefix) for scale, prefix in PREFIXES if abs(value) >= scale), (1.0, ""))
     number = f"{value / scale:.4g}" if value / scale < 1000 else f"{value / scale:.0f}"
     return f"{number} {prefix}{unit.replace('bytes', 'B')}"
-
-
-Rate = tuple[float, float, float]  # (median, low, high)
 
 
 def held(rate: Rate, name: str, unit: str, datasheet: float | None, floor: float | None, source: str) -> Reading:
