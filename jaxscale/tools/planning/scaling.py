@@ -54,16 +54,12 @@ class Terms(NamedTuple):
 # The original fit of arXiv:2203.15556 does not reproduce its own optimum; this refit explains and corrects it.
 BESIROGLU = Terms(1.8172, 482.01, 2085.43, 0.3478, 0.3658)
 BESIROGLU_SOURCE = "arXiv:2404.10102, a refit of arXiv:2203.15556"
-
-
 # The laws of 2020, for comparison: N without embeddings, on WebText2 with its tokenizer. Source: arXiv:2001.08361,
 # equations 1.1 to 1.3, table 2 (L(N, D)) and appendix A (the best size).
 PF_DAY = 1e15 * 86_400  # operations
 KAPLAN_PARAMS, KAPLAN_TOKENS, KAPLAN_FLOPS = (8.8e13, 0.076), (5.4e13, 0.095), (3.1e8 * PF_DAY, 0.050)
 KAPLAN_BOTH = (6.4e13, 0.076, 1.8e13, 0.103)
 KAPLAN_BEST = (1.3e9, 0.73)  # parameters at one PF-day, and the exponent
-
-
 # Learning rates relative to AdamW's, (lowest, highest). Lion: arXiv:2302.06675, section 5. Muon: its updates are scaled
 # to AdamW's, so AdamW's rates apply (arXiv:2502.16982); the best of small models were 2, 4, 4 and at least 8 times them
 # (docs/lab.md): 8 is the end of that search, not a limit.

@@ -64,12 +64,12 @@ ALIASES = {
     "v5litepod": "v5e", "v5lite": "v5e", "trillium": "v6e", "ironwood": "tpu7x", "v7x": "tpu7x", "a100": "a100-80gb",
 }  # fmt: skip
 MAX_CHIPS = 65_536  # of all slices; the most published are 50,944, in 199 of v5e (Google Cloud's blog, November 2023)
-KIB = 1024
 MAX_HOSTS = 4096  # larger than any rented cluster of these cards; more is probably a typing error
 
 # Shapes smaller than one 4x4x4 cube, and all 2D ones: the tables of supported configurations on the pages above.
 SHAPES_2D = [(1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16)]
 SHAPES_UNDER_A_CUBE = [(2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4)]
+KIB = 1024
 # Figures that only a GPU's compiler needs, as XLA names them; memory and bandwidth are in hardware.CHIPS. Sources: the
 # architecture whitepapers (cores, fpus, L2, boost clock), and the table of technical specifications by compute
 # capability in the CUDA C++ Programming Guide (shared memory). Programs compiled so were not compared with a real card.
