@@ -107,9 +107,8 @@ def at_width(cfg: RunConfig, width: int) -> RunConfig:
         raise BadInput(f"model.name={model.name!r}: a coordinate check is of model.name='llama'")
     in_heads = model.mup is None or model.mup.base_head_dim is None
     growing = ("num_heads", "num_kv_heads") if in_heads else ("head_dim",)
-    grown: dict[str, Any] = {
-        name: scaled(name, getattr(model, name), model.embed_dim, width) for name in ("mlp_dim", *growing)
-    }
+    sizes = {name: getattr(model, name) for name in ("mlp_dim", *growing)}
+    grown: dict[str, Any] = {name: scaled(name, size, model.embed_dim, width) for name, size in sizes.items()}
     if (experts := model.experts) is not None:
         dims = {name: getattr(experts, name) for name in ("mlp_dim", "shared_dim")}
         dims = {name: scaled(f"experts.{name}", size, model.embed_dim, width) for name, size in dims.items()}
@@ -129,9 +128,12 @@ def scaled(name: str, size: int, embed_dim: int, width: int) -> int:
 
 
 def changes(program: Program, measure: Callable[..., jax.Array], steps: int, seed: int) -> np.ndarray:
-    """Returns float[steps, kinds, 2]: size and change of each kind. measure: measure_changes(), compiled."""
-    batch = random_batch(program.cfg, seed)
-    state = make_width_program(dataclasses.replace(program.cfg, seed=seed), steps).init()
+    """Returns float[steps, kinds, 2]: size and change of each kind, on one batch. measure: measure_changes()."""
+    cfg, ones_BT = program.cfg, np.ones((program.cfg.rows_per_step, program.cfg.seq_len), np.int32)
+    tokens_BT = np.random.default_rng(seed).integers(0, cfg.model.vocab_size, (cfg.rows_per_step, cfg.seq_len + 1))
+    tokens_BT, positions_BT = tokens_BT.astype(np.int32), np.cumsum(ones_BT, axis=1, dtype=np.int32) - 1
+    batch = Batch(tokens_BT[:, :-1], tokens_BT[:, 1:], positions_BT, ones_BT, ones_BT.astype(np.float32))
+    state = make_width_program(dataclasses.replace(cfg, seed=seed), steps).init()
     before = jax.tree.map(jnp.copy, state.params)  # the step donates its state
     results = []
     for _ in range(steps):
@@ -144,16 +146,6 @@ def make_width_program(cfg: RunConfig, steps: int) -> Program:
     """Returns the program of the config on one device, without warmup."""
     tokens = cfg.tokens_per_step
     return make_program(cfg, Budget(tokens, steps * tokens, steps, 0), jax.devices()[:1])
-
-
-def random_batch(cfg: RunConfig, seed: int) -> Batch:
-    """Returns rows of random tokens, with the next token as target."""
-    tokens_BT = np.random.default_rng(seed).integers(0, cfg.model.vocab_size, (cfg.rows_per_step, cfg.seq_len + 1))
-    tokens_BT = tokens_BT.astype(np.int32)
-    ones_BT = np.ones((cfg.rows_per_step, cfg.seq_len), np.int32)
-    positions_BT = np.cumsum(ones_BT, axis=1, dtype=np.int32) - 1
-    weights_BT = ones_BT.astype(np.float32)
-    return Batch(tokens_BT[:, :-1], tokens_BT[:, 1:], positions_BT, ones_BT, weights_BT)
 
 
 def measure_changes(program: Program, before: Any, after: Any, batch: Batch) -> jax.Array:

@@ -11,23 +11,19 @@ from jaxscale.tools.reporting.page_tables import n
 from jaxscale.tools.reporting.page_text import percent, plain
 from jaxscale.tools.reporting.plots import PlotLine, color_of
 
-FORM, LOSS_SCALE = "precision", "train/loss_scale"
+FORM, LOSS_SCALE, COMPUTE = "precision", "train/loss_scale", "model.compute_dtype"
 FIRST, DYNAMIC = "float32", "float16 dynamic scale"  # without commas, which separate --names
 # An initial scale that overflows at once, so that its trace shows dynamic scaling; 2**24 overflowed in only two of
 # three seeds of configs/lab.py, and not before step 41 (2026-11-26, jax 0.10.2).
 OVERFLOWS = 2.0**28
 FORMS = {
-    FIRST: {"model.compute_dtype": FIRST},
-    "bfloat16": {"model.compute_dtype": "bfloat16"},
-    DYNAMIC: {
-        "model.compute_dtype": "float16", "train.loss_scale.initial": OVERFLOWS, "train.loss_scale.max": OVERFLOWS,
-    },
-    "float16 no scale": {
-        "model.compute_dtype": "float16", "train.loss_scale.mode": "static", "train.loss_scale.initial": 1,
-    },
-    "int8 products": {"model.compute_dtype": "bfloat16", "model.matmul_dtype": "int8"},
-    "fp8 products": {"model.compute_dtype": "bfloat16", "model.matmul_dtype": "fp8"},
-}  # fmt: skip
+    FIRST: {COMPUTE: FIRST},
+    "bfloat16": {COMPUTE: "bfloat16"},
+    DYNAMIC: {COMPUTE: "float16", "train.loss_scale.initial": OVERFLOWS, "train.loss_scale.max": OVERFLOWS},
+    "float16 no scale": {COMPUTE: "float16", "train.loss_scale.mode": "static", "train.loss_scale.initial": 1},
+    "int8 products": {COMPUTE: "bfloat16", "model.matmul_dtype": "int8"},
+    "fp8 products": {COMPUTE: "bfloat16", "model.matmul_dtype": "fp8"},
+}
 PREDICTED = (
     ("arXiv:1710.03740", "float16 needs a scale: gradients below 6e-8 become 0; with one it equals float32"),
     ("arXiv:1905.12322", "bfloat16 has float32's range and needs no scale"),

@@ -66,7 +66,10 @@ def run_all(trials: Sequence[Trial], work: Any, *, jobs: int, say: Callable[[str
             for done in concurrent.futures.as_completed(trial_of):
                 took.append(done.result())
                 left = statistics.mean(took) * (total - len(took)) / jobs
-                say(progress_line(trial_of[done], work, len(took), total, took[-1], left))
+                result = read_result(trial_of[done], work)
+                end = "diverged" if result.diverged else f"{result.loss:.4f} nats"
+                to_go = f"; {units.duration(left)} to go" if len(took) < total else ""
+                say(f"[{len(took)}/{total}] {result.trial.label}: {end} ({units.duration(took[-1])}){to_go}")
         finally:
             stop.set()
             pool.shutdown(cancel_futures=True)
@@ -112,14 +115,6 @@ def is_due(trial: Trial, folder: Any) -> bool:
     if trial.kill_at is None or (folder / KILLED).exists() or not file.exists():
         return False
     return any(row.get("step", 0) >= trial.kill_at for row in read_lines(file, []))
-
-
-def progress_line(trial: Trial, work: Any, done: int, total: int, took: float, left: float) -> str:
-    """Formats progress: '[3/27] peak_lr=0.002 seed=1: 2.337 nats (12s); 4m to go'."""
-    result = read_result(trial, work)
-    end = "diverged" if result.diverged else f"{result.loss:.4f} nats"
-    to_go = f"; {units.duration(left)} to go" if done < total else ""
-    return f"[{done}/{total}] {trial.label}: {end} ({units.duration(took)}){to_go}"
 
 
 def default_jobs(platform: str | None) -> int:

@@ -131,9 +131,8 @@ def describe(name: str, program: Program, executable: Any, machine: Machine) -> 
     devices = list(machine.devices)
     hosts = len({device.process_index for device in devices})
     slices = len(set(link_domains(devices))) if machine.platform == "tpu" else 1
-    topology = Topology(
-        f"{len(devices)} x {devices[0].device_kind}", machine.platform, machine.chip, devices, slices, hosts
-    )
+    kind = f"{len(devices)} x {devices[0].device_kind}"
+    topology = Topology(kind, machine.platform, machine.chip, devices, slices, hosts)
     memory, facts = read_executable(executable, program, topology)
     today = datetime.date.today().isoformat()
     return make_report(name, program, topology, Compiled(memory, facts, None, 0.0, 0.0, installed_versions(), today))
@@ -149,9 +148,8 @@ def speed_figures(
     """
     step, low, high = statistics.median(timed), min(timed), max(timed)
     tokens = cfg.tokens_per_step
-    found = [
-        Reading(name="speed of the step", value=tokens / step, unit="tokens/s", low=tokens / high, high=tokens / low)
-    ]
+    rate = dict(value=tokens / step, low=tokens / high, high=tokens / low)
+    found = [Reading(name="speed of the step", unit="tokens/s", **rate)]
     time = Reading(name="time of a step", value=step, unit="s", low=low, high=high)
     if report is not None and report.roofline is not None:
         bound, source = report.roofline.at_least_s, "the least by the roofline, as preflight shows it"
