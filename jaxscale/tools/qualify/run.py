@@ -7,6 +7,7 @@ import socket
 import time
 import traceback
 from collections.abc import Callable, Collection
+from typing import Any
 
 import jax
 
@@ -60,9 +61,7 @@ def qualify(
         left = tuple(name for name in PROBES[len(found) :] if name in only)
         result = describe(machine, hosts, tuple(found), clock() - began, left)
         if jax.process_index() == 0:
-            text = json.dumps(result.to_dict(), indent=1, default=str, allow_nan=False)
-            paths.write_text_atomic(machine.folder / "qualify.json", text + "\n")
-            paths.write_text_atomic(machine.folder / "qualify.html", make_page(result))
+            write(result, machine.folder)
     if records and jax.process_index() == 0:
         storage = [figure for probe in found if probe.name == "storage" for figure in probe.figures]
         rate = next((figure.value for figure in storage if figure.name.startswith("save")), None)
@@ -127,3 +126,10 @@ def describe(
         versions=versions(),
         unfinished=unfinished,
     )
+
+
+def write(result: Qualification, folder: Any) -> None:
+    """Writes qualify.json and qualify.html to the folder."""
+    text = json.dumps(result.to_dict(), indent=1, default=str, allow_nan=False)
+    paths.write_text_atomic(folder / "qualify.json", text + "\n")
+    paths.write_text_atomic(folder / "qualify.html", make_page(result))
