@@ -71,11 +71,13 @@ def read(hf: Mapping[str, Any]) -> tuple[HfFamily, AnyModelConfig, dict[str, Any
     family = family_of(hf)
     if hf.get("quantization_config"):
         raise BadInput("config.json: quantization_config is not supported; convert the model's unquantized weights")
-    refuse_unread(family, hf)
     try:
+        refuse_unread(family, hf)
         cfg = family.read_config(hf)
         cfg = schema.from_dict(type(cfg), schema.to_dict(cfg))  # checks types, and rejects NaN
         values = {**hf, **(hf.get("text_config") or {})}
+    except BadInput as error:
+        raise BadInput(f"config.json: {error}") from None
     except (KeyError, TypeError, AttributeError, ArithmeticError) as error:  # the file is untrusted
         raise BadInput(
             f"config.json is not that of a {family.model_type} ({type(error).__name__}: {error}); fetch it again"

@@ -78,15 +78,13 @@ def refuse_unless(hf: Mapping[str, Any], **allowed: tuple) -> None:
     for key, values in allowed.items():
         if key in hf and hf[key] not in values:
             known = or_list([repr(value) for value in values])
-            raise BadInput(
-                f"config.json: {key}={short(hf[key])} is not supported for {hf.get('model_type')}; it may be {known}"
-            )
+            raise BadInput(f"{key}={short(hf[key])} is not supported for {hf.get('model_type')}; it may be {known}")
 
 
 def number(values: Mapping[str, Any], key: str) -> float:
     """Returns a value as float. Raises BadInput unless it is a JSON number."""
     if type(values[key]) not in (int, float):
-        raise BadInput(f"config.json: {key}={short(values[key])} must be a number; fetch it again")
+        raise BadInput(f"{key}={short(values[key])} must be a number; fetch it again")
     return float(values[key])
 
 
@@ -100,19 +98,19 @@ def read_windows(hf: Mapping[str, Any], types: Sequence[str], usual: int | None 
     """Returns attention_window, global_every (default `usual`), global_first. Raises BadInput for other layer_types."""
     types, length = list(types), hf["num_hidden_layers"]
     if len(types) != length:
-        raise BadInput(f"config.json: layer_types has {len(types)} entries and num_hidden_layers is {length}")
+        raise BadInput(f"layer_types has {len(types)} entries and num_hidden_layers is {length}")
     if types == [FULL] * length:
         return {}
     window = hf.get("sliding_window")
     if window is None:
-        raise BadInput("config.json: layer_types has sliding_attention, and sliding_window gives no width for it")
+        raise BadInput("layer_types has sliding_attention, and sliding_window gives no width for it")
     first = types.index(SLIDING) if SLIDING in types else 0
     settings = dict(attention_window=window) | (dict(global_first=first) if first else {})
     for every in (usual, None, *range(2, length + 1)):
         if types == expected_layer_types(length, first, every):
             return settings if every is None else settings | dict(global_every=every)
     raise BadInput(
-        "config.json: layer_types is not supported: full_attention must be the first layers, each n-th one, or both, "
+        "layer_types is not supported: full_attention must be the first layers, each n-th one, or both, "
         "and here it is layers " + ", ".join(str(layer) for layer, name in enumerate(types, 1) if name != SLIDING)
     )
 
@@ -142,13 +140,11 @@ def read_rope(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     scaling, parameters = hf.get("rope_scaling") or {}, hf.get("rope_parameters") or {}
     rope = {"rope_theta": hf["rope_theta"], **(scaling or parameters)}
     if nested := [key for key, value in rope.items() if isinstance(value, Mapping)]:
-        raise BadInput(
-            f"config.json: rope_parameters of {nested[0]} alone are not supported for {hf.get('model_type')}"
-        )
+        raise BadInput(f"rope_parameters of {nested[0]} alone are not supported for {hf.get('model_type')}")
     found, unread = parse_rope(rope, hf), parameters.get("rope_theta", rope["rope_theta"])
     if scaling and "rope_theta" not in scaling and unread != rope["rope_theta"]:
         raise BadInput(
-            f"config.json: rope_scaling overrides rope_parameters, whose rope_theta={short(unread)} transformers "
+            f"rope_scaling overrides rope_parameters, whose rope_theta={short(unread)} transformers "
             f"then does not read: it takes {short(rope['rope_theta'])}; write one of the two, with rope_theta in it"
         )
     return found
@@ -159,7 +155,7 @@ def read_layer_type_rope(hf: Mapping[str, Any], layers: str) -> tuple[float, Rop
     parameters = hf.get("rope_parameters") or {}
     if misplaced := [key for key in parameters if key not in (FULL, SLIDING)]:
         raise BadInput(
-            f"config.json: rope_parameters has {misplaced[0]} next to the layer types, where transformers does not "
+            f"rope_parameters has {misplaced[0]} next to the layer types, where transformers does not "
             f"read it for {hf.get('model_type')}; put it into {FULL} and {SLIDING}"
         )
     usual = {"rope_theta": hf["rope_theta" if layers == FULL else "rope_local_base_freq"]}
@@ -175,16 +171,16 @@ def parse_rope(rope: Mapping[str, Any], hf: Mapping[str, Any]) -> tuple[float, R
     base, name = number(rope, "rope_theta"), rope.get("rope_type", rope.get("type", "default"))
     if rope.get("type", name) != name:
         raise BadInput(
-            f"config.json: RoPE has type={short(rope['type'])}, and transformers reads its rope_type={short(name)}; "
+            f"RoPE has type={short(rope['type'])}, and transformers reads its rope_type={short(name)}; "
             "write rope_type alone"
         )
     if rope.get("partial_rotary_factor", hf.get("partial_rotary_factor")) not in (None, 1.0):
-        raise BadInput("config.json: partial_rotary_factor is not supported: RoPE rotates whole heads")
+        raise BadInput("partial_rotary_factor is not supported: RoPE rotates whole heads")
     if name == "default":
         return base, None
     if name not in SCALINGS:
         known = or_list([repr(one) for one in ("default", *get_args(RopeName))])
-        raise BadInput(f"config.json: RoPE scaling {short(name)} is not supported; it may be {known}")
+        raise BadInput(f"RoPE scaling {short(name)} is not supported; it may be {known}")
     return base, RopeScaling(name=name, **read_scaling(name, rope, hf))
 
 
@@ -197,12 +193,12 @@ def read_scaling(name: str, rope: Mapping[str, Any], hf: Mapping[str, Any]) -> d
         return factors | {LENGTH: original_of(rope, hf)}
     if name == "dynamic":  # transformers takes max_position_embeddings as the original length
         if hf.get(MAX_POSITIONS) is None:
-            raise BadInput(f"config.json: RoPE scaling 'dynamic' needs {MAX_POSITIONS}")
+            raise BadInput(f"RoPE scaling 'dynamic' needs {MAX_POSITIONS}")
         return {"factor": number(rope, "factor"), LENGTH: hf[MAX_POSITIONS]}
     found: dict[str, Any] = {}
     for key in ("short_factor", "long_factor") if name == "longrope" else ():
         if not isinstance(rope[key], list) or any(type(one) not in (int, float) for one in rope[key]):
-            raise BadInput(f"config.json: {key}={short(rope[key])} must be a list of numbers; fetch it again")
+            raise BadInput(f"{key}={short(rope[key])} must be a list of numbers; fetch it again")
         found[key] = tuple(map(float, rope[key]))
     found[LENGTH] = original_of(rope, hf)
     if rope.get("factor") is not None:
@@ -210,7 +206,7 @@ def read_scaling(name: str, rope: Mapping[str, Any], hf: Mapping[str, Any]) -> d
     elif hf.get(MAX_POSITIONS) is not None:
         found["factor"] = hf[MAX_POSITIONS] / found[LENGTH]
     else:
-        raise BadInput(f"config.json: RoPE scaling has no factor, and no {MAX_POSITIONS} to derive it from")
+        raise BadInput(f"RoPE scaling has no factor, and no {MAX_POSITIONS} to derive it from")
     if rope.get("attention_factor") is not None:
         found["attention_factor"] = number(rope, "attention_factor")
     if name == "longrope":
@@ -229,9 +225,7 @@ def original_of(rope: Mapping[str, Any], hf: Mapping[str, Any]) -> int:
     if name == "longrope":  # Phi-3's files have it only outside
         original = rope.get(ORIGINAL_POSITIONS, hf.get(ORIGINAL_POSITIONS, hf.get(MAX_POSITIONS)))
     if original is None or hf.get(ORIGINAL_POSITIONS, original) != original:
-        raise BadInput(
-            f"config.json: RoPE scaling {name!r} needs {ORIGINAL_POSITIONS}, in rope_scaling and nowhere else"
-        )
+        raise BadInput(f"RoPE scaling {name!r} needs {ORIGINAL_POSITIONS}, in rope_scaling and nowhere else")
     return original
 
 
