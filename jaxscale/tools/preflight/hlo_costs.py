@@ -64,17 +64,17 @@ def convolution_flops(instruction: Instruction, left: ArrayShape, right: ArraySh
     values = {key: value.split("x") for key, value in re.findall(r"(\w+)=(\S+)", window)}
     value = lambda key, dim, default: values[key][dim] if key in values else default
     for dim in range(spatial):
-        size, stride, *dilations = (int(value(key, dim, 1)) for key in ("size", "stride", "lhs_dilate", "rhs_dilate"))
+        whole = lambda key, dim=dim: int(value(key, dim, 1))
         padding = int(str(value("pad", dim, "0_0")).split("_")[0])
         inputs, outputs = left.dims[left_labels.index(str(dim))], out[str(dim)]
-        flops *= valid_taps(size, stride, padding, *dilations, inputs, outputs)
+        dilations = (whole("lhs_dilate"), whole("rhs_dilate"))
+        flops *= valid_taps(whole("size"), whole("stride"), padding, dilations, inputs, outputs)
     return left.dtype, flops
 
 
-def valid_taps(
-    size: int, stride: int, padding: int, left_dilation: int, right_dilation: int, inputs: int, outputs: int
-) -> int:
+def valid_taps(size: int, stride: int, padding: int, dilations: tuple[int, int], inputs: int, outputs: int) -> int:
     """Returns the (output, tap) pairs of one spatial dimension that meet an input element, not padding or a hole."""
+    left_dilation, right_dilation = dilations
     count, reach = 0, (inputs - 1) * left_dilation
     for tap in range(size):
         offset = tap * right_dilation - padding

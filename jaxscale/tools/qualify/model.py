@@ -148,8 +148,8 @@ def speed_figures(
     """
     step, low, high = statistics.median(timed), min(timed), max(timed)
     tokens = cfg.tokens_per_step
-    rate = dict(value=tokens / step, low=tokens / high, high=tokens / low)
-    found = [Reading(name="speed of the step", unit="tokens/s", **rate)]
+    slow, fast = tokens / high, tokens / low
+    found = [Reading(name="speed of the step", value=tokens / step, unit="tokens/s", low=slow, high=fast)]
     time = Reading(name="time of a step", value=step, unit="s", low=low, high=high)
     if report is not None and report.roofline is not None:
         bound, source = report.roofline.at_least_s, "the least by the roofline, as preflight shows it"
