@@ -3,7 +3,6 @@
 import concurrent.futures
 import contextlib
 import os
-import queue
 import shlex
 import signal
 import statistics
@@ -56,15 +55,16 @@ def run_all(trials: Sequence[Trial], work: Any, *, jobs: int, say: Callable[[str
         )
     if done := len(trials) - len(waiting):
         say(f"{done} of {len(trials)} runs are done already, in {paths.as_path(work) / 'runs'}")
-    cores, free = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [], queue.SimpleQueue()
-    for place in range(jobs):  # XLA starts as many threads as cores that a process may use
-        free.put(tuple(cores[place::jobs] if jobs <= len(cores) else cores))
-    stop, took, total = threading.Event(), [], len(waiting)
-    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-        trial_of = {pool.submit(run_trial, trial, folder_of(trial, work), free, stop): trial for trial in waiting}
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    shares = [cores[place::jobs] if jobs <= len(cores) else cores for place in range(jobs)]
+    own, stop, took, total = threading.local(), threading.Event(), [], len(waiting)
+    with concurrent.futures.ThreadPoolExecutor(jobs, initializer=lambda: setattr(own, "cores", shares.pop())) as pool:
+        trial_of = {pool.submit(run_trial, trial, folder_of(trial, work), own, stop): trial for trial in waiting}
         try:
             for done in concurrent.futures.as_completed(trial_of):
-                took.append(done.result())
+                if (seconds := done.result()) is None:
+                    continue
+                took.append(seconds)
                 left = statistics.mean(took) * (total - len(took)) / jobs
                 result = read_result(trial_of[done], work)
                 end = "diverged" if result.diverged else f"{result.loss:.4f} nats"
@@ -76,21 +76,23 @@ def run_all(trials: Sequence[Trial], work: Any, *, jobs: int, say: Callable[[str
     return [read_result(trial, work) for trial in trials]
 
 
-def run_trial(trial: Trial, folder: Any, free: queue.SimpleQueue[tuple[int, ...]], stop: threading.Event) -> float:
-    """Runs a trial on a share of the cores from `free`, kills and restarts it at kill_at; returns the seconds.
+def run_trial(trial: Trial, folder: Any, own: threading.local, stop: threading.Event) -> float | None:
+    """Runs a trial on this thread's `own.cores`, kills and restarts it at kill_at; returns the seconds, None at `stop`.
 
     Its process has its own session, so that Ctrl-C does not reach it: at `stop` it gets SIGTERM, and saves a
-    checkpoint. Raises Stop if it fails, that is, with an exit code that is not in ENDS.
+    checkpoint. Sets `stop` and raises Stop if it fails, that is, with an exit code that is not in ENDS.
     """
-    began, cores, is_killed = time.monotonic(), free.get(), True
+    began, is_killed = time.monotonic(), True
+    if stop.is_set():
+        return None
     folder.mkdir(parents=True, exist_ok=True)
     while is_killed:
         with (folder / OUTPUT).open("ab") as output:
             command = train_command(trial, folder)
             process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
-        if cores:  # not in preexec_fn, which may deadlock when JAX has threads
+        if own.cores:  # XLA starts as many threads; not in preexec_fn, which may deadlock when JAX has threads
             with contextlib.suppress(ProcessLookupError):
-                os.sched_setaffinity(process.pid, cores)
+                os.sched_setaffinity(process.pid, own.cores)
         is_killed = False
         while process.poll() is None and not is_killed:
             if stop.wait(POLL_SECONDS):
@@ -100,13 +102,13 @@ def run_trial(trial: Trial, folder: Any, free: queue.SimpleQueue[tuple[int, ...]
                 (folder / KILLED).write_text(f"{trial.kill_at}\n", "utf-8")
                 process.kill()  # without cleanup, as in a power failure
                 process.wait()
-    free.put(cores)
     if (code := process.returncode) not in ENDS and not stop.is_set():
         lines = (folder / OUTPUT).read_text("utf-8", "replace").splitlines()[-LAST_LINES:]
         shown = "".join(f"\n    {line}" for line in lines)
         known = Exit(code) if code in list(Exit) else Exit.ERROR
+        stop.set()
         raise Stop(known, f"{trial.label} ended with exit code {code} ({meaning(code)}), in {folder}:{shown}")
-    return time.monotonic() - began
+    return None if stop.is_set() else time.monotonic() - began
 
 
 def is_due(trial: Trial, folder: Any) -> bool:
