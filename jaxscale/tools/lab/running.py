@@ -57,9 +57,9 @@ def run_all(trials: Sequence[Trial], work: Any, *, jobs: int, say: Callable[[str
         say(f"{done} of {len(trials)} runs are done already, in {paths.as_path(work) / 'runs'}")
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     shares = [cores[place::jobs] if jobs <= len(cores) else cores for place in range(jobs)]
-    own, stop, took, total = threading.local(), threading.Event(), [], len(waiting)
-    with concurrent.futures.ThreadPoolExecutor(jobs, initializer=lambda: setattr(own, "cores", shares.pop())) as pool:
-        trial_of = {pool.submit(run_trial, trial, folder_of(trial, work), own, stop): trial for trial in waiting}
+    slot, stop, took, total = threading.local(), threading.Event(), [], len(waiting)
+    with concurrent.futures.ThreadPoolExecutor(jobs, initializer=lambda: setattr(slot, "cores", shares.pop())) as pool:
+        trial_of = {pool.submit(run_trial, trial, folder_of(trial, work), slot, stop): trial for trial in waiting}
         try:
             for done in concurrent.futures.as_completed(trial_of):
                 if (seconds := done.result()) is None:
@@ -76,8 +76,8 @@ def run_all(trials: Sequence[Trial], work: Any, *, jobs: int, say: Callable[[str
     return [read_result(trial, work) for trial in trials]
 
 
-def run_trial(trial: Trial, folder: Any, own: threading.local, stop: threading.Event) -> float | None:
-    """Runs a trial on this thread's `own.cores`, kills and restarts it at kill_at; returns the seconds, None at `stop`.
+def run_trial(trial: Trial, folder: Any, slot: threading.local, stop: threading.Event) -> float | None:
+    """Runs a trial on its thread's `slot.cores`, kills and restarts it at kill_at; returns seconds, or None at `stop`.
 
     Its process has its own session, so that Ctrl-C does not reach it: at `stop` it gets SIGTERM, and saves a
     checkpoint. Sets `stop` and raises Stop if it fails, that is, with an exit code that is not in ENDS.
@@ -90,9 +90,9 @@ def run_trial(trial: Trial, folder: Any, own: threading.local, stop: threading.E
         with (folder / OUTPUT).open("ab") as output:
             command = train_command(trial, folder)
             process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
-        if own.cores:  # XLA starts as many threads; not in preexec_fn, which may deadlock when JAX has threads
+        if slot.cores:  # XLA starts as many threads; not in preexec_fn, which may deadlock when JAX has threads
             with contextlib.suppress(ProcessLookupError):
-                os.sched_setaffinity(process.pid, own.cores)
+                os.sched_setaffinity(process.pid, slot.cores)
         is_killed = False
         while process.poll() is None and not is_killed:
             if stop.wait(POLL_SECONDS):
