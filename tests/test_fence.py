@@ -9,7 +9,7 @@ import pytest
 
 from jaxscale.runtime.monitor.events import Events
 from jaxscale.runtime.monitor.records import append, replace_with_copy
-from jaxscale.runtime.monitor.sinks import Scalars
+from jaxscale.runtime.monitor.sinks import TensorBoard
 from jaxscale.runtime.monitor.writers import open_records
 from jaxscale.system import fence, paths
 from jaxscale.system.exits import Exit, Stop
@@ -32,7 +32,7 @@ OWN = {  # functions that write and do not ask, and why they need not
     **{f"runtime/hosts/exchange.py:{name}": "files of a neighbour's local copies, in this host's own folder"
        for name in ("receive", "answer", "get")},
     "runtime/hosts/agree.py:check_shared": "its own mark, when a run begins",
-    "runtime/monitor/sinks.py:__init__": "its own file, behind make_folder, which asks",
+    "runtime/monitor/sinks.py:begin_file": "its own file, behind make_folder, which asks",
     "system/paths.py:locked": "an empty file that is made to be locked",
     "runtime/monitor/profile.py:upload": "removes a folder of this machine's /tmp",
 }  # fmt: skip
@@ -98,7 +98,7 @@ def gate(tmp_path):
 def test_what_is_open_or_waits_in_memory_is_not_written_after_the_loss(tmp_path, gate):
     run = tmp_path / "run"
     board, lines, events = (
-        Scalars(run / "tensorboard"),
+        TensorBoard(run / "tensorboard"),
         open_records(run / "metrics.jsonl", 0)[0],
         Events(run, primary=True),
     )
@@ -107,7 +107,7 @@ def test_what_is_open_or_waits_in_memory_is_not_written_after_the_loss(tmp_path,
     events.note("started", 0)
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     lines.unwritten.append("kept from a disk that was full\n")
-    board.file.flushed_at = 0.0  # what it is given waits in memory until it is time to write
+    board.flushed_at = 0.0  # what it is given waits in memory until it is time to write
     gate.lost = True
     for write in (
         lambda: board.write(2, {"loss": 1.0}),

@@ -112,7 +112,7 @@ def test_a_message_that_fails_is_tried_again_and_a_429_is_obeyed():
         webhook = Webhook(url, first_wait=0.01)
         webhook.post("one")
         webhook.close(5)
-    assert len(received) == 3 and webhook.sent == 1 and webhook.take_problem() is None
+    assert len(received) == 3 and webhook.take_problem() is None
     assert received[2][2] - received[1][2] >= 0.4
 
 

@@ -14,12 +14,12 @@ class Cell:
     def __init__(self):
         self.outputs, self.drawn = [], 0
 
-    def display(self, shown, display_id):
-        assert display_id is True
+    def display(self, shown, raw, display_id):
+        assert raw and display_id is True
         self.outputs.append(shown)
         return self
 
-    def update(self, shown):
+    def update(self, shown, raw):
         self.outputs[-1], self.drawn = shown, self.drawn + 1
 
 
@@ -39,8 +39,8 @@ def test_the_bar_moves_in_its_place_and_messages_are_lines_beside_it():
     console.say("saved \x1b[2J step 10")
     console.close()
     (bar,) = cell.outputs
-    assert 'value="1.0000"' in bar._repr_html_() and "10/10" in repr(bar) and "loss 1.000" in repr(bar)
-    assert "in 10.0s" in repr(bar), repr(bar)
+    assert 'value="1.0000"' in bar["text/html"] and "10/10" in bar["text/plain"] and "loss 1.000" in bar["text/plain"]
+    assert "in 10.0s" in bar["text/plain"], bar
     assert "saved" in stream.getvalue() and "\x1b" not in stream.getvalue() and "\r" not in stream.getvalue()
 
 
@@ -53,7 +53,10 @@ def test_it_is_drawn_a_few_times_a_second_at_most():
 
 
 def test_what_is_shown_cannot_be_html_of_somebody_else():
-    assert "<b>" not in notebook.NotebookBar(0.5, "<b>x</b>")._repr_html_()
+    cell, _, _, console = make_console()
+    console.metrics(1, {"loss": "<b>x</b>"})
+    (bar,) = cell.outputs
+    assert "<b>" in bar["text/plain"] and "<b>" not in bar["text/html"]
 
 
 def fake_ipython(kernel):

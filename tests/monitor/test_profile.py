@@ -17,8 +17,8 @@ from jaxscale.runtime.hosts.config import HangConfig
 from jaxscale.runtime.hosts.watchdog import Watchdog
 from jaxscale.runtime.monitor.config import MonitorConfig, parse_steps
 from jaxscale.runtime.monitor.events import read_events
+from jaxscale.runtime.monitor.goodput import Throughput
 from jaxscale.runtime.monitor.profile import TRIGGER_FILE, Profiler
-from jaxscale.runtime.monitor.throughput import Throughput
 from jaxscale.system import fence
 from jaxscale.system.exits import Exit, Stop
 

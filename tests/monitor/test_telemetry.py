@@ -69,9 +69,9 @@ def watched(read, seconds, **settings):
     """(what was said, the metrics after so many seconds at most, or once something was said)."""
     said, end = [], time.monotonic() + seconds
     with Telemetry(read, every_seconds=0.01, say=said.append, **settings) as asked:
-        while time.monotonic() < end and not said and not asked.metrics():
+        while time.monotonic() < end and not said and not asked.latest:
             time.sleep(0.01)
-        return said, asked.metrics()
+        return said, asked.latest
 
 
 @pytest.mark.parametrize(
@@ -107,11 +107,11 @@ def test_one_failure_is_forgotten_and_old_numbers_are_not_kept():
         return answer
 
     def wait(seconds):
-        seen.append(asked.metrics())
+        seen.append(asked.latest)
         if len(seen) == len(answers):
             asked.stopped.set()
 
-    asked = Telemetry(read, say=said.append)
+    asked = Telemetry(read, every_seconds=1, say=said.append)
     asked.stopped.wait = wait
     asked.work(asked.read)
     assert seen == [{"device/power_watts": 1.0}, {}, {"device/power_watts": 2.0}] and not said
@@ -120,8 +120,8 @@ def test_one_failure_is_forgotten_and_old_numbers_are_not_kept():
 def test_a_platform_without_such_a_program_tells_nothing(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert make_reader("gpu") is None and make_reader("cpu") is None
-    with Telemetry(None) as asked:
-        assert asked.metrics() == {}
+    with Telemetry(None, every_seconds=1, say=print) as asked:
+        assert asked.latest == {}
 
 
 def test_a_tpu_is_asked_through_its_own_library(monkeypatch):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxscale.runtime.monitor.throughput import Throughput
+from jaxscale.runtime.monitor.goodput import Throughput
 
 
 class Clock:

@@ -25,6 +25,10 @@ def gcs(monkeypatch):
         yield emulator
 
 
+def open_uploader(url, **settings):
+    return Uploader(url, upload.ExclusiveObject(url).write, **settings)
+
+
 def wait_until(happened):
     deadline = time.monotonic() + SECONDS
     while not happened():
@@ -33,7 +37,7 @@ def wait_until(happened):
 
 
 def test_the_object_holds_what_was_put_last_and_all_that_was_added_since(gcs):
-    uploader = Uploader("gs://bucket/run/events.jsonl")
+    uploader = open_uploader("gs://bucket/run/events.jsonl")
     uploader.put("gone")
     uploader.put("a\n")
     uploader.append("b\n")
@@ -51,7 +55,7 @@ def test_whatever_the_service_does_nobody_waits_and_one_copy_is_kept():
         go_on.wait()
         sent.append(content)
 
-    uploader = Uploader("x", write=write)
+    uploader = Uploader("x", write)
     uploader.put("0")
     assert begun.wait(SECONDS)
     began = time.monotonic()
@@ -65,17 +69,17 @@ def test_whatever_the_service_does_nobody_waits_and_one_copy_is_kept():
 @pytest.mark.fault("F17")
 def test_a_busy_service_is_ridden_out_without_a_word(gcs):
     gcs.weather = Weather(burst=5, status=429)
-    uploader = Uploader("gs://bucket/run/x")
+    uploader = open_uploader("gs://bucket/run/x")
     uploader.put("text")
     assert uploader.flush(SECONDS) and gcs.get("bucket", "run/x") == b"text" and uploader.problem is None
 
 
 @pytest.mark.fault("F21")
 def test_a_run_that_stood_still_leaves_alone_what_another_has_written_since(gcs):
-    zombie = Uploader("gs://bucket/run/x")
+    zombie = open_uploader("gs://bucket/run/x")
     zombie.put("old")
     assert zombie.flush(SECONDS)
-    new = Uploader("gs://bucket/run/x")
+    new = open_uploader("gs://bucket/run/x")
     new.put("new")
     assert new.flush(SECONDS)
     zombie.append(" and older")
@@ -86,7 +90,7 @@ def test_a_run_that_stood_still_leaves_alone_what_another_has_written_since(gcs)
 
 
 def test_a_try_whose_answer_was_lost_does_not_end_the_uploads(gcs):
-    uploader = Uploader("gs://bucket/run/x")
+    uploader = open_uploader("gs://bucket/run/x")
     uploader.put("1")
     assert uploader.flush(SECONDS)
     gcs.put("bucket", "run/x", b"12")  # what our next try writes, in a generation that we are not told
@@ -99,7 +103,7 @@ def test_a_try_whose_answer_was_lost_does_not_end_the_uploads(gcs):
 @pytest.mark.fault("F18")
 def test_a_refusal_is_told_at_once_with_what_is_missing_and_forgotten_when_it_is_over(gcs):
     gcs.weather = Weather(lacks={"storage.objects.create"})
-    uploader = Uploader("gs://bucket/run/x")
+    uploader = open_uploader("gs://bucket/run/x")
     uploader.put("text")
     wait_until(lambda: uploader.problem)
     assert "gs://bucket/run/x is behind" in uploader.problem and "(403)" in uploader.problem
@@ -113,7 +117,7 @@ def test_a_refusal_is_told_at_once_with_what_is_missing_and_forgotten_when_it_is
 def test_an_outage_is_told_once_it_has_lasted_a_minute_of_a_steady_clock(gcs):
     now = [0.0]
     gcs.weather = Weather(down=True)
-    uploader = Uploader("gs://bucket/run/x", clock=lambda: now[0])
+    uploader = open_uploader("gs://bucket/run/x", clock=lambda: now[0])
     uploader.put("text")
     wait_until(lambda: uploader.failures == 1)
     assert uploader.problem is None
@@ -126,7 +130,7 @@ def test_an_outage_is_told_once_it_has_lasted_a_minute_of_a_steady_clock(gcs):
 
 def test_uploads_are_apart_by_the_pause_and_longer_for_a_long_text():
     now, sent = [0.0], []
-    uploader = Uploader("x", every_seconds=10, clock=lambda: now[0], write=sent.append)
+    uploader = Uploader("x", sent.append, every_seconds=10, clock=lambda: now[0])
     uploader.put("1")
     wait_until(lambda: uploader.sent == 1)
     assert uploader.due == 10

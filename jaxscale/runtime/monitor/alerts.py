@@ -32,6 +32,13 @@ from jaxscale.system.storage import is_loopback
 Say = Callable[[str], None]
 NameDocuments = Callable[[int], Sequence[str]]  # of batch n, those with the most tokens in it first
 MAX_DOCUMENTS = 8  # in an event
+VARIABLE = "JAXSCALE_WEBHOOK_URL"
+MAX_PENDING = 100  # messages; the oldest are dropped
+TIMEOUT_SECONDS = 10.0  # of a connection and of each read
+TRIES = 6
+MAX_WAIT = 300.0  # seconds, for the Retry-After of a 429
+MAX_TEXT = 3500  # characters; Slack truncates at 40,000 and recommends 4,000
+LAST_SECONDS = 5.0  # for pending messages, when a run ends
 
 
 def format_line(finding: Finding) -> str:
@@ -93,20 +100,18 @@ def read_facts(
     return facts if stage_batches is None else dataclasses.replace(facts, stage_batches=tuple(stage_batches))
 
 
+@dataclasses.dataclass(eq=False)
 class Diagnosis:
     """Runs the health rules on every record of a live run and reports findings. An error in it never ends the run."""
 
-    def __init__(
-        self,
-        cfg: HealthConfig,
-        facts: RunFacts,
-        note: Note,
-        documents: NameDocuments | None = None,
-        earlier: Sequence[Mapping[str, Any]] = (),
-    ):
-        """documents: of a batch. earlier: events before this start. Raises BadInput for an invalid webhook URL."""
-        self.documents, self.earlier = documents, earlier
-        self.health, self.note, self.run, self.url = Health(cfg, facts), note, facts.workdir, webhook_url()
+    cfg: HealthConfig
+    facts: RunFacts
+    note: Note
+    documents: NameDocuments | None = None
+    earlier: Sequence[Mapping[str, Any]] = ()  # events before this start
+
+    def __post_init__(self):
+        self.health, self.url = Health(self.cfg, self.facts), webhook_url()
         self.say: Say = lambda text: None
         self.webhook: Webhook | None = None
         self.events: list[Mapping[str, Any]] = []
@@ -131,8 +136,7 @@ class Diagnosis:
         self.say(format_line(finding))
         self.note("alert", finding.step, **finding_to_json(finding))
         if self.webhook is not None:
-            self.webhook.post(f"{self.run}: {format_message(finding)}")
-        self.log_webhook_problem()
+            self.webhook.post(f"{self.facts.workdir}: {format_message(finding)}")
 
     def log_webhook_problem(self) -> None:
         """Logs a problem of the webhook, once."""
@@ -183,15 +187,6 @@ class Diagnosis:
             self.log_webhook_problem()
 
 
-VARIABLE = "JAXSCALE_WEBHOOK_URL"
-MAX_PENDING = 100  # messages; the oldest are dropped
-TIMEOUT_SECONDS = 10.0  # of a connection and of each read
-TRIES = 6
-MAX_WAIT = 300.0  # seconds, for the Retry-After of a 429
-MAX_TEXT = 3500  # characters; Slack truncates at 40,000 and recommends 4,000
-LAST_SECONDS = 5.0  # for pending messages, when a run ends
-
-
 def webhook_url(environment: Mapping[str, str] = os.environ) -> str | None:
     """Returns JAXSCALE_WEBHOOK_URL or None. Raises BadInput, without the URL, unless https or to this machine."""
     if not (url := environment.get(VARIABLE, "").strip()):
@@ -211,8 +206,7 @@ class NoRedirect(urllib.request.HTTPRedirectHandler):
     """Refuses redirects: messages go only to the configured URL."""
 
     def redirect_request(self, *args, **kwargs):
-        """Returns None, which urllib treats as a refusal."""
-        return None
+        return None  # which urllib treats as a refusal
 
 
 class Webhook:
@@ -223,7 +217,6 @@ class Webhook:
         self.pending: collections.deque[str] = collections.deque()
         self.changed = threading.Condition()
         self.ended, self.busy = False, False
-        self.dropped, self.sent = 0, 0
         self.problem: str | None = None
         self.failing: str | None = None  # the problem since a message was last delivered
         self.thread: threading.Thread | None = None
@@ -237,7 +230,6 @@ class Webhook:
                 return
             if len(self.pending) >= MAX_PENDING:
                 self.pending.popleft()
-                self.dropped += 1
                 self.set_problem("messages come faster than it takes them, and the oldest are left out")
             self.pending.append(text)
             if self.thread is None:
@@ -276,7 +268,7 @@ class Webhook:
                 text, self.busy = self.pending.popleft(), True
             problem = self.deliver(text)
             with self.changed:
-                self.busy, self.sent = False, self.sent + (problem is None)
+                self.busy = False
                 if problem is None:
                     self.failing = None
                 elif not self.ended:
@@ -285,14 +277,14 @@ class Webhook:
 
     def deliver(self, text: str) -> str | None:
         """Sends a message with retries; returns the last error, or None."""
-        problem, wait = self.send(text)
-        for attempt in range(TRIES - 1):
-            if wait is None:
+        problem = None
+        for attempt in range(TRIES):
+            problem, wait = self.send(text)
+            if wait is None or attempt == TRIES - 1:
                 break
             with self.changed:
                 if self.changed.wait_for(lambda: self.ended, timeout=max(wait, self.first_wait * 2**attempt)):
                     break
-            problem, wait = self.send(text)
         return problem
 
     def send(self, text: str) -> tuple[str | None, float | None]:

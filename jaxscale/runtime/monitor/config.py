@@ -129,18 +129,16 @@ class HealthConfig:
             raise BadInput(f"off={unknown} names no rule; the rules are {', '.join(RULES)}")
         few = "a first step, or a batch without targets, gives gradients of zero in a healthy run"
         for name, value in dataclasses.asdict(self).items():
-            if name.endswith("_ratio") and value <= 1:
-                raise BadInput(f"{name}={value} must be above 1: it multiplies what is usual")
-            if name in FRACTIONS and not 0 < value < 1:
-                raise BadInput(f"{name}={value} must be a fraction between 0 and 1")
-            if name in ("spike_sigma", "grad_norm", "attention_logit") and value <= 0:
-                raise BadInput(f"{name}={value} must be above 0")
-            if name == "plateau_records" and value < 50:
-                raise BadInput(f"{name}={value} must be at least 50: fewer are noise")
-            if name == "zero_grad_records" and value < 2:
-                raise BadInput(f"{name}={value} must be at least 2: {few}")
-            if name == "speed_seconds" and value < 0:
-                raise BadInput(f"{name}={value} must be at least 0")
+            for is_broken, rule in (
+                (name.endswith("_ratio") and value <= 1, "above 1: it multiplies what is usual"),
+                (name in FRACTIONS and not 0 < value < 1, "a fraction between 0 and 1"),
+                (name in ("spike_sigma", "grad_norm", "attention_logit") and value <= 0, "above 0"),
+                (name == "plateau_records" and value < 50, "at least 50: fewer are noise"),
+                (name == "zero_grad_records" and value < 2, f"at least 2: {few}"),
+                (name == "speed_seconds" and value < 0, "at least 0"),
+            ):
+                if is_broken:
+                    raise BadInput(f"{name}={value} must be {rule}")
         if not 0 < self.activation_low < self.activation_high:
             raise BadInput("activation_low must be above 0 and below activation_high")
 

@@ -1,13 +1,14 @@
 """Progress on the console: a bar on a terminal, a cell output in a notebook, plain lines elsewhere."""
 
 import collections
+import dataclasses
 import os
 import re
 import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TextIO
+from typing import Any, ClassVar, Literal, TextIO
 
 from jaxscale import units
 from jaxscale.system.exits import print_stderr
@@ -17,7 +18,7 @@ Display = Callable[..., Any]  # IPython.display.display
 Style = Literal["bar", "lines", "off"]
 VALIDATION = "validation/"  # metrics with this prefix are printed on a separate line
 EVALS = re.compile(r"evals/(.+/(?:bits_per_byte|acc|acc_norm|perplexity))")  # likewise, of named evaluators
-SHORT_NAMES = {"learning_rate": "lr", "grad_norm": "grad"}
+SHORT_NAMES = {"learning_rate": "lr", "grad_norm": "grad", "mfu": "MFU"}
 ETA_WINDOW = 50  # reports over which the speed is averaged
 
 
@@ -25,26 +26,23 @@ def choose_style(progress: Literal["auto"] | Style, stream: TextIO | None, *, no
     """Returns the style set by `progress`; 'auto': 'bar' in a notebook or on a terminal. stream: None if closed."""
     if progress != "auto":
         return progress
-    if notebook:
-        return "bar"
-    return "bar" if stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb" else "lines"
+    is_terminal = stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"
+    return "bar" if notebook or is_terminal else "lines"
 
 
+@dataclasses.dataclass(eq=False)
 class Console:
     """Prints messages, with the bar below them. A closed reader or a full disk silences it and ends no run."""
 
-    seconds_between_draws = 0.1
+    style: Style
+    total_steps: int
+    stream: TextIO | None = None  # None: standard output
+    clock: Callable[[], float] = time.monotonic
+    width: Callable[[], int] = lambda: shutil.get_terminal_size().columns
+    seconds_between_draws: ClassVar = 0.1
 
-    def __init__(
-        self,
-        style: Style,
-        total_steps: int,
-        stream: TextIO | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        width: Callable[[], int] = lambda: shutil.get_terminal_size().columns,
-    ):
-        self.style, self.total_steps, self.clock, self.width = style, total_steps, clock, width
-        self.stream: TextIO | None = stream or sys.stdout
+    def __post_init__(self):
+        self.stream = self.stream or sys.stdout
         self.bar, self.latest, self.drawn_at, self.step = "", {}, float("-inf"), 0
         self.seen: collections.deque[tuple[int, float]] = collections.deque(maxlen=ETA_WINDOW)
         self.tokens_after: Callable[[int], int] = lambda step: step  # proportional to tokens if all steps are equal
@@ -131,23 +129,6 @@ class Console:
             print_stderr(f"WARNING: no more progress on standard output: {cause}; metrics.jsonl still has everything")
 
 
-class NotebookBar:
-    """The bar of a notebook at one moment, as HTML and text."""
-
-    def __init__(self, done: float, text: str):
-        self.done, self.text = done, text
-
-    def _repr_html_(self) -> str:
-        style = "width:16em;vertical-align:middle"
-        return (
-            f'<div style="font-family:monospace;font-size:90%"><progress max="1" value="{self.done:.4f}" '
-            f'style="{style}"></progress> {in_html(self.text)}</div>'
-        )
-
-    def __repr__(self) -> str:
-        return self.text
-
-
 class NotebookConsole(Console):
     """A console whose bar is a cell output, updated in place."""
 
@@ -162,11 +143,15 @@ class NotebookConsole(Console):
         self.step, self.drawn_at = step, now
         left = self.eta(step) if step < self.total_steps else f"in {units.duration(now - self.began)}"
         done, text = self.progress(step, left)
-        bar = NotebookBar(done, shown(text))
+        html = (
+            f'<div style="font-family:monospace;font-size:90%"><progress max="1" value="{done:.4f}" '
+            f'style="width:16em;vertical-align:middle"></progress> {in_html(shown(text))}</div>'
+        )
+        bar = {"text/html": html, "text/plain": shown(text)}
         if self.handle is None:
-            self.handle = self.display(bar, display_id=True)
+            self.handle = self.display(bar, raw=True, display_id=True)
         else:
-            self.handle.update(bar)
+            self.handle.update(bar, raw=True)
 
     def close(self) -> None:
         """Draws the bar a last time."""
@@ -194,19 +179,11 @@ def training_values(
     names: tuple[str, ...] = ("loss", "tokens_per_second", "mfu", "learning_rate", "grad_norm"),
 ) -> str:
     """Returns 'loss 2.314  12.3K tok/s  MFU n/a  lr 3.0e-04  grad 0.92', of the names in `metrics`."""
+    formats = {"tokens_per_second": units.count, "mfu": "{:.1%}".format, "learning_rate": "{:.1e}".format}
     parts = []
-    for name in names:
-        if name not in metrics:
-            continue
-        value = metrics[name]
-        if name == "tokens_per_second":
-            parts.append(f"{'n/a' if value is None else units.count(value)} tok/s")
-        elif name == "mfu":
-            parts.append("MFU n/a" if value is None else f"MFU {value:.1%}")
-        elif name == "learning_rate":
-            parts.append("lr n/a" if value is None else f"lr {value:.1e}")
-        else:
-            parts.append(f"{SHORT_NAMES.get(name, name)} {format_number(value)}")
+    for name, value in ((name, metrics[name]) for name in names if name in metrics):
+        text = "n/a" if value is None else formats.get(name, format_number)(value)
+        parts.append(f"{text} tok/s" if name == "tokens_per_second" else f"{SHORT_NAMES.get(name, name)} {text}")
     if metrics.get("skipped"):
         parts.append("SKIPPED")
     return "  ".join(parts)

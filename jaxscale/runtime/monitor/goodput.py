@@ -1,4 +1,5 @@
 """Goodput: the wall time of a run by kind (steps, compilation, restore, data wait, saves, evaluation, lost steps).
+Throughput: tokens per second, step time and model FLOPs utilisation (MFU) between two reports.
 
 Each start of a run has a TimeLedger, to which the watchdog's phases are charged; time outside any phase is `other`, so
 the kinds sum to the wall time. Its numbers are in each record of metrics.jsonl and in the event that ends a start.
@@ -37,20 +38,18 @@ class Frame:
     seconds: float = 0.0  # without nested phases
 
 
+@dataclasses.dataclass(eq=False, kw_only=True)
 class TimeLedger:
     """Seconds of one start by kind, which sum to its wall time. Ignores phases of other threads: they block no step."""
 
-    def __init__(
-        self,
-        *,
-        age_seconds: float = 0.0,
-        clock: Callable[[], float] = time.monotonic,
-        wall_clock: Callable[[], float] = time.time,
-    ):
-        """age_seconds: time since this start began, such as importing jax."""
-        self.clock, self.owner = clock, threading.get_ident()
-        self.began = self.marked = clock() - age_seconds
-        self.began_at = wall_clock() - age_seconds  # seconds since 1970
+    age_seconds: float = 0.0  # time since this start began, such as importing jax
+    clock: Callable[[], float] = time.monotonic
+    wall_clock: Callable[[], float] = time.time
+
+    def __post_init__(self):
+        self.owner = threading.get_ident()
+        self.began = self.marked = self.clock() - self.age_seconds
+        self.began_at = self.wall_clock() - self.age_seconds  # seconds since 1970
         self.seconds: dict[str, float] = dict.fromkeys(KINDS, 0.0)
         self.frames: list[Frame] = []
         self.data_wait: Frame | None = None  # the last one, until it is known whether it was hidden
@@ -69,7 +68,11 @@ class TimeLedger:
             if step <= self.newest:  # the run was rewound
                 self.done_before, self.rewound = max(self.done_before, self.newest), True
             self.newest, self.data_wait = max(self.newest, step), None
-        self.frames.append(Frame(self.kind_of(name, step), step))
+        if name == "compile":  # the first step, and reading its results
+            self.compiled_step = step if self.compiled_step is None else self.compiled_step
+            name = "compile" if step == self.compiled_step and not self.rewound else "step"
+        is_lost = name in ("step", "data") and step is not None and step <= self.done_before
+        self.frames.append(Frame("lost" if is_lost else name, step))
 
     def left(self) -> None:
         """Leaves the innermost phase of this thread."""
@@ -79,27 +82,19 @@ class TimeLedger:
         frame = self.frames.pop()
         if frame.kind == "data":
             self.data_wait = frame
-        elif hidden := self.hidden_wait(frame):
-            self.seconds["data"] -= hidden
-            self.seconds[frame.kind] += hidden
+        elif self.charge_hidden_wait(frame, self.seconds):
             self.data_wait = None
 
-    def kind_of(self, name: str, step: int | None) -> str:
-        """Returns the kind that a phase is charged to; the first step, and reading its results, count as compile."""
-        if name == "compile":
-            self.compiled_step = step if self.compiled_step is None else self.compiled_step
-            if step == self.compiled_step and not self.rewound:
-                return "compile"
-            name = "step"
-        return "lost" if name in ("step", "data") and step is not None and step <= self.done_before else name
-
-    def hidden_wait(self, frame: Frame) -> float:
-        """Returns the seconds of the data wait if they cost nothing: here the host still waits for the devices."""
+    def charge_hidden_wait(self, frame: Frame, seconds: dict[str, float]) -> bool:
+        """Charges the data wait to the frame if it cost nothing: in the frame the host still waits for the devices."""
         wait = self.data_wait
         if wait is None or wait.step is None or frame.kind not in ("step", "lost") or frame.step is None:
-            return 0.0
+            return False
         hidden = frame.step < wait.step and frame.seconds >= MIN_HIDDEN_FRACTION * (wait.seconds + frame.seconds)
-        return wait.seconds if hidden else 0.0
+        if hidden:
+            seconds["data"] -= wait.seconds
+            seconds[frame.kind] += wait.seconds
+        return hidden
 
     def charge(self) -> None:
         """Charges the time since the last call to the current phase."""
@@ -113,9 +108,8 @@ class TimeLedger:
         """Returns seconds by kind up to now; their sum is the wall time of this start."""
         self.charge()
         seconds = dict(self.seconds)
-        if self.frames and (hidden := self.hidden_wait(self.frames[-1])):
-            seconds["data"] -= hidden
-            seconds[self.frames[-1].kind] += hidden
+        if self.frames:
+            self.charge_hidden_wait(self.frames[-1], seconds)
         return seconds
 
     def metrics(self) -> dict[str, float]:
@@ -197,23 +191,20 @@ def measure_goodput(
         last = starts[-1]
         newer = (record for record in records if last.may_include(record))
         last.ledger = parse_ledger(next(iter(collections.deque(newer, maxlen=1)), {}))
-    seconds, before = dict.fromkeys(KINDS, 0.0), None
-    for number, start in enumerate(starts):
+    seconds, before = dict.fromkeys(KINDS, 0.0), math.inf
+    for start, following in zip(starts, [*(start.began for start in starts[1:]), math.inf]):
         kinds = {kind: start.ledger.get(f"{kind}_seconds", 0.0) for kind in KINDS}
         if not start.ledger:
-            following = starts[number + 1].began if number + 1 < len(starts) else math.inf
             ended = start.last_event if start.ended is None else start.ended
             kinds["other"] = max(0.0, min(ended, following) - start.began)  # the next start's events may precede it
         elif start.ended is None:  # records of rewound steps were moved out of metrics.jsonl
             kinds["lost"] += max(0.0, start.last_rewind - start.began - sum(kinds.values()))
-        ended = start.began + sum(kinds.values())
         for kind, value in kinds.items():
             seconds[kind] += value
-        if before is not None:
-            seconds["idle"] += max(0.0, start.began - before)
-        before = ended
-        if number == len(starts) - 1 and now is not None:
-            seconds["idle"] += max(0.0, now - (ended if start.ended is None else max(start.ended, ended)))
+        seconds["idle"] += max(0.0, start.began - before)
+        before = start.began + sum(kinds.values())
+    if starts and now is not None:
+        seconds["idle"] += max(0.0, now - max(before, starts[-1].ended or 0.0))
     return Goodput(seconds, len(starts), rewinds)
 
 
@@ -285,3 +276,65 @@ def process_age_seconds() -> float:
     except (OSError, ValueError, IndexError):
         return 0.0
     return age if 0 <= age < 1e9 else 0.0  # in some containers the two clocks have different origins
+
+
+@dataclasses.dataclass
+class Throughput:
+    """Counts tokens, steps and data-wait seconds since the last report, except for the first step, which compiles."""
+
+    flops_per_token: float | None  # forward and backward, not recomputed (MFU, not HFU; arXiv:2204.02311, appendix B)
+    peak_flops: float | None  # of one chip per second
+    num_chips: int = 1  # of all hosts
+    clock: Callable[[], float] = time.monotonic
+    is_excluded: Callable[[], bool] = lambda: False  # the step that has just finished does not count, as in a profile
+    flops_by_row_tokens: Mapping[int, float] = dataclasses.field(default_factory=dict)  # of shorter rows, per token
+
+    def __post_init__(self):
+        self.compiled = False  # a step has finished
+        self.start()
+
+    def start(self) -> None:
+        """Begins a new interval."""
+        self.began, self.tokens, self.steps, self.data_wait_seconds = self.clock(), 0, 0, 0.0
+        self.excluded_seconds, self.flops = 0.0, 0.0
+        self.step_began, self.excluded_in_step = self.began, 0.0
+
+    def add(
+        self, tokens: int, data_wait_seconds: float = 0.0, *, excluded: bool = False, row_tokens: int | None = None
+    ) -> None:
+        """Counts a finished step of `tokens` (the global batch) in rows of row_tokens. excluded: it compiled."""
+        if not self.compiled:
+            self.compiled = True
+            self.start()
+            return
+        if excluded or self.is_excluded():
+            self.excluded_seconds += self.clock() - self.step_began - self.excluded_in_step
+            self.step_began, self.excluded_in_step = self.clock(), 0.0
+            return
+        self.step_began, self.excluded_in_step = self.clock(), 0.0
+        self.tokens, self.steps = self.tokens + tokens, self.steps + 1
+        flops_per_token = self.flops_per_token or 0.0
+        if row_tokens is not None:
+            flops_per_token = self.flops_by_row_tokens.get(row_tokens, flops_per_token)
+        self.flops += tokens * flops_per_token
+        self.data_wait_seconds += data_wait_seconds
+
+    def exclude(self, seconds: float) -> None:
+        """Removes seconds from the interval, such as an evaluation."""
+        self.excluded_seconds += seconds
+        self.excluded_in_step += seconds
+
+    def report(self) -> dict[str, float | None]:
+        """Returns the metrics of an interval, and begins a new one. None: unknown peak or FLOPs, or no step counted."""
+        seconds = self.clock() - self.began - self.excluded_seconds
+        counted = self.steps > 0 and seconds > 0
+        report = {
+            "tokens_per_second": self.tokens / seconds if counted else None,
+            "step_seconds": seconds / self.steps if counted else None,
+            "data_wait_seconds": self.data_wait_seconds / self.steps if counted else None,
+            "mfu": None,
+        }
+        if counted and self.flops_per_token and self.peak_flops:
+            report["mfu"] = self.flops / seconds / (self.peak_flops * self.num_chips)
+        self.start()
+        return report

@@ -125,9 +125,8 @@ def series_of(rows: Iterable[Mapping[str, Any]], name: str) -> tuple[list[int], 
 def read_history(workdir: Any, most_values: int | None = MOST_VALUES) -> History:
     """The History of a work folder, local or in a bucket.
 
-    Args: most_values: approximate limit of values from metrics.jsonl; each group keeps the rows with lowest and highest
-    loss, the largest gradient norm, the longest step and a skipped step. None: all.
-    Raises: BadInput if the folder does not exist or has no run.
+    most_values: approximate limit of values from metrics.jsonl, see `notable`. None: all. Raises BadInput if the folder
+    does not exist or has no run.
     """
     folder = paths.as_path(workdir)
     if not any((folder / name).exists() for name in RUN_FILES):
@@ -215,12 +214,10 @@ def read_samples(folder: Any, problems: list[str]) -> tuple[TextSample, ...]:
     found: list[TextSample] = []
     for record in read_lines(folder / "samples.jsonl", problems):
         if isinstance(record.get("text"), str):
-            sample = TextSample(
-                record["step"] if is_number(record.get("step")) else None, record["text"][:LONGEST_TEXT]
-            )
-            while sample.step is not None and found and (found[-1].step or 0) >= sample.step:
+            step = record["step"] if is_number(record.get("step")) else None
+            while step is not None and found and (found[-1].step or 0) >= step:
                 found.pop()  # of steps that were run again
-            found = [*found[1 - MOST_SAMPLES :], sample]
+            found = [*found[1 - MOST_SAMPLES :], TextSample(step, record["text"][:LONGEST_TEXT])]
     try:
         with paths.open_binary(folder / "sample.txt") as file:
             text = file.read(4 * LONGEST_TEXT).decode("utf-8", "replace")[:LONGEST_TEXT]

@@ -12,6 +12,7 @@ import math
 import os
 import resource
 import shutil
+import statistics
 import subprocess
 import sys
 import threading
@@ -24,6 +25,11 @@ from jaxscale.system.exits import first_line
 STATM = "/proc/self/statm"  # Linux: pages; the second number is resident, the third file-backed
 STAT = "/proc/stat"  # Linux: ticks of each processor in user, nice, system, idle, iowait, irq, ...
 MIN_SECONDS = 0.2  # of all processors together: a tick is 0.01 s
+TIMEOUT_SECONDS = 10.0  # nvidia-smi takes 0.1 to 2 s, and hangs with a stuck driver
+MAX_FAILURES = 3  # in a row; then polling stops for this start
+FIELDS = ("index", "uuid", "utilization.gpu", "power.draw", "temperature.gpu")
+QUERY = ("nvidia-smi", f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits")
+Read = Callable[[], Mapping[str, float]]
 
 
 def host_peak_bytes() -> int:
@@ -33,10 +39,7 @@ def host_peak_bytes() -> int:
 
 
 def host_bytes_in_use() -> int | None:
-    """Returns the resident memory of this process, or None if the platform does not report it.
-
-    Without file-backed pages: memory-mapped token shards stay resident, so these rise through a healthy first epoch.
-    """
+    """Returns resident memory or None; without file-backed pages: mapped shards become resident in an epoch."""
     try:
         with open(STATM, encoding="ascii") as file:
             _, resident, file_backed, *_ = map(int, file.read().split())
@@ -46,10 +49,7 @@ def host_bytes_in_use() -> int | None:
 
 
 def memory_metrics(device_stats: Sequence[Mapping[str, int] | None] = ()) -> dict[str, int | float | None]:
-    """Returns bytes in use, peak bytes and limit of the host and of the fullest device; None where not reported.
-
-    Args: device_stats: `device.memory_stats()` of each local device; None on CPU.
-    """
+    """Returns bytes in use, peak and limit of the host and the fullest device (each memory_stats()), or None."""
     known = [stats for stats in device_stats if stats]
     fullest = max(known, key=lambda stats: stats.get("peak_bytes_in_use", 0), default={})
     in_use = [stats["bytes_in_use"] for stats in known if "bytes_in_use" in stats]
@@ -115,19 +115,10 @@ def processor_seconds(text: str, processors: set[int]) -> tuple[float, float]:
     return busy / ticks_per_second, total / ticks_per_second
 
 
-EVERY_SECONDS = 30.0
-TIMEOUT_SECONDS = 10.0  # nvidia-smi takes 0.1 to 2 s, and hangs with a stuck driver
-MAX_FAILURES = 3  # in a row; then polling stops for this start
-FIELDS = ("index", "uuid", "utilization.gpu", "power.draw", "temperature.gpu")
-QUERY = ("nvidia-smi", f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits")
-
-Read = Callable[[], Mapping[str, float]]
-
-
 class Telemetry:
-    """Latest telemetry of this machine's devices; {} before the first read and after a failure."""
+    """Polls this machine's devices in a thread. `latest` is {} before the first read and after a failure."""
 
-    def __init__(self, read: Read | None, *, every_seconds: float = EVERY_SECONDS, say: Callable[[str], None] = print):
+    def __init__(self, read: Read | None, *, every_seconds: float, say: Callable[[str], None]):
         """read: may block and raise; None if the platform has no telemetry."""
         self.read, self.every_seconds, self.say = read, every_seconds, say
         self.latest: dict[str, float] = {}
@@ -152,10 +143,6 @@ class Telemetry:
                 if failures == MAX_FAILURES:
                     return self.say(f"telemetry: no longer read ({first_line(error)}); training continues without it")
             self.stopped.wait(self.every_seconds)
-
-    def metrics(self) -> dict[str, float]:
-        """Returns those of {device/utilisation, device/power_watts, device/temperature_c} that are known."""
-        return self.latest
 
 
 def make_reader(platform: str) -> Read | None:
@@ -194,8 +181,8 @@ def parse_nvidia(text: str, visible: str | None = None) -> list[dict[str, float]
         if len(cells) != len(FIELDS) or not cells[0].isdecimal():
             raise ValueError(f"nvidia-smi printed no table: {line[:80]!r}")
         percent, watts, celsius = map(parse_number, cells[2:])
-        values = {"utilisation": None if percent is None else percent / 100, "power_watts": watts}
-        values |= {"temperature_c": celsius}
+        utilisation = None if percent is None else percent / 100
+        values = {"utilisation": utilisation, "power_watts": watts, "temperature_c": celsius}
         found[cells[0], cells[1]] = {name: value for name, value in values.items() if value is not None}
     if visible is None:
         return list(found.values())
@@ -215,14 +202,11 @@ def parse_number(cell: str) -> float | None:
 
 def combine_devices(devices: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """Returns the mean utilisation, the mean power and the highest temperature over devices."""
-    column = lambda name: [device[name] for device in devices if name in device]
-    devices = list(devices)
-    metrics = {}
-    for name in ("utilisation", "power_watts"):
-        if values := column(name):
-            metrics[f"device/{name}"] = round(sum(values) / len(values), 4)
-    if values := column("temperature_c"):
-        metrics["device/temperature_c"] = max(values)
+    devices, metrics = list(devices), {}
+    for name in ("utilisation", "power_watts", "temperature_c"):
+        if values := [device[name] for device in devices if name in device]:
+            mean = round(statistics.fmean(values), 4)
+            metrics[f"device/{name}"] = max(values) if name == "temperature_c" else mean
     return metrics
 
 

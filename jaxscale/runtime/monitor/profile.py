@@ -9,7 +9,7 @@ by the watchdog's phases: a step begins with its data wait.
 """
 
 import contextlib
-import os
+import dataclasses
 import pathlib
 import shutil
 import tempfile
@@ -30,26 +30,24 @@ POLL_SECONDS = 15.0  # between polls of a bucket
 UPLOAD_SECONDS = 60.0  # timeout of pending uploads when the run ends
 
 
+@dataclasses.dataclass
 class Profiler:
     """Starts and stops captures between steps, in the training thread. A failure is logged once and ends no run."""
 
-    def __init__(
-        self,
-        workdir: Any,
-        *,
-        steps: Steps | None,
-        process: int = 0,
-        note: Note,
-        say: Callable[[str], None],
-        start: Callable[[str], None],
-        stop: Callable[[], None],
-        poll_seconds: float = POLL_SECONDS,
-    ):
-        """process: only the first polls for the file. start, stop: jax.profiler's start_trace and stop_trace."""
-        self.workdir, self.steps, self.process = paths.as_path(workdir), steps, process
+    workdir: Any
+    _: dataclasses.KW_ONLY
+    steps: Steps | None
+    note: Note
+    say: Callable[[str], None]
+    start: Callable[[str], None]  # jax.profiler.start_trace
+    stop: Callable[[], None]
+    process: int = 0  # only the first polls for the file
+    poll_seconds: float = POLL_SECONDS
+
+    def __post_init__(self):
+        self.owner, self.remote = threading.get_ident(), paths.is_remote(self.workdir)
+        self.workdir = paths.as_path(self.workdir)
         self.trigger = self.workdir / TRIGGER_FILE
-        self.note, self.say, self.start, self.stop, self.poll_seconds = note, say, start, stop, poll_seconds
-        self.owner, self.remote = threading.get_ident(), paths.is_remote(workdir)
         self.compiled = False
         self.phases: list[str] = []
         self.last = 0  # the last step of the current capture
@@ -147,17 +145,16 @@ class Profiler:
     def upload(self, step: int, folder: pathlib.Path, destination: Any) -> None:
         """Copies a capture into the bucket, in a thread."""
         began = time.monotonic()
-        with contextlib.suppress(Stop):  # the lock reports a lost folder to the training thread
-            try:
-                for file in sorted(path for path in folder.rglob("*") if path.is_file()):
-                    paths.write_bytes_atomic(destination / file.relative_to(folder).as_posix(), file.read_bytes())
-                shutil.rmtree(folder, ignore_errors=True)
-            except Stop:
-                raise
-            except Exception as error:  # any exception of the storage client
-                self.fail(step, f"could not be uploaded to the bucket, and stays in {folder}", error)
-                return
+        try:
+            for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+                paths.write_bytes_atomic(destination / file.relative_to(folder).as_posix(), file.read_bytes())
+            shutil.rmtree(folder, ignore_errors=True)
             self.report_written(step, destination, began)
+        except Stop:  # the lock reports a lost folder to the training thread
+            pass
+        except Exception as error:  # any exception of the storage client
+            with contextlib.suppress(Stop):
+                self.fail(step, f"could not be uploaded to the bucket, and stays in {folder}", error)
 
     def report_written(self, step: int, destination: Any, began: float) -> None:
         """Logs that the capture is complete."""
@@ -174,13 +171,11 @@ class Profiler:
 
     def is_requested(self) -> bool:
         """Returns True once for each creation of the trigger file. A bucket is polled by a thread."""
-        if self.process != 0:
-            return False
-        if self.remote:
-            requested = self.requested.is_set()
-            self.requested.clear()
-            return requested
-        return os.path.exists(self.trigger) and remove_if_exists(self.trigger)
+        if self.process != 0 or not self.remote:
+            return self.process == 0 and remove_if_exists(self.trigger)
+        requested = self.requested.is_set()
+        self.requested.clear()
+        return requested
 
     def poll_bucket(self) -> None:
         """Polls the bucket for the trigger file, in a thread."""

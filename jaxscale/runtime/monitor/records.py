@@ -254,7 +254,7 @@ class RecordFile:
         """Returns (content of the bucket's object, its uploader). Raises as ExclusiveObject.read does."""
         remote = ExclusiveObject(os.fspath(self.path))
         found = remote.read()
-        self.uploader = Uploader(self.path, every_seconds=self.every_seconds, write=remote.write)
+        self.uploader = Uploader(self.path, remote.write, every_seconds=self.every_seconds)
         return found, self.uploader
 
     @property

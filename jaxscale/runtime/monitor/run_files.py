@@ -9,7 +9,7 @@ import dataclasses
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeGuard
 
 from jaxscale import units
@@ -22,6 +22,11 @@ NUMBERS = tuple("step code seconds bytes to until batch number steps_won steps_l
 OBJECTS = ("devices", "goodput", "left")
 
 Row = dict[str, Any]
+LONGEST_VALUE = 200  # characters of a text among the numbers
+VITALS = ("goodput/", "device/")  # in every row, whatever else it is about: Writer's vitals
+GROUP = 10  # rows, of which thinning keeps at most half
+LARGEST = float(2**63)  # larger integers are not measurements
+MOST_WINDOWS = 10_000  # the newest; a run writes some 130
 
 
 def read_lines(path: Any, problems: list[str]) -> Iterator[Row]:
@@ -42,17 +47,15 @@ def read_lines(path: Any, problems: list[str]) -> Iterator[Row]:
 def read_object(path: Any, problems: list[str], without: str) -> dict[str, Any]:
     """Returns the JSON object in a file after `finite`, or {} and the problem: NAME is missing: `without`."""
     try:
-        found = paths.read_json(path)
+        if isinstance(found := paths.read_json(path), dict):
+            return finite(found)
+        reason = "is not a JSON object"
     except FileNotFoundError:
-        problems.append(f"{path.name} is missing: {without}")
-        return {}
+        reason = "is missing"
     except BadInput:
-        problems.append(f"{path.name} is damaged: {without}")
-        return {}
-    if not isinstance(found, dict):
-        problems.append(f"{path.name} is not a JSON object: {without}")
-        return {}
-    return finite(found)
+        reason = "is damaged"
+    problems.append(f"{path.name} {reason}: {without}")
+    return {}
 
 
 def clean_event(record: Row) -> Row | None:
@@ -84,12 +87,6 @@ def as_list(value: Any) -> list[Any]:
 def as_dict(value: Any) -> dict[str, Any]:
     """The value if it is one, else {}: a damaged config.json may hold anything."""
     return value if isinstance(value, dict) else {}
-
-
-LONGEST_VALUE = 200  # characters of a text among the numbers
-VITALS = ("goodput/", "device/")  # in every row, whatever else it is about: Writer's vitals
-GROUP = 10  # rows, of which thinning keeps at most half
-LARGEST = float(2**63)  # larger integers are not measurements
 
 
 @dataclasses.dataclass
@@ -148,14 +145,13 @@ def notable(group: list[tuple[int, Row]]) -> set[int]:
     if "loss" not in group[0][1]:
         return {place for place, _ in group[::2]}
     number = lambda row, name: row[name] if is_number(row.get(name)) else -math.inf
-    asks: tuple[Callable[[Row], float], ...] = (
-        lambda row: -number(row, "loss"),
-        lambda row: number(row, "loss"),
-        lambda row: number(row, "grad_norm"),
-        lambda row: number(row, "step_seconds"),
-        lambda row: bool(row.get("skipped")) + 2 * bool(row.get("nonfinite")),
+    rank = lambda row: (
+        -number(row, "loss"),
+        *(number(row, name) for name in ("loss", "grad_norm", "step_seconds")),
+        bool(row.get("skipped")) + 2 * bool(row.get("nonfinite")),
     )
-    return {max(group, key=lambda item: ask(item[1]))[0] for ask in asks}
+    ranks = [(place, rank(row)) for place, row in group]
+    return {max(ranks, key=lambda item: item[1][column])[0] for column in range(len(ranks[0][1]))}
 
 
 def read_metrics(folder: Any, most_values: int | None, problems: list[str]) -> MetricRows:
@@ -208,18 +204,16 @@ def read_rows(path: Any, problems: list[str]) -> Iterator[Row]:
     names: dict[str, str] = {}  # one object for each name instead of one a line
     without_step = 0
     for record in read_lines(path, problems):
-        step = record.get("step")
+        step, listed = record.pop("step", None), record.pop("nonfinite", None)
         if not is_number(step) or isinstance(step, float) and not step.is_integer() or not 0 <= step < LARGEST:
             without_step += 1
             continue
         row: Row = {"step": int(step)}
-        nonfinite = [str(name) for name in listed] if isinstance(listed := record.get("nonfinite"), list) else []
+        nonfinite = [str(name) for name in as_list(listed)]
         for name, value in record.items():
             kind = type(value)
             if kind is float and abs(value) <= LARGEST_NUMBER:  # nearly all there is, and a million lines are read
                 row[names.setdefault(name, name)] = value
-            elif name in ("step", "nonfinite"):
-                continue
             elif kind is float or kind is int and abs(value) > LARGEST:
                 row[names.setdefault(name, name)] = None
                 nonfinite.append(name)
@@ -227,8 +221,6 @@ def read_rows(path: Any, problems: list[str]) -> Iterator[Row]:
                 row[names.setdefault(name, name)] = value
             elif kind is str:
                 row[names.setdefault(name, name)] = value[:LONGEST_VALUE]
-        row["step"] = int(step)  # it may have been 3.0
-        row.pop("nonfinite", None)  # a name of ours
         if nonfinite:
             row["nonfinite"] = list(dict.fromkeys(nonfinite))
         yield row
@@ -239,9 +231,6 @@ def read_rows(path: Any, problems: list[str]) -> Iterator[Row]:
 def is_number(value: Any) -> TypeGuard[float]:
     """True for a number; False for True, None and text."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-MOST_WINDOWS = 10_000  # the newest; a run writes some 130
 
 
 class CountWindow(NamedTuple):

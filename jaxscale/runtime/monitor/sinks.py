@@ -9,6 +9,7 @@ https://docs.wandb.ai/guides/runs/resuming (an id with resume="allow"), https://
 """
 
 import contextlib
+import dataclasses
 import os
 import pathlib
 import queue
@@ -29,6 +30,7 @@ CLOSE_SECONDS = 10.0  # timeout for pending records when a run ends
 FOLDER = "writers"  # in the work folder: NAME.json is {"id": ..., "attempt": ...}
 OFFLINE = ("offline", "disabled", "dryrun")  # values of WANDB_MODE
 LOCKS = {name: threading.Lock() for name in ("wandb", "trackio")}  # each library allows one run per process
+FLUSH_SECONDS = 10.0  # a flush also syncs the disk, which is too slow for every write
 
 
 class Service(NamedTuple):
@@ -61,25 +63,22 @@ class ServiceRun:
         return {name: value for name, value in metrics.items() if value is not None} | {"attempt": self.attempt}
 
 
+@dataclasses.dataclass(eq=False)
 class Sink:
     """A service behind a queue and a thread."""
 
-    def __init__(
-        self,
-        name: str,
-        workdir: Any,
-        open_service: Callable[[ServiceRun], Service],
-        *,
-        max_pending: int = MAX_PENDING,
-        close_seconds: float = CLOSE_SECONDS,
-    ):
-        self.name, self.workdir, self.open_service = name, workdir, open_service
-        self.close_seconds = close_seconds
-        self.records: queue.Queue[tuple[int, dict[str, Any]] | None] = queue.Queue(max_pending)
+    name: str
+    workdir: Any
+    open_service: Callable[[ServiceRun], Service]
+    max_pending: int = MAX_PENDING
+    close_seconds: float = CLOSE_SECONDS
+
+    def __post_init__(self):
+        self.records: queue.Queue[tuple[int, dict[str, Any]] | None] = queue.Queue(self.max_pending)
         self.lost, self.cause = 0, ""
         self.announcement = ""  # address of the run, until it is logged
         self.finished = threading.Event()
-        self.thread = threading.Thread(target=self.work, name=f"sink-{name}", daemon=True)
+        self.thread = threading.Thread(target=self.work, name=f"sink-{self.name}", daemon=True)
         self.thread.start()
 
     @property
@@ -204,82 +203,60 @@ def missing_packages(names: Sequence[str]) -> list[str]:
     ]
 
 
-FLUSH_SECONDS = 10.0  # a flush also syncs the disk, which is too slow for every write
+class TensorBoard:
+    """TensorBoard event files. A write error drops values and starts a new file: TensorBoard stops at a torn record.
 
-
-class Scalars:
-    """TensorBoard scalars. A write error drops values and starts a new file: TensorBoard stops at a torn record."""
+    tensorboardX's SummaryWriter would start a thread and a multiprocessing queue, and put the host name into the file
+    name; this uses only its record format and messages, in the calling thread. Importing them takes 0.1 s.
+    """
 
     def __init__(self, folder: pathlib.Path, start_step: int = 0):
         self.folder, self.start_step = folder, start_step
-        self.file: EventFile | None = None
+        self.records: Any = None  # the open file
+        self.pending: list[bytes] = []  # records; the fence is checked once per flush
+        self.flushed_at = 0.0
         self.problem: str | None = None
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Adds one event with all scalars of a step."""
-        self.attempt(step, lambda file: file.write(step, scalars))
+        self.add_summary(step, {"value": [{"tag": name, "simple_value": value} for name, value in scalars.items()]})
 
     def write_text(self, step: int, name: str, text: str) -> None:
-        """Adds a text, which TensorBoard shows in its text panel."""
-        self.attempt(step, lambda file: file.write_text(step, name, text))
+        """Adds a text for the text panel, as a code block since TensorBoard renders Markdown."""
+        from tensorboardX import summary
 
-    def attempt(self, step: int, add: Callable[["EventFile"], None]) -> None:
-        """Adds to the file, after opening one if needed."""
+        self.add_summary(step, summary.text(name, block_in_markdown(text)))
+
+    def add_summary(self, step: int, summary: Any) -> None:
+        """Adds one event to the open file or to a new one; closes the file after an error."""
         try:
-            if self.file is None:
-                self.file = EventFile(self.folder, self.start_step)
-            add(self.file)
+            if self.records is None:
+                self.begin_file()
+            self.add(step=step, summary=summary)
+            if time.time() - self.flushed_at >= FLUSH_SECONDS:
+                self.flush()
             self.problem = None
         except Stop:  # another process owns the folder
-            if self.file is not None:
-                self.file.abandon()
-            self.file = None
+            self.abandon()
             raise
         except OSError as error:
             self.problem = f"{self.folder} lacks metrics that metrics.jsonl has: {error.strerror or error}"
-            if self.file is not None:
-                self.file.abandon()
-                self.file, self.start_step = None, step  # the next file must not hide the events of this one
+            if self.records is not None:
+                self.start_step = step  # the next file must not hide the events of this one
+            self.abandon()
 
-    def close(self) -> None:
-        """Flushes and closes."""
-        if self.file is not None:
-            try:
-                self.file.close()
-            except Stop:  # the lock reports it
-                pass
-            except OSError as error:
-                self.problem = f"{self.folder} lacks its last metrics: {error.strerror or error}"
-        self.file = None
-
-
-class EventFile:
-    """One TensorBoard event file, written in the calling thread.
-
-    tensorboardX's SummaryWriter would start a thread and a multiprocessing queue, and put the host name into the file
-    name; this uses only its record format and messages.
-    """
-
-    def __init__(self, folder: pathlib.Path, start_step: int = 0):
-        # these take 0.1 s, so not before the first metrics are written
-        from tensorboardX.proto import event_pb2, summary_pb2, tensor_pb2, tensor_shape_pb2
+    def begin_file(self) -> None:
+        """Creates a file with its first two events."""
         from tensorboardX.record_writer import RecordWriter
 
-        # protobuf modules, which are generated and therefore untyped
-        self.event: Any = event_pb2
-        self.summary: Any = summary_pb2
-        self.tensor: Any = tensor_pb2
-        self.tensor_shape: Any = tensor_shape_pb2
-        paths.make_folder(folder)
+        paths.make_folder(self.folder)
         stem = f"events.out.tfevents.{int(time.time())}.jaxscale"
-        names = (folder / f"{stem}.{number}" for number in range(1_000_000))
+        names = (self.folder / f"{stem}.{number}" for number in range(1_000_000))
         self.path = next(name for name in names if not name.exists())  # a second start within a second
-        self.records, self.flushed_at = RecordWriter(str(self.path)), time.time()
-        self.pending: list[bytes] = []  # records; the fence is checked once per flush
+        self.records = RecordWriter(str(self.path))
         self.add(file_version="brain.Event:2")
-        # TensorBoard hides events of earlier processes from this step on, which are repeated
-        restart = self.event.SessionLog(status=self.event.SessionLog.START)
-        self.add(step=start_step + 1 if start_step else 0, session_log=restart)  # a new run has a validation at step 0
+        # TensorBoard hides events of earlier processes from this step on, which are repeated; a new run has a step 0
+        self.add(step=self.start_step + 1 if self.start_step else 0, session_log={"status": "START"})
         try:
             self.flush()
         except OSError:
@@ -287,28 +264,11 @@ class EventFile:
             self.path.unlink(missing_ok=True)  # do not leave an empty file for each try
             raise
 
-    def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Adds one event with all scalars of a step."""
-        summary = self.summary.Summary
-        values = [summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
-        self.add(step=step, summary=summary(value=values))
-        if time.time() - self.flushed_at >= FLUSH_SECONDS:
-            self.flush()
-            self.flushed_at = time.time()
-
-    def write_text(self, step: int, name: str, text: str) -> None:
-        """Adds one event with a text, as a code block since TensorBoard renders Markdown."""
-        summary, metadata = self.summary.Summary, self.summary.SummaryMetadata
-        shape_type = self.tensor_shape.TensorShapeProto
-        text_metadata = metadata(plugin_data=metadata.PluginData(plugin_name="text"))
-        shape, content = shape_type(dim=[shape_type.Dim(size=1)]), block_in_markdown(text).encode()
-        tensor = self.tensor.TensorProto(dtype="DT_STRING", string_val=[content], tensor_shape=shape)
-        value = summary.Value(tag=f"{name}/text_summary", metadata=text_metadata, tensor=tensor)
-        self.add(step=step, summary=summary(value=[value]))
-
     def add(self, **fields: Any) -> None:
         """Buffers one event for the next flush."""
-        self.pending.append(self.event.Event(wall_time=time.time(), **fields).SerializeToString())
+        from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue] - generated
+
+        self.pending.append(Event(wall_time=time.time(), **fields).SerializeToString())
 
     def flush(self) -> None:
         """Writes buffered records. Raises: Stop if this process no longer owns the folder; OSError."""
@@ -317,15 +277,23 @@ class EventFile:
             self.records.write(record)
         self.pending.clear()
         self.records.flush()
+        self.flushed_at = time.time()
+
+    def abandon(self) -> None:
+        """Closes the file, which may not be writable."""
+        if self.records is not None:
+            with contextlib.suppress(OSError):
+                self.records.close()
+        self.records = None
+        self.pending.clear()
 
     def close(self) -> None:
         """Flushes and closes."""
-        try:
-            self.flush()
-        finally:
-            self.records.close()
-
-    def abandon(self) -> None:
-        """Closes a file that cannot be written."""
-        with contextlib.suppress(OSError):
-            self.records.close()
+        if self.records is not None:
+            try:
+                with contextlib.suppress(Stop):  # the lock reports it
+                    self.flush()
+                self.records.close()
+            except OSError as error:
+                self.problem = f"{self.folder} lacks its last metrics: {error.strerror or error}"
+        self.abandon()

@@ -1,7 +1,6 @@
 """Uploads growing text to a bucket in a thread, so that writers never wait for the network."""
 
 import functools
-import os
 import random
 import threading
 import time
@@ -30,20 +29,11 @@ class Uploader:
 
     Memory is one copy of the text, and one more during an upload. `problem` reports a refusal (401, 403) at once and
     transient faults after a minute. Every failure is retried, unless another process has written the object.
-
-    Args: every_seconds: pause after an upload. write: writes the whole content, called in the thread.
+    write: writes the whole content, called in the thread. every_seconds: pause after an upload.
     """
 
-    def __init__(
-        self,
-        path: Any,
-        *,
-        every_seconds: float = 0.0,
-        clock: Callable[[], float] = time.monotonic,
-        write: Callable[[bytes], None] | None = None,
-    ):
-        self.path, self.every_seconds, self.clock = path, every_seconds, clock
-        self.write = write or ExclusiveObject(os.fspath(path)).write
+    def __init__(self, path: Any, write: Callable[[bytes], None], *, every_seconds: float = 0.0, clock=time.monotonic):
+        self.path, self.every_seconds, self.clock, self.write = path, every_seconds, clock, write
         self.pieces: list[str] = []
         self.version = self.sent = 0  # of the latest text, and of the object
         self.failures, self.failing_since, self.due = 0, 0.0, 0.0
@@ -149,10 +139,7 @@ class ExclusiveObject:
         return self.tried
 
     def write(self, content: bytes) -> None:
-        """Replaces the object, in one try.
-
-        Raises: as Bucket.put does; WrittenElsewhere if another process has written it; Stop if it owns the folder.
-        """
+        """Replaces the object in one try. Raises as Bucket.put; WrittenElsewhere; Stop if another process owns it."""
         fence.ask(self.url)
         before, self.tried = self.tried, content
         try:

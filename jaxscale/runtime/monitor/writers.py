@@ -1,5 +1,6 @@
 """The metrics writer: sends each record to metrics.jsonl, TensorBoard, the console and other services."""
 
+import dataclasses
 import io
 import math
 import sys
@@ -11,7 +12,7 @@ from jaxscale.runtime.monitor.alerts import Diagnosis
 from jaxscale.runtime.monitor.config import MonitorConfig
 from jaxscale.runtime.monitor.console import choose_style, find_display, open_console
 from jaxscale.runtime.monitor.records import Damage, Record, RecordFile, append, parse_file, read_lines, write_lines
-from jaxscale.runtime.monitor.sinks import Scalars, Sink, open_sinks
+from jaxscale.runtime.monitor.sinks import Sink, TensorBoard, open_sinks
 from jaxscale.runtime.monitor.upload import LAST_SECONDS
 from jaxscale.system import paths
 from jaxscale.system.redact import redacted
@@ -21,43 +22,39 @@ METRICS, SAMPLES, EXPERTS = "metrics.jsonl", "samples.jsonl", "experts.jsonl"
 SAMPLE_CHARACTERS = 70  # of a sample on the console
 
 
+@dataclasses.dataclass(eq=False)
 class Writer:
     """Writes metrics of steps (start_step, total_steps].
 
-    Args: start_step: the step that the run resumes from, 0 for a new one. Records of later steps in metrics.jsonl and
-    TensorBoard are dropped, since those steps are repeated; in a new run, step 0 as well. primary: True on the one
-    process that writes. diagnosis: receives every record, the existing ones first.
+    Records of later steps in metrics.jsonl and TensorBoard are dropped, since those steps are repeated; in a new run,
+    whose start_step is 0, step 0 as well.
     """
 
-    def __init__(
-        self,
-        workdir: Any,
-        cfg: MonitorConfig,
-        total_steps: int,
-        start_step: int = 0,
-        *,
-        primary: bool = True,
-        stream: TextIO | None = None,
-        vitals: Callable[[], Mapping[str, Any]] = dict,
-        diagnosis: Diagnosis | None = None,
-    ):
-        """vitals: returns more values for each record when it is written: goodput and telemetry."""
-        self.vitals = vitals
+    workdir: Any
+    cfg: MonitorConfig
+    total_steps: int
+    start_step: int = 0
+    _: dataclasses.KW_ONLY
+    primary: bool = True  # the one process that writes
+    stream: TextIO | None = None
+    vitals: Callable[[], Mapping[str, Any]] = dict  # more values of each record: goodput and telemetry
+    diagnosis: Diagnosis | None = None  # receives every record, the existing ones first
+
+    def __post_init__(self):
         self.sinks: list[Sink] = []
-        self.cfg, self.total_steps, self.start_step, self.primary = cfg, total_steps, start_step, primary
-        self.diagnosis = diagnosis if primary else None
-        self.workdir = paths.as_path(workdir)
-        notebook = stream is None and find_display() is not None
-        style = choose_style(cfg.progress, stream or sys.stdout, notebook=notebook) if primary else "off"
-        self.console = open_console(style, total_steps, stream)
+        self.workdir = paths.as_path(self.workdir)
+        notebook = self.stream is None and find_display() is not None
+        style = choose_style(self.cfg.progress, self.stream or sys.stdout, notebook=notebook) if self.primary else "off"
+        self.console = open_console(style, self.total_steps, self.stream)
         self.metrics_file, self.tensorboard, self.reported = None, None, set()
         self.other_files: dict[str, RecordFile] = {}  # samples and expert counts, once there are any
-        if not primary:
+        if not self.primary:
+            self.diagnosis = None
             return
-        self.metrics_file, existing = open_records(self.workdir / METRICS, start_step)
+        self.metrics_file, existing = open_records(self.workdir / METRICS, self.start_step)
         for name in (SAMPLES, EXPERTS):
             if (self.workdir / name).exists():  # drop records of repeated steps
-                self.other_files[name], _ = open_records(self.workdir / name, start_step)
+                self.other_files[name], _ = open_records(self.workdir / name, self.start_step)
         if self.diagnosis is not None:
             self.diagnosis.replay(existing.records, self.say)
         if existing.damaged:
@@ -65,8 +62,8 @@ class Writer:
         if existing.dropped_steps:
             first, last = min(existing.dropped_steps), max(existing.dropped_steps)
             self.say(f"metrics.jsonl: steps {first} to {last} are run again")
-        self.sinks = open_sinks(cfg.writers, self.workdir)
-        if cfg.tensorboard and paths.is_remote(workdir):
+        self.sinks = open_sinks(self.cfg.writers, self.workdir)
+        if self.cfg.tensorboard and paths.is_remote(self.workdir):
             self.say("TensorBoard events are written to local folders only; metrics.jsonl has every number")
 
     def due(self, step: int) -> bool:
@@ -83,10 +80,9 @@ class Writer:
         self.metrics_file.write(record)
         for sink in self.sinks:
             sink.write(step, values)
-            self.log_address(sink)
         if self.cfg.tensorboard and not paths.is_remote(self.workdir):
             if self.tensorboard is None:
-                self.tensorboard = Scalars(self.workdir / "tensorboard", self.start_step)
+                self.tensorboard = TensorBoard(self.workdir / "tensorboard", self.start_step)
             scalars = {name: float(value) for name, value in values.items() if isinstance(value, (int, float))}
             self.tensorboard.write(step, scalars)
         self.console.metrics(step, values)
@@ -118,7 +114,11 @@ class Writer:
         self.other_files[name].write(record)
 
     def log_problems(self) -> None:
-        """Logs write errors, once for each cause."""
+        """Logs the addresses of runs in services, and write errors, once for each cause."""
+        for sink in self.sinks:
+            if sink.announcement:
+                self.say(sink.announcement)
+                sink.announcement = ""
         problems = [output.problem for output in self.outputs() if output.problem]
         for problem in problems:
             if problem not in self.reported:
@@ -132,12 +132,6 @@ class Writer:
     def outputs(self) -> list[Any]:
         """Returns all open outputs."""
         return [output for output in (*self.files(), self.tensorboard, *self.sinks) if output is not None]
-
-    def log_address(self, sink: Sink) -> None:
-        """Logs the address of the run in a service, once."""
-        if sink.announcement:
-            self.say(sink.announcement)
-            sink.announcement = ""
 
     def upload_soon(self) -> None:
         """Starts uploads to a bucket now, as before a save of the same step. Does not block."""
@@ -160,17 +154,12 @@ class Writer:
                 self.say(f"{file.path} lacks the last lines: {file.problem or 'no answer yet'}")
         for output in self.outputs():
             output.close()
-        if self.tensorboard is not None and self.tensorboard.problem and self.tensorboard.problem not in self.reported:
-            self.say(self.tensorboard.problem)
         if self.diagnosis is not None:
             self.diagnosis.close()
         self.console.close()
-        for sink in self.sinks:
-            self.log_address(sink)
-            if sink.problem and sink.problem not in self.reported:
-                self.say(sink.problem)
-        self.metrics_file, self.other_files, self.tensorboard, self.sinks, self.diagnosis = None, {}, None, [], None
-        self.primary = False
+        self.metrics_file, self.other_files = None, {}  # their problems are logged above
+        self.log_problems()
+        self.tensorboard, self.sinks, self.diagnosis, self.primary = None, [], None, False
 
 
 class ExistingRecords(NamedTuple):

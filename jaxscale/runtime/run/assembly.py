@@ -27,8 +27,8 @@ from jaxscale.runtime.eval.scorer import Scorer
 from jaxscale.runtime.hosts.meshes import one_at_a_time, put_rows
 from jaxscale.runtime.monitor.alerts import Diagnosis, read_facts
 from jaxscale.runtime.monitor.events import read_events
+from jaxscale.runtime.monitor.goodput import Throughput
 from jaxscale.runtime.monitor.runinfo import run_info
-from jaxscale.runtime.monitor.throughput import Throughput
 from jaxscale.runtime.monitor.writers import Writer
 from jaxscale.runtime.run.changes import find_jump, jump_lines, record_changes
 from jaxscale.runtime.run.limiting import make_limits

@@ -68,7 +68,7 @@ def run_services(cfg: RunConfig, workdir: str, options: RunOptions, team: cluste
                     SharedReports(board) if board else None,
                     board,
                     ledger=ledger,
-                    vitals=lambda: ledger.metrics() | telemetry.metrics(),
+                    vitals=lambda: ledger.metrics() | telemetry.latest,
                     profiling=profiler.busy,
                 )
             lock.poll()  # raises if the last writes found that the lock is lost

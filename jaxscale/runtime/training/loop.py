@@ -15,8 +15,8 @@ from jaxscale.runtime.checkpoint.local_copy import LocalSaver
 from jaxscale.runtime.checkpoint.manager import Checkpoints
 from jaxscale.runtime.hosts.agree import gathered, next_key
 from jaxscale.runtime.monitor.events import Note
+from jaxscale.runtime.monitor.goodput import Throughput
 from jaxscale.runtime.monitor.machine import HostLoad
-from jaxscale.runtime.monitor.throughput import Throughput
 from jaxscale.runtime.monitor.writers import Writer
 from jaxscale.runtime.training.autopilot import Autopilot, AutopilotSpec, Rescheduled, Rewound
 from jaxscale.runtime.training.decisions import EarlyDecay

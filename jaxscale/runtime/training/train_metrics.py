@@ -10,8 +10,8 @@ import jax
 
 from jaxscale.core.batch import Batch
 from jaxscale.runtime.data.stacking import format_hash
+from jaxscale.runtime.monitor.goodput import Throughput
 from jaxscale.runtime.monitor.machine import HostLoad, memory_metrics
-from jaxscale.runtime.monitor.throughput import Throughput
 from jaxscale.runtime.monitor.writers import Writer
 from jaxscale.runtime.training.expert_load import ExpertLoad
 from jaxscale.system.exits import Exit, Stop

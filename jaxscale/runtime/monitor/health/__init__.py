@@ -40,11 +40,7 @@ class Health:
         self.active: frozenset[str] = frozenset()  # rules with an open finding
 
     def observe(self, record: Mapping[str, Any], events: Sequence[Mapping[str, Any]] = ()) -> list[Finding]:
-        """Returns the findings that begin or end with this record.
-
-        Args: record: a line of metrics.jsonl, null for non-finite values. events: of events.jsonl since the previous
-        record; used as evidence only.
-        """
+        """Returns the findings that begin or end with this record. events: since the previous one, as evidence."""
         if not self.rules:
             return []
         self.recent.add(record, events)
@@ -64,9 +60,8 @@ class Health:
         numbers = {"since": rule.since, **result.numbers}
         if over:
             return Finding(rule.kind, step, result.seen, numbers, (), (), rule.sources, over=True)
-        blames_batch = any(evidence_of is batch for _, evidence_of in rule.causes)
-        if blames_batch and (found := suspect_batch(self.recent, rule.since)):
-            numbers["batch"] = found.number
+        if any(of is batch for _, of in rule.causes) and (found := suspect_batch(self.recent, rule.since)):
+            numbers["batch"] = found[0]
         ranked = [(what, evidence_of(self.recent, self.facts, rule.since)) for what, evidence_of in rule.causes]
         ranked.sort(key=lambda cause: -cause[1].weight)  # stable: ties keep the order of the rule's causes
         causes = tuple(Cause(what, evidence.text) for what, evidence in ranked)

@@ -130,33 +130,28 @@ def stage(recent: RecentRecords, facts: RunFacts, step: int) -> Evidence:
     return Evidence(AGAINST, f"no stage of data.mixture began near batch {batch}")
 
 
-class Suspect(NamedTuple):
-    """A batch that may have caused a finding."""
+def suspect_batch(recent: RecentRecords, step: int) -> tuple[int, int, int | None] | None:
+    """Returns (batch, step, earlier batch with the same tokens) of a repeat near the step, else the step's batch.
 
-    number: int
-    step: int  # that trained on it
-    same_as: int | None  # an earlier batch with the same tokens
-
-
-def suspect_batch(recent: RecentRecords, step: int) -> Suspect | None:
-    """Returns a repeated batch near the step, else the step's batch; None if its number is unknown."""
+    None if its number is unknown.
+    """
     for repeated, number, first in reversed(recent.repeats):
         if repeated >= step - recent.width:
-            return Suspect(number, repeated, first)
+            return number, repeated, first
     record = next((record for record in recent.records if record["step"] >= step), recent.last)
     number = record.get("batch_index")
-    return None if number is None else Suspect(number, record["step"], None)
+    return None if number is None else (number, record["step"], None)
 
 
 def batch(recent: RecentRecords, facts: RunFacts, step: int) -> Evidence:
     """The batch of the step, and whether its tokens are a repeat."""
     if (found := suspect_batch(recent, step)) is None:
         return Evidence(NEUTRAL, "the number of the batch is not known")
-    n, same_as = found.number, found.same_as
+    n, trained_at, same_as = found
     hint = f"`jaxscale trace --workdir={shlex.quote(facts.workdir)} --batch={n}` lists its documents"
     if same_as is not None:
         return Evidence(STRONG, f"batch {n} has the very tokens of batch {same_as}: {hint}")
-    return Evidence(FOR, f"step {found.step} trained on batch {n}: {hint}")
+    return Evidence(FOR, f"step {trained_at} trained on batch {n}: {hint}")
 
 
 def gradient(recent: RecentRecords, facts: RunFacts, step: int) -> Evidence:

@@ -1,6 +1,5 @@
 """Rules about mixtures of experts: router collapse, dead experts, router bias."""
 
-import abc
 import math
 from typing import Any
 
@@ -26,31 +25,7 @@ def balance_steps(facts: RunFacts) -> float:
     return max(PATIENCE, SCORE_RANGE / (2 * facts.bias_rate)) if facts.bias_rate else PATIENCE
 
 
-class PersistentRule(Rule):
-    """A rule whose bad records must span a number of steps."""
-
-    begin, end = 2, 5
-
-    first: int | None = None  # the step of the first bad record in a row
-
-    @abc.abstractmethod
-    def evaluate(self, view: View) -> tuple[RuleResult, float] | None:
-        """Returns (result of the record, steps that bad records must span)."""
-
-    def check(self, view: View) -> RuleResult | None:
-        if (evaluated := self.evaluate(view)) is None:
-            return None
-        result, patience = evaluated
-        if not result.bad:
-            self.first = None
-            return result
-        self.first = view.step if self.first is None else self.first
-        if not self.active and view.step - self.first < patience:
-            return None
-        return result._replace(numbers=result.numbers | {"since": self.first})
-
-
-class RouterCollapse(PersistentRule):
+class RouterCollapse(Rule):
     """The router uses few experts, or gives one expert nearly all of a token."""
 
     kind = "router_collapse"
@@ -72,7 +47,7 @@ class RouterCollapse(PersistentRule):
         "own threshold: a quarter of the way from the fewest experts to all, for longer than balance takes",
     )
 
-    def evaluate(self, view: View) -> tuple[RuleResult, float] | None:
+    def check(self, view: View) -> RuleResult | None:
         used, entropy = view.number("train/experts_effective"), view.number("train/router_entropy_lowest")
         experts, chosen = view.facts.experts, view.facts.chosen
         if used is None or entropy is None or not experts:
@@ -93,12 +68,12 @@ class RouterCollapse(PersistentRule):
                 f"{math.log(experts):.3g}: below {MIN_ENTROPY:g}, one expert has nearly all of it"
             )
         if parts:
-            return RuleResult(True, "; ".join(parts), numbers), balance_steps(view.facts)
+            return RuleResult(True, "; ".join(parts), numbers, patience=balance_steps(view.facts))
         seen = f"tokens are spread as over {used:.3g} equal experts of {experts} at least, entropy {entropy:.3g} nats"
-        return RuleResult(False, seen, numbers), 0.0
+        return RuleResult(False, seen, numbers)
 
 
-class DeadExperts(PersistentRule):
+class DeadExperts(Rule):
     """Some experts received no token for a long time."""
 
     kind = "dead_experts"
@@ -115,18 +90,19 @@ class DeadExperts(PersistentRule):
     )
     sources = ("own threshold: 100 steps without a token, for longer than balance takes",)
 
-    def evaluate(self, view: View) -> tuple[RuleResult, float] | None:
+    def check(self, view: View) -> RuleResult | None:
         if (dead := view.number("train/experts_dead")) is None:
             return None
         numbers = {"dead": dead, "steps": DEAD_STEPS}
         if not dead:
-            return RuleResult(False, f"every expert had a token in the last {DEAD_STEPS} steps", numbers), 0.0
+            return RuleResult(False, f"every expert had a token in the last {DEAD_STEPS} steps", numbers)
         has = "has" if dead == 1 else "have"
         seen = f"{units.plural(int(dead), 'expert')} {has} had no token in {DEAD_STEPS} steps: memory without use"
-        return RuleResult(True, f"{seen}; the report shows which", numbers), balance_steps(view.facts) - DEAD_STEPS
+        patience = balance_steps(view.facts) - DEAD_STEPS
+        return RuleResult(True, f"{seen}; the report shows which", numbers, patience=patience)
 
 
-class RouterBias(PersistentRule):
+class RouterBias(Rule):
     """The range of the biases, or their change in a step, is too large for the scores."""
 
     kind = "router_bias"
@@ -145,7 +121,7 @@ class RouterBias(PersistentRule):
         "own threshold: three times the range of a token's scores, and a tenth of it in one step",
     )
 
-    def evaluate(self, view: View) -> tuple[RuleResult, float] | None:
+    def check(self, view: View) -> RuleResult | None:
         bias_range, scores = view.number("train/router_bias_to_scores"), view.number("train/router_scores")
         if bias_range is None or not scores:
             return None
@@ -164,6 +140,6 @@ class RouterBias(PersistentRule):
                 f"({scores:.3g}): above {MAX_BIAS_STEP:.0%}, loads swing from step to step"
             )
         if parts:
-            return RuleResult(True, "; ".join(parts), numbers), patience
+            return RuleResult(True, "; ".join(parts), numbers, patience=patience)
         seen = f"the biases of every layer are at most {bias_range:.3g} times as far apart as the scores of a token"
-        return RuleResult(False, seen, numbers), 0.0
+        return RuleResult(False, seen, numbers)

@@ -18,6 +18,12 @@ if TYPE_CHECKING:
     from jaxscale.runtime.monitor.health.evidence import EvidenceFn
 
 NOISE_EVERY = 8  # values between updates of the noise of the whole window, the most expensive part
+HARMLESS = ("busy_machine",)  # rules about causes outside the run
+SMOOTH = 10  # records in a smoothed loss
+REJECT_SIGMAS = 5.0  # values further above the baseline are not added to it
+REJECT_RATIO = 1.03
+NEW_LEVEL = 12  # consecutive rejected records become the new baseline
+SHORT_WAIT = 1.0  # seconds that one save waited for the one before
 
 
 def absolute_deviation(values: Sequence[float], centre: float) -> float:
@@ -141,14 +147,6 @@ def mean_of(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return sum(x for x, _ in points) / len(points), sum(y for _, y in points) / len(points)
 
 
-HARMLESS = ("busy_machine",)  # rules about causes outside the run
-SMOOTH = 10  # records in a smoothed loss
-REJECT_SIGMAS = 5.0  # values further above the baseline are not added to it
-REJECT_RATIO = 1.03
-NEW_LEVEL = 12  # consecutive rejected records become the new baseline
-SHORT_WAIT = 1.0  # seconds that one save waited for the one before
-
-
 def is_harmless(event: Mapping[str, Any]) -> bool:
     """Returns True for an alarm or alert that has ended, or that the run did not cause."""
     waited = event.get("waited")
@@ -184,6 +182,7 @@ class RuleResult(NamedTuple):
     seen: str = ""
     numbers: dict[str, Any] = {}  # never mutated
     sure: bool = False  # this record alone begins (bad) or ends (good) a finding
+    patience: float | None = None  # steps that bad records must span before they count
 
 
 HEALTHY = RuleResult(False)
@@ -326,7 +325,8 @@ class Rule(abc.ABC):
 
     active = False
     in_row = 0  # bad records while inactive, good ones while active
-    since = 0  # the step of the first bad record
+    since = 0  # the step of the first bad record that counted
+    first_bad: int | None = None  # the step of the first bad record since a good one
     findings = 0
 
     @abc.abstractmethod
@@ -338,6 +338,13 @@ class Rule(abc.ABC):
         result = self.check(view)
         if result is None:
             return None
+        if not result.bad:
+            self.first_bad = None
+        elif result.patience is not None:
+            self.first_bad = view.step if self.first_bad is None else self.first_bad
+            if not self.active and view.step - self.first_bad < result.patience:
+                return None
+            result = result._replace(numbers=result.numbers | {"since": self.first_bad})
         if result.bad == self.active:  # no change
             self.in_row = 0
             return None

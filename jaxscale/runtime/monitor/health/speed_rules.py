@@ -39,10 +39,11 @@ class TimedRule(Rule):
         """Returns the median of healthy steps; None while there are too few."""
         return median(self.usual) if len(self.usual) >= 10 else None
 
-    def batches_grew(self, view: View) -> bool:
-        """Returns True if batches became larger since the last record, so that earlier times no longer compare."""
+    def clear_if_batches_grew(self, view: View) -> None:
+        """Forgets the times of healthy steps if batches became larger since the last record."""
         before, self.size = self.size, sum(first <= (view.number("batch_index") or 0) for first in view.facts.grows_at)
-        return self.size > before
+        if self.size > before:
+            self.usual.clear()
 
     @abc.abstractmethod
     def evaluate(self, view: View, seconds: float) -> RuleResult | None:
@@ -76,8 +77,7 @@ class BusyMachine(TimedRule):
     skip_if_contended = False
 
     def evaluate(self, view: View, seconds: float) -> RuleResult | None:
-        if self.batches_grew(view):
-            self.usual.clear()
+        self.clear_if_batches_grew(view)
         usual, others = self.usual_seconds(), view.number("host_other_share")
         if not view.facts.on_cpu or others is None:
             return None
@@ -137,8 +137,7 @@ class SlowStep(TimedRule):
     sources = ("slower than expected: a common rule; own threshold, against the run's own median",)
 
     def evaluate(self, view: View, seconds: float) -> RuleResult | None:
-        if self.batches_grew(view):
-            self.usual.clear()
+        self.clear_if_batches_grew(view)
         if "starvation" in view.active:  # more specific
             return None
         usual = self.usual_seconds()
