@@ -14,7 +14,7 @@ from pyarrow import parquet
 
 from jaxscale.runtime.eval.bits_per_byte import EvalReading
 from jaxscale.runtime.eval.items import EvalItem, SkippedItems, check_item_files, read_items
-from jaxscale.runtime.eval.named import choice_metrics, cloze_metrics, encode_items, encode_pair, move_space, span_of
+from jaxscale.runtime.eval.named import choice_metrics, cloze_metrics, encode_items, encode_pair, span_of
 from jaxscale.runtime.eval.scorer import Scores
 from jaxscale.runtime.text.tokenizer.load import load_tokenizer
 from jaxscale.system.exits import BadInput
@@ -156,8 +156,7 @@ def test_where_a_context_ends(context, continuation, before, scored):
         assert (words.words(ids[:first]), words.words(ids[first:])) == (before, scored)
 
 
-def test_white_space_moves_whole_and_what_stands_before_a_text_stays_there():
-    assert move_space("a \n", "b") == ("a", " \nb") and move_space("", " b") == ("", " b")
+def test_what_stands_before_a_text_stays_there():
     words = Words()
     assert words.encode("<")[0] == 1
     ids, first, _ = encode_pair(EvalReading(words, start_ids=(7,), begin_ids=(7,), context=8), "x", " y")

@@ -6,7 +6,7 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxscale.runtime.sampling.text_stream import TextStream, common_prefix, overlap
+from jaxscale.runtime.sampling.text_stream import TextStream, overlap
 from jaxscale.runtime.text.tokenizer.bpe import train_bpe
 from jaxscale.runtime.text.tokenizer.load import ByteTokenizer
 
@@ -108,4 +108,3 @@ def test_ends_and_beginnings_that_overlap_are_counted():
     assert [overlap(*pair) for pair in (("abc", "cab"), ("ab", "abc"), ("abc", "abc"), ("", "a"), ("aa", "aab"))] == [
         1, 2, 0, 0, 2,
     ]  # fmt: skip
-    assert [common_prefix(*pair) for pair in (("abc", "abd"), ("", "a"), ("ab", "ab"))] == [2, 0, 2]

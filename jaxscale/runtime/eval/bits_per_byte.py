@@ -30,6 +30,9 @@ from jaxscale.system.exits import BadInput
 MAX_TOKENS = 1 << 28  # of one source: a gigabyte
 TOKENS_AT_ONCE = 1 << 21  # of a block of documents; a longer document is a block
 Numbers: TypeAlias = Sequence[float] | np.ndarray
+Ids = Sequence[int] | np.ndarray
+Block = list[tuple[np.ndarray, int]]  # (ids, bytes) of documents
+Tokens: TypeAlias = Globs | Sequence[Sequence[int]]  # files, or documents
 
 
 def mean_error(values: Numbers) -> tuple[float, float | None]:
@@ -73,10 +76,6 @@ class EvalReading(NamedTuple):
     def of(cls, tokenizer: Tokenizer, context: int) -> "EvalReading":
         """Returns the context with the end-of-document token as start if nothing begins a document."""
         return cls(tokenizer, tokenizer.begin_ids or (tokenizer.eos_id,), tokenizer.begin_ids, context)
-
-
-Ids = Sequence[int] | np.ndarray
-Block = list[tuple[np.ndarray, int]]  # (ids, bytes) of documents
 
 
 class DocumentSums(NamedTuple):
@@ -216,20 +215,14 @@ def summarise_text(measured: Sequence[DocumentSums]) -> dict[str, float]:
     return metrics | {name: error for name, error in errors.items() if error is not None} | counts
 
 
-def text_metrics(
-    sets: Mapping[str, TextSet], scorer: Scorer, params: Any, skipped: Counter | None = None
-) -> dict[str, float]:
+def text_metrics(sets: Mapping[str, TextSet], scorer: Scorer, params: Any, skipped: Counter) -> dict[str, float]:
     """Returns the metrics of all sources in total, and of several also 'SOURCE/bits_per_byte'. Raises as measure()."""
-    skipped = Counter() if skipped is None else skipped
     measured = {name: one.measure(scorer, params, skipped) for name, one in sets.items()}
     metrics = summarise_text([document for found in measured.values() for document in found])
     if len(measured) > 1:
         for name, found in measured.items():
             metrics |= {f"{name}/{metric}": value for metric, value in summarise_text(found).items()}
     return metrics
-
-
-Tokens: TypeAlias = Globs | Sequence[Sequence[int]]  # files, or documents
 
 
 def open_documents(name: str, given: Tokens, vocab_size: int, limit: int = 0) -> Callable[[], Iterator[np.ndarray]]:

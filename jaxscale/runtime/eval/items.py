@@ -75,11 +75,7 @@ class SkippedItems:
 
 
 def read_items(files: Sequence[Path], kind: str, limit: int = 0, skipped: SkippedItems | None = None) -> list[EvalItem]:
-    """Returns the items of the files, at most `limit` (0: all). kind: choice or cloze.
-
-    skipped: counts invalid records, if it says to skip them; None: stop.
-    Raises BadInput naming file and line for a record of unknown form.
-    """
+    """Returns at most `limit` items (0: all). skipped: counts invalid records; None: raises BadInput for one."""
     skipped = SkippedItems() if skipped is None else skipped
     form = choice_item if kind == "choice" else cloze_item
     items: list[EvalItem] = []
@@ -111,10 +107,8 @@ def choice_item(name: str, value: Mapping[str, Any]) -> EvalItem:
     if {"context", "choices", "answer"} <= value.keys():
         return context_item(name, value)
     if {"goal", "sol1", "sol2", "label"} <= value.keys():
-        answers = (text_of(value, "sol1"), text_of(value, "sol2"))
-        return question_item(
-            name, f"Question: {text_of(value, 'goal')}\nAnswer:", answers, right_index(value, "label", 2)
-        )
+        answers, right = (text_of(value, "sol1"), text_of(value, "sol2")), right_index(value, "label", 2)
+        return question_item(name, f"Question: {text_of(value, 'goal')}\nAnswer:", answers, right)
     if {"question", "correct_answer", "distractor1", "distractor2", "distractor3"} <= value.keys():
         support = text_of(value, "support").lstrip() if value.get("support") is not None else ""
         answers = tuple(text_of(value, f"distractor{i}") for i in (1, 2, 3)) + (text_of(value, "correct_answer"),)

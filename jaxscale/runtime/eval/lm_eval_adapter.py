@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import datetime
 import functools
+import itertools
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ import numpy as np
 
 from jaxscale.runtime.eval.bits_per_byte import EvalReading, document_spans
 from jaxscale.runtime.eval.named import encode_pair, span_of
-from jaxscale.runtime.eval.scorer import Scorer, Scores
+from jaxscale.runtime.eval.scorer import Scorer, Scores, TokenSpan
 from jaxscale.runtime.sampling.config import Sampling
 from jaxscale.runtime.sampling.generator import Generator
 from jaxscale.runtime.sampling.text_stream import WriteSettings, write_texts
@@ -54,8 +55,7 @@ def log_likelihoods(
 ) -> list[tuple[float, bool]]:
     """Returns (log-likelihood, True if greedy decoding writes it) of each continuation of its context.
 
-    A context that is too long is truncated on the left, and the number of these is logged.
-    Args: chat: the prompts that wrote the contexts, if they are conversations.
+    A context that is too long is truncated on the left. chat: the prompts that wrote contexts that are conversations.
     Raises: BadInput for a continuation without a token, or longer than the model reads, as lm-eval's HFLM asserts.
     """
     reading, text_ids = served.reading, chat and chat.text_ids
@@ -70,12 +70,13 @@ def log_likelihoods(
     if num_truncated:
         number = f"{num_truncated:,} of {len(pairs):,} contexts"
         served.say(f"lm-eval: {number} truncated on the left to {reading.context:,} tokens")
-    scores = checked(served.scorer.score(served.params, spans))
+    scores = score(served, spans)
     return [(-float(nats), bool(likeliest)) for nats, likeliest in zip(scores.nats, scores.likeliest)]
 
 
-def checked(scores: Scores) -> Scores:
+def score(served: Served, spans: Sequence[TokenSpan]) -> Scores:
     """Returns the scores. Raises BadInput for NaN, which lm-eval would count as an answer."""
+    scores = served.scorer.score(served.params, spans)
     if np.isnan(scores.nats).any():
         raise BadInput("the weights of this checkpoint give likelihoods that are NaN; measure another step")
     return scores
@@ -83,15 +84,10 @@ def checked(scores: Scores) -> Scores:
 
 def rolling_log_likelihoods(served: Served, texts: Sequence[str]) -> list[float]:
     """Returns the log-likelihood of each text, read in disjoint windows (the last one may overlap), as in lm-eval."""
-    reading, spans, owners = served.reading, [], []
-    for number, text in enumerate(texts):
-        ids = reading.tokenizer.encode(text)
-        text_spans = document_spans(ids, reading.start_ids, reading.context, stride=reading.context)
-        spans, owners = spans + text_spans, owners + [number] * len(text_spans)
-    sums = [0.0] * len(texts)
-    for number, nats in zip(owners, checked(served.scorer.score(served.params, spans)).nats):
-        sums[number] -= float(nats)
-    return sums
+    reading, encode = served.reading, served.reading.tokenizer.encode
+    windows = [document_spans(encode(text), reading.start_ids, reading.context, reading.context) for text in texts]
+    nats = iter(score(served, [span for spans in windows for span in spans]).nats.tolist())
+    return [0.0 - sum(itertools.islice(nats, len(spans))) for spans in windows]
 
 
 def write_settings(settings: dict[str, Any]) -> WriteSettings:
@@ -116,8 +112,7 @@ def generated(
 ) -> list[str]:
     """Returns the text that the model adds to each context, by the request's settings, without the stop text.
 
-    A context that leaves too little room is truncated on the left, and the number of these is logged.
-    Args: chat: as for log_likelihoods; a text then also ends with the model's turn.
+    A context that leaves too little room is truncated on the left. chat: a text then also ends with the model's turn.
     """
     reading, stop_ids = served.reading, chat.stop_ids if chat else served.tokenizer.stop_ids
     plain = lambda text: [*reading.begin_ids, *reading.tokenizer.encode(text).tolist()] or [*reading.start_ids]
@@ -165,21 +160,19 @@ def adapter_class() -> type:
             self.chat: ChatPrompts | None = None  # set once a conversation was rendered: then every context is one
 
         def loglikelihood(self, requests: list, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-            ask = lambda arguments: log_likelihoods(self.served, arguments, self.chat)
-            return self.answers("loglikelihood", ask, requests)
+            found = log_likelihoods(self.served, [request.args for request in requests], self.chat)
+            return self.cached("loglikelihood", requests, found)
 
         def loglikelihood_rolling(self, requests: list, disable_tqdm: bool = False) -> list[float]:
-            ask = lambda arguments: rolling_log_likelihoods(self.served, [text for text, *_ in arguments])
-            return self.answers("loglikelihood_rolling", ask, requests)
+            found = rolling_log_likelihoods(self.served, [request.args[0] for request in requests])
+            return self.cached("loglikelihood_rolling", requests, found)
 
         def generate_until(self, requests: list, disable_tqdm: bool = False) -> list[str]:
-            return self.answers(
-                "generate_until", lambda arguments: generated(self.served, arguments, self.chat), requests
-            )
+            found = generated(self.served, [request.args for request in requests], self.chat)
+            return self.cached("generate_until", requests, found)
 
-        def answers(self, kind: str, ask: Callable[[list], list], requests: list) -> list:
-            """Returns the answers to the requests, and adds them to lm-eval's cache."""
-            found = ask([request.args for request in requests])
+        def cached(self, kind: str, requests: list, found: list) -> list:
+            """Returns the answers to the requests after adding them to lm-eval's cache."""
             for request, answer in zip(requests, found):
                 self.cache_hook.add_partial(kind, request.args, answer)
             return found
@@ -211,11 +204,9 @@ def run_tasks(
     limit: int | None = None,
     chat: bool = False,
 ) -> dict[str, float]:
-    """Returns {'TASK/METRIC': value, 'TASK/METRIC_stderr': ...} of lm-eval's tasks.
+    """Returns {'TASK/METRIC': value, 'TASK/METRIC_stderr': ...} of lm-eval's tasks. Raises BadInput for unknown ones.
 
-    Args: folder: yaml files of more tasks. limit: items of each task. chat: render questions and few-shot examples as
-    turns of a conversation with the model's chat template.
-    Raises BadInput for unknown tasks.
+    folder: yaml files of more tasks. limit: items of each task. chat: render questions and few-shot examples as turns.
     """
     model = adapter_class()(served)
     import lm_eval

@@ -33,6 +33,7 @@ from jaxscale.system.exits import BadInput
 
 MAX_IDS = 1 << 27  # tokens of all spans: half a gigabyte
 TextIds = Callable[[str, str], Sequence[int]]  # (context, continuation) -> their ids as one text
+GROUP = "evals"  # prefix of the metrics' names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,11 +63,7 @@ class ItemSet:
 def encode_items(
     kind: str, items: Sequence[EvalItem], reading: EvalReading, skipped: SkippedItems | None = None
 ) -> ItemSet:
-    """Returns the items as ids.
-
-    skipped: counts items with an answer that has no token or is longer than the model reads, if it says to skip them;
-    None: stop. Raises BadInput naming such an item, or if no item remains.
-    """
+    """Returns the items as ids. skipped: counts items that cannot be scored; None: raises BadInput for one."""
     skipped = SkippedItems() if skipped is None else skipped
     encoded, spans, num_cut, num_alone, num_ids = [], [], 0, 0, 0
     for item in items:
@@ -135,16 +132,11 @@ class EncodedPair(NamedTuple):
     alone: bool  # True if the continuation was encoded alone
 
 
-def move_space(context: str, continuation: str) -> tuple[str, str]:
-    """Moves white space at the end of the context to the front of the continuation."""
-    stripped = context.rstrip()
-    return stripped, context[len(stripped) :] + continuation
-
-
 def encode_pair(reading: EvalReading, context: str, continuation: str, text_ids: TextIds | None = None) -> EncodedPair:
     """Returns the ids after what begins a document. text_ids: of chat contexts, which contain it. Raises BadInput."""
     ids_of = text_ids or (lambda before, behind: reading.tokenizer.encode(before + behind))
-    context, continuation = move_space(context, continuation)
+    stripped = context.rstrip()
+    context, continuation = stripped, context[len(stripped) :] + continuation
     begin, tail = () if text_ids else reading.begin_ids, ids_of(context, "") if context else ()
     begin = begin if len(begin) + len(tail) else reading.start_ids
     parts = [begin, ids_of(context, continuation)]
@@ -169,9 +161,6 @@ def span_of(pair: EncodedPair, longest: int) -> tuple[TokenSpan, bool]:
         )
     ids = ids[cut:].copy() if cut else ids  # a view would keep the whole array in memory
     return TokenSpan(ids, first - cut), cut > 0
-
-
-GROUP = "evals"  # prefix of the metrics' names
 
 
 @dataclasses.dataclass(frozen=True)

@@ -108,26 +108,19 @@ def pack_spans(spans: Sequence[TokenSpan], row_tokens: int | None = None) -> Pac
     numbers: dict[tuple[int, bytes], int] = {}
     indices = [numbers.setdefault((first, np.asarray(ids, np.int32).tobytes()), len(numbers)) for ids, first in spans]
     distinct = tuple(spans[i] for i in np.unique(indices, return_index=True)[1])
-    return PackedSpans(distinct, np.array(indices, np.int64), row_tokens, assign_rows(distinct, row_tokens))
+    scored = [number for number, (ids, first) in enumerate(distinct) if len(ids) > first]  # others are in no row
+    assert all(distinct[number].first >= 1 for number in scored), "the first id of a span has nothing before it"
+    bins = pack_bins(np.array([distinct[number].num_positions for number in scored], np.int64), row_tokens)
+    rows: list[list[int]] = [[] for _ in range(int(bins.max(initial=-1)) + 1)]
+    for number, row in zip(scored, bins.tolist()):
+        rows[row].append(number)
+    return PackedSpans(distinct, np.array(indices, np.int64), row_tokens, tuple(map(tuple, rows)))
 
 
 def row_length(tokens: int, longest: int | None = None) -> int:
     """Returns the row length for spans of up to `tokens`: one of few, and at most `longest`."""
     length = MIN_ROW << (max(tokens - 1, 0) // MIN_ROW).bit_length()
     return max(min(length, longest or length), tokens)
-
-
-def assign_rows(spans: Sequence[TokenSpan], row_tokens: int) -> tuple[tuple[int, ...], ...]:
-    """Returns the indices of the spans in each row. A span with nothing to score is in none."""
-    scored = [number for number, span in enumerate(spans) if len(span.ids) > span.first]
-    if not scored:
-        return ()
-    assert all(spans[number].first >= 1 for number in scored), "the first id of a span has nothing before it"
-    bins = pack_bins(np.array([spans[number].num_positions for number in scored], np.int64), row_tokens)
-    rows: list[list[int]] = [[] for _ in range(int(bins.max()) + 1)]
-    for number, row in zip(scored, bins.tolist()):
-        rows[row].append(number)
-    return tuple(map(tuple, rows))
 
 
 def fill(

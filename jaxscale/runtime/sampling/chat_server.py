@@ -21,6 +21,13 @@ from jaxscale.system.redact import in_html
 
 FILES = importlib.resources.files("jaxscale.runtime.sampling")
 STYLE, SCRIPT = (FILES.joinpath(name).read_text("utf-8") for name in ("chat.css", "chat.js"))
+MAX_BYTES = 1 << 20  # of a conversation
+MAX_TURNS = 400  # of a conversation: its chat template renders in 0.1 s
+MAX_CHARACTERS_PER_TOKEN = 32  # for each token of a text; English has about 4, lines of spaces up to 16
+ROLES = ("user", "assistant")
+END_SECONDS = 3.0  # for an answer to end when the program does
+Answer = Callable[[Sequence[dict[str, str]], list[GeneratedText]], Iterator[str]]
+DISCONNECTED = (ConnectionError, TimeoutError)  # or the client has read nothing for STALL_SECONDS
 
 
 def chat_page(title: str) -> str:
@@ -35,18 +42,6 @@ def chat_page(title: str) -> str:
         '<button id="send">Send</button><button id="new" type="button">New</button></form>'
         f"<script>{SCRIPT}</script></body></html>\n"
     )
-
-
-MAX_BYTES = 1 << 20  # of a conversation
-MAX_TURNS = 400  # of a conversation: its chat template renders in 0.1 s
-MAX_CHARACTERS_PER_TOKEN = 32  # for each token of a text; English has about 4, lines of spaces up to 16
-ROLES = ("user", "assistant")
-END_SECONDS = 3.0  # for an answer to end when the program does
-
-Answer = Callable[[Sequence[dict[str, str]], list[GeneratedText]], Iterator[str]]
-
-
-DISCONNECTED = (ConnectionError, TimeoutError)  # or the client has read nothing for STALL_SECONDS
 
 
 class TooLong(BadInput):
@@ -69,11 +64,7 @@ class ChatServer(LocalServer):
 
 
 def open_chat(answer: Answer, title: str, port: int, longest: int) -> ChatServer:
-    """Returns a listening server; serve_forever() runs it. Raises BadInput if the port is not available.
-
-    Args: answer: (messages, written) -> pieces of the model's turn; puts the whole turn into `written`. longest: tokens
-    of a text; requests that are certainly longer are refused without using the model.
-    """
+    """Returns a listening server. answer: (messages, written) -> pieces of a turn. longest: tokens of a text."""
     busy, ending = threading.Lock(), threading.Event()
     return ChatServer(ChatHandler, port, answer=answer, title=title, longest=longest, busy=busy, ending=ending)
 

@@ -26,16 +26,8 @@ from jaxscale.core.models.model import unembed
 from jaxscale.core.models.sharded import ShardedModel
 from jaxscale.core.shardings import partition_spec, replicated
 from jaxscale.kernels.matmul.project import with_matmul_precision
+from jaxscale.runtime.sampling import kv_cache
 from jaxscale.runtime.sampling.config import Sampling
-from jaxscale.runtime.sampling.kv_cache import (
-    Cache,
-    CacheReader,
-    CacheRecorder,
-    ReplicatedTensorAxis,
-    cache_axes,
-    fill_cache,
-    num_slots,
-)
 from jaxscale.system.exits import BadInput
 
 ENDED = -1  # in place of a token, for a row that has ended
@@ -51,7 +43,7 @@ class NotFinite(BadInput):
 class DecodeState(NamedTuple):
     """Decoding state of all rows."""
 
-    cache: Cache
+    cache: kv_cache.Cache
     lengths_B: jax.Array  # int32: tokens in the cache
     last_B: jax.Array  # int32: the newest token, not in the cache yet
     ended_B: jax.Array  # bool
@@ -108,36 +100,36 @@ class Engine:
         self.batch = batch + -batch % sharded.plan.batch_axes.num_shards
         self.drawable_V = np.arange(cfg.vocab_size) < (num_ids or cfg.vocab_size)
         self.drawable_V[list(never)] = False
-        self.slots = num_slots(sharded.plan.needs, longest)
-        self.tensor = ReplicatedTensorAxis(sharded.mesh.shape["tensor"], make_tensor_axis(sharded.mesh).stages)
-        self.cache_spec = partition_spec(cache_axes(cfg), sharded.plan.rules.params)
+        self.slots = kv_cache.num_slots(sharded.plan.needs, longest)
+        self.tensor = kv_cache.ReplicatedTensorAxis(sharded.mesh.shape["tensor"], make_tensor_axis(sharded.mesh).stages)
+        heads = "channels" if cfg.latent_width else "kv_heads"  # latents belong to all heads
+        axes = ("layers", "act_batch", "act_seq", heads, "head_dim")
+        self.cache_spec = partition_spec(axes, sharded.plan.rules.params)
         self.rows_spec = P(*partition_spec(("act_batch",), sharded.plan.rules.params))
         self.programs: dict[Any, Any] = {}
 
-    def read_prompts(self, params: Any, tokens_BT: jax.Array, lengths_B: jax.Array) -> tuple[Cache, jax.Array]:
-        """Returns (the cache, float32[B, V] logits after the last token of each row), both of the local shard."""
-        recorder = CacheRecorder()
+    def read_prompts(self, params: Any, tokens_BT: jax.Array, lengths_B: jax.Array):
+        """Returns (Cache, float32[B, V] logits after the last token of each row), both of the local shard."""
+        recorder = kv_cache.CacheRecorder()
         model = self.sharded.merge(params, tensor=self.tensor, recorder=recorder)
         T = tokens_BT.shape[1]
         positions_BT = jnp.minimum(jnp.arange(T)[None], lengths_B[:, None] - 1)
         text_BT = (jnp.arange(T)[None] < lengths_B[:, None]).astype(jnp.int32)
         h_BTD = model.hidden(tokens_BT, positions_BT, text_BT)
         h_BD = jnp.take_along_axis(h_BTD, (lengths_B - 1)[:, None, None], axis=1)[:, 0]
-        return fill_cache(recorder.whole, lengths_B, self.slots), unembed(model, h_BD)
+        return kv_cache.fill_cache(recorder.whole, lengths_B, self.slots), unembed(model, h_BD)
 
-    def read_one(self, params: Any, cache: Cache, tokens_B: jax.Array, lengths_B: jax.Array) -> tuple[Cache, jax.Array]:
+    def read_one(
+        self, params: Any, cache: kv_cache.Cache, tokens_B: jax.Array, lengths_B: jax.Array
+    ) -> tuple[kv_cache.Cache, jax.Array]:
         """Returns (the cache with one more token of each row, float32[B, V] logits after it)."""
-        recorder = CacheReader(cache, lengths_B, self.sharded.plan.needs, tuple(self.sharded.cfg.layer_stacks.values()))
+        recorder = kv_cache.CacheReader(
+            cache, lengths_B, self.sharded.plan.needs, tuple(self.sharded.cfg.layer_stacks.values())
+        )
         model = self.sharded.merge(params, tensor=self.tensor, recorder=recorder)
         ones_B1 = jnp.ones_like(tokens_B)[:, None]
         h_B1D = model.hidden(tokens_B[:, None], lengths_B[:, None], ones_B1)
         return recorder.extended(), unembed(model, h_B1D[:, 0])
-
-    def state_spec(self, sampling: Sampling) -> DecodeState:
-        """Returns the partition spec of each array of the state."""
-        rows, cache = self.rows_spec, Cache._make((self.cache_spec, self.cache_spec))
-        seen = rows if sampling.depends_on_text else None
-        return DecodeState._make((cache, rows, rows, rows, rows, rows, seen, P()))
 
     def draw(self, state: DecodeState, logits_BV: jax.Array, sampling: Sampling, stop_ids: tuple[int, ...]):
         """Returns (the state with one more token, int32[B] the token, ENDED or NOT_FINITE)."""
@@ -159,7 +151,9 @@ class Engine:
     @functools.cache  # noqa: B019 - as long as the engine lives
     def functions(self, sampling: Sampling, stop_ids: tuple[int, ...]) -> tuple[Callable, Callable]:
         """Returns jitted (prefill(params, tokens_BT, ...), decode(params, state)), both -> (state, tokens_B)."""
-        sharded, rows, state_spec = self.sharded, self.rows_spec, self.state_spec(sampling)
+        sharded, rows = self.sharded, self.rows_spec
+        cache, seen = kv_cache.Cache._make((self.cache_spec,) * 2), rows if sampling.depends_on_text else None
+        state_spec = DecodeState._make((cache, rows, rows, rows, rows, rows, seen, P()))
         with_model_precision = functools.partial(with_matmul_precision, sharded.cfg.matmul_precision)
 
         def prefill(params: Any, tokens_BT, lengths_B, number_B, seed):
@@ -225,9 +219,7 @@ class Generator:
         """Yields int32[rows] for each step: the next token of every prompt, -1 for a row that has ended.
 
         A row ends before a token of stop_ids, and when its text has `longest` tokens. numbers: of the rows, for their
-        random numbers; None: prompt_numbers(prompts).
-        Raises BadInput for a prompt that is empty or too long, and for more prompts than rows, and NotFinite for logits
-        that are not finite.
+        random numbers; None: prompt_numbers(prompts). Raises as check_prompts, and NotFinite for such logits.
         """
         engine, self.timing = self.engine, None
         check_prompts(prompts, engine)

@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxscale.core.axes.tensor_axis import TensorAxis
-from jaxscale.core.models.config import ModelConfig
 from jaxscale.core.models.latent_attention import Latents
 from jaxscale.core.models.lora import merged_weight
 from jaxscale.core.recorder import Recorder
@@ -33,12 +32,6 @@ class Cache(NamedTuple):
 
     keys_LBRKH: jax.Array
     values_LBRKH: jax.Array
-
-
-def cache_axes(cfg: ModelConfig) -> tuple[str, ...]:
-    """Returns the logical axes of both arrays. Latents belong to all heads, and are not sharded by head."""
-    heads = "channels" if cfg.latent_width else "kv_heads"
-    return ("layers", "act_batch", "act_seq", heads, "head_dim")
 
 
 def one_head(latents: Latents) -> tuple[jax.Array, jax.Array]:
@@ -140,7 +133,12 @@ class CacheReader(KeyValueRecorder):
     def visible(self, local: bool | jax.Array | None) -> tuple[Cache, jax.Array]:
         """Returns (the cache of the current layer, bool[B, R]: True for slots that the new token attends to)."""
         assert self.layer is not None, "run_stack() calls begin_layer() before the layer"
-        return self.layer, visible_slots(self.lengths_B, self.layer[0].shape[1], self.needs.window, local)
+        position_BR = slot_positions(self.lengths_B, self.layer[0].shape[1])
+        seen_BR = position_BR >= 0
+        if self.needs.window is not None:
+            near_BR = self.lengths_B[:, None] - position_BR < self.needs.window
+            seen_BR &= near_BR if local is None else near_BR | jnp.logical_not(local)
+        return self.layer, seen_BR
 
     def wrap_attention(self, attend: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         """Replaces `attend` by attention to the cache. local: True in layers with the window, if not all have it."""
@@ -172,16 +170,6 @@ class CacheReader(KeyValueRecorder):
             return cached_LBRKH.at[:, rows_B, slot_B].set(new_LB1KH[:, :, 0])
 
         return Cache(*map(put, self.cache, self.whole))
-
-
-def visible_slots(lengths_B: jax.Array, slots: int, window: int | None, local: bool | jax.Array | None) -> jax.Array:
-    """Returns bool[B, R]: True if the token at position `length` attends to the slot."""
-    position_BR = slot_positions(lengths_B, slots)
-    seen_BR = position_BR >= 0
-    if window is None:
-        return seen_BR
-    near_BR = lengths_B[:, None] - position_BR < window
-    return seen_BR & (near_BR if local is None else near_BR | jnp.logical_not(local))
 
 
 def attend_one(q_B1NH, k_B1KH, v_B1KH, keys_BRKH, values_BRKH, seen_BR, softcap: float | None) -> jax.Array:

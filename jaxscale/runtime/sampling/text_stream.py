@@ -1,6 +1,7 @@
 """Streams texts from a generator and a tokenizer, without incomplete characters and without stop texts."""
 
 import dataclasses
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
@@ -67,36 +68,26 @@ def write_texts(
             token, stream, output = int(step_B[row]), streams[row], written[row]
             if token == ENDED:
                 active.remove(row)
-                full = len(prompts[row]) + output.tokens >= generator.engine.longest
-                output.reason = "length" if full else "end"
                 continue
             output.tokens += 1
             if piece := stream.push(token):
                 output.text += piece
                 yield row, piece
             if stream.stopped:
-                output.reason = "stop"
                 active.remove(row)
         if not active:
             break
-    for row in active:  # the generator stops without a last step if all rows end in one
-        tokens = written[row].tokens
-        full = tokens >= settings.num_tokens or len(prompts[row]) + tokens >= generator.engine.longest
-        written[row].reason = "length" if full else "end"
-    for row, stream in enumerate(streams):
-        if piece := stream.end():
-            written[row].text += piece
-            if stream.stopped:
-                written[row].reason = "stop"
+    for row, (stream, output) in enumerate(zip(streams, written)):
+        piece = stream.end()
+        full = output.tokens >= settings.num_tokens or len(prompts[row]) + output.tokens >= generator.engine.longest
+        output.reason = "stop" if stream.stopped else "length" if full else "end"
+        if piece:
+            output.text += piece
             yield row, piece
 
 
 class TextStream:
-    """Converts tokens to text that later tokens cannot change.
-
-    stops: the text ends before the first of these to be complete, across token boundaries, and `stopped` becomes true.
-    Raises BadInput for an empty one.
-    """
+    """Converts tokens to text that later tokens cannot change; it ends before the first stop text to be complete."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int] = (), stops: Sequence[str] = ()):
         if "" in stops:
@@ -116,8 +107,8 @@ class TextStream:
         whole = not text.endswith(REPLACED)
         if not whole:  # perhaps an incomplete character: only text that the newest bytes cannot change is final
             older = self.ids[: -(CHARACTER_TOKENS - 1)]
-            text = text[: common_prefix(self.decode(older), text)] if len(older) > self.begin else self.context
-        found = text[common_prefix(self.context, text) :]
+            text = os.path.commonprefix([self.decode(older), text]) if len(older) > self.begin else self.context
+        found = text[len(os.path.commonprefix([self.context, text])) :]
         new, self.num_emitted = found[self.num_emitted :], max(self.num_emitted, len(found))
         if whole:  # the newest tokens are enough context for the next ones
             self.ids, self.begin, self.num_emitted = self.ids[-CONTEXT:], min(CONTEXT, len(self.ids)), 0
@@ -129,7 +120,7 @@ class TextStream:
         if self.stopped:
             return ""
         text = self.decode(self.ids) if self.ids else ""
-        found = text[common_prefix(self.context, text) :]
+        found = text[len(os.path.commonprefix([self.context, text])) :]
         return self.cut_at_stop(found[self.num_emitted :], last=True)
 
     def cut_at_stop(self, new: str, last: bool = False) -> str:
@@ -148,9 +139,3 @@ class TextStream:
 def overlap(text: str, stop: str) -> int:
     """Returns the number of characters at the end of `text` that are the beginning of `stop`."""
     return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)
-
-
-def common_prefix(left: str, right: str) -> int:
-    """Returns the number of characters with which both begin."""
-    size = min(len(left), len(right))
-    return next((i for i in range(size) if left[i] != right[i]), size)
