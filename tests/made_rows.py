@@ -8,7 +8,8 @@ from unittest import mock
 import numpy as np
 
 from jaxscale.runtime.data.array_folder import ArrayWriter, open_arrays
-from jaxscale.runtime.data.documents import DocumentChunk, SplitRule, make_token_set, write_documents
+from jaxscale.runtime.data.documents import DocumentChunk, SplitRule, TokenSet, write_documents
+from jaxscale.runtime.data.packing import order_generator
 from jaxscale.runtime.data.row_plan import PlanSettings, open_rows, write_rows
 from jaxscale.runtime.data.verified import snapshot_files
 
@@ -22,7 +23,7 @@ def make_files(folder, lengths, dtypes=("<u4",), firsts=(1,)):
         path = folder / f"ids{number}.bin"
         (np.arange(sum(own)) + first).astype(dtype).tofile(path)
         files.append((str(path), dtype, "", len(own), sum(own), snapshot_files({str(path): ""})))
-    return make_token_set(files)
+    return TokenSet(files)
 
 
 def make_rows(folder, lengths, T, *, packing="best_fit", seed=0, sources=None, groups=1, files=None, wide=False):
@@ -42,6 +43,11 @@ def make_rows(folder, lengths, T, *, packing="best_fit", seed=0, sources=None, g
         out.finish({"documents": facts, "words": "", "parts": write_rows(out, facts, settings)})
     files = make_files(folder, [lengths.tolist()]) if files is None else files
     return open_rows(open_arrays(made, pathlib.Path(folder)), files).train
+
+
+def document_order(count, seed):
+    """A permutation that depends only on seed and count, not on the numpy version."""
+    return np.argsort(order_generator(seed).random_raw(count), kind="stable")
 
 
 def whole(rows):

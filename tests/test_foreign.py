@@ -24,7 +24,7 @@ DEEP = '{"step": 1, "a": ' + "[" * 100_000 + "]" * 100_000 + "}"
 OWN = {  # read what this program, or a library of ours, has just made
     "jaxscale/runtime/checkpoint/record.py", "jaxscale/runtime/checkpoint/saver.py", "jaxscale/cli/bench_against.py",
     "jaxscale/cli/rehearse.py", "jaxscale/tools/interop/post_processor.py", "jaxscale/runtime/text/chat/template.py",
-    "jaxscale/runtime/text/chat/jinja.py", "jaxscale/runtime/data/header.py", "jaxscale/runtime/text/tokenizer/bpe.py",
+    "jaxscale/runtime/text/chat/jinja.py", "jaxscale/runtime/data/shards.py", "jaxscale/runtime/text/tokenizer/bpe.py",
     "jaxscale/runtime/text/tokenizer/huggingface.py", "jaxscale/runtime/hosts/agree.py",
     "jaxscale/runtime/hosts/roll_call.py", "jaxscale/tools/corpus/prepare/beam.py",
     "jaxscale/runtime/data/array_folder.py",

@@ -15,10 +15,9 @@ from damage import verify_shard
 from test_layers import ROOT, imports, modules, relative
 
 from jaxscale import main
-from jaxscale.runtime.data.header import encode_header
 from jaxscale.runtime.data.manifest import parse_manifest, write_manifest
 from jaxscale.runtime.data.shard_writer import ShardWriter
-from jaxscale.runtime.data.shards import open_shard
+from jaxscale.runtime.data.shards import encode_header, open_shard
 from jaxscale.runtime.monitor.writers import json_record
 from jaxscale.runtime.text.tokenizer.load import ByteTokenizer
 from jaxscale.settings.config_file import config_name

@@ -176,7 +176,7 @@ def step_and_batch(run: TracedRun, step: int | None, batch: int | None, row: int
 
 def batch_pieces(run: TracedRun, step: int | None, n: int, row: int | None, characters: int) -> Iterator[TracedPiece]:
     """Yields the pieces of a batch, or of one row. step: trains on it."""
-    tokens_BT = run.ledger.tokens(n) if characters else None
+    tokens_BT = run.ledger.batches.text(n).tokens if characters else None
     for entry in run.ledger.batch(n):
         if row is None or entry.row == row:
             text = None if tokens_BT is None else run.ledger.text(entry, tokens_BT, characters)

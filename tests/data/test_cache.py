@@ -13,9 +13,8 @@ import pytest
 
 from jaxscale.runtime.data.cache import index_raw, scan_raw
 from jaxscale.runtime.data.config import DataConfig
-from jaxscale.runtime.data.header import read_header
 from jaxscale.runtime.data.shard_writer import ShardWriter, dtype_for
-from jaxscale.runtime.data.shards import open_shard
+from jaxscale.runtime.data.shards import open_shard, read_header
 from jaxscale.runtime.data.tokenize import open_tokenised
 from jaxscale.runtime.text.sources.files import list_files
 from jaxscale.runtime.text.tokenizer.load import ByteTokenizer

@@ -113,7 +113,7 @@ def test_a_file_is_not_looked_at_for_each_row(tmp_path, monkeypatch):
     path.write_bytes(b"wrong")
     files.check([str(path)])
     with pytest.raises(Stop):
-        files.check_unopened([str(path)])
+        files.check_file(str(path))
 
 
 class Failing(os.PathLike):

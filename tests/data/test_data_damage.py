@@ -9,10 +9,10 @@ from damage import DAMAGES, OPENED, in_time, seen, text
 
 from jaxscale.cli.trace import line_of
 from jaxscale.runtime.data.config import DataConfig
-from jaxscale.runtime.data.header import encode_header
 from jaxscale.runtime.data.ledger import Ledger
 from jaxscale.runtime.data.pipeline import open_data
 from jaxscale.runtime.data.shard_writer import ShardWriter, lineage_table
+from jaxscale.runtime.data.shards import encode_header
 from jaxscale.runtime.run.resume_checks import open_same_data
 from jaxscale.runtime.text.document import Document
 from jaxscale.runtime.text.tokenizer.load import ByteTokenizer

@@ -81,7 +81,7 @@ def test_kills_and_other_numbers_of_hosts_change_nothing(folder, hosts, kills, p
         readers = [open_corpus(folder, packing, mixture).batches(12) for _ in range(hosts)]  # new processes
         for n in range(done, done + steps):
             share = 12 // hosts
-            parts = [reader.rows(n, slice(h * share, (h + 1) * share)) for h, reader in enumerate(readers)]
+            parts = [reader.rows(n, range(h * share, (h + 1) * share)) for h, reader in enumerate(readers)]
             for i, field in enumerate(whole.batch(n)):
                 if field is not None:
                     np.testing.assert_array_equal(np.concatenate([part[i] for part in parts]), field)

@@ -93,12 +93,12 @@ def test_the_listed_documents_are_the_tokens_of_the_batch(folder, packing, mixtu
             assert not np.array_equal(batch.tokens, packed.tokens)
             assert objective != "masked_lm" or np.array_equal(batch.targets, packed.tokens)
         written = [["" for _ in range(T)] for _ in range(ROWS)]
-        for entry in ledger.step(step):
+        for entry in ledger.batch(ledger.batch_of(step)):
             text = text_of(folder, entry)
             assert len(text) == entry.tokens
             for i, letter in enumerate(text):
                 written[entry.row][entry.begin + i] = letter
-            assert ledger.text(entry, ledger.tokens(step), 20) == text.rstrip("$")[:20]
+            assert ledger.text(entry, ledger.batches.text(step).tokens, 20) == text.rstrip("$")[:20]
         for row in range(ROWS):
             shown = [chr(t) if t < 256 else "$" for t in packed.tokens[row][packed.segment_ids[row] > 0]]
             assert shown == [letter for letter in written[row] if letter]
@@ -113,7 +113,7 @@ def test_the_steps_of_a_document_are_those_that_list_it(folder, packing, mixture
     steps = len(ledger.corpus.train_rows) * 2 // ROWS + 2  # two epochs
     listed = {}
     for step in range(steps):
-        for entry in ledger.step(step):
+        for entry in ledger.batch(ledger.batch_of(step)):
             listed.setdefault((entry.shard, entry.number), []).append((step, entry))
     for shard, count in (("a", 30), ("b", 25), ("c", 15)):
         for number in range(count):
@@ -164,7 +164,9 @@ def test_a_shard_that_two_sources_name_is_found_in_both(folder):
     cfg = DataConfig(files={"one": path, "two": path}, **make)
     corpus = open_data(cfg, seq_len=T, vocab_size=300, seed=3, say=lambda line: None)
     ledger, steps = Ledger(corpus, corpus.batches(ROWS)), len(corpus.train_rows) // ROWS + 1
-    listed = [(step, entry) for step in range(steps) for entry in ledger.step(step) if entry.number == 4]
+    listed = [
+        (step, entry) for step in range(steps) for entry in ledger.batch(ledger.batch_of(step)) if entry.number == 4
+    ]
     assert len(listed) > 1 and ledger.steps_of(f"{path}:4", steps) == listed
 
 

@@ -24,8 +24,14 @@ from jaxscale.runtime.data.objective_config import (
 from jaxscale.runtime.data.objectives import apply_objective, apply_with_origin
 from jaxscale.runtime.data.objectives.corrupt import join_shortest
 from jaxscale.runtime.data.objectives.ids import find_ids
-from jaxscale.runtime.data.objectives.packed_row import random_floats, random_integers, random_words
-from jaxscale.runtime.data.stacking import padding_row, stack_rows, tokens_hash
+from jaxscale.runtime.data.stacking import (
+    padding_row,
+    random_floats,
+    random_integers,
+    random_words,
+    stack_rows,
+    tokens_hash,
+)
 from jaxscale.runtime.text.tokenizer.load import ByteTokenizer
 
 BYTES, VOCAB, EOS, MASK, FIRST = ByteTokenizer(), 1000, 256, 257, 270

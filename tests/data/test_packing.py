@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from made_rows import make_files, make_rows
+from made_rows import document_order, make_files, make_rows
 
-from jaxscale.runtime.data.packing import document_order
 from jaxscale.runtime.data.stacking import split_rows, stack_rows
 
 concat = functools.partial(make_rows, packing="concat")

@@ -109,7 +109,7 @@ def test_gated_rows_are_the_same_on_any_hosts_and_only_weights_change(tmp_path, 
     assert opened[0].fingerprint == opened[1].fingerprint and plain.row_filter is None
     counts = []
     for n in range(9):
-        parts = [gated.rows(n, slice(h * 8 // hosts, (h + 1) * 8 // hosts)) for h in range(hosts)]
+        parts = [gated.rows(n, range(h * 8 // hosts, (h + 1) * 8 // hosts)) for h in range(hosts)]
         weights = np.concatenate([part.weights for part in parts])
         whole = plain.batch(n)
         np.testing.assert_array_equal(np.concatenate([part.tokens for part in parts]), whole.tokens)

@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lineages import read_lineage
 
-from jaxscale.runtime.data.header import SUFFIXES
 from jaxscale.runtime.data.shard_writer import ShardWriter, lineage_bytes, lineage_table
-from jaxscale.runtime.data.shards import open_shard
+from jaxscale.runtime.data.shards import SUFFIXES, open_shard
 
 TOKENIZER = {"name": "bytes", "eos_token": "", "vocab_size": 257, "fingerprint": "f"}
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from jaxscale.runtime.data.objective_config import NoiseAmount, noise_amount
-from jaxscale.runtime.data.objectives.corrupt import NoiseBudget, make_noise, random_compositions, split_noise
-from jaxscale.runtime.data.objectives.packed_row import random_words
+from jaxscale.runtime.data.objectives.corrupt import make_noise, random_compositions, split_noise
+from jaxscale.runtime.data.stacking import random_words
 
 
 def noise_of(length, seed, density=0.15, mean_span=3.0):
@@ -15,11 +15,8 @@ def noise_of(length, seed, density=0.15, mean_span=3.0):
 
 def noise_in(lengths, cut, most_marks, seed):
     words = random_words(seed, 0, 0, int(lengths.sum()) + 2)
-    one = lambda number: np.array([number])
     rows = np.zeros(len(lengths), np.int64)
-    noise, spans = split_noise(
-        NoiseBudget(lengths, rows, one(cut.noise), one(cut.spans), one(most_marks), words[None, :2])
-    )
+    noise, spans = split_noise(lengths, rows, np.array([[*cut, most_marks]]).T, words[None, :2])
     return make_noise(lengths, noise, spans, words[2 : 2 + noise.sum()], words[2 + noise.sum() :])
 
 

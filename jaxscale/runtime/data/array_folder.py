@@ -109,10 +109,10 @@ def parse_header(folder: str, content: bytes) -> dict[str, Any]:
     """Returns the header. Raises BadInput naming the folder if its content was changed."""
     try:
         header = parse_json(content)
+        if not isinstance(header, dict) or header.pop("own", None) != json_sha256(header):
+            raise BadInput(f"{HEADER} was changed after it was written")
     except BadInput as error:
         raise unreadable_folder(folder, error) from None
-    if not isinstance(header, dict) or header.pop("own", None) != json_sha256(header):
-        raise unreadable_folder(folder, f"{HEADER} was changed after it was written")
     return header
 
 
@@ -143,11 +143,8 @@ class Arrays(Mapping[str, np.ndarray]):
     def __len__(self) -> int:
         return len(self.header["arrays"])
 
-    def __getstate__(self) -> dict:
-        return {"folder": self.folder, "header": self.header, "files": self.files, "known": self.known}
-
-    def __setstate__(self, state: dict) -> None:
-        self.__init__(**state)
+    def __reduce__(self) -> tuple:
+        return Arrays, (self.folder, self.header, self.files, self.known)
 
     def check(self) -> None:
         """Raises Stop if a file has changed. Call it before reading mapped arrays."""
@@ -158,7 +155,7 @@ class Arrays(Mapping[str, np.ndarray]):
             return np.zeros(0, dtype)
         if file not in self._maps:
             path = self.files[file]
-            self._unchanged.check_unopened([path])
+            self._unchanged.check_file(path)
             try:  # indexing an np.memmap is much slower
                 self._maps[file] = np.asarray(np.memmap(path, np.uint8, mode="r"))
             except (OSError, ValueError) as error:
@@ -179,15 +176,14 @@ def open_arrays(folder: Path, cache: Path, verify: str = "hash", say: Say | None
         known = snapshot_files(sums)
     except OSError as error:
         raise unreadable_folder(folder, error) from None
+    changed = lambda path: f"{path} was changed after it was written"
     for name, about in header["files"].items():
         if known[paths[name]].stamp[0] != about["bytes"]:
-            raise unreadable_folder(
-                folder, f"{paths[name]} was changed after it was written: its size is not {about['bytes']:,} bytes"
-            )
+            raise unreadable_folder(folder, f"{changed(paths[name])}: its size is not {about['bytes']:,} bytes")
     if verify == "size":
         return Arrays(str(folder), header, paths, size_only(known))
     for path, problem in find_damaged(sums, cache, str(folder), say, remember=verify == "hash").items():
-        raise unreadable_folder(folder, problem or f"{path} was changed after it was written")
+        raise unreadable_folder(folder, problem or changed(path))
     return Arrays(str(folder), header, paths, known)
 
 
@@ -208,10 +204,7 @@ def find_arrays(location: str, cache: Path, cache_bytes: int, verify: str, say: 
 
 
 class DiskBuckets:
-    """Partitions records into buckets in temporary files, so that memory holds one bucket at a time.
-
-    A bucket preserves insertion order and has about BUCKET_RECORDS records. A single bucket is not written to disk.
-    """
+    """Partitions records into buckets in files, in order, one in memory at a time; a single one stays in memory."""
 
     def __init__(self, folder: Path, dtype: Any, records: int):
         self._folder, self._dtype = folder / "buckets", np.dtype(dtype)
@@ -231,8 +224,6 @@ class DiskBuckets:
 
     def _flush(self) -> None:
         """Writes the buffered records, large batches at once and one open file at a time."""
-        if not self._buffered:
-            return
         buckets, records = (np.concatenate(column) for column in zip(*self._buffered))
         self._buffered.clear()
         self._count = 0
@@ -249,7 +240,8 @@ class DiskBuckets:
             yield np.concatenate([np.zeros(0, self._dtype), *(records for _, records in self._buffered)])
             self._buffered.clear()
             return
-        self._flush()
+        if self._buffered:
+            self._flush()
         for bucket in range(self.number):
             path = self._folder / str(bucket)
             yield np.fromfile(path, self._dtype) if path.exists() else np.zeros(0, self._dtype)

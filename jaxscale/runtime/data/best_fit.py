@@ -24,10 +24,7 @@ CANDIDATES = 64  # sizes tried as one of the last two of a bin
 
 
 def pack_window(lengths: np.ndarray, T: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Packs documents into rows of T: full rows of one document first, then mixed rows of the remainders.
-
-    Returns (full rows of each document, documents whose remainders fill the mixed rows, pieces in each mixed row).
-    """
+    """Returns (full rows of each document, documents whose remainders fill mixed rows, pieces in each mixed row)."""
     whole, remainders = np.divmod(lengths, T)
     short = np.flatnonzero(remainders)
     bins = pack_bins(remainders[short], T)
@@ -86,10 +83,7 @@ def write_best_fit(out: ArrayWriter, documents: DocumentIndex, part: str, *, seq
 
 
 class BestFitRows(DocumentRows):
-    """`best_fit`: a document that fits into a row is never split, and every token occurs exactly once.
-
-    A target across the cut between two pieces of a document has weight 1. The rows of a window are not shuffled here.
-    """
+    """`best_fit`: a document that fits into a row is never split. A target across a cut has weight 1."""
 
     def __init__(self, documents: DocumentIndex, arrays: Arrays, part: str):
         super().__init__(documents, arrays, part)

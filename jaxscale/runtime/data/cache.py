@@ -13,10 +13,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from jaxscale.runtime.data.config import DataConfig
-from jaxscale.runtime.data.header import VERSION, file_entry, unknown_tokenizer_header
 from jaxscale.runtime.data.remote import CacheUnwritable
 from jaxscale.runtime.data.shard_writer import write_index
-from jaxscale.runtime.data.shards import Shard, open_shard, verify_shards
+from jaxscale.runtime.data.shards import VERSION, Shard, file_entry, open_shard, unknown_tokenizer_header, verify_shards
 from jaxscale.runtime.data.verified import HASHED, Say, remove, stamp_of
 from jaxscale.runtime.text.sources.decode import REPAIRED, is_repair
 from jaxscale.runtime.text.sources.files import SourceFile, file_stamp
@@ -46,10 +45,7 @@ def raw_dtype(cfg: DataConfig, vocab_size: int) -> str:
 
 
 def scan_raw(file: SourceFile, dtype: str, eos_id: int | None, cfg: DataConfig, say: Say) -> Shard:
-    """Returns a raw .bin of token ids as a shard. Documents end at `eos_id`; without one the file is one document.
-
-    Raises: BadInput if the file cannot have ids of this dtype or cannot be read.
-    """
+    """Returns a raw .bin of ids as a shard; documents end at eos_id. Raises BadInput if the dtype cannot be right."""
     path, itemsize = file.path, np.dtype(dtype).itemsize
     size = size_and_mtime(path)[0]
     if size == 0 or size % itemsize:
@@ -73,10 +69,9 @@ def index_raw(
     offsets: np.ndarray | None = None,
     negative_from: int = 1 << 64,
 ) -> None:
-    """Writes the index of a raw .bin into `folder`; the .bin is not copied.
+    """Writes the index of a raw .bin into `folder`. Raises BadInput for negative ids, also those from negative_from on.
 
-    Args: offsets: int64[documents + 1], document starts and the end; None: documents end at eos_id.
-    negative_from: unsigned ids from this value are negative numbers in the file, for which BadInput is raised.
+    offsets: int64[documents + 1], document starts and the end; None: documents end at eos_id.
     """
     before = stamp_of(file.path)
     ids = open_ids(file.path, dtype) if before[0] else np.zeros(0, dtype)
@@ -171,12 +166,9 @@ def folder_name(kind: str, cache_key: dict[str, Any]) -> str:
 def ensure_folder(
     root: Path, kind: str, cache_key: dict[str, Any], make: Callable[[Path], None], *, is_cache: bool = True
 ) -> Path:
-    """Returns the folder of this key, creating it if missing.
+    """Returns the folder of this key. If missing, it is created under a temporary name and renamed when complete.
 
-    It is created under a temporary name and renamed, so that a folder with the final name is complete: a killed process
-    leaves only a temporary folder, and of two concurrent writers the later one discards its copy.
-
-    is_cache: OSErrors become CacheUnwritable, whose message names data.cache_dir.
+    Of two concurrent writers the later one discards its copy. is_cache: OSErrors become CacheUnwritable.
     """
     folder = root / folder_name(kind, cache_key)
     if not folder.is_dir():

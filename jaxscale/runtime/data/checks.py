@@ -10,12 +10,12 @@ import numpy as np
 from jaxscale.runtime.data.cache import cache_folder, raw_dtype
 from jaxscale.runtime.data.config import DataConfig, mixture_names, mixture_stages
 from jaxscale.runtime.data.fields import choose_field, read_fields
-from jaxscale.runtime.data.header import read_header
 from jaxscale.runtime.data.manifest import NAME as MANIFEST
 from jaxscale.runtime.data.manifest import SHOWN, is_manifest
 from jaxscale.runtime.data.mixture import check_sources
 from jaxscale.runtime.data.objectives.ids import find_ids
 from jaxscale.runtime.data.other_formats import is_megatron, read_index
+from jaxscale.runtime.data.shards import read_header
 from jaxscale.runtime.data.token_files import bin_of, prepared_problems
 from jaxscale.runtime.text.config import Globs, expand_source_names
 from jaxscale.runtime.text.sources.data_sets import is_array_record
@@ -68,17 +68,11 @@ def holds_ids(cfg: DataConfig, files: Sequence[SourceFile]) -> bool:
 
 
 def check_facts(cfg: DataConfig, names: Sequence[str], seq_len: int, facts: Mapping[str, Any]) -> None:
-    """Raises BadInput for a corpus shorter than a row, validation without targets, or an unknown source in a mixture.
-
-    Args: names: of the sources. facts: returned by write_documents.
-    """
+    """Raises BadInput for a corpus that no run can use. names: of the sources. facts: from write_documents."""
     tokens = {part: sum(counts) for part, counts in facts["tokens"].items()}
     if cfg.name == "chat" and not sum(facts["members"]["train"]):
-        more = ", or set data.chat.too_long='cut'" if cfg.chat.too_long == "drop" else ""
-        raise BadInput(
-            f"data.files has no document for training that fits into a row of seq_len={seq_len:,}; lengthen seq_len"
-            + more
-        )
+        fix = "lengthen seq_len" + ", or set data.chat.too_long='cut'" * (cfg.chat.too_long == "drop")
+        raise BadInput(f"data.files has no document for training that fits into a row of seq_len={seq_len:,}; {fix}")
     if tokens["train"] < seq_len and cfg.name != "chat":
         raise BadInput(
             f"data.files has {tokens['train']:,} training tokens, fewer than one row of seq_len={seq_len:,}; "
@@ -96,6 +90,12 @@ def corpus_files(
 ) -> tuple[tuple[list[SourceFile], list[SourceFile]], list[str]]:
     """Returns ((training files, validation files), a line for each unusable glob). say: see list_files."""
     same = bin_of if cfg.name == "tokens" else str
+
+    def list_setting(globs: Globs, setting: str, default_source: str) -> tuple[list[SourceFile], list[str]]:
+        globs, problem = expand_source_names(globs, mixture_names(cfg.mixture), setting)
+        globs = add_hub_scheme(globs) if cfg.name == "hf" else globs
+        return ([], [problem]) if problem else list_files(globs, setting, default_source, same, say)
+
     if cfg.name == "stdlib":
         files, problems = stdlib_files(), []
         if not files:
@@ -103,33 +103,16 @@ def corpus_files(
     elif not cfg.files:
         return ([], []), [f"data.files is empty, and data.name={cfg.name!r} reads files; set data.files='FOLDER/*.txt'"]
     else:
-        files, problems = list_setting(cfg, cfg.files, "data.files", "text", same, say)
+        files, problems = list_setting(cfg.files, "data.files", "text")
     if not cfg.val_files:
         return (files, []), problems
-    val_files, more = list_setting(cfg, cfg.val_files, "data.val_files", "validation", same, say)
+    val_files, more = list_setting(cfg.val_files, "data.val_files", "validation")
     trained = {file_identity(same(file.path)): same(file.path) for file in files}
     if twice := [file for file in val_files if file_identity(same(file.path)) in trained]:
         path, first = same(twice[0].path), trained[file_identity(same(twice[0].path))]
-        as_well = "" if path == first else f", as {first}"
-        more = [
-            *more,
-            f"{path} is in data.files{as_well} and in data.val_files; take it out of one ({len(twice)} in all)",
-        ]
+        files_of = f"data.files{'' if path == first else f', as {first}'}"
+        more += [f"{path} is in {files_of} and in data.val_files; take it out of one ({len(twice)} in all)"]
     return (files, val_files), problems + more
-
-
-def list_setting(
-    cfg: DataConfig,
-    globs: Globs,
-    setting: str,
-    default_source: str,
-    same: Callable[[str], str],
-    say: Callable[[str], None],
-) -> tuple[list[SourceFile], list[str]]:
-    """Returns list_files of one setting with {name} replaced."""
-    globs, problem = expand_source_names(globs, mixture_names(cfg.mixture), setting)
-    globs = add_hub_scheme(globs) if cfg.name == "hf" else globs
-    return ([], [problem]) if problem else list_files(globs, setting, default_source, same, say)
 
 
 def tokenizer_problems(cfg: DataConfig, name: str, vocab_size: int, seq_len: int) -> list[str]:
@@ -138,14 +121,11 @@ def tokenizer_problems(cfg: DataConfig, name: str, vocab_size: int, seq_len: int
         return [problem]
     try:
         tokenizer = load_tokenizer(name, cfg.eos_token, cfg.bos_token)
-    except BadInput as error:
-        return [str(error)]
-    if not fits(tokenizer, vocab_size):
-        return [
-            f"data.tokenizer={name} has ids up to {tokenizer.vocab_size - 1}, but the model has model.vocab_size="
-            f"{vocab_size}; set it to {tokenizer.vocab_size} or more"
-        ]
-    try:
+        if not fits(tokenizer, vocab_size):
+            raise BadInput(
+                f"data.tokenizer={name} has ids up to {tokenizer.vocab_size - 1}, but the model has model.vocab_size="
+                f"{vocab_size}; set it to {tokenizer.vocab_size} or more"
+            )
         find_ids(cfg.objective, tokenizer, tokenizer.token_bytes, vocab_size, seq_len)
     except BadInput as error:
         return [str(error)]
@@ -158,43 +138,40 @@ def token_file_problems(
     """Returns problems found from names, sizes and headers of token files."""
     problems, tokens = [], 0
     for file in everything:
-        if file.path.startswith(STREAMS):
-            problems.append(f"{file.path} is a dataset, not a file of tokens; set data.name='hf'")
-            continue
-        if is_manifest(file.path):
-            manifest, more = prepared_problems(file.path, cfg)
-            problems += more[:SHOWN]
-            if manifest is not None and manifest.content["max_id"] >= vocab_size:
-                problems.append(vocabulary_problem(file.path, manifest.content["max_id"], vocab_size))
-            tokens += manifest.content["num_tokens"] if manifest is not None and file in files else 0
-            continue
-        if is_megatron(file.path):
-            try:
-                tokens += int(read_index(Path(file.path).with_suffix(".idx")).offsets[-1]) * (file in files)
-            except BadInput as error:
-                problems.append(str(error))
-            continue
-        try:
-            header, size = read_header(Path(file.path)), Path(file.path).stat().st_size
-        except BadInput as error:
-            problems.append(str(error))
-            continue
-        if header is not None and (manifest_path := Path(file.path).parent / MANIFEST).exists():
-            problems.append(
-                f"{file.path} belongs to a prepared set; name its manifest, which has the hashes: {manifest_path}"
-            )
-        if is_array_record(file.path):
-            tokens += seq_len  # the number of tokens is unknown until the file is read
-            continue
-        if header is None and not file.path.endswith(".bin"):
-            problems.append(f"{file.path} is not a .bin of token ids; for text or id columns, set data.name='files'")
-        if header is not None and header["max_id"] >= vocab_size:
-            problems.append(vocabulary_problem(file.path, header["max_id"], vocab_size))
-        if file in files:
-            tokens += header["num_tokens"] if header else size // np.dtype(raw_dtype(cfg, vocab_size)).itemsize
+        number, max_id, found = inspect_token_file(file.path, cfg, seq_len, vocab_size)
+        problems += found
+        if max_id >= vocab_size:
+            problems.append(vocabulary_problem(file.path, max_id, vocab_size))
+        tokens += number if file in files else 0
     if tokens < seq_len and not problems:
         problems.append(f"data.files has {tokens:,} tokens, fewer than one row of seq_len={seq_len:,}; add files")
     return problems
+
+
+def inspect_token_file(path: str, cfg: DataConfig, seq_len: int, vocab_size: int) -> tuple[int, int, list[str]]:
+    """Returns (tokens, largest id or -1 if unknown, problems) of a token file."""
+    if path.startswith(STREAMS):
+        return 0, -1, [f"{path} is a dataset, not a file of tokens; set data.name='hf'"]
+    if is_manifest(path):
+        manifest, problems = prepared_problems(path, cfg)
+        content = manifest.content if manifest is not None else {"num_tokens": 0, "max_id": -1}
+        return content["num_tokens"], content["max_id"], problems[:SHOWN]
+    try:
+        if is_megatron(path):
+            return int(read_index(Path(path).with_suffix(".idx")).offsets[-1]), -1, []
+        header, size = read_header(Path(path)), Path(path).stat().st_size
+    except BadInput as error:
+        return 0, -1, [str(error)]
+    problems = []
+    if header is not None and (manifest_path := Path(path).parent / MANIFEST).exists():
+        problems.append(f"{path} belongs to a prepared set; name its manifest, which has the hashes: {manifest_path}")
+    if is_array_record(path):
+        return seq_len, -1, problems  # the number of tokens is unknown until the file is read
+    if header is not None:
+        return header["num_tokens"], header["max_id"], problems
+    if not path.endswith(".bin"):
+        problems.append(f"{path} is not a .bin of token ids; for text or id columns, set data.name='files'")
+    return size // np.dtype(raw_dtype(cfg, vocab_size)).itemsize, -1, problems
 
 
 def vocabulary_problem(path: str, max_id: int, vocab_size: int) -> str:

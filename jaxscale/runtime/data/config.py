@@ -17,6 +17,7 @@ NGRAM = 8  # tokens
 
 Weights = Mapping[str, float]
 MixtureSetting = dict[str, float | dict[str, float]]
+MODULE_FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,9 +58,6 @@ READ_IF_RECORDS = dict.fromkeys(
      "max_unpacked_bytes", "max_unpacked_ratio"),
     "data.name=files|chat|hf",
 )  # fmt: skip
-
-
-MODULE_FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

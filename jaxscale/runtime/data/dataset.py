@@ -8,8 +8,9 @@ from typing import Any
 import grain  # not imported in a thread: it replaces builtins.__import__ meanwhile (etils.epy)
 import numpy as np
 
-from jaxscale.core.batch import Batch, ReadRows
+from jaxscale.core.batch import Batch, EncoderInput, ReadRows
 from jaxscale.runtime.data.order import Transform
+from jaxscale.runtime.data.stacking import map_fields
 from jaxscale.system.exits import BadInput
 
 CHECKED_ROWS = 2  # rows of the first batch that each transform is tested on
@@ -72,11 +73,7 @@ def open_transform(name: str) -> Transform:
 
 
 def check_transforms(transforms: Sequence[Transform], names: Sequence[str], batch: Batch, n: int) -> None:
-    """Tests each transform on the first rows of batch n.
-
-    Raises BadInput if a transform fails, changes the fields, a shape or a dtype, or if a row depends on the rows next
-    to it: a process reads only the rows of its local devices.
-    """
+    """Raises BadInput if a transform fails, changes the structure of batch n, or mixes rows: a process reads some."""
     rows = list(range(min(CHECKED_ROWS, len(batch.tokens))))
     before = copy_rows(batch, rows)
     for transform, name in zip(transforms, names, strict=True):
@@ -108,21 +105,17 @@ def structure_change(before: Batch, after: Any) -> str:
     return f"changes {', '.join(changed)}" if changed else ""
 
 
-def named_arrays(batch: Any, prefix: str = "") -> dict[str, Any]:
+def named_arrays(batch: Batch) -> dict[str, Any]:
     """Returns {field name: array} of a batch, encoder inputs as 'encoder.tokens'."""
     found = {}
     for name, value in batch._asdict().items():
-        if isinstance(value, tuple) and hasattr(value, "_asdict"):
-            found |= named_arrays(value, f"{prefix}{name}.")
+        if isinstance(value, EncoderInput):
+            found |= {f"{name}.{inner}": array for inner, array in value._asdict().items()}
         elif value is not None:
-            found[f"{prefix}{name}"] = value
+            found[name] = value
     return found
 
 
-def copy_rows(batch: Any, rows: Sequence[int]) -> Any:
+def copy_rows(batch: Batch, rows: Sequence[int]) -> Batch:
     """Copies rows of a batch."""
-    picked = [
-        None if field is None else copy_rows(field, rows) if isinstance(field, tuple) else np.asarray(field)[rows]
-        for field in batch
-    ]
-    return type(batch)(*picked)
+    return map_fields(lambda field: np.asarray(field)[rows], batch)

@@ -6,13 +6,14 @@ validation). Rank and select on the bits find the n-th document of a part and th
 dictionaries", Raman, Raman and Rao, SODA 2002), without any array in memory.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxscale.runtime.data.array_folder import ArrayWriter
-from jaxscale.runtime.data.verified import Expected
+from jaxscale.runtime.data.remote import map_ids
+from jaxscale.runtime.data.verified import Expected, FileWatch
 
 TRAIN, VALID = "train", "valid"
 BLOCK = 256  # documents per stored rank
@@ -52,15 +53,42 @@ class SplitRule(NamedTuple):
         return skipped, np.minimum(whole, self.clip) if self.clip else whole
 
 
-class TokenSet(NamedTuple):
-    """The token files of all documents, in order."""
+class MappedFiles(dict):
+    """{file number: array}, each opened at first access."""
 
-    paths: tuple[str, ...]
-    dtypes: tuple[str, ...]  # of the ids in each file
-    first_documents: np.ndarray  # int64[files + 1]
-    first_tokens: np.ndarray  # int64[files + 1]
-    loss_masks: tuple[str, ...] = ()  # loss mask of each file, see shards.py; '' or (): no mask
-    expected: Mapping[str, Expected] = {}  # expected state of these files
+    def __init__(self, open_file: Callable[[int], Any]):
+        super().__init__()
+        self.open_file = open_file
+
+    def __missing__(self, file: int) -> Any:
+        return self.setdefault(file, self.open_file(file))
+
+
+class TokenSet:
+    """The token files of all documents, in order. Each is mapped at first use; a pickle carries no mapping."""
+
+    def __init__(self, files: Sequence[tuple[str, str, str, int, int, Mapping[str, Expected]]]):
+        """files: (path, dtype, path of the loss mask or '', documents, tokens, expected states) of each."""
+        self._files = files
+        self.paths, dtypes, self.loss_masks, documents, tokens, expected = zip(*files)
+        self.first_documents, self.first_tokens = (
+            np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]) for sizes in (documents, tokens)
+        )
+        self.has_masks = any(self.loss_masks)
+        self._unchanged = FileWatch({path: state for states in expected for path, state in states.items()})
+        self.ids = MappedFiles(lambda file: self._map(self.paths[file], dtypes[file]))
+        self.masks = MappedFiles(lambda file: self.loss_masks[file] and self._map(self.loss_masks[file], "|u1"))
+
+    def __reduce__(self) -> tuple:
+        return TokenSet, (self._files,)
+
+    def check(self, file: int) -> None:
+        """Raises Stop if a mapped file has changed. Call it before reading."""
+        self._unchanged.check((self.paths[file], self.loss_masks[file]))
+
+    def _map(self, path: str, dtype: str) -> Any:
+        self._unchanged.check_file(path)
+        return map_ids(path, dtype)
 
 
 class NeedsInt64(Exception):
@@ -87,11 +115,7 @@ def write_documents(
     out: ArrayWriter, chunks: Iterable[DocumentChunk], rule: SplitRule, num_sources: int, groups: Mapping[str, int],
     *, use_int64: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    """Writes the index of all documents and returns its metadata as JSON data.
-
-    Args: groups: {part: number of groups, that of the sources or 1}. use_int64: store 8-byte positions.
-    Raises: NeedsInt64 if positions need 8 bytes.
-    """
+    """Writes the index and returns its metadata (JSON). groups: {part: number}. NeedsInt64 for large positions."""
     number = total = base = 0
     source_type = np.uint8 if num_sources <= 1 << 8 else np.uint16
     counts = {part: np.zeros(num, np.int64) for part, num in groups.items()}
@@ -251,13 +275,3 @@ def bisect_right(array: np.ndarray, low: np.ndarray, high: np.ndarray, keys: np.
         low = np.where(below, middle + 1, low)
         high = np.where(open_ & ~below, middle, high)
     return low
-
-
-def make_token_set(files: Sequence[tuple[str, str, str, int, int, Mapping[str, Expected]]]) -> TokenSet:
-    """Builds a TokenSet from (path, dtype, loss mask path or '', documents, tokens, expected states) of each file."""
-    paths, dtypes, trained, documents, tokens, expected = zip(*files)
-    first_documents, first_tokens = (
-        np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]) for sizes in (documents, tokens)
-    )
-    known = {path: one for each in expected for path, one in each.items()}
-    return TokenSet(paths, dtypes, first_documents, first_tokens, trained, known)

@@ -1,22 +1,31 @@
-"""Selects which field of a file is read: text, token ids or conversations."""
+"""Selects which field of a file is read: text, token ids or conversations; and reads token ids.
+
+Token ids may come with labels and attention masks in the format of transformers.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+
 from jaxscale import units
 from jaxscale.runtime.text.config import ChatConfig, DocumentsConfig
-from jaxscale.runtime.text.sources.columns import is_table, open_table, type_of
+from jaxscale.runtime.text.sources import jsonl
+from jaxscale.runtime.text.sources.columns import column_of, column_strings, is_table, open_table, type_of
 from jaxscale.runtime.text.sources.data_sets import array_records, is_array_record
+from jaxscale.runtime.text.sources.decode import decode_text
 from jaxscale.runtime.text.sources.files import SourceFile, unpacked_name
-from jaxscale.runtime.text.sources.jsonl import MISSING, format_line, get_field, json_records
-from jaxscale.runtime.text.sources.part import WHOLE, Damaged, Part, read_error
+from jaxscale.runtime.text.sources.part import NO_METADATA, WHOLE, Damaged, Metadata, Part, read_error
 from jaxscale.runtime.text.sources.read import JSON_LINES
 from jaxscale.system.exits import BadInput
 
 IDS_FIELD = "input_ids"  # read without a text field
 CHAT_FIELDS = ("messages", "conversations")
 LABELS, ATTENTION_MASK = "labels", "attention_mask"  # next to the ids; the names that transformers uses
+NOT_LEARNED = -100  # label that PyTorch's CrossEntropyLoss ignores
+NO_LABEL = "no label to learn"
+MOST_IDS = 1 << 31  # of an unknown vocabulary
 
 Kind = Literal["text", "ids", "chat"]
 
@@ -68,10 +77,12 @@ def read_fields(path: str, cfg: DocumentsConfig) -> FileFields | None:
         return None
 
     def has_ids(name: str) -> bool:
-        value = get_field(first, name)
+        value = jsonl.get_field(first, name)
         return isinstance(value, list) and all(type(number) is int for number in value)
 
-    return FileFields(tuple(first), lambda name: get_field(first, name, MISSING) is not MISSING, has_ids)
+    return FileFields(
+        tuple(first), lambda name: jsonl.get_field(first, name, jsonl.MISSING) is not jsonl.MISSING, has_ids
+    )
 
 
 def iter_records(
@@ -79,8 +90,8 @@ def iter_records(
 ) -> Iterator[tuple[int, str, bytes, Any]]:
     """Yields (offset, 'line 3' or 'record 3', bytes, value) of a file for which has_records is True."""
     if is_json_lines(path):
-        for offset, number, line, record, _ in json_records(path, cfg, skipped, part):
-            yield offset, format_line(number, part), line, record
+        for offset, number, line, record, _ in jsonl.json_records(path, cfg, skipped, part):
+            yield offset, jsonl.format_line(number, part), line, record
         return
     for number, line, record in array_records(path, cfg, skipped, part, raw):
         yield number, f"record {number}", line, record
@@ -146,22 +157,18 @@ def candidate_fields(fields: FileFields, cfg: DocumentsConfig, chat: ChatConfig 
     """Returns (kind, field, the field with the setting that selects it) of all candidates, by priority."""
     names = chat or ChatConfig()
     pair = (names.prompt_field, names.completion_field)
-    chat_fields = [name for name in CHAT_FIELDS if fields.has(name)]
-    chat_fields += [" and ".join(pair)] if all(map(fields.has, pair)) else []
-    chats: list[tuple[Kind, str, str]] = [
-        ("chat", name, f"{name} (conversations: data.name='chat')") for name in chat_fields
-    ]
-    texts: list[tuple[Kind, str, str]] = []
-    if fields.has(cfg.text_field):
-        texts.append(("text", cfg.text_field, f"{cfg.text_field} (text)"))
-    ids: list[tuple[Kind, str, str]] = [
-        ("ids", name, f"{name} (token ids: {cfg.where}ids_field={name!r})")
-        for name in dict.fromkeys(filter(None, (cfg.ids_field, IDS_FIELD)))
-        if fields.has_ids(name)
-    ]
-    first = ids[:1] if cfg.ids_field else []
-    ordered = [*first, *chats, *texts, *ids] if chat else [*first, *texts, *ids, *chats]
-    return list(dict.fromkeys(ordered))
+    chats = [name for name in CHAT_FIELDS if fields.has(name)]
+    chats += [" and ".join(pair)] if all(map(fields.has, pair)) else []
+    ids = [name for name in (cfg.ids_field, IDS_FIELD) if name and fields.has_ids(name)]
+    found: list[tuple[Kind, str, str]] = [("text", cfg.text_field, f"{cfg.text_field} (text)")]
+    found = found if fields.has(cfg.text_field) else []
+    found.extend(("ids", name, f"{name} (token ids: {cfg.where}ids_field={name!r})") for name in ids)
+    found.extend(("chat", name, f"{name} (conversations: data.name='chat')") for name in chats)
+    if chat:
+        found.sort(key=lambda candidate: candidate[0] != "chat")
+    if cfg.ids_field:
+        found.sort(key=lambda candidate: candidate[1] != cfg.ids_field or candidate[0] != "ids")
+    return list(dict.fromkeys(found))
 
 
 def choose_fields(
@@ -207,3 +214,159 @@ def describe_choices(found: Mapping[SourceFile, FieldChoice], cfg: DocumentsConf
         facts += [f"not read: {', '.join(choice.others)}"] if choice.others else []
         lines.append(f"{files}: {'; '.join(facts)}")
     return lines
+
+
+class Vocabulary(NamedTuple):
+    """The range of valid ids."""
+
+    size: int = MOST_IDS
+    tokenizer: str = ""  # setting and name, '' if unknown
+
+
+class TokenIds(NamedTuple):
+    """The ids of a whole document."""
+
+    ids: np.ndarray  # uint32[n]
+    loss_mask: np.ndarray | None  # bool[n]; None: all 1
+    place: str  # file and row, for messages
+
+
+def read_ids(
+    path: str, choice: FieldChoice, cfg: DocumentsConfig, vocabulary: Vocabulary, skipped: Counter, part: Part = WHOLE
+) -> Iterator[tuple[int, TokenIds, Metadata]]:
+    """Yields (offset, ids, words) of rows; skipped ones are counted. Raises BadInput naming a row that is malformed."""
+    for offset, place, fields, words in raw_rows(path, choice, cfg, skipped, part):
+        try:
+            found = check_row(*fields, place, choice.field)
+        except BadInput as error:
+            jsonl.skip_or_raise(str(error), cfg, skipped, "without token ids", 0)
+            continue
+        if not len(found.ids):
+            skipped["empty"] += 1
+        elif found.loss_mask is not None and not found.loss_mask.any():
+            skipped[NO_LABEL] += 1
+        else:
+            check_vocabulary(found, vocabulary, f"{cfg.where}ids_field")
+            yield offset, found._replace(ids=found.ids.astype(np.uint32)), words
+
+
+def raw_rows(
+    path: str, choice: FieldChoice, cfg: DocumentsConfig, skipped: Counter, part: Part
+) -> Iterator[tuple[int, str, tuple[Any, Any, Any], Metadata]]:
+    """Yields (offset, place, (ids, labels, mask), words) of each raw row; None for null."""
+    if not is_table(path):
+        names = (choice.field, *label_and_mask_fields(choice.field))  # even if the first record lacks them
+        for offset, place, line, record in iter_records(path, cfg, skipped, part):
+            if isinstance(record, bytes):
+                decode_text(record, cfg, skipped, path, lambda start, place=place: place)  # counts it or raises
+                continue
+            fields = tuple(jsonl.get_field(record, name) for name in names)
+            if jsonl.get_field(record, choice.field, jsonl.MISSING) is jsonl.MISSING:
+                fields = (jsonl.MISSING, None, None)
+            words = jsonl.get_metadata(record, cfg.metadata_fields, line) if isinstance(record, dict) else NO_METADATA
+            yield offset, f"{path} {place}", fields, words
+        return
+    names = (choice.field, choice.labels, choice.mask)
+    with open_table(path, cfg, part) as table:
+        words = [name if name and type_of(table.schema, name) is not None else "" for name in cfg.metadata_fields]
+        for row, batch in table.batches([name for name in (*names, *words) if name]):
+            nothing = [None] * batch.num_rows
+            fields = [list_column(batch, name, path) if name else nothing for name in names]
+            columns = [column_strings(column_of(batch, name)) if name else [""] * batch.num_rows for name in words]
+            for number, found, row_words in zip(range(row, row + batch.num_rows), zip(*fields), zip(*columns)):
+                yield number, f"{path} row {number}", found, row_words
+
+
+def list_column(batch: Any, name: str, path: str) -> list[np.ndarray | None]:
+    """Returns an array for each list of a column, of dtype object if it contains null; None for null."""
+    import pyarrow
+    import pyarrow.compute
+
+    compute: Any = pyarrow.compute  # its functions are created at import
+    if type_of(batch.schema, name) is None:
+        raise BadInput(f"{path} has no column {name!r} in some of its rows; write it again with one schema")
+    column = column_of(batch, name)
+    if isinstance(column, pyarrow.ExtensionArray):
+        column = column.storage
+    column.validate(full=True)  # the offsets are untrusted
+    inner = getattr(column.type, "value_type", None)  # of the values of a list
+    is_number = inner is not None and (pyarrow.types.is_integer(inner) or pyarrow.types.is_boolean(inner))
+    if not is_number or pyarrow.types.is_dictionary(column.type):
+        raise BadInput(f"{path}: column {name!r} is {column.type}, not lists of integers")
+    lengths = compute.list_value_length(column)
+    flat = column.flatten()
+    nulls = np.flatnonzero(flat.is_null().to_numpy(zero_copy_only=False))
+    values = (flat.fill_null(0) if len(nulls) else flat).to_numpy(zero_copy_only=False)
+    ends = np.cumsum(lengths.fill_null(0).to_numpy(zero_copy_only=False))
+    rows = [values[begin:end] for begin, end in zip([0, *ends.tolist()], ends.tolist())]
+    for row in np.unique(ends.searchsorted(nulls, side="right")).tolist():
+        rows[row] = rows[row].astype(object)  # rejected by `integers`
+    return [row if is_valid else None for row, is_valid in zip(rows, lengths.is_valid().to_pylist())]
+
+
+def check_row(ids: Any, labels: Any, mask: Any, place: str, field: str) -> TokenIds:
+    """Returns the ids of a row without padding. Raises BadInput for a malformed row."""
+    if ids is jsonl.MISSING:
+        raise BadInput(f"{place} has no field {field!r}")
+    ids = integers(ids, repr(field), place)
+    labels = None if labels is None else integers(labels, LABELS, place)
+    mask = None if mask is None else integers(mask, ATTENTION_MASK, place)
+    for name, values in ((LABELS, labels), (ATTENTION_MASK, mask)):
+        if values is not None and len(values) != len(ids):
+            raise BadInput(f"{place} has {len(values):,} {name} for {len(ids):,} token ids; there must be one for each")
+    loss_mask = None if labels is None else labels != NOT_LEARNED
+    if labels is not None and (wrong := np.flatnonzero(loss_mask & (labels != ids))).size:
+        i = int(wrong[0])
+        raise BadInput(
+            f"{place} has labels[{i}]={labels[i]} where the token id is {ids[i]}; a label must be its own token id, or "
+            "-100 for one without loss (labels must be neither shifted nor of other text)"
+        )
+    if mask is not None:
+        tokens = token_slice(mask, place)
+        ids, loss_mask = ids[tokens], None if loss_mask is None else loss_mask[tokens]
+    if loss_mask is not None and loss_mask.all():
+        loss_mask = None
+    return TokenIds(ids, loss_mask, place)
+
+
+def integers(values: Any, what: str, place: str) -> np.ndarray:
+    """Converts values to an array of integers; null is an empty list. Raises BadInput for other values."""
+    if values is None or (isinstance(values, list) and not values):
+        return np.zeros(0, np.int64)
+    found = None
+    if isinstance(values, list | np.ndarray):
+        try:
+            found = np.asarray(values)
+        except (ValueError, OverflowError):  # ragged lists
+            found = None
+    kinds = "iub" if what == ATTENTION_MASK else "iu"
+    if found is None or found.ndim != 1 or found.dtype.kind not in kinds:
+        raise BadInput(f"{place}: {what} is not a list of integers")
+    return found.astype(np.int8) if found.dtype.kind == "b" else found
+
+
+def token_slice(mask: np.ndarray, place: str) -> slice:
+    """Returns the slice of tokens that are not padding. Raises BadInput unless the mask is 0..0 1..1 0..0."""
+    if ((mask != 0) & (mask != 1)).any():
+        value = int(mask[(mask != 0) & (mask != 1)][0])
+        raise BadInput(
+            f"{place} has {value} in its attention_mask, which must be 1 for a token and 0 for padding; give each "
+            "document its own row"
+        )
+    (tokens,) = np.nonzero(mask)
+    if not len(tokens):
+        return slice(0, 0)
+    begin, end = int(tokens[0]), int(tokens[-1]) + 1
+    if end - begin != len(tokens):
+        raise BadInput(f"{place} has padding between tokens by its attention_mask; only padding at the ends is read")
+    return slice(begin, end)
+
+
+def check_vocabulary(found: TokenIds, vocabulary: Vocabulary, setting: str) -> None:
+    """Raises BadInput naming file and row for an id outside the vocabulary. setting: with the field's name."""
+    bad = (found.ids < 0) | (found.ids >= vocabulary.size)
+    if bad.any():
+        raise BadInput(
+            f"{found.place} has the token id {found.ids[bad][0]}, but {vocabulary.tokenizer or 'a vocabulary'} has ids "
+            f"from 0 to {vocabulary.size - 1}; name the tokenizer that made the ids, and their field in {setting}"
+        )

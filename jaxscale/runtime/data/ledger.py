@@ -69,16 +69,12 @@ class Ledger:
         self.corpus, self.batches, self.skipped = corpus, batches, tuple(skipped)
         self._rows = corpus.train_rows
 
-    def step(self, step: int) -> list[DocumentPiece]:
-        """Returns the documents of the batch that a step trains on, by row and position."""
-        return self.batch(self.batch_of(step))
-
     def batch_of(self, step: int) -> int:
         """Returns the index of the batch that a step trains on."""
         return batch_index(step, self.skipped)
 
     def batch(self, n: int) -> list[DocumentPiece]:
-        """Returns the documents of batch n."""
+        """Returns the documents of batch n, by row and position."""
         pieces = self._rows.pieces(self.batches.row_numbers(n))
         rows = np.repeat(np.arange(self.batches.sizes.size(n)), np.diff(pieces.first))
         begins = np.cumsum(pieces.lengths) - pieces.lengths
@@ -89,11 +85,7 @@ class Ledger:
         return [self.entry(*(int(value) for value in values)) for values in zip(*columns)]
 
     def names(self, n: int) -> list[str]:
-        """Returns the documents' names of batch n, most tokens first: 'SOURCE FILE, document 3' (numbered from 0), or
-        'SOURCE SHARD:NUMBER' if the shard does not list its files.
-
-        Reads only indexes and headers, no lineage, so that a run can call it while training.
-        """
+        """Returns the names of batch n's documents, most tokens first. Reads indexes and headers, but no lineage."""
         pieces = self._rows.pieces(self.batches.row_numbers(n))
         tokens = collections.Counter()
         for number, length in zip(pieces.documents.tolist(), pieces.lengths.tolist()):
@@ -101,7 +93,7 @@ class Ledger:
         return [self.name(number) for number, _ in tokens.most_common()]
 
     def name(self, number: int) -> str:
-        """Returns the name of a document of the corpus on one line, with other characters escaped."""
+        """Returns 'SOURCE FILE, document 3' (from 0), or 'SOURCE SHARD:NUMBER' if the shard does not list its files."""
         at, place = self.place(number)
         shard, source = self.corpus.shards[at], self.source(number)
         file, first = source_file(shard, place)
@@ -117,16 +109,8 @@ class Ledger:
         """Returns the source of a document of the corpus."""
         return self.corpus.source_names[int(self._rows.documents.sources(np.array([number]))[0])]
 
-    def tokens(self, n: int) -> np.ndarray:
-        """Returns int32[rows, T]: the tokens of batch n before the objective is applied."""
-        return self.batches.text(n).tokens
-
     def steps_of(self, document: str, stop: int) -> list[tuple[int, DocumentPiece]]:
-        """Returns (step, piece) for each occurrence of a document in steps below `stop`, in order.
-
-        document: its id, FILE:OFFSET or SHARD:NUMBER; includes all documents of that name.
-        Raises: BadInput if there is none, or none in training.
-        """
+        """Returns (step, piece) of each occurrence of the documents of this name in steps below `stop`, in order."""
         stop_place = self.batches.sizes.begin(batch_index(stop - 1, self.skipped) + 1)
         found = self.find(document)
         firsts = self._rows.documents.files.first_documents
@@ -144,14 +128,12 @@ class Ledger:
                 pieces = self._rows.pieces(np.array([row]))
                 ends = np.cumsum(pieces.lengths)
                 (at,) = np.flatnonzero(pieces.documents == number)
-                begin, length, before = (
-                    int(column[at]) for column in (ends - pieces.lengths, pieces.lengths, pieces.skipped)
-                )
+                length, before = int(pieces.lengths[at]), int(pieces.skipped[at])
                 for place in self.batches.order.places_of(row, max(0, stop_place)).tolist():
                     n, in_batch = self.batches.sizes.find(place)
                     step = step_of(n, self.skipped)
                     if step is not None and step < stop:
-                        occurrences.append((step, self.entry(in_batch, begin, length, before, number)))
+                        occurrences.append((step, self.entry(in_batch, int(ends[at]) - length, length, before, number)))
         return sorted(occurrences, key=lambda occurrence: (occurrence[0], occurrence[1].row))
 
     def entry(self, row: int, begin: int, tokens: int, skipped: int, number: int) -> DocumentPiece:

@@ -18,9 +18,17 @@ from typing import Any
 
 import numpy as np
 
-from jaxscale.runtime.data.header import SHA256, SUFFIXES, has_type
 from jaxscale.runtime.data.shard_writer import write_synced
-from jaxscale.runtime.data.shards import Shard, expect_size, open_shard, read_token_bytes, shard_files
+from jaxscale.runtime.data.shards import (
+    SHA256,
+    SUFFIXES,
+    Shard,
+    expect_size,
+    has_type,
+    open_shard,
+    read_token_bytes,
+    shard_files,
+)
 from jaxscale.runtime.data.verified import find_damaged, hash_mismatches
 from jaxscale.system.digest import file_sha256
 from jaxscale.system.exits import BadInput
@@ -77,9 +85,8 @@ def write_manifest(
 ) -> Manifest:
     """Writes manifest.json, atomically, for the shards NAME.* of a folder in this order.
 
-    Args: tokenizer_file: (name, content), written next to the shards. source_bytes: bytes of text of each source, if
-    known. versions: of the programs that made the set.
-    Raises: BadInput for a shard that is missing or visibly damaged, and for shards of different tokenizers.
+    tokenizer_file: (name, content), written next to the shards. source_bytes: of the text of each source, if known.
+    Raises BadInput for a shard that is missing or visibly damaged, and for shards of different tokenizers.
     """
     folder = Path(folder)
     if not names or len(set(names)) != len(names):

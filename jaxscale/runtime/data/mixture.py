@@ -24,13 +24,14 @@ PREFERRED_ROWS = 1024
 Detour = tuple[int, int, str]  # first batch, number of batches, source
 
 
-class Pattern(NamedTuple):
-    """A repeated pattern of L rows."""
+class MixtureStage(NamedTuple):
+    """A repeated pattern of L rows, from its first row to that of the next stage."""
 
     sources_L: np.ndarray  # int64: source of each row
     turns_L: np.ndarray  # int64: earlier rows of the same source
     counts_G: np.ndarray  # int64: rows of each source
     before: np.ndarray  # int64[L + 1, G]: rows of each source before each position
+    first_row: int = 0
 
     def find(self, source: int, turns: np.ndarray) -> np.ndarray:
         """Returns positions in the repeated pattern of a source's rows 0, 1, 2, ..."""
@@ -41,13 +42,6 @@ class Pattern(NamedTuple):
         """Returns int64[G]: rows of each source among the first `rows`."""
         cycles, offset = divmod(rows, len(self.sources_L))
         return cycles * self.counts_G + self.before[offset]
-
-
-class MixtureStage(NamedTuple):
-    """A pattern, from its first row to that of the next stage."""
-
-    first_row: int
-    pattern: Pattern
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -69,7 +63,7 @@ class Mixture:
         """Returns int64[S, G]: rows of each source before each stage."""
         before = [np.zeros(len(self.names), np.int64)]
         for stage, following in zip(self.stages, self.stages[1:]):
-            before.append(before[-1] + stage.pattern.rows_by_source(following.first_row - stage.first_row))
+            before.append(before[-1] + stage.rows_by_source(following.first_row - stage.first_row))
         return np.stack(before)
 
     def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -77,50 +71,36 @@ class Mixture:
         sources, turns = np.empty_like(positions), np.empty_like(positions)
         numbers = self._starts.searchsorted(positions, side="right") - 1
         for number in np.unique(numbers):
-            in_stage, (first, pattern) = numbers == number, self.stages[number]
-            cycles, offset = np.divmod(positions[in_stage] - first, len(pattern.sources_L))
-            found = pattern.sources_L[offset]
-            sources[in_stage] = found
-            turns[in_stage] = self._before[number, found] + cycles * pattern.counts_G[found] + pattern.turns_L[offset]
+            in_stage, stage = numbers == number, self.stages[number]
+            cycles, offset = np.divmod(positions[in_stage] - stage.first_row, len(stage.sources_L))
+            sources[in_stage] = found = stage.sources_L[offset]
+            turns[in_stage] = self._before[number, found] + cycles * stage.counts_G[found] + stage.turns_L[offset]
         return sources, turns
 
     def source_numbers(self, positions: np.ndarray) -> np.ndarray:
         """Returns the index in reported_names of the source of each position; -1 for one that is not reported."""
-        return self._reported_numbers[self.locate(positions)[0]]
-
-    @functools.cached_property
-    def _reported_numbers(self) -> np.ndarray:
         numbers = {name: number for number, name in enumerate(self.reported_names)}
-        return np.array([numbers.get(name, -1) for name in self.names])
+        return np.array([numbers.get(name, -1) for name in self.names])[self.locate(positions)[0]]
 
     def find(self, source: int, turns: np.ndarray) -> np.ndarray:
-        """Returns the positions of a source's rows, the inverse of locate. Raises BadInput if one never occurs."""
+        """Returns the positions of a source's rows that occur, the inverse of locate."""
         positions = np.empty_like(turns)
         numbers = self._before[:, source].searchsorted(turns, side="right") - 1
         for number in np.unique(numbers):
-            in_stage, (first, pattern) = numbers == number, self.stages[number]
-            if not pattern.counts_G[source]:
-                raise BadInput(f"the mixture never reaches row {turns[in_stage].min()} of {self.names[source]}")
-            positions[in_stage] = first + pattern.find(source, turns[in_stage] - self._before[number, source])
+            in_stage, stage = numbers == number, self.stages[number]
+            turns_in_stage = turns[in_stage] - self._before[number, source]
+            positions[in_stage] = stage.first_row + stage.find(source, turns_in_stage)
         return positions
 
     def rows_by_source(self, rows: int) -> np.ndarray:
         """Returns int64[G]: rows of each source among the first `rows` of the stream."""
         number = max(0, int(self._starts.searchsorted(rows, side="left")) - 1)
-        first, pattern = self.stages[number]
-        return self._before[number] + pattern.rows_by_source(int(rows) - first)
+        return self._before[number] + self.stages[number].rows_by_source(int(rows) - self.stages[number].first_row)
 
     def record(self) -> list[list[Any]]:
         """Returns the mixture as JSON data: [first row, {source: rows in a pattern}] of each stage."""
         named = lambda counts: {name: int(count) for name, count in zip(self.names, counts) if count}
-        return [[stage.first_row, named(stage.pattern.counts_G)] for stage in self.stages]
-
-
-def from_record(record: Sequence[Sequence[Any]], names: Sequence[str]) -> Mixture:
-    """Returns the mixture of a record. names: of the sources, in the corpus's order and for reported losses."""
-    counts = [np.array([named.get(name, 0) for name in names], np.int64) for _, named in record]
-    stages = [MixtureStage(int(first), pattern_of(counts_G)) for (first, _), counts_G in zip(record, counts)]
-    return Mixture(tuple(names), tuple(stages), reported_names=tuple(names))
+        return [[stage.first_row, named(stage.counts_G)] for stage in self.stages]
 
 
 def same_prefix(recorded: Sequence[Sequence[Any]] | None, now: Sequence[Sequence[Any]] | None, rows: int) -> bool:
@@ -129,12 +109,12 @@ def same_prefix(recorded: Sequence[Sequence[Any]] | None, now: Sequence[Sequence
     return rows == 0 or past(recorded) == past(now)
 
 
-def pattern_of(counts_G: np.ndarray) -> Pattern:
-    """Returns the pattern with these counts of rows."""
+def pattern_of(counts_G: np.ndarray, first_row: int = 0) -> MixtureStage:
+    """Returns the stage with these counts of rows."""
     sources_L = spread_evenly(counts_G)
     each_L_G = (sources_L[:, None] == np.arange(len(counts_G))).astype(np.int64)
     before = np.concatenate([np.zeros_like(each_L_G[:1]), np.cumsum(each_L_G, axis=0)])
-    return Pattern(sources_L, before[np.arange(len(sources_L)), sources_L], counts_G, before)
+    return MixtureStage(sources_L, before[np.arange(len(sources_L)), sources_L], counts_G, before, first_row)
 
 
 def whole_counts(weights_G: np.ndarray) -> np.ndarray:
@@ -217,22 +197,22 @@ def plan_mixture(
             break
         weights_G = np.array([weights.get(name, 0.0) for name in names], np.float64)
         first, end = run.rows.begin(start), run.rows.begin(min(end, batches))
-        for row, pattern, ended in cut_at_caps(weights_G, caps, used_G, first, end):
+        for row, stage, ended in cut_at_caps(weights_G, caps, used_G, first, end):
             lines += [
                 f"{names[source]} reached max_epochs={max_epochs[names[source]]:g} after {row * run.seq_len:,} tokens "
                 "of the run; the other sources share its weight"
                 for source in ended
             ]
-            if pattern is None:
+            if stage is None:
                 raise BadInput(
                     f"with data.max_epochs={dict(max_epochs)} every source of data.mixture ends after "
                     f"{row * run.seq_len:,} tokens, but the run has "
                     f"{run.rows.begin(run.num_batches) * run.seq_len:,}; raise a limit, add a source, or lower "
                     "train_tokens"
                 )
-            text = describe_shares(pattern, weights_G, sizes, tokens_of or {})
+            text = describe_shares(stage, weights_G, sizes, tokens_of or {})
             lines.append(f"mixture from token {row * run.seq_len:,}: {text}")
-            stages.append(MixtureStage(row, pattern))
+            stages.append(stage)
     text = ", ".join(f"{name} {used / size:.3g}" for (name, size), used in zip(sizes.items(), used_G) if used)
     lines.append(f"epochs of each source in this run: {text}")
     return Mixture(names, tuple(stages), tuple(lines), mixture_names(mixture), {name: n for n, _, name in written})
@@ -240,10 +220,10 @@ def plan_mixture(
 
 def cut_at_caps(
     weights_G: np.ndarray, caps: Mapping[int, int], used_G: np.ndarray, row: int, end_row: int
-) -> Iterator[tuple[int, Pattern | None, list[int]]]:
-    """Yields (first row, pattern, sources that have just ended) of the parts of rows [row, end_row) between caps.
+) -> Iterator[tuple[int, MixtureStage | None, list[int]]]:
+    """Yields (first row, stage, sources that have just ended) of the parts of rows [row, end_row) between caps.
 
-    The pattern is None if all sources have ended. Args: weights_G: set to 0 for sources that end. caps: {source: rows}.
+    The stage is None if all sources have ended. Args: weights_G: set to 0 for sources that end. caps: {source: rows}.
     used_G: rows of each source so far, updated.
     """
     while row < end_row:
@@ -252,11 +232,11 @@ def cut_at_caps(
         if not weights_G.any():
             yield row, None, ended
             return
-        pattern = pattern_of(whole_counts(weights_G / weights_G.sum()))
-        yield row, pattern, ended
+        stage = pattern_of(whole_counts(weights_G / weights_G.sum()), row)
+        yield row, stage, ended
         left = {source: np.array([cap - used_G[source]]) for source, cap in caps.items() if weights_G[source]}
-        stop = min([end_row, *(row + int(pattern.find(source, rows)[0]) for source, rows in left.items())])
-        used_G += pattern.rows_by_source(stop - row)
+        stop = min([end_row, *(row + int(stage.find(source, rows)[0]) for source, rows in left.items())])
+        used_G += stage.rows_by_source(stop - row)
         row = stop
 
 
@@ -293,14 +273,11 @@ def with_detours(starts: list[tuple[int, Weights]], detours: Sequence[Detour]) -
 
 
 def describe_shares(
-    pattern: Pattern, weights_G: np.ndarray, sizes: Mapping[str, int], tokens_of: Mapping[str, int]
+    stage: MixtureStage, weights_G: np.ndarray, sizes: Mapping[str, int], tokens_of: Mapping[str, int]
 ) -> str:
-    """Formats 'rows web 0.7, code 0.3, exact in every 10; in tokens web 0.71, code 0.29'.
-
-    A requested share that differs is added. Shares of tokens, if known, differ from those of rows by padding.
-    """
-    L, rows, tokens = len(pattern.sources_L), [], {}
-    for (name, size), count, weight in zip(sizes.items(), pattern.counts_G.tolist(), weights_G / weights_G.sum()):
+    """Formats 'rows web 0.7 (requested 0.71), code 0.3, exact in every 10; in tokens web 0.69, code 0.31'."""
+    L, rows, tokens = len(stage.sources_L), [], {}
+    for (name, size), count, weight in zip(sizes.items(), stage.counts_G.tolist(), weights_G / weights_G.sum()):
         if count:
             given, requested = f"{count / L:.5g}", f"{weight:.5g}"
             rows.append(f"{name} {given}" + (f" (requested {requested})" if requested != given else ""))

@@ -41,20 +41,15 @@ class MaskedLmConfig:
             )
 
 
-Layout = Literal["encoder_decoder", "one_row"]
-
-
-LAYOUT_HELP = (
-    "encoder_decoder: inputs to the encoder, targets to the decoder; one_row: for a decoder alone, each document's "
-    "inputs as a prefix, followed by its targets"
-)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DenoisingConfig:
     """Settings of all objectives that cut spans out of rows."""
 
-    layout: Layout = setting("encoder_decoder", LAYOUT_HELP)
+    layout: Literal["encoder_decoder", "one_row"] = setting(
+        "encoder_decoder",
+        "encoder_decoder: inputs to the encoder, targets to the decoder; one_row: for a decoder alone, each document's "
+        "inputs as a prefix, followed by its targets",
+    )
     multiple_of: int = setting(1, "rows are padded to multiples of this")
     first_sentinel_id: int | None = setting(None, "id of the first sentinel; none: the tokenizer's sentinels")
     num_sentinels: int = setting(
@@ -120,9 +115,6 @@ def corrupted_lengths(length: int, cut: NoiseAmount) -> tuple[int, int]:
     return length - cut.noise + cut.spans + 1, cut.noise + cut.spans + 1
 
 
-MODES = ("R", "S", "X")
-
-
 # Table 1 of arXiv:2205.05131: mode, noise density, mean span, weight (uniform).
 UL2_DENOISERS = (
     ("R", 0.15, 3.0, 1.0),
@@ -156,7 +148,7 @@ class Ul2Config(DenoisingConfig):
             raise BadInput("denoisers is empty; leave it out for the paper's seven")
         for mode, noise_density, mean_span, weight in self.denoisers:
             check_denoiser(noise_density, mean_span or 1.0)
-            if mode not in MODES:
+            if mode not in ("R", "S", "X"):
                 raise BadInput(f"denoisers has the mode {mode!r}; use R, S or X")
             if weight < 0:
                 raise BadInput(f"denoisers has the weight {weight}, which must not be negative")

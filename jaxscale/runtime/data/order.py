@@ -1,5 +1,6 @@
 """The rows of batch n, a pure function of (seed, n), and the ranges of skipped batches."""
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -16,59 +17,48 @@ from jaxscale.units import BatchSizes
 ORDER = 2  # raise it when the same settings give other batches; 1 was Grain's shuffle
 Transform = Callable[[Batch, int, Sequence[int]], Batch]  # (rows, n, row indices) -> changed rows
 Ranges = tuple[tuple[int, int], ...]
+LOCATED = 1024  # rows
 
 
 class RowOrder:
-    """An endless stream of rows. Each epoch of a group is a new permutation of its rows, computed in closed form.
-
-    Without a mixture there is one group; a mixture maps each position of the stream to a group (its source).
-    """
+    """An endless stream of rows: each epoch of a group (a source, or all rows) is a permutation in closed form."""
 
     def __init__(self, rows: Any, seed: int, mixture: Mixture | None = None):
-        """rows: has `locate` and `read`, and `group_rows` for a mixture."""
+        """rows: have `locate` and `read`, and `group_rows` for a mixture."""
         self.rows, self.seed, self.mixture = rows, seed, mixture
 
     def row_numbers(self, positions: np.ndarray) -> np.ndarray:
         """Returns int64[m]: the row at each position int64[m] of the stream."""
-        if self.mixture is None:
-            return self.shuffled(positions, 0, len(self.rows), "")
-        groups, group_steps = self.mixture.locate(positions)
+        groups, steps = np.zeros_like(positions), positions
+        if self.mixture is not None:
+            groups, steps = self.mixture.locate(positions)
         numbers = np.empty(len(positions), np.int64)
         for group in np.unique(groups):
-            mask = groups == group
-            numbers[mask] = self.shuffled(group_steps[mask], *self.group(group))
+            first, size, name = self._group(group)
+            epochs, places = np.divmod(steps, size)
+            for epoch in np.unique(epochs[groups == group]):
+                mask = (groups == group) & (epochs == epoch)
+                numbers[mask] = first + permuted(places[mask], size, order_key(self.seed, name, epoch))
         return numbers
 
     def places_of(self, row: int, stop: int) -> np.ndarray:
-        """Returns the positions below `stop` of a row, in order: the inverse of row_numbers."""
-        if self.mixture is None:
-            return self._steps_of(row, 0, len(self.rows), "", stop)
-        group = int(np.searchsorted(self.rows.group_rows, row, side="right")) - 1
-        group_steps = self._steps_of(row, *self.group(group), self.mixture.rows_by_source(stop)[group])
-        return self.mixture.find(group, group_steps)
+        """Returns the positions below `stop` of a row, one in each epoch, in order: the inverse of row_numbers."""
+        group = 0
+        if self.mixture is not None:
+            group = int(np.searchsorted(self.rows.group_rows, row, side="right")) - 1
+            stop = self.mixture.rows_by_source(stop)[group]
+        first, size, name = self._group(group)
+        keys = enumerate(order_key(self.seed, name, epoch) for epoch in range(-(-int(stop) // size)))
+        steps = np.array([epoch * size + int(unpermuted(row - first, size, key)) for epoch, key in keys], np.int64)
+        steps = steps[steps < stop]
+        return steps if self.mixture is None else self.mixture.find(group, steps)
 
-    def group(self, group: int) -> tuple[int, int, str]:
+    def _group(self, group: int) -> tuple[int, int, str]:
         """Returns (first row, number of rows, name) of a group."""
-        assert self.mixture is not None, "groups need a mixture"
+        if self.mixture is None:
+            return 0, len(self.rows), ""
         first, stop = (int(bound) for bound in self.rows.group_rows[group : group + 2])
         return first, stop - first, self.mixture.names[group]
-
-    def shuffled(self, group_steps: np.ndarray, first: int, size: int, name: str) -> np.ndarray:
-        """Returns the rows of a group of `size` rows from `first` on at its steps 0, 1, 2, ..."""
-        epochs, positions = np.divmod(group_steps, size)
-        numbers = np.empty(len(group_steps), np.int64)
-        for epoch in np.unique(epochs):
-            mask = epochs == epoch
-            numbers[mask] = first + permuted(positions[mask], size, order_key(self.seed, name, epoch))
-        return numbers
-
-    def _steps_of(self, row: int, first: int, size: int, name: str, stop: int) -> np.ndarray:
-        """Returns the steps of a group below `stop` at which it has this row: one in each epoch."""
-        group_steps = [
-            epoch * size + int(unpermuted(row - first, size, order_key(self.seed, name, epoch)))
-            for epoch in range(-(-int(stop) // size))
-        ]
-        return np.array([group_step for group_step in group_steps if group_step < stop], np.int64)
 
 
 def order_key(seed: int, name: str, epoch: int) -> str:
@@ -76,6 +66,7 @@ def order_key(seed: int, name: str, epoch: int) -> str:
     return f"row order {seed} {epoch} {name}"
 
 
+@dataclasses.dataclass(eq=False)
 class Batches:
     """Batches by index. Any host can read any rows of any batch in any order, without state.
 
@@ -83,24 +74,17 @@ class Batches:
     a thousand numbers as for one.
     """
 
-    LOCATED = 1024  # rows
+    order: RowOrder
+    rows_per_batch: BatchSizes | int
+    row_filter: RowFilter | None = None  # selects rows that get weight 0
+    transform: Transform | None = None
 
-    def __init__(
-        self,
-        order: RowOrder,
-        rows_per_batch: BatchSizes | int,
-        row_filter: RowFilter | None = None,
-        transform: Transform | None = None,
-    ):
-        """row_filter: selects rows that get weight 0. transform(rows, n, row_indices): applied to rows of batch n."""
-        self.order, self.sizes = order, BatchSizes.of(rows_per_batch)
-        self.row_filter, self.transform = row_filter, transform
+    def __post_init__(self):
+        self.sizes = BatchSizes.of(self.rows_per_batch)
         self._recent: tuple[Any, Any] = (None, None)  # replaced atomically by any thread
 
-    def rows(self, n: int, row_indices: Sequence[int] | slice) -> Batch:
+    def rows(self, n: int, row_indices: Sequence[int]) -> Batch:
         """Returns rows of batch n by their indices in it: fields of [len(row_indices), T]."""
-        if isinstance(row_indices, slice):
-            row_indices = range(*row_indices.indices(self.sizes.size(n)))
         if outside := [row for row in row_indices if not 0 <= row < self.sizes.size(n)]:
             raise BadInput(f"rows {outside} are not among the {self.sizes.size(n)} rows of batch {n}")
         located, sources, first = self._locate(n)
@@ -131,7 +115,7 @@ class Batches:
     def _locate(self, n: int) -> tuple[Any, np.ndarray | None, int]:
         """Returns (locations of rows around batch n, their mixture sources or None, index of the first row of n)."""
         rows, stage = self.sizes.size(int(n)), self.sizes.stage(int(n))
-        together = max(1, self.LOCATED // rows)  # batches
+        together = max(1, LOCATED // rows)  # batches
         part, batch = divmod(int(n) - self.sizes.stages[stage][0], together)
         known, found = self._recent
         if known != (stage, part):
@@ -178,19 +162,20 @@ def rows_trained(step: int, sizes: BatchSizes, skipped: Iterable[Sequence[int]])
 
 
 def merge_skips(recorded: Iterable[Sequence[int]], configured: Iterable[Sequence[int]], at_step: int) -> Ranges:
-    """Merges recorded and configured ranges, sorted and disjoint, for a run resumed at `at_step`.
-
-    Recorded ranges are preserved. Raises BadInput if a configured range would change the batches of earlier steps.
-    """
+    """Merges both kinds of ranges. Raises BadInput if a configured one would change batches of steps before at_step."""
     check_skips(configured)
     reached = batch_index(at_step, recorded)
-    for start, stop in subtract_ranges(normalise_ranges(configured), normalise_ranges(recorded)):
-        if start < reached:
-            raise BadInput(
-                f"data.skip_batches skips batches {start} to {stop}, but the run has reached batch {reached} "
-                f"(step {at_step}), and finished steps cannot be skipped; begin at {reached} or later, or resume "
-                "from an earlier checkpoint"
-            )
+    added = normalise_ranges(configured)  # without those recorded
+    for gap_start, gap_stop in normalise_ranges(recorded):
+        cut = [part for start, stop in added for part in ((start, min(stop, gap_start)), (max(start, gap_stop), stop))]
+        added = tuple((start, stop) for start, stop in cut if start < stop)
+    if too_early := [(start, stop) for start, stop in added if start < reached]:
+        start, stop = too_early[0]
+        raise BadInput(
+            f"data.skip_batches skips batches {start} to {stop}, but the run has reached batch {reached} "
+            f"(step {at_step}), and finished steps cannot be skipped; begin at {reached} or later, or resume "
+            "from an earlier checkpoint"
+        )
     return normalise_ranges([*recorded, *configured])
 
 
@@ -203,13 +188,3 @@ def normalise_ranges(ranges: Iterable[Sequence[int]]) -> Ranges:
         else:
             joined.append((start, stop))
     return tuple(joined)
-
-
-def subtract_ranges(ranges: Ranges, removed: Ranges) -> Ranges:
-    """Returns the parts of `ranges` outside `removed`; both are normalised."""
-    for gap_start, gap_stop in removed:
-        cut = []
-        for start, stop in ranges:
-            cut += [(start, min(stop, gap_start)), (max(start, gap_stop), stop)]
-        ranges = tuple((start, stop) for start, stop in cut if start < stop)
-    return ranges

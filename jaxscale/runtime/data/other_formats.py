@@ -21,10 +21,9 @@ import numpy as np
 
 from jaxscale.runtime.data.cache import NAME, cached_shard, index_raw, size_and_mtime
 from jaxscale.runtime.data.config import DataConfig
-from jaxscale.runtime.data.header import file_entry, unknown_tokenizer_header
 from jaxscale.runtime.data.remote import map_ids
 from jaxscale.runtime.data.shard_writer import ShardWriter, write_synced
-from jaxscale.runtime.data.shards import Shard, expect_size
+from jaxscale.runtime.data.shards import Shard, expect_size, file_entry, unknown_tokenizer_header
 from jaxscale.runtime.data.verified import Say
 from jaxscale.runtime.text.sources.data_sets import load_package
 from jaxscale.runtime.text.sources.files import SourceFile
@@ -48,7 +47,6 @@ class MegatronIndex(NamedTuple):
 
     code: int  # of the type of the ids
     lengths: np.ndarray  # int32[sequences]
-    pointers: np.ndarray  # int64[sequences], bytes
     documents: np.ndarray  # int64[documents + 1], sequences
     modes: np.ndarray | None  # int8[sequences]
 
@@ -100,7 +98,7 @@ def read_index(path: Path) -> MegatronIndex:
         raise BadInput(f"{path}: its sequences are not contiguous in the .bin; write both files again")
     if documents[0] != 0 or documents[-1] != len(lengths) or (np.diff(documents) < 0).any():
         raise BadInput(f"{path}: its documents do not account for its {len(lengths):,} sequences; write it again")
-    return MegatronIndex(code, lengths, pointers, documents, modes)
+    return MegatronIndex(code, lengths, documents, modes)
 
 
 def index_bytes(code: int, lengths: np.ndarray, documents: np.ndarray, modes: np.ndarray | None = None) -> bytes:
@@ -113,10 +111,7 @@ def index_bytes(code: int, lengths: np.ndarray, documents: np.ndarray, modes: np
 
 
 def megatron_shard(file: SourceFile, cfg: DataConfig, say: Say) -> Shard:
-    """Returns a Megatron dataset as a shard. Only its index is written to the cache; the .bin is read in place.
-
-    The sequences of a document are joined. Raises BadInput if the files are damaged or are not token ids.
-    """
+    """Returns a Megatron dataset as a shard, the sequences of a document joined. Raises BadInput if it is damaged."""
     idx, path = Path(file.path).with_suffix(".idx"), str(Path(file.path).with_suffix(".bin"))
     stamps = *size_and_mtime(str(idx)), *size_and_mtime(path)
     key = {"megatron": [path, file.name, file.source, *stamps], "eos_id": cfg.eos_id}
@@ -204,11 +199,7 @@ def array_record_shard(
 
 
 def import_array_record(file: SourceFile, folder: Path, *, dtype: str, vocab_size: int, eos_id: int) -> None:
-    """Writes the documents of an ArrayRecord file of ids as a shard in `folder`.
-
-    Args: dtype: of the ids, which the file does not store. eos_id: appended to each document that does not end with it.
-    Raises: BadInput naming a record whose size is not a multiple of the dtype, or with an id outside the vocabulary.
-    """
+    """Writes an ArrayRecord file of ids as a shard; eos_id is appended unless there. BadInput names a wrong record."""
     itemsize = np.dtype(dtype).itemsize
     writer = ShardWriter(folder, NAME, vocab_size=vocab_size, eos_id=eos_id, sources=[file.source])
     try:

@@ -14,21 +14,15 @@ import numpy as np
 
 from jaxscale.core.batch import Batch
 from jaxscale.runtime.data.array_folder import Arrays, ArrayWriter, DiskBuckets
-from jaxscale.runtime.data.documents import DocumentIndex, TokenSet, bisect_right
-from jaxscale.runtime.data.remote import map_ids
-from jaxscale.runtime.data.rows import LocatedPieces, RowPieces, TokenFiles, locate, missing_tokens, read_rows
-from jaxscale.runtime.data.verified import FileWatch
+from jaxscale.runtime.data.documents import DocumentIndex, bisect_right
+from jaxscale.runtime.data.rows import LocatedPieces, RowPieces, locate, missing_tokens, read_rows
 from jaxscale.system.exits import Exit, Stop
 
-NOT_PICKLED = ("_files", "_loss_masks", "_unchanged")  # cached attributes
 SAMPLE_EVERY = 16  # documents per stored stream position
 
 
 class DocumentRows(abc.ABC):
-    """Rows by index, read in any order: the base class of packings. A pickle has neither tokens nor plan.
-
-    Group g has rows [group_rows[g], group_rows[g + 1]): one group of all documents, or one per source.
-    """
+    """Rows by index, read in any order. Group g, a source or all rows, has rows group_rows[g : g + 2]."""
 
     def __init__(self, documents: DocumentIndex, arrays: Arrays, part: str):
         plan = arrays.header["parts"][part]
@@ -66,52 +60,23 @@ class DocumentRows(abc.ABC):
         """Returns the tokens of all rows, without padding."""
         return sum(self.documents.metadata["tokens"][self.part])
 
-    def __getstate__(self) -> dict:
-        return {key: value for key, value in self.__dict__.items() if key not in NOT_PICKLED}
-
-    @property
-    def _token_set(self) -> TokenSet:
-        """Returns the token files, which are unknown while rows are planned."""
-        assert self.documents.files is not None, "reading rows needs the token files"
-        return self.documents.files
-
-    @functools.cached_property
-    def _unchanged(self) -> FileWatch:
-        return FileWatch(self._token_set.expected)
-
-    def _map(self, path: str, dtype: str) -> Any:
-        """Maps a file of ids or loss masks after checking that it has not changed."""
-        self._unchanged.check_unopened([path])
-        return map_ids(path, dtype)
-
-    @functools.cached_property
-    def _files(self) -> TokenFiles:
-        return TokenFiles(self._token_set.paths, self._token_set.dtypes, self._map)
-
-    @functools.cached_property
-    def _loss_masks(self) -> TokenFiles | None:
-        files = self._token_set
-        if not any(files.loss_masks):
-            return None
-        return TokenFiles(files.loss_masks, ["|u1"] * len(files.paths), lambda *file: file[0] and self._map(*file))
-
     def locate(self, rows: np.ndarray) -> LocatedPieces:
         """Returns the locations of the rows int64[m] in the files, for `read`."""
         return locate(self.pieces(rows), functools.partial(self.documents.locate, part=self.part))
 
     def read(self, located: LocatedPieces, chosen: Sequence[int]) -> Batch:
         """Reads located rows as a Batch of [len(chosen), T]. Raises Stop(DATA_MISMATCH) if a file has changed."""
-        first, tokens = located.first, self._token_set
-        files = {file for row in chosen for file in located.files[first[row] : first[row + 1]]}
-        files |= {located.after_files[row] for row in chosen} - {-1}
-        for file in files:
-            self._unchanged.check((tokens.paths[file], *tokens.loss_masks[file : file + 1]))
+        first, files = located.first, self.documents.files
+        assert files is not None, "reading rows needs the token files"
+        numbers = {file for row in chosen for file in located.files[first[row] : first[row + 1]]}
+        for file in numbers | {located.after_files[row] for row in chosen} - {-1}:
+            files.check(file)
         try:
-            return read_rows(located, chosen, self.seq_len, self._files, self._loss_masks)
+            return read_rows(located, chosen, self.seq_len, files)
         except Stop:
             raise
         except Exception as error:  # any error may be caused by a truncated file
-            if problem := missing_tokens(located, chosen, self._files):
+            if problem := missing_tokens(located, chosen, files):
                 raise Stop(Exit.DATA_MISMATCH, problem) from error
             raise
 
@@ -143,11 +108,6 @@ def order_key(seed: int | str, rank: int) -> int:
     return int(generator.random_raw(4)[rank % 4])
 
 
-def document_order(num_documents: int, seed: int | str) -> np.ndarray:
-    """Returns int64[num_documents]: a permutation that depends only on seed and count, not on the numpy version."""
-    return np.argsort(order_generator(seed).random_raw(num_documents), kind="stable")
-
-
 def order_seed(seed: int, group: int, num_groups: int) -> str:
     """Returns the seed of the order of a group's documents."""
     return str(seed) if num_groups == 1 else f"{seed} {group}"
@@ -156,7 +116,7 @@ def order_seed(seed: int, group: int, num_groups: int) -> str:
 def shuffled_members(
     folder: Any, documents: DocumentIndex, part: str, group: int, name: str
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields (numbers, lengths) of a group's documents in document_order, one bucket at a time."""
+    """Yields (numbers, lengths) of a group's documents in the order of their sort keys, one bucket at a time."""
     dtype = [("key", "<u8"), ("number", "<i8"), ("length", "<i8")]
     buckets = DiskBuckets(folder, dtype, documents.size(part, group))
     generator, width = order_generator(name), -(-(1 << 64) // buckets.number)
@@ -169,10 +129,7 @@ def shuffled_members(
 
 
 def write_concat(out: ArrayWriter, documents: DocumentIndex, part: str, *, seq_len: int, seed: int) -> dict[str, Any]:
-    """Plans the rows of a part as concatenated documents, and returns the header of PackedRows.
-
-    Each document takes 4 bytes for its number (5 beyond 2**32), each SAMPLE_EVERY-th one 8 for its position.
-    """
+    """Plans concatenated documents; returns the header of PackedRows. Takes 4 or 5 bytes each, and 8 per sample."""
     num_groups = len(documents.metadata["members"][part])
     group_rows, samples = [0], [0]
     out.append(f"{part}.order", np.zeros(0, np.uint32))

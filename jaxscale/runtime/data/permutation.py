@@ -15,7 +15,6 @@ from jaxscale.system.exits import BadInput
 
 ROUNDS = 8  # four are too few for small sizes; each costs about 12 ns per index
 LARGEST = 1 << 62  # a b stays below 2**63
-Halves = tuple[np.ndarray, np.ndarray]
 SHIFTS = tuple(map(np.uint64, (30, 27, 31)))
 FACTORS = tuple(map(np.uint64, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)))
 
@@ -43,31 +42,24 @@ def unpermuted(positions: ArrayLike, size: int, key: str) -> np.ndarray:
 def cycle_walk(indices: ArrayLike, size: int, key: str, *, inverse: bool) -> np.ndarray:
     """Repeats a bijection of Z_a x Z_b on each index until the result is below `size` (cycle walking)."""
     indices = np.asarray(indices, np.int64)
+    rounds = list(enumerate(round_keys(key)))
     if not 0 < size <= LARGEST:
         raise BadInput(f"a permutation of {size} numbers; the size must be 1 to {LARGEST}")
     if indices.size and not (0 <= indices.min() and indices.max() < size):
         raise BadInput(f"indices from {indices.min()} to {indices.max()} are not below {size}")
     a = math.isqrt(size - 1) + 1  # ceil(sqrt(size))
-    b = -(-size // a)
+    sizes = np.uint64(a), np.uint64(-(-size // a))
     found = indices.reshape(-1).astype(np.uint64)
     outside = np.arange(len(found))
     while len(outside):  # a b - size < a, so few are outside after the first step
-        moving = found[outside]
-        low, high = feistel((moving % np.uint64(a), moving // np.uint64(a)), a, b, key=key, inverse=inverse)
-        found[outside] = high * np.uint64(a) + low
+        halves = [found[outside] % sizes[0], found[outside] // sizes[0]]
+        for number, salt in reversed(rounds) if inverse else rounds:  # each adds a hash of one half to the other
+            half = number % 2
+            added = mix64(halves[1 - half] + salt) % sizes[half]
+            halves[half] = (halves[half] + (sizes[half] - added if inverse else added)) % sizes[half]
+        found[outside] = halves[1] * sizes[0] + halves[0]
         outside = outside[found[outside] >= np.uint64(size)]
     return found.astype(np.int64).reshape(indices.shape)
-
-
-def feistel(halves: Halves, a: int, b: int, *, key: str, inverse: bool) -> Halves:
-    """Applies all Feistel rounds: each adds a hash of one half to the other. inverse: undoes them in reverse order."""
-    found, sizes, keys = list(halves), (np.uint64(a), np.uint64(b)), list(enumerate(round_keys(key)))
-    for number, salt in reversed(keys) if inverse else keys:
-        half = number % 2
-        size = sizes[half]
-        added = mix64(found[1 - half] + salt) % size
-        found[half] = (found[half] + (size - added if inverse else added)) % size
-    return found[0], found[1]
 
 
 @functools.lru_cache(maxsize=1024)

@@ -19,7 +19,8 @@ from jaxscale.runtime.data.checks import check_data, check_facts, corpus_files, 
 from jaxscale.runtime.data.config import DataConfig
 from jaxscale.runtime.data.dataset import Transform, check_transforms, map_dataset, open_transform, read_batch
 from jaxscale.runtime.data.mixture import Detour, Mixture, RunBatches, plan_mixture
-from jaxscale.runtime.data.objectives import apply_objective, apply_with_origin, reads_text_in_order
+from jaxscale.runtime.data.objective_config import NextTokenConfig, PrefixLmConfig
+from jaxscale.runtime.data.objectives import apply_objective, apply_with_origin
 from jaxscale.runtime.data.objectives.ids import SpecialIds, TokenizerIds, find_ids, synthetic_ids
 from jaxscale.runtime.data.order import ORDER, Batches, RowOrder
 from jaxscale.runtime.data.row_filter import make_row_filter
@@ -28,7 +29,7 @@ from jaxscale.runtime.data.rows import SyntheticRows
 from jaxscale.runtime.data.shards import Shard
 from jaxscale.runtime.data.split import CorpusSplit, split_corpus
 from jaxscale.runtime.data.stacking import padding_row, stack_rows
-from jaxscale.runtime.data.token_files import common_token_bytes, open_tokens, prepared_set_folder
+from jaxscale.runtime.data.token_files import open_tokens, prepared_set_folder
 from jaxscale.runtime.data.tokenize import open_documents
 from jaxscale.runtime.data.verified import Say, size_only
 from jaxscale.runtime.text.chat.template import load_template
@@ -74,11 +75,7 @@ class Corpus:
         return dict(zip(self.source_names, np.diff(self.train_rows.group_rows).tolist()))
 
     def batches(self, rows_per_batch: BatchSizes | int, mixture: Mixture | None = None) -> Batches:
-        """Returns the endless training batches; each epoch has its own order.
-
-        rows_per_batch: constant, or the sizes of a ramp. mixture: from plan_mixture; None: planned for one epoch
-        without max_epochs.
-        """
+        """Returns the endless training batches. mixture: from plan_mixture; None: planned for an epoch without caps."""
         if self.cfg.mixture and mixture is None:
             one_epoch = BatchSizes.of(rows_per_batch).find(len(self.train_rows))[0]
             mixture = self.plan_mixture(rows_per_batch, max(1, one_epoch), capped=False)
@@ -96,11 +93,7 @@ class Corpus:
         detours: Sequence[Detour] = (),
         begun: Mapping[str, int] | None = None,
     ) -> Mixture | None:
-        """Returns the stages of a run of `total_steps` steps; None if the settings have no mixture.
-
-        num_batches: up to the end of the run, including skipped ones. detours: of its rewinds. begun, errors: see
-        mixture.plan_mixture.
-        """
+        """Returns the stages of a run; None without data.mixture. num_batches: with skipped ones."""
         if not self.cfg.mixture:
             return None
         num_batches = total_steps if num_batches is None else num_batches
@@ -145,7 +138,8 @@ class Corpus:
         does not read text in order.
         """
         assert self.valid_rows is not None, "the corpus needs a validation set"
-        chosen = evenly_spaced(len(self.valid_rows), num_rows)
+        total, count = len(self.valid_rows), min(len(self.valid_rows), num_rows)
+        chosen = [i * total // count for i in range(count)]
         for first in range(0, len(chosen), rows_per_batch):
             part = chosen[first : first + rows_per_batch]
             missing = rows_per_batch - len(part)
@@ -156,15 +150,9 @@ class Corpus:
             batch, origin = apply_with_origin(self.cfg.objective, self.ids, batch, 0, places, VALIDATION_SEED)
             sources = np.take_along_axis(sources, origin, axis=1)
             sizes = np.zeros_like(batch.targets)
-            if self.token_bytes is not None and reads_text_in_order(self.cfg.objective):
+            if self.token_bytes is not None and isinstance(self.cfg.objective, (NextTokenConfig, PrefixLmConfig)):
                 sizes = self.token_bytes[batch.targets]
             yield batch, sources, np.where(batch.weights > 0, sizes, 0).astype(np.int32)
-
-
-def evenly_spaced(total: int, count: int) -> list[int]:
-    """Returns at most `count` evenly spaced numbers below `total`."""
-    count = min(total, count)
-    return [i * total // count for i in range(count)]
 
 
 def open_data(
@@ -172,9 +160,8 @@ def open_data(
 ) -> Corpus:
     """Opens the corpus; tokenises it first unless it is in the cache.
 
-    Args: seq_len: tokens in a row. vocab_size: the model's. seed: of the order of documents and rows.
-    Raises: BadInput for the problems of check_data, a corpus shorter than a row, an empty validation set, text that is
-    not UTF-8 (data.invalid_utf8='stop'), a token id outside the vocabulary, or a damaged cache.
+    seed: of the order of documents and rows. Raises BadInput for the problems of check_data and check_facts, text that
+    is not UTF-8 (data.invalid_utf8='stop'), a token id outside the vocabulary, or a damaged cache.
     """
     if problems := check_data(cfg, seq_len, vocab_size):
         raise BadInput(problems[0])
@@ -189,7 +176,8 @@ def open_data(
     check = functools.partial(check_facts, cfg, names, seq_len)
     plan = open_plan(cfg, split, plan_settings, check, published, say)
     check(plan.facts)
-    token_bytes = tokenizer.token_bytes if tokenizer else common_token_bytes(shards)
+    tables = [tokenizer.token_bytes] if tokenizer else [shard.token_bytes for shard in shards]
+    token_bytes = tables[0] if all(table is not None for table in tables) else None  # one tokenizer made all shards
     known = tokenizer or TokenizerIds("unknown", cfg.eos_id)
     return Corpus(
         train_rows=plan.train,
@@ -227,8 +215,8 @@ def open_shards(
                 f"{cfg.objective.name!r} must be next_token"
             )
     if cfg.verify == "size":
-        unhashed = lambda some: [shard._replace(expected=size_only(shard.expected)) for shard in some]
-        return unhashed(shards), unhashed(val_shards), tokenizer
+        without_hashes = lambda shard: shard._replace(expected=size_only(shard.expected))
+        shards, val_shards = list(map(without_hashes, shards)), list(map(without_hashes, val_shards))
     return shards, val_shards, tokenizer
 
 

@@ -11,8 +11,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxscale.runtime.data.config import DataConfig
-from jaxscale.runtime.data.fields import CHAT_FIELDS, FieldChoice, has_records, iter_records
-from jaxscale.runtime.data.token_columns import TokenIds, Vocabulary, read_ids
+from jaxscale.runtime.data.fields import (
+    CHAT_FIELDS,
+    FieldChoice,
+    TokenIds,
+    Vocabulary,
+    has_records,
+    iter_records,
+    read_ids,
+)
 from jaxscale.runtime.text.chat.chat_records import Conversation, PromptCompletion, parse_record
 from jaxscale.runtime.text.chat.spans import (
     NO_TURN,
@@ -60,7 +67,8 @@ def make_reader(tokenizer: Tokenizer, cfg: DataConfig, say: Callable[[str], None
     vocabulary = Vocabulary(tokenizer.vocab_size, f"data.tokenizer={tokenizer.name}") if cfg.tokenizer else Vocabulary()
     about: dict[str, Any] = {}
     if cfg.name == "chat":
-        template, guard = load_template(tokenizer, cfg.chat), Guard(tokenizer.special_ids)
+        template = load_template(tokenizer, cfg.chat)
+        conversations = ConversationReader(cfg, template, Guard(tokenizer.special_ids))
         say(f"chat template: {template.name}")
         settings = {key: value for key, value in dataclasses.asdict(cfg.chat).items() if key not in PACKING_SETTINGS}
         names = sorted(tokenizer.special_ids.items())
@@ -69,10 +77,13 @@ def make_reader(tokenizer: Tokenizer, cfg: DataConfig, say: Callable[[str], None
 
     def read(file: SourceFile, choice: FieldChoice, skipped: Counter) -> Iterator[tuple[Document, Item]]:
         if choice.kind == "ids":
-            return read_token_ids(file, choice, cfg, vocabulary, skipped)
-        if cfg.name == "chat":
-            return read_samples(cfg, template, guard, file, skipped)
-        return ((document, document.text) for document in read_file(file, cfg, skipped))
+            with handle_damage(file.path, cfg, skipped):
+                for offset, ids, (id, url, licence, _) in read_ids(file.path, choice, cfg, vocabulary, skipped):
+                    yield Document("", file.source, file.name, offset, id, url, licence or cfg.licence), ids
+        elif cfg.name == "chat":
+            yield from conversations.read(file, skipped)
+        else:
+            yield from ((document, document.text) for document in read_file(file, cfg, skipped))
 
     def encode(items: Sequence[Any]) -> list[Encoded]:
         written = [item for item in items if not isinstance(item, TokenIds)]
@@ -89,15 +100,6 @@ def make_reader(tokenizer: Tokenizer, cfg: DataConfig, say: Callable[[str], None
     return DocumentReader(read, encode, **about)
 
 
-def read_token_ids(
-    file: SourceFile, choice: FieldChoice, cfg: DataConfig, vocabulary: Vocabulary, skipped: Counter
-) -> Iterator[tuple[Document, Item]]:
-    """Yields the documents of a file with their token ids, without text. Raises BadInput as read_ids."""
-    with handle_damage(file.path, cfg, skipped):
-        for offset, ids, (id, url, licence, _) in read_ids(file.path, choice, cfg, vocabulary, skipped):
-            yield Document("", file.source, file.name, offset, id, url, licence or cfg.licence), ids
-
-
 def is_conversation(item: Item) -> bool:
     """Returns True if part of the document is masked in the loss: a conversation, a prompt, or ids with labels."""
     if isinstance(item, RenderedDocument):
@@ -105,47 +107,80 @@ def is_conversation(item: Item) -> bool:
     return isinstance(item, TokenIds) and item.loss_mask is not None
 
 
-def read_samples(
-    cfg: DataConfig, template: ChatTemplate, guard: Guard, file: SourceFile, skipped: Counter
-) -> Iterator[tuple[Document, RenderedDocument]]:
-    """Yields the conversations, prompt-completion pairs and texts of a file in order; skipped records are counted.
+class ConversationReader(NamedTuple):
+    """Reads records as conversations, prompt-completion pairs or texts, rendered by a chat template."""
 
-    Raises: BadInput naming file and row of a malformed record (data.damaged='stop') or an unreadable file.
-    """
-    if not is_table(file.path) and not has_records(file.path, cfg):
-        for document in read_file(file, cfg, skipped):
-            yield document, render_pair(PromptCompletion("", document.text), template.begin)
-        return
-    with handle_damage(file.path, cfg, skipped):
-        for offset, place, line, record in sample_records(file.path, cfg, skipped):
-            written = render_checked_record(record, file.path, place, cfg, template, guard, skipped)
-            if written is None:
-                continue
-            id, url, licence, _ = get_metadata(record, cfg.metadata_fields, line)
-            document = Document(written.text, file.source, file.name, offset, id, url, licence or cfg.licence)
-            if document.size > cfg.max_document_bytes:
-                count_skipped(skipped, "longer than max_document_bytes", document.size)
-                continue
-            yield document, written
+    cfg: DataConfig
+    template: ChatTemplate
+    guard: Guard
 
+    def read(self, file: SourceFile, skipped: Counter) -> Iterator[tuple[Document, RenderedDocument]]:
+        """Yields the documents of a file in order; skipped records are counted."""
+        if not is_table(file.path) and not has_records(file.path, self.cfg):
+            for document in read_file(file, self.cfg, skipped):
+                yield document, render_pair(PromptCompletion("", document.text), self.template.begin)
+            return
+        with handle_damage(file.path, self.cfg, skipped):
+            for offset, place, line, record in self.records(file.path, skipped):
+                written = self.render(record, file.path, place, skipped)
+                if written is None:
+                    continue
+                id, url, licence, _ = get_metadata(record, self.cfg.metadata_fields, line)
+                document = Document(written.text, file.source, file.name, offset, id, url, licence or self.cfg.licence)
+                if document.size > self.cfg.max_document_bytes:
+                    count_skipped(skipped, "longer than max_document_bytes", document.size)
+                    continue
+                yield document, written
 
-def sample_records(path: str, cfg: DataConfig, skipped: Counter) -> Iterator[tuple[int, str, bytes, Any]]:
-    """Yields (offset, 'line 3' or 'row 3', bytes or b'', value) of each record of a file.
+    def records(self, path: str, skipped: Counter) -> Iterator[tuple[int, str, bytes, Any]]:
+        """Yields (offset, 'line 3' or 'row 3', bytes or b'', value) of each record; value: bytes if not UTF-8."""
+        cfg, pair = self.cfg, (self.cfg.chat.prompt_field, self.cfg.chat.completion_field)
+        if not is_table(path):
+            for offset, place, line, record in iter_records(path, cfg, skipped, raw=pair):
+                yield offset, place, line, decoded_record(record, cfg, skipped)
+            return
+        used = {*CHAT_FIELDS, "system", "tools", *pair, cfg.text_field}
+        used |= {field.partition(".")[0] for field in (cfg.text_field, *cfg.metadata_fields)}
+        with open_table(path, cfg) as table:
+            names = table.schema.names
+            for row, batch in table.batches([name for name in names if name in used] or names[:1]):
+                for number, record in enumerate(batch_records(batch), row):
+                    yield number, f"row {number}", b"", decoded_record(record, cfg, skipped)
 
-    The value of a record that is not UTF-8 is bytes, unless data.invalid_utf8='repair'.
-    """
-    if not is_table(path):
-        raw = (cfg.chat.prompt_field, cfg.chat.completion_field)
-        for offset, place, line, record in iter_records(path, cfg, skipped, raw=raw):
-            yield offset, place, line, decoded_record(record, cfg, skipped)
-        return
-    used = {*CHAT_FIELDS, "system", "tools", cfg.chat.prompt_field, cfg.chat.completion_field, cfg.text_field}
-    used |= {field.partition(".")[0] for field in (cfg.text_field, *cfg.metadata_fields)}
-    with open_table(path, cfg) as table:
-        names = table.schema.names
-        for row, batch in table.batches([name for name in names if name in used] or names[:1]):
-            for number, record in enumerate(batch_records(batch), row):
-                yield number, f"row {number}", b"", decoded_record(record, cfg, skipped)
+    def render(self, record: Any, path: str, place: str, skipped: Counter) -> RenderedDocument | None:
+        """Calls render_valid; a record with NUL or invalid UTF-8 is handled as data.invalid_utf8 says."""
+        content = record
+        if not isinstance(record, bytes):
+            write = functools.partial(self.render_valid, f"{path} {place}", skipped)
+            written = write(record)
+            if written is None or is_utf8(written.text) and "\0" not in written.text:
+                return written
+            if self.cfg.invalid_utf8 == "repair":
+                how = "half a surrogate pair" if "\0" not in written.text else "NUL removed"
+                skipped[f"{REPAIRED}{how}"] += 1
+                return write(repair_strings(record))
+            content = written.text.encode(errors="surrogatepass")
+        decode_text(content, self.cfg, skipped, path, lambda start: place)  # counts it or raises
+        return None
+
+    def render_valid(self, place: str, skipped: Counter, record: object) -> RenderedDocument | None:
+        """Returns the record as a document, or None if it was skipped and counted. BadInput begins with `place`."""
+        try:
+            found = parse_record(record, self.cfg.chat, self.cfg.text_field)
+            if isinstance(found, Conversation):
+                written = render_conversation(found, self.template, self.guard) if any(found.in_loss) else None
+            elif found.completion:
+                written = render_pair(found, self.template.begin)
+            else:
+                skipped["empty completion"] += 1
+                return None
+        except BadInput as error:
+            skip_or_raise(f"{place} {error}", self.cfg, skipped, "not as told", 0)
+            return None
+        if written is None or not written.end_in_loss and not any(piece.in_loss for piece in written.pieces):
+            skipped[NO_TURN] += 1
+            return None
+        return written
 
 
 def decoded_record(record: Any, cfg: DataConfig, skipped: Counter) -> Any:
@@ -168,47 +203,3 @@ def decode_strings(value: Any, decode: Callable[[bytes], str]) -> Any:
     if isinstance(value, dict):
         return {key: decode_strings(inner, decode) for key, inner in value.items()}
     return [decode_strings(inner, decode) for inner in value] if isinstance(value, list) else value
-
-
-def render_checked_record(
-    record: Any, path: str, place: str, cfg: DataConfig, template: ChatTemplate, guard: Guard, skipped: Counter
-) -> RenderedDocument | None:
-    """Calls render_record; a record with NUL or invalid UTF-8 is handled as data.invalid_utf8 says."""
-    content = record
-    if not isinstance(record, bytes):
-        write = functools.partial(render_record, f"{path} {place}", cfg, template, guard, skipped)
-        written = write(record)
-        if written is None or is_utf8(written.text) and "\0" not in written.text:
-            return written
-        if cfg.invalid_utf8 == "repair":
-            how = "half a surrogate pair" if "\0" not in written.text else "NUL removed"
-            skipped[f"{REPAIRED}{how}"] += 1
-            return write(repair_strings(record))
-        content = written.text.encode(errors="surrogatepass")
-    decode_text(content, cfg, skipped, path, lambda start: place)  # counts it or raises
-    return None
-
-
-def render_record(
-    place: str, cfg: DataConfig, template: ChatTemplate, guard: Guard, skipped: Counter, record: object
-) -> RenderedDocument | None:
-    """Returns the record as a document, or None if it was skipped and counted. BadInput begins with `place`."""
-    try:
-        found = parse_record(record, cfg.chat, cfg.text_field)
-        if isinstance(found, Conversation):
-            if not any(found.in_loss):
-                skipped[NO_TURN] += 1
-                return None
-            written = render_conversation(found, template, guard)
-        else:
-            if not found.completion:
-                skipped["empty completion"] += 1
-                return None
-            written = render_pair(found, template.begin)
-    except BadInput as error:
-        skip_or_raise(f"{place} {error}", cfg, skipped, "not as told", 0)
-        return None
-    if not written.end_in_loss and not any(piece.in_loss for piece in written.pieces):
-        skipped[NO_TURN] += 1
-        return None
-    return written

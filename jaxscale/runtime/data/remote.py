@@ -27,7 +27,7 @@ import numpy as np
 
 from jaxscale.runtime.data.verified import Say, remove
 from jaxscale.system.bucket import Bucket
-from jaxscale.system.digest import READ_BYTES, file_sha256
+from jaxscale.system.digest import file_sha256
 from jaxscale.system.exits import BadInput
 from jaxscale.system.paths import locked, make_private, sync_folder
 from jaxscale.system.storage import open_bucket
@@ -66,11 +66,7 @@ class ShardCache:
             return self._bucket
 
     def fetch(self, url: str, size: int, sha256: str) -> Path:
-        """Returns the local path of an object, downloaded if it is missing or damaged.
-
-        It is not evicted until `release`, or until this cache is closed or its process ends.
-        Raises: BadInput if the object is missing, does not fit into the cache, or cannot be written.
-        """
+        """Returns the local path of an object, downloaded if needed; not evicted until `release`, `close` or exit."""
         with self._thread_lock:
             if os.getpid() != self._pid:
                 self._reset()
@@ -232,10 +228,8 @@ class RemoteIds:
 def map_ids(path: str, dtype: str) -> Any:
     """Returns the sliceable ids of a .bin: a memory map of a local file, or RemoteIds for an address of `locator`."""
     little = np.dtype(dtype).newbyteorder("<")
-    if "://" not in path:
-        if not os.path.getsize(path):
-            return np.zeros(0, little)  # an empty file cannot be mapped
-        return np.asarray(np.memmap(path, little, mode="r"))  # slicing an np.memmap is much slower
+    if "://" not in path:  # an empty file cannot be mapped, and slicing an np.memmap is much slower
+        return np.asarray(np.memmap(path, little, mode="r")) if os.path.getsize(path) else np.zeros(0, little)
     url, _, fields = path.rpartition("#")
     about = dict(urllib.parse.parse_qsl(fields))
     cache = shard_cache(about["cache"], int(about["cache_bytes"]))
@@ -257,31 +251,23 @@ def shard_cache(folder: str, max_bytes: int) -> ShardCache:
 def download(bucket: Bucket, url: str, size: int, sha256: str, part: Path) -> None:
     """Completes the local file `part`, which may have the beginning of the object, and checks its hash."""
     for _ in range(WRONG_HASHES):
-        if complete_download(bucket, url, size, part) == sha256:
+        with open(part, "r+b") as file:
+            found = hashlib.file_digest(file, "sha256")
+            try:
+                for piece in bucket.pieces(url, file.tell(), size):
+                    file.write(piece)
+                    found.update(piece)
+            except FileNotFoundError as error:
+                raise BadInput(str(error)) from None
+            file.flush()
+            os.fsync(file.fileno())
+        if found.hexdigest() == sha256:
             return
         os.truncate(part, 0)  # stale beginning or damaged download: start again
     raise BadInput(
         f"{url} did not match the sha256 in its manifest in {WRONG_HASHES} downloads: it was changed after the "
         "manifest; publish the set again"
     )
-
-
-def complete_download(bucket: Bucket, url: str, size: int, part: Path) -> str:
-    """Downloads the missing bytes of the object and returns the sha256 of the file."""
-    sha256 = hashlib.sha256()
-    with open(part, "r+b") as file:
-        while piece := file.read(READ_BYTES):
-            sha256.update(piece)
-        done = file.tell()
-        try:
-            for piece in bucket.pieces(url, done, size):
-                file.write(piece)
-                sha256.update(piece)
-        except FileNotFoundError as error:
-            raise BadInput(str(error)) from None
-        file.flush()
-        os.fsync(file.fileno())
-    return sha256.hexdigest()
 
 
 def is_whole(path: Path, size: int, sha256: str) -> bool:

@@ -19,9 +19,7 @@ from jaxscale.runtime.data.permutation import permuted
 from jaxscale.runtime.data.rows import LocatedPieces
 from jaxscale.runtime.text.tokenizer.base import Tokenizer
 
-RowFilter = Callable[
-    [Batch, LocatedPieces, Sequence[int]], np.ndarray
-]  # (rows, locations, indices into locations) -> bool[rows]: filtered
+RowFilter = Callable[[Batch, LocatedPieces, Sequence[int]], np.ndarray]  # (rows, locations, indices) -> bool[rows]
 
 SAMPLE_POSITIONS = 128  # positions of a row tested first; only suspicious rows are fully tested
 SLACK = 0.7  # margin for shares in a sample: 3.4 standard deviations at a share of 0.5
@@ -72,10 +70,7 @@ def degenerate_rows(
 
 
 def suspicious_rows(cfg: RowFilterConfig, tokens_BT: np.ndarray, damage: ReplacementTokens | None) -> np.ndarray:
-    """Returns bool[B]: rows to test fully, from a sample of positions (a few microseconds per row).
-
-    Includes all rows beyond a limit on distinct tokens or on runs, and nearly all beyond a share.
-    """
+    """Returns bool[B]: rows to test fully, by a sample of positions (a few microseconds per row)."""
     T = tokens_BT.shape[1]
     sample_BS = np.sort(tokens_BT.take(sample_places(T), axis=1), axis=1)
     S = sample_BS.shape[1]

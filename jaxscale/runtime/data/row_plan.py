@@ -23,7 +23,6 @@ from jaxscale.runtime.data.documents import (
     DocumentIndex,
     NeedsInt64,
     TokenSet,
-    make_token_set,
     write_documents,
 )
 from jaxscale.runtime.data.packing import DocumentRows, PackedRows, write_concat
@@ -117,7 +116,7 @@ def open_plan(
     shards, cache = [*split.train_shards, *split.valid_shards], cache_folder(cfg)
     little = lambda shard: np.dtype(shard.header["dtype"]).newbyteorder("<").str
     sizes = lambda shard: (shard.header["num_documents"], shard.header["num_tokens"])
-    files = make_token_set([(s.bin_path, little(s), s.loss_mask_path, *sizes(s), s.expected) for s in shards])
+    files = TokenSet([(s.bin_path, little(s), s.loss_mask_path, *sizes(s), s.expected) for s in shards])
     if published:
         location = f"{published}/{folder_name('rows', settings.cache_key)}"
         if (found := find_arrays(location, cache, cfg.cache_bytes, cfg.verify, say)) is not None:

@@ -2,15 +2,15 @@
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from jaxscale.core.batch import Batch
+from jaxscale.runtime.data.documents import TokenSet
 from jaxscale.runtime.data.stacking import stack_rows
 
 SYNTHETIC_ROWS = 1 << 24  # in an epoch; large enough that no run repeats a row
-OpenIds = Callable[[str, str], Any]  # (path, dtype) -> sliceable ids
 
 
 class RowPieces(NamedTuple):
@@ -43,18 +43,6 @@ class LocatedPieces(NamedTuple):
     depths: np.ndarray  # int64[m]: tokens of the first document before the row
 
 
-class TokenFiles(dict):
-    """{file number: ids}, each opened at first access."""
-
-    def __init__(self, paths: Sequence[str], dtypes: Sequence[str], open_ids: OpenIds):
-        super().__init__()
-        self.paths, self.dtypes, self.open_ids = paths, dtypes, open_ids
-
-    def __missing__(self, number: int) -> Any:
-        self[number] = self.open_ids(self.paths[number], self.dtypes[number])
-        return self[number]
-
-
 def locate(pieces: RowPieces, where: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]) -> LocatedPieces:
     """Locates pieces in files. where(documents): (file, offset of the first token) of each."""
     first, documents = pieces.first, pieces.documents
@@ -78,42 +66,35 @@ def locate(pieces: RowPieces, where: Callable[[np.ndarray], tuple[np.ndarray, np
     )
 
 
-def read_rows(
-    located: LocatedPieces, chosen: Sequence[int], T: int, files: TokenFiles, loss_masks: TokenFiles | None = None
-) -> Batch:
-    """Reads rows as a Batch of [len(chosen), T]. loss_masks: 1 for tokens with a loss; None, '' for a file: all 1."""
+def read_rows(located: LocatedPieces, chosen: Sequence[int], T: int, files: TokenSet) -> Batch:
+    """Reads rows as a Batch of [len(chosen), T]."""
     fields_FBT = np.empty((5, len(chosen), T), np.int32)  # one allocation, which malloc reuses for the next batch
     tokens_BT, targets_BT, positions_BT, segments_BT = fields_FBT[:4]
     weights_BT = fields_FBT[4].view(np.float32)
     weights_BT[:] = 1
     ramp_T = np.arange(T, dtype=np.int32)
     for row, *fields in zip(chosen, tokens_BT, positions_BT, segments_BT, weights_BT):
-        fill_row(located, row, fields, files, ramp_T, loss_masks)
+        fill_row(located, row, fields, files, ramp_T)
     after = [(located.after_files[row], located.after_offsets[row]) for row in chosen]
     targets_BT[:, :-1] = tokens_BT[:, 1:]
-    targets_BT[:, -1] = [0 if file < 0 else files[file][offset] for file, offset in after]
+    targets_BT[:, -1] = [0 if file < 0 else files.ids[file][offset] for file, offset in after]
     return Batch(tokens_BT, targets_BT, positions_BT, segments_BT, weights_BT)
 
 
 def fill_row(
-    located: LocatedPieces,
-    row: int,
-    fields: Sequence[np.ndarray],
-    files: TokenFiles,
-    ramp_T: np.ndarray,
-    loss_masks: TokenFiles | None,
+    located: LocatedPieces, row: int, fields: Sequence[np.ndarray], files: TokenSet, ramp_T: np.ndarray
 ) -> None:
     """Reads one row into its fields: tokens, positions, segment ids and weights of [T]. ramp_T: 0, 1, 2, ..."""
     tokens_T, positions_T, segments_T, weights_T = fields
     first, piece_files, offsets, begins, lengths, ended, *_ = located
-    stop = 0
+    ids, stop = files.ids, 0
     for number, piece in enumerate(range(first[row], first[row + 1]), 1):
         length, offset, start = lengths[piece], offsets[piece], begins[piece]
         stop = start + length
-        tokens_T[start:stop] = files[piece_files[piece]][offset : offset + length]
+        tokens_T[start:stop] = ids[piece_files[piece]][offset : offset + length]
         positions_T[start:stop] = ramp_T[:length]
         segments_T[start:stop] = number
-        if loss_masks is not None and len(mask := loss_masks[piece_files[piece]]):
+        if files.has_masks and len(mask := files.masks[piece_files[piece]]):
             mask = mask[offset + 1 : offset + 1 + length]
             weights_T[start : start + len(mask)] = mask
         if ended[piece]:
@@ -123,14 +104,14 @@ def fill_row(
             field_T[stop:] = 0
 
 
-def missing_tokens(located: LocatedPieces, chosen: Sequence[int], files: TokenFiles) -> str:
+def missing_tokens(located: LocatedPieces, chosen: Sequence[int], files: TokenSet) -> str:
     """Returns the message for a file that was truncated or removed after the run began; '' if all are readable."""
     for row in chosen:
         for piece in range(located.first[row], located.first[row + 1]):
             path, begin = files.paths[located.files[piece]].partition("#")[0], located.offsets[piece]
             where = f"tokens {begin:,} to {begin + located.lengths[piece]:,}"
             try:
-                size = len(files[located.files[piece]])
+                size = len(files.ids[located.files[piece]])
             except OSError as error:
                 return f"{path}: {where} cannot be read: {error.strerror or error}; restore the file and start again"
             if size < begin + located.lengths[piece]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 from numpy.typing import ArrayLike
 
-from jaxscale.runtime.data.header import FORMAT, SUFFIXES, VERSION, encode_header
+from jaxscale.runtime.data.shards import FORMAT, SUFFIXES, VERSION, encode_header
 from jaxscale.system.digest import READ_BYTES
 from jaxscale.system.exits import BadInput
 
@@ -37,10 +37,7 @@ def dtype_for(largest_id: int) -> np.dtype:
 
 
 class ShardWriter:
-    """Streams documents to NAME.bin and writes the other files at the end; memory grows only with their number.
-
-    A document or block that raises is not added.
-    """
+    """Streams documents to NAME.bin; `finish` writes the other files. A document or block that raises is not added."""
 
     def __init__(
         self,
@@ -63,17 +60,15 @@ class ShardWriter:
         self._ends, self._document_sources = array.array("q", [0]), array.array("H")
         self._max_id = eos_id or 0
         if trained:
-            self._open_loss_mask()
+            self._write_loss_mask(np.zeros(0, np.uint8))
 
-    def _open_loss_mask(self) -> BinaryIO:
-        """Opens the loss mask; it is 1 for all tokens so far."""
-        self._loss_mask = open(f"{self._base}.trained", "wb")  # noqa: SIM115
-        for start in range(0, self.num_tokens, READ_BYTES):
-            self._write_loss_mask(self._loss_mask, np.ones(min(READ_BYTES, self.num_tokens - start), np.uint8))
-        return self._loss_mask
-
-    def _write_loss_mask(self, file: BinaryIO, loss_mask: np.ndarray) -> None:
-        file.write(loss_mask.tobytes())
+    def _write_loss_mask(self, loss_mask: np.ndarray) -> None:
+        """Appends to the loss mask; it is 1 for all tokens before it is opened."""
+        if self._loss_mask is None:
+            self._loss_mask = open(f"{self._base}.trained", "wb")  # noqa: SIM115
+            for start in range(0, self.num_tokens, READ_BYTES):
+                self._write_loss_mask(np.ones(min(READ_BYTES, self.num_tokens - start), np.uint8))
+        self._loss_mask.write(loss_mask.tobytes())
         self._loss_mask_sha256.update(loss_mask.tobytes())
 
     @property
@@ -87,10 +82,7 @@ class ShardWriter:
         return len(self._document_sources)
 
     def add(self, ids: np.ndarray, source: str, trained: np.ndarray | None = None, *, is_whole: bool = False) -> None:
-        """Appends one document and its end token. Raises BadInput as add_block, or for an unknown source.
-
-        Args: trained: bool loss mask, including the end token; None: all 1. is_whole: do not append an end token.
-        """
+        """Appends one document and, unless is_whole, its end token, which `trained` includes. See add_block."""
         if source not in self._sources:
             raise BadInput(f"{self._base}: source {source!r} is not one of {self._sources}")
         if not is_whole:
@@ -107,11 +99,9 @@ class ShardWriter:
         *,
         is_whole: bool = False,
     ) -> None:
-        """Appends many documents with one write; each must end with the end token.
+        """Appends documents with one write. Raises BadInput for wrong ids, lengths, source numbers or end tokens.
 
-        Args: ids: concatenated documents. lengths: of each. sources: source index of each. trained: bool[ids] loss
-        mask; None: all 1. is_whole: documents may lack the end token.
-        Raises: BadInput for an id outside the vocabulary, or for lengths and sources that do not match.
+        ids: concatenated documents. trained: bool[ids] loss mask; None: all 1. is_whole: no end token is needed.
         """
         ids, lengths, sources = np.asarray(ids), np.asarray(lengths, np.int64), np.asarray(sources, np.int64)
         if ids.ndim != 1 or lengths.ndim != 1 or (lengths < 1).any() or int(lengths.sum()) != len(ids):
@@ -136,8 +126,7 @@ class ShardWriter:
         self._bin.write(content.data)
         self._sha256.update(content.data)
         if trained is not None or self._loss_mask:
-            mask = np.ones(len(ids), np.uint8) if trained is None else np.asarray(trained, np.uint8)
-            self._write_loss_mask(self._loss_mask or self._open_loss_mask(), mask)
+            self._write_loss_mask(np.ones(len(ids), np.uint8) if trained is None else np.asarray(trained, np.uint8))
         self._max_id = max(self._max_id, largest)
         self._ends.frombytes((ends + self._ends[-1]).tobytes())
         self._document_sources.frombytes(sources.astype(np.uint16).tobytes())
@@ -224,10 +213,7 @@ def join_lineages(tables: Sequence["pyarrow.Table"]) -> "pyarrow.Table":
 
 
 def canonical(table: "pyarrow.Table") -> "pyarrow.Table":
-    """Returns the rows with columns in canonical order, type and chunking, so that equal rows give equal bytes.
-
-    Raises: BadInput for a column that is missing or has the wrong type.
-    """
+    """Returns the rows with canonical columns and chunks: equal rows give equal bytes. BadInput for a wrong column."""
     import pyarrow
 
     names = table.column_names

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,10 +10,11 @@ import numpy as np
 from jaxscale.runtime.data.config import DataConfig
 from jaxscale.runtime.data.documents import CHUNK_DOCUMENTS, DocumentChunk, SplitRule
 from jaxscale.runtime.data.permutation import mix64
-from jaxscale.runtime.data.shards import Shard, fetch_indexes
+from jaxscale.runtime.data.shards import Shard
 from jaxscale.system.exits import BadInput
 from jaxscale.units import plural
 
+FETCHED_AT_ONCE = 8  # indexes, one round trip each
 MIN_DOCUMENTS = 5  # expected validation documents of a source; with fewer, a random split might have none
 
 
@@ -77,7 +79,8 @@ class ConversationSplit(NamedTuple):
 
 def read_indexes(shards: Sequence[Shard], names: Sequence[str]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yields (lengths, sources as indices into `names`) of the documents of each shard."""
-    fetch_indexes(shards)
+    with ThreadPoolExecutor(FETCHED_AT_ONCE) as pool:  # those in a bucket
+        list(pool.map(lambda shard: shard.doc_index.fetch(), shards))
     for shard in shards:
         renumber = np.array([names.index(name) for name in shard.header["sources"]], np.uint16)
         offsets, source_ids = shard.doc_index.read()
@@ -145,7 +148,12 @@ def split_conversations(
         in_valid = np.split(in_validation, np.cumsum([len(lengths) for lengths, _ in indexes])[:-1])
     chunks, cut, dropped = [], 0, 0
     for shard, (lengths, sources), valid in zip(shards, indexes, in_valid):
-        keep, is_long = fits_row(shard, lengths, too_long, seq_len)
+        is_long = lengths > seq_len
+        keep = ~is_long
+        if too_long == "cut" and is_long.any():  # if the part has a loss; its first token is never a target
+            marks: Any = np.memmap(shard.loss_mask_path, np.uint8, mode="r")
+            starts = (np.cumsum(lengths) - lengths)[is_long]
+            keep[is_long] = [marks[start + 1 : start + seq_len].any() for start in starts]
         cut, dropped = cut + int((is_long & keep).sum()), dropped + int((~keep).sum())
         keep &= lengths > 0
         chunks.append(DocumentChunk(lengths, sources, keep & ~valid, keep & valid))
@@ -178,14 +186,3 @@ def conversation_holdout(
         validation[members] = False
         validation[members[np.argsort(hashes[members], kind="stable")[:number]]] = True
     return validation
-
-
-def fits_row(shard: Shard, lengths: np.ndarray, too_long: str, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (bool[n]: not dropped, bool[n]: longer than a row). Documents cut to a part without loss are dropped."""
-    is_long = lengths > seq_len
-    keep = ~is_long
-    if too_long == "cut" and is_long.any():
-        marks: Any = np.memmap(shard.loss_mask_path, np.uint8, mode="r")
-        starts = (np.cumsum(lengths) - lengths)[is_long]
-        keep[is_long] = [marks[start + 1 : start + seq_len].any() for start in starts]  # the first is never a target
-    return keep, is_long

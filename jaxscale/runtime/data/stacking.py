@@ -1,6 +1,10 @@
-"""Batches of numpy rows: stacked, padded, split and hashed."""
+"""Batches of numpy rows: stacked, padded, split and hashed; the documents of a row, and its random numbers.
 
-from collections.abc import Sequence
+Random numbers are a pure function of seed, batch and row, on any machine.
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,20 +15,20 @@ from jaxscale.system.exits import BadInput
 
 def stack_rows(rows: Sequence[Any]) -> Any:
     """Stacks rows of [T] into a batch of [rows, T]. All rows have the same fields; fields may be nested tuples."""
-    columns = []
-    for column in zip(*rows, strict=True):
-        if any((field is None) != (column[0] is None) for field in column):
-            raise BadInput("some rows of a batch have a prefix or encoder input and some do not")
-        nested = isinstance(column[0], tuple)
-        columns.append(None if column[0] is None else stack_rows(column) if nested else np.stack(column))
-    return type(rows[0])(*columns)
+    if len({tuple(field is None for field in row) for row in rows}) > 1:
+        raise BadInput("some rows of a batch have a prefix or encoder input and some do not")
+    return map_fields(lambda *fields: np.stack(fields), *rows)
+
+
+def map_fields(f: Callable[..., Any], *batches: Any) -> Any:
+    """Returns a batch of f of each field of the batches, also of nested tuples. Fields that are None stay None."""
+    columns = zip(*batches, strict=True)
+    apply = lambda column: map_fields(f, *column) if isinstance(column[0], tuple) else f(*column)
+    return type(batches[0])(*(None if column[0] is None else apply(column) for column in columns))
 
 
 def padding_row(seq_len: int, *, prefix: bool = False, encoder_len: int | None = None) -> Batch:
-    """Returns a padding row of [T]: segment 0 and weight 0 everywhere.
-
-    prefix, encoder_len: set them if the rows that it is stacked with have a prefix or encoder inputs.
-    """
+    """Returns a padding row of [T]: segment and weight 0. prefix, encoder_len: of rows that it is stacked with."""
     zeros_T = np.zeros(seq_len, np.int32)
     encoder = None if encoder_len is None else EncoderInput(*[np.zeros(encoder_len, np.int32)] * 3)
     weights_T = np.zeros(seq_len, np.float32)
@@ -48,10 +52,7 @@ def split_rows(batch: Batch, row_tokens: int) -> Batch:
 
 
 def tokens_hash(batch: Batch) -> str:
-    """Returns a hash of the token ids of a batch as 16 hexadecimal digits, equal on every machine.
-
-    Encoder tokens are hashed as columns after the decoder tokens.
-    """
+    """Returns 16 hexadecimal digits of all token ids, equal on every machine; encoder columns follow the others."""
     sums = [0, 0]
     for words_BT, first_column in hashed_token_arrays(batch):
         words_BT = np.asarray(words_BT).astype(np.uint32)
@@ -65,3 +66,34 @@ def tokens_hash(batch: Batch) -> str:
 def format_hash(sums: Sequence[int]) -> str:
     """Formats the two 32-bit sums of a hash."""
     return "".join(f"{int(number):08x}" for number in sums)
+
+
+def find_documents(segment_ids_T: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns (starts int64[D], lengths int64[D]) of the documents of a row: runs of equal nonzero segment ids."""
+    edges = np.flatnonzero(np.diff(segment_ids_T)) + 1
+    starts = np.concatenate([[0], edges])
+    lengths = np.diff(np.concatenate([starts, [len(segment_ids_T)]]))
+    is_document = (segment_ids_T[starts] > 0) & (lengths > 0) if len(segment_ids_T) else np.zeros(1, bool)
+    return starts[is_document], lengths[is_document]
+
+
+def aranges(lengths: np.ndarray) -> np.ndarray:
+    """Returns int64[sum of lengths]: 0, 1, 2, ... for each length, concatenated."""
+    first = np.cumsum(lengths) - lengths
+    return np.arange(int(lengths.sum())) - np.repeat(first, lengths)
+
+
+def random_words(seed: int, n: int, row: int, number: int) -> np.ndarray:
+    """Returns uint64[number] for row `row` of batch `n`: raw output of Philox, which numpy guarantees to stay."""
+    key = hashlib.blake2b(f"objective {seed} {n} {row}".encode(), digest_size=16).digest()
+    return np.random.Philox(key=int.from_bytes(key, "little")).random_raw(number)
+
+
+def random_integers(words: np.ndarray, bounds: np.ndarray | int) -> np.ndarray:
+    """Returns int64: each word scaled to [0, bound), for bounds below 2**31. A bound of 0 gives 0."""
+    return ((words >> np.uint64(32)) * np.asarray(bounds).astype(np.uint64) >> np.uint64(32)).astype(np.int64)
+
+
+def random_floats(words: np.ndarray) -> np.ndarray:
+    """Returns float64 in [0, 1) from the upper 53 bits of each word."""
+    return (words >> np.uint64(11)) * 2.0**-53

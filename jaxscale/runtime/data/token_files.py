@@ -1,29 +1,27 @@
 """Opens token files as shards: prepared sets, shards, Megatron datasets, ArrayRecord files and raw ids."""
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
-
 from jaxscale.runtime.data.cache import cache_folder, raw_dtype, scan_raw
 from jaxscale.runtime.data.config import DataConfig
-from jaxscale.runtime.data.header import SUFFIXES, read_header
-from jaxscale.runtime.data.manifest import (  # fmt: skip
+from jaxscale.runtime.data.manifest import (
     Manifest,
+    check_manifest,
     is_manifest,
     manifest_problems,
     open_set,
     parse_manifest,
-    raise_problems,
     read_manifest,
     verify_once,
 )
 from jaxscale.runtime.data.other_formats import array_record_shard, is_megatron, megatron_shard
 from jaxscale.runtime.data.remote import ShardCache, locator, map_ids, shard_cache
-from jaxscale.runtime.data.shards import Shard, open_shard, verify_shards
+from jaxscale.runtime.data.shards import SUFFIXES, Shard, open_shard, read_header, verify_shards
 from jaxscale.runtime.data.verified import Say
 from jaxscale.runtime.text.config import Globs, names_sources
 from jaxscale.runtime.text.sources.data_sets import is_array_record
@@ -111,7 +109,14 @@ def open_tokens(
 
 def match_begin_tokens(cfg: DataConfig, tokenizer: Tokenizer, shards: Sequence[Shard], say: Say) -> Tokenizer:
     """Returns data.tokenizer for ids of an unknown tokenizer, with begin tokens only if most documents have them."""
-    if not tokenizer.begin_ids or cfg.bos_token or most_begin_with(tokenizer.begin_ids, shards):
+    if not tokenizer.begin_ids or cfg.bos_token:
+        return tokenizer
+    found = []
+    for shard in shards:
+        ids = map_ids(shard.bin_path, shard.header["dtype"])
+        begins = (ids[start : start + len(tokenizer.begin_ids)] for start in shard.offsets[:-1][:PROBED_DOCUMENTS])
+        found += [begin.tolist() == list(tokenizer.begin_ids) for begin in begins]
+    if 2 * sum(found) > len(found):
         return tokenizer
     name = "".join(begin_names(tokenizer))
     say(f"data.files: documents do not begin with {name}, unlike those of {cfg.tokenizer}; see data.bos_token")
@@ -124,36 +129,15 @@ def rename_source(shard: Shard, file: SourceFile, globs: Globs) -> Shard:
     if not names_sources(globs) or header["sources"] == [file.source]:
         return shard
     files = [{**one, "source": file.source} for one in header["files"]]
-    return shard._replace(
-        header={**header, "sources": [file.source], "files": files}, doc_index=shard.doc_index.with_one_source()
-    )
-
-
-def most_begin_with(begin_ids: Sequence[int], shards: Sequence[Shard]) -> bool:
-    """Returns True if most of the first documents of the shards begin with these ids."""
-    found = []
-    for shard in shards:
-        ids = map_ids(shard.bin_path, shard.header["dtype"])
-        starts = shard.offsets[:-1][:PROBED_DOCUMENTS]
-        found += [ids[start : start + len(begin_ids)].tolist() == list(begin_ids) for start in starts]
-    return 2 * sum(found) > len(found)
-
-
-def common_token_bytes(shards: Sequence[Shard]) -> np.ndarray | None:
-    """Returns the token_bytes table of the shards, which have one tokenizer; None if a shard lacks it."""
-    tables = [shard.token_bytes for shard in shards]
-    return tables[0] if all(table is not None for table in tables) else None
+    header = {**header, "sources": [file.source], "files": files}
+    return shard._replace(header=header, doc_index=dataclasses.replace(shard.doc_index, one_source=True))
 
 
 def open_prepared(path: str, cfg: DataConfig, say: Say) -> list[Shard]:
-    """Opens the shards of the manifest at a local path or gs:// address.
-
-    Local files are hashed once per machine with data.verify='hash'; those of a bucket are verified as they are read.
-    """
+    """Opens the shards of a manifest. Files in a bucket are verified as they are read, others as data.verify says."""
     if is_remote(path):
         return open_remote_set(path, shard_cache(str(cache_folder(cfg) / "bucket"), cfg.cache_bytes))
-    manifest = read_manifest(path)
-    raise_problems(manifest_problems(manifest, deep=False))
+    manifest = check_manifest(path, deep=False)
     shards = open_set(manifest)
     if cfg.verify != "size":  # after opening, so that no change in between is missed
         verify_once(manifest, cache_folder(cfg), say, remember=cfg.verify == "hash")

@@ -6,18 +6,23 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from jaxscale.runtime.data.cache import NAME, cached_shard, describe_skipped, size_and_mtime
 from jaxscale.runtime.data.config import DataConfig
-from jaxscale.runtime.data.fields import FieldChoice, check_tokenizer, choose_fields, describe_choices
-from jaxscale.runtime.data.header import file_entry, tokenizer_header, unknown_tokenizer_header
+from jaxscale.runtime.data.fields import (
+    MOST_IDS,
+    FieldChoice,
+    TokenIds,
+    check_tokenizer,
+    choose_fields,
+    describe_choices,
+)
 from jaxscale.runtime.data.reading import DocumentReader, Encoded, Item, is_conversation, make_reader
 from jaxscale.runtime.data.shard_writer import ShardWriter, join_lineages, lineage_table
-from jaxscale.runtime.data.shards import Shard
-from jaxscale.runtime.data.token_columns import MOST_IDS, TokenIds
+from jaxscale.runtime.data.shards import Shard, file_entry, tokenizer_header, unknown_tokenizer_header
 from jaxscale.runtime.data.token_files import match_begin_tokens
 from jaxscale.runtime.data.verified import Say
 from jaxscale.runtime.text.config import read_settings
@@ -31,12 +36,10 @@ from jaxscale.runtime.text.tokenizer.loss import TextLoss, measure_loss
 from jaxscale.system.exits import BadInput
 from jaxscale.units import plural
 
-if TYPE_CHECKING:
-    import pyarrow
-
 CHUNK_BYTES = 4 << 20  # of text per call of the tokenizer: enough for all cores in little memory
 SAY_SECONDS = 10.0
 DAMAGED_SHOWN = 5  # files with a line each; the total covers the others
+ReadItem = tuple[SourceFile, Document, Item]
 END = b"\xff" * 4  # between documents: no id is that large
 
 
@@ -136,16 +139,12 @@ def tokenise(
 
 
 def write_documents(
-    writer: ShardWriter,
-    counts: "ReadCounts",
-    documents: Iterable[tuple[SourceFile, Document, Item]],
-    reader: DocumentReader,
-    say: Say,
-) -> "pyarrow.Table":
-    """Encodes and writes the documents, and returns their lineage."""
+    writer: ShardWriter, counts: "ReadCounts", documents: Iterable[ReadItem], reader: DocumentReader, say: Say
+) -> Any:
+    """Encodes and writes the documents, and returns their lineage as a pyarrow.Table."""
     started = logged = time.monotonic()
     lineage: list[Any] = []
-    pending: list[tuple[SourceFile, Document, Item]] = []
+    pending: list[ReadItem] = []
     pending_bytes = 0
 
     def write_pending() -> None:
@@ -223,7 +222,7 @@ class ReadCounts:
 
 def read_documents(
     choices: Mapping[SourceFile, FieldChoice], reader: DocumentReader, skipped: Counter, say: Say
-) -> Iterator[tuple[SourceFile, Document, Item]]:
+) -> Iterator[ReadItem]:
     """Yields (file, document, item to encode) of all files, and logs files with documents that are not UTF-8."""
     counted = damaged = 0
     for file, choice in choices.items():

@@ -12,7 +12,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -124,33 +124,25 @@ class BackgroundHasher:
 
     def __init__(self):
         self._lock = threading.Lock()
-        self._waiting: dict[str, Stamp] = {}
-        self._done: dict[str, tuple[Stamp, str | Exception]] = {}
+        self._hashes: dict[str, tuple[Stamp, Future[str]]] = {}
 
     def result(self, path: str, stamp: Stamp) -> tuple[Stamp, str] | None:
-        """Returns (stamp, sha256) once after the first request for a file is done; None until then."""
+        """Returns (stamp, sha256) once after a request for a file is done; None until then, ask again. Or raises."""
         with self._lock:
-            if path not in self._done:
-                if path not in self._waiting:
-                    self._waiting[path] = stamp
-                    if len(self._waiting) == 1:  # a daemon, so that the process can exit
-                        threading.Thread(target=self._work, name="rehashing", daemon=True).start()
+            if path not in self._hashes and all(future.done() for _, future in self._hashes.values()):
+                self._hashes[path] = stamp, Future()
+                arguments = (path, self._hashes[path][1])  # a daemon, so that the process can exit
+                threading.Thread(target=self._hash, args=arguments, name="rehashing", daemon=True).start()
+            if path not in self._hashes or not self._hashes[path][1].done():
                 return None
-            stamp, found = self._done.pop(path)
-        if isinstance(found, Exception):
-            raise found
-        return stamp, found
+            stamp, future = self._hashes.pop(path)
+        return stamp, future.result()
 
-    def _work(self) -> None:
-        path: str | None = next(iter(self._waiting))
-        while path is not None:
-            try:
-                found: str | Exception = file_sha256(path)
-            except Exception as error:  # raised in `result`
-                found = error
-            with self._lock:
-                self._done[path] = self._waiting.pop(path), found
-                path = next(iter(self._waiting), None)
+    def _hash(self, path: str, future: Future) -> None:
+        try:
+            future.set_result(file_sha256(path))
+        except Exception as error:  # raised in `result`
+            future.set_exception(error)
 
 
 class FileWatch:
@@ -162,22 +154,15 @@ class FileWatch:
         self._hasher = BackgroundHasher()
 
     def check(self, paths: Collection[str]) -> None:
-        """Raises as check_unopened. Call it before reading mapped files: reading a truncated one ends the process.
-
-        A mapped file that was renamed or deleted remains readable. Each file is checked once per LOOK_SECONDS.
-        """
+        """Raises as check_file, once per LOOK_SECONDS. Call it before reading: a truncated file ends the process."""
         now = time.monotonic()
         for path in paths:
             if now - self._checked_at.get(path, -math.inf) >= LOOK_SECONDS:
                 self._checked_at[path] = now
-                self._check(path, is_open=True)
+                self.check_file(path, is_open=True)
 
-    def check_unopened(self, paths: Collection[str]) -> None:
+    def check_file(self, path: str, *, is_open: bool = False) -> None:
         """Raises Stop(DATA_MISMATCH) for a changed file, Stop(STORAGE) for an unreadable one; ignores unknown files."""
-        for path in paths:
-            self._check(path, is_open=False)
-
-    def _check(self, path: str, *, is_open: bool) -> None:
         if (known := self._files.get(path)) is None:
             return
         try:

@@ -20,9 +20,9 @@ from jaxscale.runtime.checkpoint.write import state_bytes
 from jaxscale.runtime.data.cache import raw_dtype
 from jaxscale.runtime.data.checks import corpus_files
 from jaxscale.runtime.data.config import DataConfig
-from jaxscale.runtime.data.header import read_header
 from jaxscale.runtime.data.manifest import is_manifest, read_manifest
 from jaxscale.runtime.data.other_formats import is_megatron, read_index
+from jaxscale.runtime.data.shards import read_header
 from jaxscale.runtime.hosts.meshes import mesh_layout
 from jaxscale.runtime.text.sources.files import SourceFile
 from jaxscale.system.exits import BadInput

@@ -3,6 +3,7 @@
 Each is a pure function of a row and (seed, batch, row index), so that any host makes the same rows.
 """
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -17,19 +18,14 @@ from jaxscale.runtime.data.objective_config import (
 )
 from jaxscale.runtime.data.objectives.corrupt import corrupt_rows
 from jaxscale.runtime.data.objectives.ids import SpecialIds
-from jaxscale.runtime.data.objectives.packed_row import (
+from jaxscale.runtime.data.stacking import (
     aranges,
     find_documents,
     random_floats,
     random_integers,
     random_words,
+    stack_rows,
 )
-from jaxscale.runtime.data.stacking import stack_rows
-
-
-def reads_text_in_order(cfg: ObjectiveConfig) -> bool:
-    """Returns True if targets are predicted in text order, so that bits per byte are defined."""
-    return isinstance(cfg, (NextTokenConfig, PrefixLmConfig))
 
 
 def apply_objective(
@@ -44,16 +40,15 @@ def apply_with_origin(
 ) -> tuple[Batch, np.ndarray]:
     """Returns (result of apply_objective, int32[rows, T]: position of each target in its packed row)."""
     numbers = list(map(int, row_indices))
-    indexed_rows = list(zip([Batch(*fields) for fields in zip(*batch[:5], strict=True)], numbers, strict=True))
     origin_BT = np.broadcast_to(np.arange(batch.tokens.shape[1], dtype=np.int32), batch.tokens.shape)
+    if isinstance(cfg, NextTokenConfig):
+        return batch, origin_BT
     if isinstance(cfg, DenoisingConfig):
         result, origin_BT = corrupt_rows(cfg, ids, batch, seed, int(n), numbers)
-    elif isinstance(cfg, PrefixLmConfig):
-        result = stack_rows([prefix_row(row, seed, int(n), number) for row, number in indexed_rows])
-    elif isinstance(cfg, MaskedLmConfig):
-        result = stack_rows([masked_row(cfg, ids, row, seed, int(n), number) for row, number in indexed_rows])
     else:
-        return batch, origin_BT
+        make = prefix_row if isinstance(cfg, PrefixLmConfig) else functools.partial(masked_row, cfg, ids)
+        rows = zip(zip(*batch[:5], strict=True), numbers, strict=True)
+        result = stack_rows([make(Batch(*fields), seed, int(n), number) for fields, number in rows])
     has_weight_B1 = np.any(batch.weights > 0, axis=1, keepdims=True)  # rows that had no weight get none
     sources = None if batch.sources is None else np.take_along_axis(batch.sources, origin_BT, axis=1)
     return result._replace(weights=result.weights * has_weight_B1, sources=sources), origin_BT

@@ -26,38 +26,29 @@ from jaxscale.runtime.data.objective_config import (
     noise_amount,
 )
 from jaxscale.runtime.data.objectives.ids import SpecialIds
-from jaxscale.runtime.data.objectives.packed_row import aranges, find_documents, random_floats, random_words
-from jaxscale.runtime.data.stacking import padding_row, stack_rows
+from jaxscale.runtime.data.stacking import aranges, find_documents, padding_row, random_floats, random_words, stack_rows
 
 
-class NoiseBudget(NamedTuple):
-    """The D documents of R rows, and the noise of each row."""
+def split_noise(lengths: np.ndarray, rows: np.ndarray, budgets: np.ndarray, words: np.ndarray) -> tuple:
+    """Returns (noise int64[D], spans int64[D]) of documents of these lengths, in these rows (sorted, none is empty).
 
-    lengths: np.ndarray  # int64[D]
-    rows: np.ndarray  # int64[D]: row of each document, sorted; every row has one
-    noise: np.ndarray  # int64[R]: noise tokens
-    spans: np.ndarray  # int64[R]: spans, if the row is one document
-    most_marks: np.ndarray  # int64[R]: capacity for spans plus documents, at least twice the documents
-    words: np.ndarray  # uint64[R, 2]
-
-
-def split_noise(found: NoiseBudget) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (noise int64[D], spans int64[D]) of each document.
+    budgets: int64[3, R]: noise tokens, spans if the row is one document, and the capacity for spans plus documents, at
+    least twice the documents. words: uint64[R, 2].
 
     The noise of a row is shared in proportion to document lengths. Each document after the first needs two more end
     tokens, of its inputs and targets; without room for them, it has one span less, so that a full row is as long as
     that of a single document.
     """
-    lengths, rows, R = found.lengths, found.rows, len(found.noise)
+    (noise, spans, most_marks), R = budgets, budgets.shape[1]
     in_row = lambda values: np.bincount(rows, values, R).astype(np.int64)
     documents = np.bincount(rows, minlength=R)
-    noise = np.minimum(found.noise, in_row(lengths) - documents)  # each document keeps one token
-    noise_D = systematic_shares(noise, lengths, rows, found.words[:, 0])
+    noise = np.minimum(noise, in_row(lengths) - documents)  # each document keeps one token
+    noise_D = systematic_shares(noise, lengths, rows, words[:, 0])
     noise_D = adjust_to_totals(noise_D, np.zeros_like(lengths), lengths - 1, noise, rows)
     least, most = np.minimum(noise_D, 1), np.minimum(noise_D, lengths - noise_D)
-    spans = np.minimum(np.maximum(found.spans, in_row(least)), in_row(most))
-    spans = np.minimum(spans, found.most_marks - documents)
-    shares = systematic_shares(spans, noise_D, rows, found.words[:, 1])
+    spans = np.minimum(np.maximum(spans, in_row(least)), in_row(most))
+    spans = np.minimum(spans, most_marks - documents)
+    shares = systematic_shares(spans, noise_D, rows, words[:, 1])
     return noise_D, adjust_to_totals(shares, least, most, spans, rows)
 
 
@@ -72,10 +63,7 @@ class TokenNoise(NamedTuple):
 def make_noise(
     lengths: np.ndarray, noise: np.ndarray, spans: np.ndarray, noise_words: np.ndarray, gap_words: np.ndarray
 ) -> TokenNoise:
-    """Draws spans in documents of these lengths. noise, spans: int64[D], counts per document.
-
-    noise_words, gap_words: uint64, one for each noise token and for each other token.
-    """
+    """Draws noise and spans, int64[D], in documents. words: uint64, one for each noise token or each other token."""
     pairs = np.maximum(spans, 1)  # a document without noise is one gap
     spans_P = np.zeros(int(pairs.sum()), np.int64)
     spans_P[np.repeat(spans > 0, pairs)] = random_compositions(noise, spans, noise_words)
@@ -86,10 +74,7 @@ def make_noise(
 
 
 def systematic_shares(totals: np.ndarray, sizes: np.ndarray, rows: np.ndarray, words: np.ndarray) -> np.ndarray:
-    """Returns int64[D]: each row's total in proportion to the sizes, rounded up or down without bias.
-
-    words: uint64[R]. Systematic sampling: multiples of sum / total, with a random offset, that each size covers.
-    """
+    """Returns int64[D]: totals shared in proportion to the sizes, by systematic sampling from offsets uint64[R]."""
     row_sizes = np.maximum(np.bincount(rows, sizes, len(totals)).astype(np.int64), 1)
     offsets = (words % row_sizes.astype(np.uint64)).astype(np.int64)
     first = np.diff(rows, prepend=-1) > 0
@@ -206,13 +191,13 @@ def plan_noise(
     found = [plan_row(cfg, made, lengths_B[row], keys[row]) for row in used]
     lengths, counts = np.concatenate([row.lengths for row in found]), [len(row.lengths) for row in found]
     rows, words = np.repeat(np.arange(len(found)), counts), np.stack([row.words[:2] for row in found])
-    noise, spans, most_marks = np.array([(row.noise, row.spans, row.most_marks) for row in found]).T
-    budget = NoiseBudget(lengths, rows, noise, spans, most_marks, words)
+    budgets = np.array([(row.noise, row.spans, row.most_marks) for row in found]).T
     noise_words = np.concatenate([row.words[2 : 2 + row.noise] for row in found])
     gap_words = np.concatenate([row.words[2 + row.noise :] for row in found])
     modes = [ids.modes.get(row.denoiser.mode) for row in found]
     mode_ids = np.repeat(np.array(modes, np.int32), counts) if ids.modes else None
-    token_noise = make_noise(lengths, *split_noise(budget), noise_words, gap_words)
+    noise_D, spans_D = split_noise(lengths, rows, budgets, words)
+    token_noise = make_noise(lengths, noise_D, spans_D, noise_words, gap_words)
     return NoisyDocuments(lengths, np.repeat(used, counts), token_noise, mode_ids)
 
 

@@ -50,7 +50,11 @@ def find_ids(
     end_id = known_id("end_id", cfg.end_id, getattr(tokenizer, "eos_id", None), tokenizer, vocab_size)
     start_id = end_id if cfg.start_id is None else known_id("start_id", cfg.start_id, None, None, vocab_size)
     sentinels = find_sentinels(cfg, marks, tokenizer, vocab_size, seq_len)
-    modes = find_modes(cfg, vocab_size)
+    given, needed = getattr(cfg, "mode_ids", {}), sorted({denoiser.mode for denoiser in denoisers(cfg)} - {""})
+    if missing := [mode for mode in needed if mode not in given]:
+        raise BadInput(f"data.objective.mode_ids has no id for the modes {', '.join(missing)}; it needs one for each")
+    check_in_vocabulary("mode_ids", list(given.values()), vocab_size)
+    modes = {mode: given[mode] for mode in needed}
     check_distinct({"first_sentinel_id": sentinels, "mode_ids": [*modes.values()], "end_id": [end_id]}, token_bytes)
     is_special = find_special([start_id, end_id, *sentinels, *modes.values()], *known)
     return SpecialIds(
@@ -81,23 +85,10 @@ def find_sentinels(
     return sentinels
 
 
-def find_modes(cfg: DenoisingConfig, vocab_size: int) -> dict[str, int]:
-    """Returns the id of each mode of the denoisers."""
-    modes = sorted({denoiser.mode for denoiser in denoisers(cfg)} - {""})
-    given = getattr(cfg, "mode_ids", {})
-    if missing := [mode for mode in modes if mode not in given]:
-        raise BadInput(f"data.objective.mode_ids has no id for the modes {', '.join(missing)}; it needs one for each")
-    check_in_vocabulary("mode_ids", list(given.values()), vocab_size)
-    return {mode: given[mode] for mode in modes}
-
-
 def find_special(
     named: Sequence[int], tokenizer: Any | None, token_bytes: np.ndarray | None, vocab_size: int
 ) -> np.ndarray:
-    """Returns bool[vocab_size]: the named ids and the tokenizer's special ids.
-
-    token_bytes: bytes of text of each id, 0 for special ids; None without a tokenizer, then all other ids are ordinary.
-    """
+    """Returns bool[vocab_size]: named ids, the tokenizer's end, and ids without text if token_bytes are known."""
     is_special = np.zeros(vocab_size, bool)
     if token_bytes is not None:
         is_special[:] = True  # ids beyond the tokenizer's are not text

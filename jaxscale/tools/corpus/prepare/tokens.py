@@ -14,8 +14,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from jaxscale.runtime.data.header import tokenizer_header
 from jaxscale.runtime.data.shard_writer import ShardWriter, dtype_for
+from jaxscale.runtime.data.shards import tokenizer_header
 from jaxscale.runtime.data.verified import remove
 from jaxscale.runtime.text.document import Document
 from jaxscale.runtime.text.tokenizer.base import EncodedBlock, Tokenizer, frame_documents, split_ids

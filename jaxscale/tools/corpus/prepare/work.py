@@ -18,8 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxscale.runtime.data.fields import FieldChoice, choose_field, read_fields
-from jaxscale.runtime.data.token_columns import Vocabulary, read_ids
+from jaxscale.runtime.data.fields import FieldChoice, Vocabulary, choose_field, read_fields, read_ids
 from jaxscale.runtime.text.document import Document, Stage
 from jaxscale.runtime.text.sources.files import SourceFile
 from jaxscale.runtime.text.sources.part import Part
