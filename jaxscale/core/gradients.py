@@ -53,7 +53,7 @@ class Gradients:
     num_sources: int = 0
     make_recorder: Callable[..., Recorder] | None = None
 
-    def __call__(self, state: TrainState, batch: Batch) -> tuple[Metrics, Any]:
+    def compute(self, state: TrainState, batch: Batch) -> tuple[Metrics, Any]:
         """Returns (means, gradients), of the whole batch."""
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
         on_device = self.on_device if self.model.plan.stage_schedule is None else self.on_stage

@@ -85,7 +85,7 @@ def make_statistics_step(
     """
 
     def statistics_step(state: TrainState, batch: Batch) -> Statistics:
-        means, grads = gradients(state, batch)
+        means, grads = gradients.compute(state, batch)
         lr_factor = guard.lr_factor(state.guard, state.step)
         updates, _ = optimizer.update(
             grads, state.opt_state, state.params, step=state.step, ok=jnp.bool(True), lr_factor=lr_factor

@@ -41,7 +41,7 @@ def make_train_step(
     """
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        means, grads = gradients(state, batch)
+        means, grads = gradients.compute(state, batch)
         intermediates = means.pop(SOWN, None)
         grad_norm = optax.tree.norm(grads)  # before clipping, which would hide a spike
         finite = jnp.isfinite(grad_norm)
@@ -108,7 +108,7 @@ def make_gradient_norms(gradients: Gradients) -> Callable[[TrainState, Batch], d
     """Returns (state, batch) -> norm of each gradient by parameter name."""
 
     def gradient_norms(state: TrainState, batch: Batch) -> dict[str, jax.Array]:
-        _, grads = gradients(state, batch)
+        _, grads = gradients.compute(state, batch)
         return {leaf_name(path): optax.tree.norm(grad) for path, grad in jax.tree_util.tree_leaves_with_path(grads)}
 
     return gradient_norms

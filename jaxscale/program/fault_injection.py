@@ -21,9 +21,9 @@ class CorruptedGradients(Gradients):
 
     fault: tuple[int, str]  # step, and name of the leaf
 
-    def __call__(self, state: TrainState, batch: Batch) -> tuple[Metrics, Any]:
+    def compute(self, state: TrainState, batch: Batch) -> tuple[Metrics, Any]:
         """Returns (means, gradients)."""
-        means, grads = super().__call__(state, batch)
+        means, grads = super().compute(state, batch)
         step, leaf = self.fault
         at = lambda path, grad: jnp.where(state.step + 1 == step, jnp.nan, grad) if leaf_name(path) == leaf else grad
         return means, jax.tree_util.tree_map_with_path(at, grads)

@@ -1,5 +1,7 @@
 """Fifty steps of our optimizer and train step follow torch's AdamW, and our schedules those of transformers."""
 
+import types
+
 import jax
 import numpy as np
 import pytest
@@ -42,10 +44,10 @@ def test_fifty_adamw_steps_follow_torch(num_microbatches, parity):
     schedule = optim_schedule(optim, warmup_steps=told["warmup_steps"], total_steps=len(batches))
     optimizer = make_optimizer(optim, schedule, assign_groups(axes, (), optim.weight_decay, weight_decay_all=False))
     loss_fn = lambda params, batch, keys_B: summed_loss(merge_model(graphdef, params), batch, keys_B, {})
-    gradients = lambda state, batch: accumulate(
+    compute = lambda state, batch: accumulate(
         loss_fn, state.params, batch, jax.random.key(0), num_microbatches=num_microbatches, scale=state.loss_scale.value
     )
-    step = jax.jit(make_train_step(gradients, Updates(optimizer, schedule), StepConfig()))
+    step = jax.jit(make_train_step(types.SimpleNamespace(compute=compute), Updates(optimizer, schedule), StepConfig()))
     state = init_state(params, optimizer, init_loss_scale(LossScaleConfig(), "float32"), jax.random.key(0))
     rows = []
     for tokens_BU in batches:
