@@ -229,10 +229,10 @@ def own_disk(tmp_path):
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the traceback is printed, too
 def test_a_save_whose_cause_cannot_be_found_is_a_failure_and_not_a_success(noted, notes, small_files, monkeypatch):
-    def no_answer(*_):
-        raise OSError(116, "Stale file handle")
+    def no_answer(path):
+        raise ValueError("embedded null byte")
 
-    monkeypatch.setattr(noted.saver, "cause_of", no_answer)
+    monkeypatch.setattr(shutil, "disk_usage", no_answer)
     small_files(1000)
     with pytest.raises(Stop) as stopped:
         noted.save(5, big_state(), {"step": 5}, wait=True)

@@ -12,7 +12,6 @@ import pytest
 from gcs_emulator import Emulator, Fault
 
 from jaxscale import schema
-from jaxscale.api import corpora
 from jaxscale.api.corpora import storage_errors
 from jaxscale.cli import prepare
 from jaxscale.runtime.data.config import DataConfig
@@ -170,12 +169,3 @@ def test_a_disk_that_is_full_or_may_not_be_written_is_one_line_with_its_code(tmp
     with pytest.raises((Stop, BadInput)) as caught, storage_errors(tmp_path):
         raise OSError(number, os.strerror(number), str(tmp_path / "names"))
     assert verdict(caught.value)[0] == code and str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_a_source_that_may_not_be_listed_is_one_line_too(tmp_path, monkeypatch):
-    def no_list(recipe):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(tmp_path / "sources"))
-
-    monkeypatch.setattr(corpora.engine, "make_plan", no_list)
-    with pytest.raises(BadInput, match="sources: Permission denied"):
-        corpora.prepare(None, str(tmp_path / "out"))
