@@ -146,10 +146,7 @@ def read_conditions(cls: type, field: dataclasses.Field, path: str) -> list[str]
 def describe_groups(
     cls: type, path: str = "", chosen: str = "", only_if: tuple[str, ...] = ()
 ) -> Iterator[tuple[str, str, str, str, str]]:
-    """Yields describe()'s tuples after the name of the setting's group if it is one of several choices, else ''.
-
-    only_if: conditions of the group itself. The help ends with the conditions of a setting.
-    """
+    """Yields describe()'s tuples after the group's name, '' without choices. only_if: conditions of the group."""
     from jaxscale.settings.conditions import in_words
 
     hints = hints_of(cls)

@@ -102,10 +102,7 @@ def joined_dims(lines: Sequence[Phase]) -> str:
 
 
 def collective_phases(kind: str, nbytes: float, lines: Sequence[Phase]) -> tuple[Phase, ...]:
-    """Returns the phases of a collective over these lines, in order, each with its bytes.
-
-    Args: nbytes: the whole array. lines: slowest-varying first, the order of reduce-scatters; gathers run in reverse.
-    """
+    """Returns a collective's phases in order. nbytes: the whole array. lines: slowest-varying first, as scattered."""
     if kind == "collective-permute":
         return tuple(dataclasses.replace(line, nbytes=nbytes) for line in lines)
     if kind == "all-to-all":  # it uses all lines at once; the bisection of the longest limits it

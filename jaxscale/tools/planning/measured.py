@@ -89,10 +89,7 @@ def measured_on_chip(measurements: Sequence[Measured], device_kind: str) -> list
 
 
 def interpolate_rate(measurements: Sequence[Measured], dtype: str, pass_flops: float) -> tuple[float, list[Measured]]:
-    """Returns (FLOP/s of such a pass over all devices, measurements used), interpolated on logarithmic axes.
-
-    Constant beyond the smallest and largest size. Uses measurements of this dtype, or all if there are none.
-    """
+    """Returns (FLOP/s of such a pass, measurements used), in logs, of this dtype's measurements or else of all."""
     same_dtype = [one for one in measurements if one.dtype == dtype] or list(measurements)
     ordered = sorted(same_dtype, key=lambda one: one.pass_flops)
     below = [one for one in ordered if one.pass_flops <= pass_flops]

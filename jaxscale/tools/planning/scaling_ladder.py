@@ -146,11 +146,7 @@ def find_runs(patterns: str) -> list[str]:
 
 
 def read_ladder(folders: Sequence[str], target: RunConfig, budget: Budget, target_folder: str | None = None) -> Ladder:
-    """Returns the ladder for a run with this config.
-
-    Args: target_folder: the run's own work folder, which is excluded. Damaged and foreign folders are left out, not
-    raised. Raises BadInput for a run that is a mixture of experts.
-    """
+    """Returns the ladder for this config, without target_folder. Raises BadInput as check_covered(), not for others."""
     check_covered(target, budget, "the run to be forecast")
     settings, schedule = comparable(target), schedule_of(target, budget)
     rungs, left_out = [], []

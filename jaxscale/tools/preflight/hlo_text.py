@@ -150,9 +150,8 @@ def parse_instruction(line: str) -> Instruction | None:
     if end <= 0 or not match:
         return None
     close = closing_bracket(definition, match.end() - 1)
-    return Instruction(
-        name, match[1], definition[:end], definition[match.end() : close], definition[close + 1 :], is_root
-    )
+    operands, attributes = definition[match.end() : close], definition[close + 1 :]
+    return Instruction(name, match[1], definition[:end], operands, attributes, is_root)
 
 
 def closing_bracket(text: str, start: int) -> int:

@@ -71,9 +71,8 @@ def count_trips(module: Module, caller: Computation, loop: Instruction) -> int |
     for pattern in (r'"known_trip_count":\{"n":"(\d+)"', r'op_name="[^"]*\busually_(\d+)_trips\b[^"/]*/while"'):
         if trips := loop.attribute(pattern):
             return int(trips)
-    body, condition = (
-        module.computations.get(loop.attribute(rf"\b{key}=%?([\w.\-]+)") or "") for key in ("body", "condition")
-    )
+    called = lambda key: module.computations.get(loop.attribute(rf"\b{key}=%?([\w.\-]+)") or "")
+    body, condition = called("body"), called("condition")
     if body is None or condition is None:
         return None
     if (test := follow_compare(module, condition)) is None:

@@ -221,11 +221,7 @@ def is_promising(one: Candidate, tried: Tried, enough: int | None) -> bool:
 
 
 def activation_scale(one: Candidate, tried: Tried) -> float:
-    """Returns the expected ratio of a candidate's activations to their estimate.
-
-    From the last compiled one with the same remat policy, pipeline and expert exchange, otherwise the last of any,
-    otherwise a prior.
-    """
+    """Returns the expected ratio of activations to their estimate: of the last compiled, of its kind if any."""
     kind = lambda one: (one.cfg.model.remat, one.cfg.mesh.pipeline != 1, one.estimate.exchange)
     scale = PRIOR_SCALE
     for other, report in sorted(tried, key=lambda pair: kind(pair[0]) == kind(one)):

@@ -87,10 +87,7 @@ def axis_over(values: Iterable[float], *, log: bool = False, zero: bool = False)
 
 
 def thin_columns(steps: Sequence[float], values: Sequence[float], columns: int) -> Points:
-    """Reduces each of `columns` equal parts of the step range to at most four points: first, lowest, highest, last.
-
-    A line through them covers the same pixels as one through all points. steps: sorted.
-    """
+    """Thins sorted steps to first, lowest, highest and last of each column: a line covers the same pixels."""
     points = list(zip(steps, values))
     if len(points) <= 2 * columns:
         return points

@@ -35,11 +35,7 @@ SERVED = "; connect-src 'self'"  # the page of --serve asks its own server wheth
 def make_page(
     histories: Sequence[History], *, price: float | None = None, now: float | None = None, version: str | None = None
 ) -> str:
-    """One HTML file about one run, or several side by side.
-
-    Args: price: dollars an hour for one chip. now: the time of the page, Unix seconds. version: of a page that is
-    served and asks for a newer one.
-    """
+    """One HTML file of one or more runs. price: dollars a chip-hour. now: Unix seconds. version: of a served page."""
     now = time.time() if now is None else now
     histories = with_unique_names(histories)
     canvas = Canvas(histories, step_axis(histories))
@@ -72,11 +68,7 @@ def make_evals_page(history: History, *, now: float | None = None) -> str:
 def whole_page(
     title: str, head: str, sections: Sequence[Section], end: str, data: Mapping[str, Any] | None, problem_list: str = ""
 ) -> str:
-    """The HTML file around these sections.
-
-    Args: data: what page.js needs of their plots, and the version of a served page; None: a page without a script.
-    problem_list: HTML below the links.
-    """
+    """The HTML file. data: for page.js, with a served page's version; None: no script. problem_list: HTML."""
     links = "".join(f'<a href="#{section.id}">{escape(section.title)}</a>' for section in sections)
     body = "".join(f'<section><h2 id="{s.id}">{escape(s.title)}</h2>{s.html}</section>' for s in sections)
     policy = POLICY + (SERVED if data and data.get("version") else "")

@@ -87,10 +87,7 @@ def source_table(history: History) -> str:
 
 
 def rows_by_source(history: History) -> dict[str, float]:
-    """Rows that steps have trained on by source, up to the last report; {} if config.json has no stages.
-
-    Correct to less than a row in each stage, and in each place where batches were left out.
-    """
+    """Rows trained on by source, to less than a row a stage and gap; {} if config.json has no stages."""
     stages = recorded_stages(history)
     newest = history.latest("batch_index")
     batches = history.batches
