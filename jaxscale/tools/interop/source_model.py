@@ -43,11 +43,7 @@ class SourceModel:
 
 
 def open_source_model(name: str, base: str | None = None, keep: bool = False) -> SourceModel:
-    """Opens the model or the adapter with its base model in a folder.
-
-    Args: base: the base model's folder, if not the one in the adapter's config. keep: import the adapter as LoRA leaves
-    instead of merging it. Raises BadInput, one line, for anything that cannot be read or is not supported.
-    """
+    """Opens a model, or an adapter with its base model. keep: as LoRA leaves, not merged. Raises BadInput."""
     adapter = adapters.open_adapter(name)
     if adapter is None:
         if base is not None or keep:

@@ -124,11 +124,7 @@ def curve_plot(title: str, groups: Mapping[str, tuple[int, Sequence[Result]]]) -
 def curves_of(
     label: str, results: Sequence[Result], place: int, metric: str = "loss", by: float = 1.0, smoothed: bool = False
 ) -> list[PlotLine | PlotBand]:
-    """Returns the mean over tokens / `by` of a metric of the seeds that did not diverge, and a band of their range.
-
-    If all diverged, returns the first run up to the point where it diverged. smoothed: applies a moving average over a
-    twentieth of the run.
-    """
+    """Returns a metric's mean over seeds, by tokens / `by`, and its band; if all diverged, one run until it did."""
     lines = []
     for result in [r for r in results if not r.diverged] or [until_lost(r) for r in results[:1]]:
         tokens, values = result.curve(metric)

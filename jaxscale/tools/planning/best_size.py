@@ -303,11 +303,7 @@ def three_approaches(
     within: float = 0.1,
     law: LossLaw | None = None,
 ) -> list[Approach]:
-    """Returns the result of each approach for this many FLOPs.
-
-    Args: points: ends of runs. curves: their training. description: of these FLOPs, such as '10 times the largest
-    tried'. budgets, within: of parabolas(). law: of the points, if already fitted.
-    """
+    """Returns each result for these FLOPs, named `description`. points: ends of runs. law: of them, if fitted."""
     found = []
     for name, make in (
         (CURVES, lambda: envelope(curves)),

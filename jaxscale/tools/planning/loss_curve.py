@@ -48,11 +48,7 @@ def smoothed(rung: LadderRun) -> np.ndarray | None:
 
 
 def curve_shape(rungs: Sequence[LadderRun], schedule: ScheduleShape) -> CurveShape:
-    """Returns the shape of runs with this schedule.
-
-    The band is Student's prediction interval for one more run: quantiles of a few curves would be too narrow. Raises
-    BadInput if schedules differ, or too few curves are complete.
-    """
+    """Returns the curves' mean, and Student's interval of one more: quantiles of a few would be too narrow."""
     same = lambda other: other.ends_as(schedule) and abs(other.warmup - schedule.warmup) <= WARMUP_TOLERANCE
     if other := [rung for rung in rungs if not same(rung.schedule)]:
         raise BadInput(

@@ -227,10 +227,6 @@ def left_out_error(points: Sequence[Point], form: Form) -> float | None:
 
 
 def write_forecast(path: Any, law: LossLaw, band: Mapping[str, Sequence[float]], **facts: Any) -> None:
-    """Writes forecast.json of a work folder atomically.
-
-    Args: path: the folder. band: tokens, low, middle, high, of equal length, for the smoothed training loss. facts:
-    other JSON values, such as made_from. Raises ValueError for numbers that are not finite, and writes nothing.
-    """
+    """Writes forecast.json. band: of the smoothed training loss. facts: other values. Raises ValueError for NaN."""
     assert set(band) == {"tokens", "low", "middle", "high"} and len(set(map(len, band.values()))) == 1, sorted(band)
     paths.write_json(paths.as_path(path) / "forecast.json", {**band, **facts, "law": law.to_dict()})

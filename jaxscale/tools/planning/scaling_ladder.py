@@ -264,11 +264,7 @@ def schedule_of(cfg: RunConfig, budget: Budget) -> ScheduleShape:
 
 
 def check_rate(history: History, cfg: RunConfig, budget: Budget) -> None:
-    """Raises BadInput if the logged rates are not those of the schedule.
-
-    They differ after the number of steps was changed during the run, or after recovery reduced the rate: the end of
-    such a run is not that of a run with its last schedule from the start.
-    """
+    """Raises BadInput if logged rates are not those of the schedule: it changed during the run, or was cut."""
     steps, rates = (np.array(values, float) for values in history.series("learning_rate"))
     schedule = optim_schedule(cfg.optim, **budget.schedule_steps)
     scheduled = np.asarray(

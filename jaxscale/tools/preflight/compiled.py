@@ -84,11 +84,7 @@ def compile_ahead(
     save_executable: pathlib.Path | None = None,
     say: Callable[[str], None] = print,
 ) -> Compiled:
-    """Compiles a program's training step for the topology that the program was made for.
-
-    keep: read and write results in the user's cache folder. With save_executable it is always compiled, and the
-    executable is written if the step fits.
-    """
+    """Compiles a program's step. keep: use the cache of results. save_executable: a file, which needs a compilation."""
     begin = time.monotonic()
     lowered, key = lower(program, topology)
     lower_seconds = time.monotonic() - begin

@@ -119,10 +119,7 @@ def measure_devices(machine: Machine, time_device: Callable[[Device], float] = p
 
 
 def beside_median(rows: Sequence[tuple[str, int, float]], most: float) -> tuple[Reading, ...]:
-    """Returns the (lower) median time, and each device slower than `most` times it, or else the slowest.
-
-    rows: ('TPU 3 at (0, 1, 1) on HOST', process, seconds of the reference product).
-    """
+    """Returns the (lower) median, and slow devices or the slowest. rows: ('TPU 3 on HOST', process, seconds)."""
     usual = statistics.median_low([seconds for _, _, seconds in rows])
     times = sorted(rows, key=lambda row: -row[2])
     slow = {f"{label} (process {n}) is slow": seconds for label, n, seconds in times if seconds > most * usual}

@@ -133,10 +133,7 @@ def unread(family: HfFamily, hf: Mapping[str, Any]) -> list[str]:
 
 
 def read_rope(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-    """Returns (rope_base, rope_scaling) from rope_theta and rope_scaling (transformers 4) or rope_parameters (5).
-
-    If both are present, rope_parameters is ignored, as in transformers 5. Raises BadInput for unsupported scalings.
-    """
+    """Returns (rope_base, rope_scaling) of transformers 4's rope_scaling, or else 5's rope_parameters, as 5 does."""
     scaling, parameters = hf.get("rope_scaling") or {}, hf.get("rope_parameters") or {}
     rope = {"rope_theta": hf["rope_theta"], **(scaling or parameters)}
     if nested := [key for key, value in rope.items() if isinstance(value, Mapping)]:
