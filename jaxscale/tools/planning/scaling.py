@@ -173,11 +173,7 @@ def kaplan_loss(params: float, tokens: float) -> float:
 
 
 def kaplan_alternative(flops: float) -> Alternative:
-    """Returns the best size by the laws of 2020.
-
-    Their learning rates did not match each run's length, which favoured large models on few tokens (arXiv:2203.15556,
-    section 2).
-    """
+    """Returns the best size by the laws of 2020, whose rates did not fit each run's length (arXiv:2203.15556, 2)."""
     params = KAPLAN_BEST[0] * (flops / PF_DAY) ** KAPLAN_BEST[1]
     return Alternative(params, flops / 6 / params, flops, kaplan_power(KAPLAN_FLOPS, flops))
 

@@ -67,11 +67,7 @@ class Speed:
 def plan_speed(
     program: Program, topology: Topology, requested_mfu: float | None, ceiling: float | None, measured: list[Measured]
 ) -> Speed:
-    """Returns the planned speed. ceiling: the highest MFU that a compiled step can reach, if known.
-
-    measured: on this machine if it is the planned one, otherwise on the same kind of chip. Raises BadInput for a
-    requested MFU on a device without a known peak.
-    """
+    """Returns the speed. ceiling: MFU of the compiled step. measured: here, or on such chips. Raises as check_peak."""
     cfg = program.cfg
     step_flops = cfg.flops_per_token * cfg.tokens_per_step
     if requested_mfu is not None:

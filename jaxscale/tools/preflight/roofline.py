@@ -114,11 +114,7 @@ def roofline(
 def bubble_seconds(
     schedule: ScheduleSize, stage_head: float, head: float, compute: float, exposed: Mapping[str, float]
 ) -> float:
-    """Returns the idle time of a stage: of its matmuls, and of the collectives in its layers.
-
-    stage_head: the fraction of the model's matmuls that the stage computes for the output projection. exposed: exposed
-    seconds by link, 'ici:tensor:x'.
-    """
+    """Returns a stage's idle time. stage_head: its part of all matmuls, for the head. exposed: by 'ici:tensor:x'."""
     axes_of = lambda link: set(link.split(":")[1].split("+"))
     exposed_in_stage = math.fsum(seconds for link, seconds in exposed.items() if axes_of(link) <= IN_STAGE)
     layers = (1 - head) * (1 + recomputed_time(schedule, EQUAL_COSTS))
