@@ -85,11 +85,7 @@ def tokens_per_second(runs: Sequence[Result]) -> float:
 def faster_text(
     name: str, first: str, losses: Mapping[str, Mapping[int, float]], logs: Mapping[str, Mapping[int, float]]
 ) -> str:
-    """Describes how far an optimizer's loss and tokens differ from those of `first`.
-
-    losses: {optimizer: {seed: held-out loss}}. logs: {optimizer: {seed: log tokens to the final loss of `first`}}, of
-    the optimizers that reached it with every seed.
-    """
+    """Describes loss and tokens against those of `first`. losses, logs of tokens to its end: {name: {seed: value}}."""
     off = apart(losses, name, first)
     if off.low is None:
         significance = "one seed does not tell whether that is more than noise"
