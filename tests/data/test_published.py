@@ -11,7 +11,7 @@ from lineages import read_lineage
 from jaxscale.runtime.data.manifest import read_manifest, write_manifest
 from jaxscale.runtime.data.remote import ShardCache, locator, map_ids, shard_cache
 from jaxscale.runtime.data.shard_writer import ShardWriter
-from jaxscale.runtime.data.shards import fetch_indexes
+from jaxscale.runtime.data.split import read_indexes
 from jaxscale.runtime.data.token_files import open_remote_set
 from jaxscale.system.storage import open_bucket
 from jaxscale.tools.corpus.publish import publish
@@ -145,7 +145,7 @@ def test_a_part_of_a_remote_set_that_is_missing_is_named(gcs, published, tmp_pat
     cache = shard_cache(str(tmp_path / "cache"), 1_000_000)
     with pytest.raises(ValueError, match=rf"gs://b/out/{name} does not exist"):
         shards = open_remote_set("gs://b/out/manifest.json", cache)
-        fetch_indexes(shards)
+        next(read_indexes(shards, ("web",)))  # fetches those of all shards
         ids_of(shards)
     cache.close()
 
