@@ -96,12 +96,13 @@ class Gradients:
 
         plan, schedule = self.model.plan, self.model.plan.stage_schedule
         assert schedule is not None, "the plan has stages"
-        batch, reduction = plan.context.local(batch), self.reduction(self.model.stage_gradients)
-        per_token, keys_B = per_token_scale(scale, batch, reduction), row_keys(key, batch, reduction)
         functions = self.model.stage_functions(self.aux_weights, self.num_sources)
         pipeline = Pipeline(functions, plan.pipeline, schedule, self.groups)
+        weights, batch = self.model.stage_weights(params), plan.context.local(batch)
+        reduction = self.reduction(self.model.stage_gradients)
+        per_token, keys_B = per_token_scale(scale, batch, reduction), row_keys(key, batch, reduction)
         microbatches = jax.tree.map(lambda field: split_microbatches(field, plan.num_microbatches), (batch, keys_B))
-        sums, grads = pipeline.sums(self.model.stage_weights(params), microbatches, per_token)
+        sums, grads = pipeline.sums(weights, microbatches, per_token)
         return reduce_and_divide(sums, grads, per_token, reduction)
 
     def reduction(self, total_grads: Callable[[Any], Any]) -> Reduction:
