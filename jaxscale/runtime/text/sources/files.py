@@ -197,7 +197,7 @@ def file_stamp(path: str) -> tuple[int, int]:
     if path.startswith(STREAMS):
         return 0, 0
     stats = [os.stat(inner) for inner in (folder_files(path) if os.path.isdir(path) else [path])]
-    return sum(status.st_size for status in stats), max(status.st_mtime_ns for status in stats)
+    return sum(status.st_size for status in stats), max((status.st_mtime_ns for status in stats), default=0)
 
 
 def folder_files(path: str) -> list[str]:
