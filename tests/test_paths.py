@@ -128,3 +128,9 @@ def test_a_run_folder_whose_name_is_a_pattern_is_refused_before_anything_is_comp
 def test_an_address_that_is_not_read_is_one_line_with_the_way_out(address, way_out):
     with pytest.raises(BadInput, match="only folders of this machine and gs://; .*" + way_out):
         paths.as_path(address)
+
+
+@pytest.mark.parametrize("address", ["gs:///run", "gs://./run", "gs://"])
+def test_an_address_without_a_bucket_is_refused(address):
+    with pytest.raises(BadInput, match="must be gs://BUCKET/NAME"):
+        paths.as_path(address)

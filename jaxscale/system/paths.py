@@ -43,9 +43,11 @@ def as_path(path: Any) -> Any:
 
 
 def check_scheme(path: str) -> None:
-    """Raises BadInput, with advice, for a URL that is not under gs://."""
+    """Raises BadInput, with advice, for a URL that is not under gs://, or that names no bucket."""
     scheme, _, remainder = path.partition("://")
     if scheme == "gs":
+        if remainder.partition("/")[0] in ("", ".", ".."):  # as from gs://$BUCKET/run with BUCKET unset
+            raise BadInput(f"{path} must be gs://BUCKET/NAME")
         return
     if scheme == "file":
         way_out = f"give the path itself, {remainder.removeprefix('localhost') or '/'}"

@@ -39,7 +39,8 @@ class ObjectPath(pathlib.PurePosixPath):
     """A path under gs://, with the methods of pathlib.Path that this package uses.
 
     A folder exists while there is an object below it. Methods that access the service raise FileNotFoundError,
-    Forbidden and Unreachable, all OSErrors.
+    Forbidden and Unreachable, all OSErrors. Of PurePosixPath's own methods relative_to, joinpath, match and parents do
+    not know about the bucket: use `/`, `parent` and `glob`.
     """
 
     __slots__ = ()

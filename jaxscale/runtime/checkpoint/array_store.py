@@ -158,7 +158,7 @@ def sum_boxes(array: Any, boxes: Sequence[Box]) -> tuple[int, int]:
 
 
 def array_format(array: Any) -> dict[str, Any]:
-    """Returns the part of TensorStore's spec of an existing array that does not depend on its place."""
+    """Returns the part of TensorStore's spec of an existing array that does not depend on its location."""
     spec = array.spec().to_json()
     config = {key: value for key, value in spec["kvstore"].get("config", {}).items() if key != "uuid"}
     return {"driver": spec["driver"], "metadata": spec["metadata"], "kvstore": {"config": config}}

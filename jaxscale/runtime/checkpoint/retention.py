@@ -189,6 +189,7 @@ def pin(directory: Any, step: int, content: str | None = None) -> bool:
 def unpin(directory: Any, step: int) -> bool:
     """Removes a pin; True if the step was pinned."""
     mark = directory / PINNED / str(step)
-    was_pinned = mark.exists()
+    if not mark.exists():
+        return False
     mark.unlink(missing_ok=True)
-    return was_pinned
+    return True

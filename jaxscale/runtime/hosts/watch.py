@@ -111,11 +111,11 @@ class Watch:
         """Ends this process with the first error of another one, unless it ends by itself within GRACE_SECONDS."""
         exit_code = Exit.PEER_LOST if code in LOCAL_CODES or code not in list(Exit) else Exit(code)
 
-        def follow() -> None:
+        def end() -> None:
             if not self.leaving.wait(GRACE_SECONDS):
                 self.leave(exit_code, f"{name} has left: {line or f'exit {code}'}", LOST_SECONDS)
 
-        self.follow(follow, stopped=code, name=name, line=line)
+        self.follow(end, stopped=code, name=name, line=line)
 
     def aborting(self) -> None:
         """Names the silent process before the delayed abort of this one, if there is one."""
@@ -133,19 +133,19 @@ class Watch:
     def hangs(self, line: str) -> None:
         """Writes stacks and ends this process after a hang of another one."""
 
-        def follow() -> None:
+        def end() -> None:
             if self.hang_callback:
                 self.hang_callback(line)
             self.leave(Exit.HANG, line, LOST_SECONDS)
 
-        self.follow(follow, hang=line)
+        self.follow(end, hang=line)
 
-    def follow(self, leave: Callable[[], None], **message: object) -> None:
+    def follow(self, end: Callable[[], None], **message: object) -> None:
         """Forwards the first error of another process, and follows it in a thread."""
         if not self.following.is_set():
             self.following.set()
             self.pass_on(**message)
-            threading.Thread(target=leave, name="watch-follow", daemon=True).start()
+            threading.Thread(target=end, name="watch-follow", daemon=True).start()
 
     def report_hang(self, line: str) -> None:
         """Reports a hang of this process to all connections; process 0 forwards it to the others."""

@@ -305,8 +305,7 @@ def draw_heat(heat: HeatMap, across: Axis, number: int) -> tuple[str, dict[str, 
     unit = ", ".join(filter(None, (heat.unit, "colours logarithmic")))
     span = f"from {plain(min(positive))} to {plain(max(positive))}" if positive else "all 0"
     words = f"{heat.title}: {len(names)} rows, {units.plural(len(heat.steps), heat.across or 'step')}, {span}"
-    below = heat.across or STEPS
-    parts = FigureParts("plot heat wide", heat.title, unit, legend, words, drawn, left, heat.note, below)
+    parts = FigureParts("plot heat wide", heat.title, unit, legend, words, drawn, left, heat.note, heat.across or STEPS)
     values = [[None if value is None else float(f"{value:.4g}") for value in row] for row in cells.values()]
     data = {"x": [across.low, across.high], "heat": {"x": column_steps, "names": names, "v": values}}
     return parts.html(across, number), data | ({"own": heat.across} if heat.across else {})
