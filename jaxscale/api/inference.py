@@ -51,6 +51,11 @@ class LoadedModel:
     saved_tokenizer: SavedTokenizer | None  # the tokenizer with its text settings
     what: str = "params"  # or "ema"
 
+    @property
+    def kept(self) -> SavedTokenizer | None:
+        """Old name of saved_tokenizer."""
+        return self.saved_tokenizer
+
 
 def open_model(
     path: str,

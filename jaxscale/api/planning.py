@@ -27,7 +27,7 @@ def plan(
 ) -> RunPlan:
     """Returns the estimated cost of a run on a machine: `jaxscale plan`. Compiles nothing.
 
-    Args: topology: 'v5p:4x4x8', 'h100:32x8', ..., or 'here'. wishes: price, deadline, budget and what else is known.
+    Args: topology: 'v5p:4x4x8', 'h100:32x8', ..., or 'here'. options: price, deadline, budget and what else is known.
     say: takes a line for each dtype that was 'auto', and for a result of preflight that cannot be read. workdir: of a
     run that resumes there.
     """

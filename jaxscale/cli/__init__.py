@@ -38,7 +38,7 @@ GROUPS = {  # verbs by the stage of a run, and their lines of help
     "the shell": {"completion": "print the completion script for bash or zsh"},
 }
 VERBS = {verb: summary for verbs in GROUPS.values() for verb, summary in verbs.items()}
-# other verbs start other processes or do not import jax
+# other verbs start other processes, compare on the CPU (rehearse), or do not import jax
 USES_DEVICES = ("verify", "qualify", "bench", "train", "sample", "evaluate")
 NO_DEVICES = ("plan", "convert", "preflight", "ckpt", "trace")  # but import jax
 

@@ -69,7 +69,7 @@ class ForecastFlags:
         None,
         "writes all numbers as JSON",
         "FILE",
-        read=lambda name, text: paths.as_path(text) if paths.is_remote(text) else file_to_write(name, text),
+        read=local_or_remote_file,
     )
     loss: bool = flag(False, None)
 

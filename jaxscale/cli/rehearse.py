@@ -149,6 +149,7 @@ def run_straight(rehearsal: Rehearsal, report: RehearsalReport) -> None:
 
 def check_space(rehearsal: Rehearsal, report: RehearsalReport, free: int | None) -> None:
     """Reports if the retained checkpoints fit, as training does. free: bytes at first; None for a bucket."""
+    report.phase = "space"
     checkpoints = checkpoints_of(rehearsal.folder / "straight")
     leaves = checkpoints.read_record(rehearsal.steps)["leaves"].values()
     size, keep = sum(map(num_bytes, leaves)), rehearsal.cfg.checkpoint.keep_last
@@ -244,6 +245,9 @@ def carry_out(rehearsal: Rehearsal) -> int:
     except Stop as stop:
         report.add(report.phase, NO, str(stop))
         keep_folder = True
+    except Exception:
+        keep_folder = True  # for whoever looks for the cause
+        raise
     finally:  # an interrupted rehearsal is deleted
         signal.signal(signal.SIGTERM, previous)
         if not keep_folder and rehearsal.is_first:

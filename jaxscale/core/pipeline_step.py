@@ -1,6 +1,6 @@
 """Gradients of a batch, taken in microbatches by the stages of a pipeline: a scan over the ticks of a schedule.
 
-Computes what core.accumulate computes. On one device the results are the same bits, because gradients are summed
+Computes what gradients.accumulate computes. On one device the results are the same bits, because gradients are summed
 over the microbatches in their order, except for weight gradients that a schedule defers. A stage saves the inputs of
 its layers for every microbatch in flight, and recomputes each layer in the backward pass. Leading dense layers (those
 before the stack) run on the first stage, whose first chunk has fewer layers of the stack; no schedule defers weight

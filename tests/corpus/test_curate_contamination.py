@@ -17,11 +17,11 @@ from jaxscale.tools.corpus.curate import hashes
 from jaxscale.tools.corpus.curate.config import ContaminationConfig
 from jaxscale.tools.corpus.curate.contamination import (
     MAX_ITEMS,
+    bloom_lookup,
     count_items,
     load_evaluation,
     make_contamination,
     make_index,
-    upper_bits,
 )
 from jaxscale.tools.corpus.curate.hashes import mix64
 from jaxscale.tools.corpus.prepare.preparation_page import evaluation_warnings
@@ -201,13 +201,13 @@ def test_a_file_that_is_missing_is_named(tmp_path):
         load_evaluation(ContaminationConfig(files=(str(tmp_path / "absent.jsonl"),)))
 
 
-def test_the_table_of_heads_has_every_head_and_few_others():
+def test_the_filter_lets_every_head_through_and_few_others():
     known, others = mix64(np.arange(1 << 20, dtype=np.uint64)), mix64(np.arange(1 << 20, 1 << 21, dtype=np.uint64))
     zeros = np.zeros(len(known), np.int64)
-    is_head = make_index(13, known, known, zeros, zeros, ["x"]).is_head
-    assert is_head[upper_bits(known, len(is_head))].all()
-    assert is_head[upper_bits(others, len(is_head))].mean() < 0.04
-    assert is_head.nbytes == 32 << 20
+    evaluation = make_index(13, known, known, zeros, zeros, ["x"])
+    assert np.array_equal(bloom_lookup(evaluation, known), np.arange(len(known)))
+    assert len(bloom_lookup(evaluation, others)) / len(others) < 0.005
+    assert evaluation.filter.nbytes == 8 << 20
 
 
 @pytest.mark.parametrize(

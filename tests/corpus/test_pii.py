@@ -100,7 +100,7 @@ def test_other_long_numbers_are_no_cards(text):
 @pytest.mark.parametrize(
     "iban",
     ["GB82WEST12345698765432", "GB82 WEST 1234 5698 7654 32", "DE89370400440532013000", "NO9386011117947",
-     "FR1420041010050500013M02606", "MT84MALT011000012345MTLCAST001S", "gb82west12345698765432"],
+     "FR1420041010050500013M02606", "MT84MALT011000012345MTLCAST001S", "gb82west12345698765432", "BE68539007547034"],
 )  # fmt: skip
 def test_ibans_need_their_countrys_length_and_check_digits(iban):
     assert found(f"to {iban} PLEASE") == [("iban", iban)]

@@ -14,7 +14,7 @@ from jaxscale.system.exits import BadInput
 
 
 def stack_rows(rows: Sequence[Any]) -> Any:
-    """Stacks rows of [T] into a batch of [rows, T]. All rows have the same fields; fields may be nested tuples."""
+    """Stacks rows of [T] into a batch of [rows, T]. All rows have the same fields; fields may be tuples of arrays."""
     if len({tuple(field is None for field in row) for row in rows}) > 1:
         raise BadInput("some rows of a batch have a prefix or encoder input and some do not")
     return map_fields(lambda *fields: np.stack(fields), *rows)

@@ -12,7 +12,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -124,25 +124,33 @@ class BackgroundHasher:
 
     def __init__(self):
         self._lock = threading.Lock()
-        self._hashes: dict[str, tuple[Stamp, Future[str]]] = {}
+        self._waiting: dict[str, Stamp] = {}
+        self._done: dict[str, tuple[Stamp, str | Exception]] = {}
 
     def result(self, path: str, stamp: Stamp) -> tuple[Stamp, str] | None:
-        """Returns (stamp, sha256) once after a request for a file is done; None until then, ask again. Or raises."""
+        """Returns (stamp, sha256) once after the first request for a file is done; None until then."""
         with self._lock:
-            if path not in self._hashes and all(future.done() for _, future in self._hashes.values()):
-                self._hashes[path] = stamp, Future()
-                arguments = (path, self._hashes[path][1])  # a daemon, so that the process can exit
-                threading.Thread(target=self._hash, args=arguments, name="rehashing", daemon=True).start()
-            if path not in self._hashes or not self._hashes[path][1].done():
+            if path not in self._done:
+                if path not in self._waiting:
+                    self._waiting[path] = stamp
+                    if len(self._waiting) == 1:  # a daemon, so that the process can exit
+                        threading.Thread(target=self._work, name="rehashing", daemon=True).start()
                 return None
-            stamp, future = self._hashes.pop(path)
-        return stamp, future.result()
+            stamp, found = self._done.pop(path)
+        if isinstance(found, Exception):
+            raise found
+        return stamp, found
 
-    def _hash(self, path: str, future: Future) -> None:
-        try:
-            future.set_result(file_sha256(path))
-        except Exception as error:  # raised in `result`
-            future.set_exception(error)
+    def _work(self) -> None:
+        path: str | None = next(iter(self._waiting))
+        while path is not None:
+            try:
+                found: str | Exception = file_sha256(path)
+            except Exception as error:  # raised in `result`
+                found = error
+            with self._lock:
+                self._done[path] = self._waiting.pop(path), found
+                path = next(iter(self._waiting), None)
 
 
 class FileWatch:

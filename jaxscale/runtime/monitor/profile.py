@@ -30,7 +30,7 @@ POLL_SECONDS = 15.0  # between polls of a bucket
 UPLOAD_SECONDS = 60.0  # timeout of pending uploads when the run ends
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Profiler:
     """Starts and stops captures between steps, in the training thread. A failure is logged once and ends no run."""
 
@@ -149,12 +149,13 @@ class Profiler:
             for file in sorted(path for path in folder.rglob("*") if path.is_file()):
                 paths.write_bytes_atomic(destination / file.relative_to(folder).as_posix(), file.read_bytes())
             shutil.rmtree(folder, ignore_errors=True)
-            self.report_written(step, destination, began)
         except Stop:  # the lock reports a lost folder to the training thread
             pass
         except Exception as error:  # any exception of the storage client
             with contextlib.suppress(Stop):
                 self.fail(step, f"could not be uploaded to the bucket, and stays in {folder}", error)
+        else:
+            self.report_written(step, destination, began)
 
     def report_written(self, step: int, destination: Any, began: float) -> None:
         """Logs that the capture is complete."""

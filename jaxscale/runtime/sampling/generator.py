@@ -219,7 +219,7 @@ class Generator:
         """Yields int32[rows] for each step: the next token of every prompt, -1 for a row that has ended.
 
         A row ends before a token of stop_ids, and when its text has `longest` tokens. numbers: of the rows, for their
-        random numbers; None: prompt_numbers(prompts). Raises as check_prompts, and NotFinite for such logits.
+        random numbers; None: prompt_numbers(prompts). Raises as check_prompts; NotFinite for infinite or NaN logits.
         """
         engine, self.timing = self.engine, None
         check_prompts(prompts, engine)

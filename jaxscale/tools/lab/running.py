@@ -59,8 +59,8 @@ def run_all(trials: Sequence[Trial], work: Any, *, jobs: int, say: Callable[[str
     shares = [cores[place::jobs] if jobs <= len(cores) else cores for place in range(jobs)]
     slot, stop, took, total = threading.local(), threading.Event(), [], len(waiting)
     with concurrent.futures.ThreadPoolExecutor(jobs, initializer=lambda: setattr(slot, "cores", shares.pop())) as pool:
-        trial_of = {pool.submit(run_trial, trial, folder_of(trial, work), slot, stop): trial for trial in waiting}
         try:
+            trial_of = {pool.submit(run_trial, trial, folder_of(trial, work), slot, stop): trial for trial in waiting}
             for done in concurrent.futures.as_completed(trial_of):
                 if (seconds := done.result()) is None:
                     continue
@@ -94,14 +94,15 @@ def run_trial(trial: Trial, folder: Any, slot: threading.local, stop: threading.
             with contextlib.suppress(ProcessLookupError):
                 os.sched_setaffinity(process.pid, slot.cores)
         is_killed = False
-        while process.poll() is None and not is_killed:
-            if stop.wait(POLL_SECONDS):
+        try:
+            while process.poll() is None and not is_killed and not stop.wait(POLL_SECONDS):
+                if is_killed := is_due(trial, folder):
+                    (folder / KILLED).write_text(f"{trial.kill_at}\n", "utf-8")
+                    process.kill()  # without cleanup, as in a power failure
+        finally:
+            if process.poll() is None and not is_killed:
                 process.send_signal(signal.SIGTERM)
-                process.wait()
-            elif is_killed := is_due(trial, folder):
-                (folder / KILLED).write_text(f"{trial.kill_at}\n", "utf-8")
-                process.kill()  # without cleanup, as in a power failure
-                process.wait()
+            process.wait()
     if (code := process.returncode) not in ENDS and not stop.is_set():
         lines = (folder / OUTPUT).read_text("utf-8", "replace").splitlines()[-LAST_LINES:]
         shown = "".join(f"\n    {line}" for line in lines)

@@ -255,7 +255,7 @@ def open_table(path: str, cfg: ReadConfig, part: Part = WHOLE) -> Iterator[Table
 def read_table(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) -> Records:
     """Yields the text of each row of a table as bytes. Raises BadInput without a text column."""
     with open_table(path, cfg, part) as table:
-        if not table.schema.names:  # an empty dataset
+        if not table.schema.names and (path.startswith("hf://") or is_saved_dataset(path)):  # an empty dataset
             return
         names = select_columns(table.schema, path, cfg)
         for row, batch in table.batches([name for name in names if name]):

@@ -24,10 +24,11 @@ from jaxscale.tools.corpus.curate.config import ContaminationConfig
 from jaxscale.tools.corpus.curate.duplicates import merge_spans
 from jaxscale.tools.corpus.curate.hashes import hash_words, ngram_groups, ngram_hashes, powers, word_hashes, word_spans
 
-MIN_BITS, MAX_BITS = 22, 29  # of the table of heads: from 4 MB, which fit in cache, to 512 MB
+MIN_BITS, MAX_BITS = 24, 32  # size of the filter: from 2 MB, which fit in cache, to 512 MB
 CHOICE_WORDS = 8  # for a text in a list: choices are often phrases ("the temperature of the water")
 MAX_ITEMS = 10  # with the same short text; GPT-3 ignored n-grams that more than ten training documents had
-SPARE_BITS = 4  # the table has at least 2^4 entries per n-gram: at most 6% of other n-grams are taken for heads
+SPARE_BITS = 5  # filter bits per n-gram are at least 2^5: about 0.3% false positives
+THREE, SEVEN, ONE_BIT = np.int64(3), np.int64(7), np.uint8(1) << np.arange(8, dtype=np.uint8)
 
 
 class Evaluation(NamedTuple):
@@ -40,7 +41,8 @@ class Evaluation(NamedTuple):
     items: np.ndarray  # int64[k]: item number
     names: list[str]  # of each item
     counts: np.ndarray  # int64[items]: number of different n-grams
-    is_head: np.ndarray  # bool[2^bits], by the upper bits of a hash: True for those of heads
+    filter: np.ndarray  # uint8[2^bits / 8]: Bloom filter of the heads, see bloom_lookup
+    bits: int
 
 
 class EvaluationItem(NamedTuple):
@@ -52,6 +54,14 @@ class EvaluationItem(NamedTuple):
     spans_texts: bool  # True if an n-gram may span two texts
 
 
+class Hits(NamedTuple):
+    """Occurrences of evaluation n-grams in documents; one entry for each n-gram and item."""
+
+    documents: np.ndarray  # int64[k]
+    places: np.ndarray  # int64[k]: index of the n-gram's first word
+    entries: np.ndarray  # int64[k]: index entry
+
+
 def make_contamination(cfg: ContaminationConfig) -> Stage:
     """Returns a stage that drops or cuts documents with evaluation items, and names the items in `detail`."""
     if not cfg.is_named:
@@ -61,12 +71,12 @@ def make_contamination(cfg: ContaminationConfig) -> Stage:
     def stage(documents: Sequence[Document]) -> list[Outcome]:
         hits = find_hits(hash_words(documents), evaluation)
         outcomes = [Outcome(document) for document in documents]
-        for place in np.unique(hits[0]).tolist():
-            document_hits = hits[:, hits[0] == place]
-            items, found = np.unique(evaluation.items[np.unique(document_hits[2])], return_counts=True)
+        for place in np.unique(hits.documents).tolist():
+            document_hits = select(hits, hits.documents == place)
+            items, found = np.unique(evaluation.items[np.unique(document_hits.entries)], return_counts=True)
             items = items[found >= cfg.min_item_share * evaluation.counts[items] - 1e-9]
             if len(items):
-                document_hits = document_hits[:, np.isin(evaluation.items[document_hits[2]], items)]
+                document_hits = select(document_hits, np.isin(evaluation.items[document_hits.entries], items))
                 outcomes[place] = apply_action(documents[place], document_hits, items, evaluation, cfg)
         return outcomes
 
@@ -79,14 +89,11 @@ def count_items(cfg: ContaminationConfig) -> dict[str, int]:
     return {"items": len(counts), "too_short": int((counts == 0).sum())}
 
 
-def find_hits(words: Sequence[np.ndarray], evaluation: Evaluation) -> np.ndarray:
-    """Returns all occurrences of evaluation n-grams in documents, given as hashes of their words.
-
-    int64[3, k]: document, index of the n-gram's first word in it, and index entry; one for each n-gram and item.
-    """
+def find_hits(words: Sequence[np.ndarray], evaluation: Evaluation) -> Hits:
+    """Returns all occurrences of evaluation n-grams in documents, given as hashes of their words."""
     found = [np.zeros((3, 0), np.int64)]
     for group, hashes in ngram_groups(words, evaluation.search_words):
-        maybe = np.flatnonzero(evaluation.is_head.take(upper_bits(hashes, len(evaluation.is_head))))
+        maybe = bloom_lookup(evaluation, hashes)
         begins = np.searchsorted(evaluation.heads, hashes[maybe])
         repeats = np.searchsorted(evaluation.heads, hashes[maybe], side="right") - begins
         if not repeats.any():
@@ -97,35 +104,38 @@ def find_hits(words: Sequence[np.ndarray], evaluation: Evaluation) -> np.ndarray
         documents = np.searchsorted(ends, places, side="right")
         places -= np.append(0, ends)[documents]
         found.append(np.stack([documents + group.start, places, entries]))
-    hits = np.concatenate(found, axis=1)
-    return hits[:, verify_hits(hits, words, evaluation)]
+    hits = Hits(*np.concatenate(found, axis=1))
+    return select(hits, verify_hits(hits, words, evaluation))
 
 
-def verify_hits(hits: np.ndarray, words: Sequence[np.ndarray], evaluation: Evaluation) -> np.ndarray:
+def verify_hits(hits: Hits, words: Sequence[np.ndarray], evaluation: Evaluation) -> np.ndarray:
     """Returns bool[k], True where all words of the n-gram match, not only the first ones."""
-    documents, places, entries = hits
-    sizes = evaluation.sizes[entries]
+    sizes = evaluation.sizes[hits.entries]
     equal = sizes == evaluation.search_words
     flat, lengths = np.concatenate([*words, np.zeros(0, np.uint64)]), np.array([len(row) for row in words], np.int64)
-    begins = (lengths.cumsum() - lengths)[documents] + places
+    begins = (lengths.cumsum() - lengths)[hits.documents] + hits.places
     for size in np.unique(sizes[~equal]).tolist():
-        rows = np.flatnonzero((sizes == size) & (places + size <= lengths[documents]))
+        rows = np.flatnonzero((sizes == size) & (hits.places + size <= lengths[hits.documents]))
         grams = flat[begins[rows, None] + np.arange(size)]
-        equal[rows] = mix64((grams * powers(size)[0][:size]).sum(axis=1)) == evaluation.wholes[entries[rows]]
+        equal[rows] = mix64((grams * powers(size)[0][:size]).sum(axis=1)) == evaluation.wholes[hits.entries[rows]]
     return equal
 
 
+def select(hits: Hits, mask: np.ndarray) -> Hits:
+    """Returns the hits where the mask is True."""
+    return Hits(*(column[mask] for column in hits))
+
+
 def apply_action(
-    document: Document, hits: np.ndarray, items: np.ndarray, evaluation: Evaluation, cfg: ContaminationConfig
+    document: Document, hits: Hits, items: np.ndarray, evaluation: Evaluation, cfg: ContaminationConfig
 ) -> Outcome:
     """Returns the outcome: the document is dropped, or the hits and their surroundings are cut."""
     detail = ", ".join(evaluation.names[item] for item in items.tolist())  # 'gsm8k.jsonl:17, gsm8k.jsonl:21'
     if cfg.action == "drop":
         return Outcome(None, "contamination: evaluation item", detail=detail)
-    _, places, entries = hits
     spans = word_spans(document.text)
-    begins = np.maximum(spans[places, 0] - cfg.cut_characters, 0)
-    last_words = places + evaluation.sizes[entries] - 1
+    begins = np.maximum(spans[hits.places, 0] - cfg.cut_characters, 0)
+    last_words = hits.places + evaluation.sizes[hits.entries] - 1
     ends = np.minimum(spans[last_words, 1] + cfg.cut_characters, len(document.text))
     begins, ends = (bounds.tolist() for bounds in merge_spans(begins, ends))
     if len(begins) > cfg.max_cuts:
@@ -195,15 +205,24 @@ def make_index(
     new[1:] = (wholes[1:] != wholes[:-1]) | (owners[1:] != owners[:-1])
     heads, wholes, sizes, owners = heads[new], wholes[new], sizes[new], owners[new]
     bits = min(MAX_BITS, max(MIN_BITS, len(heads).bit_length() + SPARE_BITS))
-    is_head = np.zeros(1 << bits, bool)
-    is_head[upper_bits(heads, len(is_head))] = True
+    table = np.zeros(1 << bits - 3, np.uint8)
+    for place in bloom_positions(heads, bits):
+        np.bitwise_or.at(table, place >> THREE, ONE_BIT[place & SEVEN])
     counts = np.bincount(owners, minlength=len(names))
-    return Evaluation(search_words, heads, wholes, sizes, owners, names, counts, is_head)
+    return Evaluation(search_words, heads, wholes, sizes, owners, names, counts, table, bits)
 
 
-def upper_bits(hashes: np.ndarray, size: int) -> np.ndarray:
-    """Returns int64[k], the index of each hash in a table of `size` entries, a power of two."""
-    return (hashes >> np.uint64(65 - size.bit_length())).view(np.int64)
+def bloom_lookup(evaluation: Evaluation, hashes: np.ndarray) -> np.ndarray:
+    """Returns int64[k], sorted: indices of hashes that may be heads. No false negatives (Bloom, 1970)."""
+    first, _ = bloom_positions(hashes, evaluation.bits)
+    maybe = np.flatnonzero(evaluation.filter.take(first >> THREE) & ONE_BIT.take(first & SEVEN))
+    _, second = bloom_positions(hashes[maybe], evaluation.bits)
+    return maybe[(evaluation.filter[second >> THREE] & ONE_BIT[second & SEVEN]) != 0]
+
+
+def bloom_positions(hashes: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the two bit positions of each hash in a filter of 2^bits bits, from its upper and its lower bits."""
+    return (hashes >> np.uint64(64 - bits)).view(np.int64), (hashes & np.uint64((1 << bits) - 1)).view(np.int64)
 
 
 def list_evaluation_files(files: Sequence[str], say: Callable[[str], None] = ignore_line) -> list[Path]:

@@ -171,12 +171,15 @@ def line_hashes(text: str, min_characters: int, *, lower: bool = False) -> tuple
     return np.frombuffer(b"".join(hashes), "<u8").astype(np.uint64), np.array(places, np.int64)
 
 
+MAX_CACHED_BITS = 20  # of tables of powers that are kept: 16 MB for both
+
+
 def powers(count: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns (M^i, M^-i) mod 2^64 for i in 0 ... at least count - 1."""
-    return power_tables(max(12, (count - 1).bit_length()))
+    bits = max(12, (count - 1).bit_length())
+    return cached_power_tables(bits) if bits <= MAX_CACHED_BITS else power_tables(bits)
 
 
-@functools.cache
 def power_tables(bits: int) -> tuple[np.ndarray, np.ndarray]:
     tables = []
     for base in (MULTIPLIER, INVERSE):
@@ -186,6 +189,9 @@ def power_tables(bits: int) -> tuple[np.ndarray, np.ndarray]:
         table.flags.writeable = False
         tables.append(table)
     return tables[0], tables[1]
+
+
+cached_power_tables = functools.cache(power_tables)
 
 
 def letter_values(points: range) -> np.ndarray:

@@ -331,7 +331,7 @@ def _facts(word: str) -> int:
 
 
 class _Memory:
-    """Cache of pieces and their words, in tables. It never changes the result of block_stats."""
+    """Cache of pieces and their words, in tables. Results differ only between pieces with equal 64-bit hashes."""
 
     def __init__(self):
         self.lock = threading.Lock()

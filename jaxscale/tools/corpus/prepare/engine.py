@@ -301,7 +301,7 @@ def train_on_blocks(cfg: PrepareConfig, blocks: Sequence[str], path: pathlib.Pat
 def versions() -> dict[str, str]:
     """Returns the versions of the installed packages that can change the output."""
     found = {"jaxscale": __version__, "python": platform.python_version()}
-    for name in ("numpy", "pyarrow", "rensa", "py3langid", "tokenizers", "sentencepiece", "rustbpe"):
+    for name in ("numpy", "pyarrow", "rensa", "py3langid", "tokenizers", "sentencepiece", "rustbpe", "python-stdnum"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found

@@ -278,7 +278,7 @@ def save_sorted(path: pathlib.Path, parts: Iterable[np.ndarray], max_rows: int) 
             bounds.append(bounds[-1] + len(part))
             yield part
 
-    unsorted = path.with_suffix(".runs")
+    unsorted = path.with_suffix(f".{os.urandom(8).hex()}.runs")  # Beam may run a task twice at the same time
     save_rows(unsorted, count_rows())
     if len(bounds) == 2:
         os.replace(unsorted, path)

@@ -140,16 +140,16 @@ class PieceProgress:
     def __init__(self, task: Task):
         self.path = pathlib.Path(task.folder) / RUNNING / f"{task.number}.json"
         self.share = self.resumed_share = 0.0
-        self.own, self.earlier = Counter(), Counter()  # documents and bytes of blocks of this and of earlier processes
+        self.finished, self.earlier = Counter(), Counter()  # documents and bytes, of this and of earlier processes
 
     def write(self, found: Mapping[str, Any], was_done: bool) -> None:
         """Writes the progress file. found: result of the finished block; was_done: by an earlier process."""
         read = Tally.from_json(found["tally"]).sums("in", "read", by=-1)
         if was_done:
             self.resumed_share = self.share
-        (self.earlier if was_done else self.own).update(read)
+        (self.earlier if was_done else self.finished).update(read)
         self.path.parent.mkdir(exist_ok=True)
-        running = RunningPiece(self.share, self.resumed_share, self.own["documents"], self.own["bytes"])
+        running = RunningPiece(self.share, self.resumed_share, self.finished["documents"], self.finished["bytes"])
         write_text_atomic(self.path, json.dumps(running))
 
 
