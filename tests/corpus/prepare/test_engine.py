@@ -9,6 +9,8 @@ import random
 import re
 import resource
 import shutil
+import subprocess
+import sys
 from collections import Counter
 
 import made_text
@@ -205,9 +207,23 @@ def few_files():
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def test_many_blocks_need_few_open_files_and_many_workers_are_refused(tmp_path, few_files):
+def test_many_blocks_need_few_open_files(tmp_path):
     made_text.write_jsonl(tmp_path / "a.jsonl", [f"{i} " + "x" * 1100 for i in range(200)])
-    assert len(documents_in(run(recipe(tmp_path / "a.jsonl", block_bytes=1024), tmp_path / "out"))) == 200
+    command = [
+        sys.executable,
+        "-m",
+        "jaxscale.cli",
+        "prepare",
+        f"--input={tmp_path}/a.jsonl",
+        f"--output={tmp_path}/out",
+    ]
+    command += ["--workers=1", "--config.tokenizer.name=bytes", "--config.block_bytes=1024"]
+    limit = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+    assert subprocess.run(command, preexec_fn=limit, capture_output=True, timeout=120).returncode == 0
+    assert len(documents_in(tmp_path / "out")) == 200
+
+
+def test_workers_with_too_many_pipes_are_refused(few_files):
     with LocalExecutor(40) as executor, pytest.raises(BadInput, match="80 pipes to 40 --workers .*allows 64"):
         list(executor.run_all(str, work.Task("", 0), 2))
 
