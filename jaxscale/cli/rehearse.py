@@ -246,7 +246,7 @@ def carry_out(rehearsal: Rehearsal) -> int:
         report.add(report.phase, NO, str(stop))
         keep_folder = True
     except Exception:
-        keep_folder = True  # for whoever looks for the cause
+        keep_folder = True  # both runs help to find the cause
         raise
     finally:  # an interrupted rehearsal is deleted
         signal.signal(signal.SIGTERM, previous)

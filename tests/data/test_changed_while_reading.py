@@ -106,6 +106,19 @@ def test_a_file_whose_inode_alone_changed_is_hashed_beside_the_run(tmp_path, dam
         assert files._files[str(path)].stamp == verified.stamp_of(path)  # so that it is not hashed again
 
 
+def test_files_that_change_together_are_all_hashed_after_one_request(tmp_path):
+    paths = [tmp_path / f"part-{number}.bin" for number in range(5)]
+    for path in paths:
+        path.write_bytes(os.urandom(1 << 20))
+    files = FileWatch(snapshot_files({str(path): verified.file_sha256(str(path)) for path in paths}))
+    for path in paths[:-1]:
+        os.link(path, path.with_suffix(".backup"))
+    DAMAGES["flipped, time kept"](paths[-1])
+    files.check([*map(str, paths)])
+    with pytest.raises(Stop, match="part-4.bin"):
+        rehashed(files, str(paths[-1]))
+
+
 def test_a_file_is_not_looked_at_for_each_row(tmp_path, monkeypatch):
     path, files = watched(tmp_path)
     monkeypatch.setattr(verified, "LOOK_SECONDS", 1e9)

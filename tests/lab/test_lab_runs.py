@@ -1,7 +1,9 @@
 """Trials as real processes, and the command line."""
 
+import dataclasses
 import json
 import os
+import pathlib
 import shlex
 
 import pytest
@@ -102,6 +104,19 @@ def test_a_wrong_command_line_is_told_before_anything_runs(words, told, tmp_path
     with pytest.raises(BadInput, match=told):
         main([*words, f"--workdir={tmp_path}"])
     assert not list(tmp_path.iterdir())
+
+
+def test_a_trial_is_stopped_when_it_can_no_longer_be_watched(tmp_path):
+    trial = dataclasses.replace(BASE.with_settings({"optim.peak_lr": "1e-3"}), kill_at=1)
+    folder = folder_of(trial, tmp_path)
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n')
+    (folder / running.KILLED).symlink_to(tmp_path / "nowhere" / "file")  # so that it cannot be written
+    with pytest.raises(FileNotFoundError):
+        running.run_all([trial], tmp_path, jobs=1, say=print)
+    commands = [path.read_bytes() for path in pathlib.Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    assert not [command for command in commands if str(folder).encode() in command]
+    assert outcome_of(folder) is None  # it was stopped, and did not train to its end
 
 
 @pytest.mark.soak

@@ -103,6 +103,9 @@ def test_a_parquet_column_that_is_missing_or_no_text_is_named(tmp_path):
     pyarrow.parquet.write_table(pyarrow.table({"body": ["x"], "id": [1]}), tmp_path / "a.parquet")
     with pytest.raises(ValueError, match="no column 'text' but body, id"):
         read(tmp_path / "a.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({}), tmp_path / "empty.parquet")
+    with pytest.raises(ValueError, match="no column 'text'"):
+        read(tmp_path / "empty.parquet")
     with pytest.raises(ValueError, match="column 'id' is int64, not text"):
         read(tmp_path / "a.parquet", "id")
 

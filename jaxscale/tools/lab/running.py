@@ -96,9 +96,10 @@ def run_trial(trial: Trial, folder: Any, slot: threading.local, stop: threading.
         is_killed = False
         try:
             while process.poll() is None and not is_killed and not stop.wait(POLL_SECONDS):
-                if is_killed := is_due(trial, folder):
+                if is_due(trial, folder):
                     (folder / KILLED).write_text(f"{trial.kill_at}\n", "utf-8")
                     process.kill()  # without cleanup, as in a power failure
+                    is_killed = True
         finally:
             if process.poll() is None and not is_killed:
                 process.send_signal(signal.SIGTERM)
