@@ -15,7 +15,8 @@ HERE = pathlib.Path(__file__).parent
 PROGRAMS = (("7b", "h100:1x8", 32), ("7b", "h100:8x8", 4))  # config, topology, microbatches
 MARKS = ("<!-- docs/gpu_programs.py -->\n", "<!-- end -->\n")
 HEAD = (
-    "| config | cards | microbatches | peak | asynchronous | hidden | on links | exposed | at least | MFU at most |\n"
+    "| config | GPUs | microbatches | peak memory | asynchronous | hidden | communication | exposed | "
+    "minimum step time | maximum MFU |\n"
     "|---|---|---|---|---|---|---|---|---|---|\n"
 )
 

@@ -1,4 +1,4 @@
-"""Compiles the programs that docs/scale.md and the headers of configs/ tell of, and writes these tables anew.
+"""Compiles the programs of docs/scale.md and of the headers of configs/, and writes their tables.
 
     python docs/scale_tables.py                compiles what is not in preflight's cache; writes scale.json, all tables
     python docs/scale_tables.py v5p v6e:8x8    the same for programs whose names hold one of these words
@@ -23,10 +23,12 @@ PAGE = ROOT / "docs" / "scale.md"
 WORKERS = 2
 HEADER = re.compile(r"^Preflight.*?(?=^\"\"\")", re.M | re.S)
 TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(?=<!-- end -->)", re.S)
-TIMES = "step at least | exposed | covered | MFU at most | compiled"
-MAXTEXT_HEAD = f"| slice, rows a chip | MaxText peak | jaxscale peak | MaxText bytes | jaxscale sends | {TIMES} |"
-LAYOUTS_HEAD = f"| layout, model, machine | chips | peak of a chip | sent by a chip and step | {TIMES} | in |"
-GROWTH_HEAD = f"| slice | chips | peak of a chip | sent by a chip and step | {TIMES} | in |"
+TIMES = "minimum step time | exposed | overlapped | maximum MFU | compiled"
+MAXTEXT_HEAD = f"| slice, rows per chip | MaxText peak | jaxscale peak | MaxText bytes | jaxscale bytes | {TIMES} |"
+LAYOUTS_HEAD = (
+    f"| mesh, model, machine | chips | peak memory per chip | sent per chip and step | {TIMES} | compile time |"
+)
+GROWTH_HEAD = f"| slice | chips | peak memory per chip | sent per chip and step | {TIMES} | compile time |"
 RULE = "|---|---|---|---|---|---|---|---|---|---|"
 Kept = dict[str, dict[str, Any]]
 
@@ -76,11 +78,11 @@ ROWS = (
     Row("configs", "llama3_8b", "v5p:2x2x2"),
     Row("configs", "qwen3_8b", "v5p:2x2x2"),
     Row("configs", "gemma3_4b", "v5p:2x2x2"),
-    Row("maxtext", "7b", "v5p:2x2x4", LARGE, "4 x 4096, products kept | 52.1 GiB | 42.4 GB"),
+    Row("maxtext", "7b", "v5p:2x2x4", LARGE, "4 x 4096, matmuls saved | 52.1 GiB | 42.4 GB"),
     Row("maxtext", "7b", "v5p:2x2x4", LARGE | {"mesh.fsdp": 4, "mesh.tensor": 4, "model.row_parts": 4},
         "fsdp 4 x tensor 4 | 53.6 GiB | 183.9 GB"),
     Row("maxtext", "7b", "v5e:8x8", MAXTEXT | SAVED | BESIDE | {"seq_len": 2048, "batch_tokens": "256 rows"},
-        "4 x 2048, q k v kept | 11.27 GiB | 39.9 GB (52.6 sent)"),
+        "4 x 2048, q k v saved | 11.27 GiB | 39.9 GB (52.6 sent)"),
     Row("maxtext", "7b", "v6e:8x8", MAXTEXT | {"batch_tokens": "768 rows", "model.row_parts": 4},
         "12 x 4096, remat full | 24.5 GiB | 39.9 GB (52.6 sent)"),
     *(Row("growth", "7b", name, {"batch_tokens": f"{chips} rows", "mesh.fsdp": min(chips, 64), "mesh.data": -1})

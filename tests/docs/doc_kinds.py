@@ -137,7 +137,7 @@ KINDS = (
         more=(*SMALL[:-1], "--config.train_tokens=9 steps"),
     ),
     Kind(SOAK, r"^python -m jaxscale\.main --config=configs/quickstart\.py", "trains", more=SMALL),
-    Kind(SOAK, r"^python -m jaxscale\.main --config=configs/auto\.py", "trains", more=FEWER),
+    Kind(SOAK, r"^python -m jaxscale\.main --config=configs/(auto|small_mixture)\.py", "trains", more=FEWER),
     Kind(
         SOAK,
         r"^python -m jaxscale\.main --config=configs/(masked_lm|span_corruption)\.py",
