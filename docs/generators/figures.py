@@ -93,7 +93,7 @@ def layouts() -> str:
         by_kind = {row.kind: gigabytes(row.num_bytes) for row in plan.device.memory}
         kinds = [by_kind[kind] for kind in ("parameters", "moments", "gradients")]
         rows.append([what, *kinds, gigabytes(state_of(plan)), seconds(plan.time.speed.link_seconds)])
-    return table(["layout of 8 H100", "parameters", "moments", "gradients", "in all", "links, at least"], rows)
+    return table(["mesh of 8 H100", "parameters", "moments", "gradients", "total", "communication, lower bound"], rows)
 
 
 def rule_tables() -> str:
@@ -128,7 +128,7 @@ def sums() -> str:
          f"{1 - running_sum(dtype, 'drawn') / true:.2%}"]
         for dtype in ("float32", "bfloat16", "float16")
     ]  # fmt: skip
-    return table(["kept in", "4,096 ones", f"4,096 draws from 0 to 1 (true: {true:,.1f})", "lost"], rows)
+    return table(["accumulated in", "4,096 ones", f"4,096 draws from 0 to 1 (true: {true:,.1f})", "lost"], rows)
 
 
 def types() -> str:

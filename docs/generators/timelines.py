@@ -30,7 +30,7 @@ INKS = {
     "of inputs": (Ink("#f6d7b8", "#000"),) * 2,
     "of weights": (Ink("#5b6b1f", "#fff"),) * 2,
 }
-KEY = {"of inputs": "backward, without gradients of weights", "of weights": "backward again, for these"}
+KEY = {"of inputs": "backward, without weight gradients", "of weights": "backward again, for weight gradients"}
 
 
 class Turn(NamedTuple):
@@ -81,7 +81,7 @@ def timeline(name: str) -> str:
     chunks = f" of {V} chunks" if V > 1 else ""
     title = f"{TITLES[name]}: {P} stages{chunks}, {M} microbatches"
     marks = list(drawn_passes(schedule))
-    lost = "stands still, or does a pass twice, for" if schedule.num_deferred else "stands still for"
+    lost = "is idle or repeats a pass for" if schedule.num_deferred else "is idle for"
     width = LEFT + max(took(make_schedule(*shown)) for shown in SHOWN.values()) * UNIT + 2
     bottom = TOP + P * (ROW + GAP)
     caption = sentence(
@@ -156,7 +156,7 @@ def bubbles() -> str:
             f"{idle}/{turns_of} = {schedule.bubble:.1%}", f"{bubble_fraction(zero, EQUAL_COSTS):.1%}",
             f"{schedule.num_slots} ({schedule.num_slots / V:g})", f"{gpipe.num_slots} ({gpipe.num_slots / V:g})",
         ])  # fmt: skip
-    head = ["P, V, M", "bubble", "(P-1) / (VM+P-1)", "zero bubble", "1F1B keeps", "GPipe keeps"]
+    head = ["P, V, M", "bubble", "(P-1) / (VM+P-1)", "zero bubble", "saved inputs, 1F1B", "saved inputs, GPipe"]
     return table(head, rows)
 
 

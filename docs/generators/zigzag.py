@@ -51,15 +51,16 @@ def drawing() -> str:
     second = LEFT + wide + BETWEEN
     marks: list[str] = []
     for axis, left, name in ((ZIGZAG, LEFT, "zigzag"), (IN_ORDER, second, "in row order")):
-        marks.append(text(left, 12, f"{name}: busiest device {work(axis).max():.0%} of all", anchor="start", size=13))
+        load = f"{name}: busiest device has {work(axis).max():.0%} of the work"
+        marks.append(text(left, 12, load, anchor="start", size=13))
         marks.append(text(left, 30, "keys to the right, queries downwards", anchor="start", size=11))
         marks += triangle(axis, left)
     told = " ".join(
         f"{name}: " + ", ".join(f"device {device} has {words(axis, device)}" for device in range(DEVICES)) + "."
         for axis, name in ((ZIGZAG, "Zigzag"), (IN_ORDER, "In row order"))
     )
-    title = f"Which keys the queries of {DEVICES} devices see"
-    caption = sentence(f"{title}: a row in {CHUNKS} chunks. What is full is seen whole, the diagonal in half.")
+    title = f"Keys that the queries of {DEVICES} devices attend to"
+    caption = sentence(f"{title}: a row in {CHUNKS} chunks. A triangle on the diagonal is the causal half of a chunk.")
     return figure(title, told, caption, (second + wide + 62, TOP + wide + 6), marks)
 
 
