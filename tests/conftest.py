@@ -1,5 +1,6 @@
 """Eight simulated CPU devices for every test; broadcasting by accident and warnings are errors."""
 
+import collections
 import contextlib
 import gc
 import json
@@ -57,9 +58,16 @@ def pytest_addoption(parser):
     parser.addoption("--fault_results", help="a file for what each test marked with `fault` came to, as JSON lines")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marker
 def pytest_collection_modifyitems(items):
-    """What a test covers travels with its report, also out of another process."""
+    """Marks cases after the first N of `cases(N)` as slow, and adds the faults that a test covers to its report."""
+    seen = collections.Counter()
     for item in items:
+        if limit := item.get_closest_marker("cases"):
+            function = item.nodeid.partition("[")[0]
+            if seen[function] >= limit.args[0]:
+                item.add_marker("slow")
+            seen[function] += not any(item.get_closest_marker(name) for name in ("aot", "soak", "peer", "slow"))
         faults = [fault for mark in item.iter_markers("fault") for fault in mark.args]
         if faults:
             item.user_properties.append(("faults", faults))

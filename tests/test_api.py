@@ -83,6 +83,7 @@ def model(workdir):
     return jaxscale.open_model(workdir, say=lambda line: None)
 
 
+@pytest.mark.slow
 def test_sample_writes_what_the_verb_writes(workdir, model, capsys):
     sample_verb.main([f"--workdir={workdir}", "--prompt=def f", "--num_tokens=6", "--temperature=0", "--json"])
     said = json.loads(capsys.readouterr().out)["text"]

@@ -48,6 +48,7 @@ def test_what_a_run_has_recorded_is_used_and_the_setting_is_named():
     )
 
 
+@pytest.mark.slow
 def test_a_run_records_its_dtype_with_the_reason_and_prints_both(tmp_path):
     said = []
     open_run(tiny.config(AUTO), str(tmp_path), said.append).writer.close()
@@ -64,6 +65,7 @@ def begun(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_a_run_from_other_hardware_keeps_its_dtype(begun):
     said = []
     cfg = tiny.config(AUTO | {"train_tokens": "3 steps"})

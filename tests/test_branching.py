@@ -46,6 +46,7 @@ def records(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_branch_begins_at_step_0_and_goes_on_from_its_own_checkpoints_with_no_look_at_the_other(tmp_path):
     run(tmp_path / "old", 2)
     shutil.copytree(tmp_path / "old", tmp_path / "moved")
@@ -82,6 +83,7 @@ def test_stopped_before_its_first_checkpoint_it_begins_with_the_same_weights_aga
     tiny.assert_same_bits(begun.opt_state, state_of(tmp_path / "old", 4).opt_state)
 
 
+@pytest.mark.slow
 def test_a_mixture_that_begins_with_a_dense_run_records_how(tmp_path):
     run(tmp_path / "old", 2)
     mixture = {"model.experts": dict(number=4, chosen=2, mlp_dim=32), "init.experts": "copy"}

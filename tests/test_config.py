@@ -395,6 +395,7 @@ ABSURD = (
 PARTS = len(ABSURD)  # each setting meets one of the texts in a part, and all of them in all parts
 
 
+@pytest.mark.slow
 @pytest.mark.fault("F39")
 @pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.soak) for part in range(1, PARTS))])
 def test_whatever_is_typed_for_a_setting_is_taken_or_refused_in_one_line(part):

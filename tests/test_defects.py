@@ -53,6 +53,7 @@ def config_file(tmp_path_factory):
     return folder / "tiny.py"
 
 
+@pytest.mark.cases(1)
 @pytest.mark.fault("F39")
 @pytest.mark.parametrize(
     ("owner", "name", "defect"),
@@ -134,6 +135,7 @@ def calls_inside_asserts(source):
     return [(line, name) for line, name in named if name.rpartition(".")[2] not in PURE]
 
 
+@pytest.mark.slow
 def test_no_assert_does_work_that_optimized_python_would_leave_out():
     found = [
         f"{path.relative_to(PACKAGE)}:{line} {name}"

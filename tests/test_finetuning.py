@@ -108,6 +108,7 @@ def test_a_run_with_adapters_begins_at_the_loss_of_a_full_one_and_goes_on_bit_fo
     assert all(leaf.any() for name, leaf in after.items() if name.endswith(B))
 
 
+@pytest.mark.slow
 def test_merged_weights_are_a_plain_work_folder_with_the_same_logits(base, adapted, tmp_path, capsys):
     run = adapted[0]
     shutil.copytree(run.directory.parent, tmp_path / "tuned")

@@ -28,6 +28,7 @@ def test_runs_that_differ_in_other_settings_draw_the_same_parameters_by_one_prog
         assert placed == jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.sharding), program.abstract_state)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", typing.get_args(typing.get_type_hints(OptimConfig)["name"]))
 def test_an_optimizer_begins_with_zeros_whatever_the_parameters_are(name):
     optimizer, _ = ours(on_mesh({}), name=name)

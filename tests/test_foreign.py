@@ -35,6 +35,7 @@ READERS = {
 }  # fmt: skip  # the last two catch RecursionError by themselves
 
 
+@pytest.mark.slow
 def test_json_of_others_is_read_by_one_function():
     assert files_that_use("json.loads") <= OWN | READERS
 

@@ -32,6 +32,7 @@ def workdir(tmp_path_factory):
     return folder, program
 
 
+@pytest.mark.slow
 def test_the_newest_step_comes_as_it_was_saved_with_its_tokenizer(workdir):
     folder, program = workdir
     said = []
@@ -91,6 +92,7 @@ def test_a_model_is_opened_out_of_a_bucket_and_prompts_are_read_there(workdir, m
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh", [{"data": 2, "fsdp": 2, "tensor": 2}, pytest.param({"fsdp": 8}, marks=pytest.mark.soak)], ids=str
 )
@@ -104,6 +106,7 @@ def test_losses_are_those_of_training_on_any_mesh_and_for_rows_that_it_does_not_
     np.testing.assert_allclose(found_BT, wanted_BT[:5, :13], rtol=1e-5, atol=1e-6)  # sums in another order
 
 
+@pytest.mark.slow
 def test_a_model_may_compute_in_another_type_and_be_saved_in_another(workdir, tmp_path):
     folder, program = workdir
     half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), open_model(str(folder), **QUIET).params)

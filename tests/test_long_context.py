@@ -56,6 +56,7 @@ def test_a_model_goes_on_with_rows_four_times_as_long_and_goes_out_as_it_was_tra
     assert {f"validation_by_position/{part}/loss" for part in ("1-1", "33-64", "129-256")} <= told.keys()
 
 
+@pytest.mark.slow
 def test_rows_of_a_model_whose_rope_goes_by_their_length_are_said_once_and_go_out_as_they_were(tmp_path):
     base = bring_in(tmp_path, **DYNAMIC)
     with pytest.raises(BadInput, match="rope_scaling.name='dynamic', which grows by row_len and not by a factor"):

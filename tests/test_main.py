@@ -192,6 +192,7 @@ def test_unchanged_it_is_complete(home, copy, capsys):
     assert contents(copy) == before
 
 
+@pytest.mark.slow
 def test_more_tokens_go_on_to_a_sample_and_the_new_horizon_and_each_change_are_told(home, finished, copy, capsys):
     cadence = ["--config.monitor.log_every_steps=2", "--config.eval.every_steps=0", "--config.checkpoint.keep_last=1"]
     cadence += ["--config.sample.num_tokens=40", "--config.sample.prompt=def "]
@@ -326,6 +327,7 @@ def process(*arguments, **more):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.fault("F6")
 def test_a_process_that_is_told_to_stop_saves_and_leaves_with_code_10(home, tmp_path):
     flags = ["--config.train_tokens=100000 steps", "--config.eval.num_rows=0", "--config.checkpoint.save_every_steps=0"]

@@ -33,6 +33,7 @@ def test_what_the_user_set_is_left_alone(monkeypatch, tmp_path):
     assert dict(os.environ) == before and not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_verb_that_uses_no_device_here_tells_jax_so_though_it_is_imported_already():
     """Else a plan made by `python -m jaxscale.cli plan` takes the accelerator of the machine that it is made on."""
     code = "import jax; from jaxscale.system import process; process.prepare_ahead()\n"

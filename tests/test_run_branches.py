@@ -71,6 +71,7 @@ def branch(trunk, tmp_path_factory):
     return folder, train(folder, told | LONGER, said=said), said
 
 
+@pytest.mark.slow
 def test_a_branch_steps_as_its_trunk_does_until_its_decay_and_ends_at_the_smallest_rate(trunk, branch):
     folder, end, said = branch
     assert f"init: a branch of {trunk}/checkpoints/4: continues from step 4, with its state and its data" in said
@@ -87,6 +88,7 @@ def test_a_branch_steps_as_its_trunk_does_until_its_decay_and_ends_at_the_smalle
     assert (ancestor["step"], ancestor["what"], ancestor["path"]) == (4, "run", str(trunk / "checkpoints"))
 
 
+@pytest.mark.slow
 def test_a_branch_that_is_stopped_goes_on_bit_for_bit_without_its_trunk_and_with_the_same_command(
     trunk, branch, tmp_path
 ):

@@ -171,6 +171,7 @@ def test_nothing_listens_but_the_roll_call_and_nothing_serves_but_a_report_and_a
     assert files_that_use("0.0.0.0") == anywhere
 
 
+@pytest.mark.slow
 @pytest.mark.fault("H8")
 def test_the_coordinator_is_told_where_to_listen():
     """jax by itself listens on every interface, whatever address it was given."""

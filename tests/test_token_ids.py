@@ -42,6 +42,7 @@ def model(workdir):
     return jaxscale.open_model(str(workdir), say=lambda line: None)
 
 
+@pytest.mark.slow
 def test_sample_and_evaluate_refuse_a_converted_model_without_a_tokenizer(workdir, model, tmp_path):
     (tmp_path / "a.txt").write_text("text")
     with pytest.raises(BadInput, match=WAY_OUT):
@@ -52,6 +53,7 @@ def test_sample_and_evaluate_refuse_a_converted_model_without_a_tokenizer(workdi
         jaxscale.sample(model, "a")
 
 
+@pytest.mark.slow
 def test_a_tokenizer_may_be_named_for_it_and_ids_give_the_same(workdir, model, capsys, tmp_path):
     how = ["--num_tokens=6", "--temperature=0", "--json"]
     sample_verb.main([f"--workdir={workdir}", "--tokenizer=bytes", "--prompt=def f", *how])
@@ -76,6 +78,7 @@ def test_what_is_no_prompt_of_ids_is_one_line(model):
     assert jaxscale.sample(model, []) == []
 
 
+@pytest.mark.slow
 def test_token_ids_are_evaluated_from_arrays_and_from_files(workdir, model, tmp_path):
     rng = np.random.default_rng(0)
     documents = [rng.integers(0, 256, length).astype("<u2") for length in (200, 7, 1, 90)]
@@ -123,6 +126,7 @@ def with_more(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_special_tokens_that_only_a_larger_model_has_are_told_and_never_used(with_more, capsys):
     assert convert.main([f"--from={with_more / 'hf'}", f"--workdir={with_more / 'run'}"]) == 0
     told = "tokenizer.json has special tokens outside the model's vocabulary, which are never used: <image>"

@@ -163,6 +163,7 @@ SIMILAR = {  # to others
 }  # fmt: skip
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     "choice", [pytest.param(name, marks=[pytest.mark.soak] * (name in SIMILAR)) for name in CHOICES]
 )
@@ -187,6 +188,7 @@ def test_each_setting_of_the_step_and_its_data_is_read_or_refused(folder, choice
     refuse_unread(cfg)
 
 
+@pytest.mark.slow
 def test_every_other_setting_is_read_by_some_file():
     files = [file.relative_to(PACKAGE) for file in PACKAGE.rglob("*.py")]
     known = set().union(*map(attributes_of, files))
@@ -328,6 +330,7 @@ def test_a_setting_of_a_group_in_a_list_that_nothing_reads_may_be_taken_out(tmp_
         check_same_run(cfg, tmp_path, {"config": read})
 
 
+@pytest.mark.cases(10)
 @pytest.mark.parametrize("rule", health.ALL, ids=lambda rule: rule.kind)
 def test_what_a_health_rule_reads_is_read_where_it_alone_speaks(rule):
     cfg = tiny.config({"monitor.health.off": tuple(kind for kind in RULES if kind != rule.kind)})

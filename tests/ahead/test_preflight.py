@@ -43,6 +43,7 @@ def told(text, lines):
     return any(text in line for line in lines)
 
 
+@pytest.mark.slow
 def test_the_kinds_of_memory_add_up_to_the_compilers_peak(report, compiled):
     assert sum(row.num_bytes for row in report.memory) == report.peak_bytes == compiled.memory.peak > 0
     assert report.fits

@@ -182,6 +182,7 @@ def test_no_compilation_is_begun_that_would_end_too_late(report, seconds, count)
     assert any(f"time is up ({seconds} s): {3 - count} more" in line for line in machine.said) == (count < 3)
 
 
+@pytest.mark.slow
 def test_the_candidates_are_all_that_training_would_take_and_the_config_itself(candidates, topology):
     assert len({one.label for one in candidates}) == len(candidates) > 50
     assert [one.label for one in candidates if one.cfg == tiny.config()] == ["unchanged"]

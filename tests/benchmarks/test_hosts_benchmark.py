@@ -14,6 +14,7 @@ def record():
     return hosts.measure_hosts([HOSTS], workers=1)
 
 
+@pytest.mark.slow
 def test_every_part_asks_a_few_requests_of_each_host(record):
     others, counted = HOSTS - 1, {part["name"]: part["requests"] for part in record["parts"] if part["requests"]}
     assert counted.pop("a decision") == counted.pop("a step") == HOSTS

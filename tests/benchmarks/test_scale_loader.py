@@ -1,5 +1,7 @@
 """What grows faster than the documents is named, and every stage that is measured does its work."""
 
+import pytest
+
 from benchmarks.scale_loader import STAGES, costs_of, growth, loader_lines, make_set
 
 
@@ -17,6 +19,7 @@ def test_growth_beyond_the_documents_is_a_finding_and_what_is_too_small_is_none(
     assert loader_lines([record(100, 1.0, 50e6)])[-1] == "nothing grows faster than the documents"
 
 
+@pytest.mark.slow
 def test_every_stage_runs_on_a_made_up_set(tmp_path):
     make_set(tmp_path / "set", 3000, 4)
     for stage in STAGES.values():

@@ -27,6 +27,7 @@ def restored(folder, step, tree):
     return checkpoints.restore(step, abstract(tree))
 
 
+@pytest.mark.slow
 def test_it_is_numpys_mean_bit_for_bit_and_restores_as_weights(kept, tmp_path):
     told = []
     done = average_steps(kept, [10, 30, 20], tmp_path / "mean", on_bytes=lambda *bytes_: told.append(bytes_))

@@ -99,6 +99,7 @@ def refusal(old, new=None, **settings):
     return str(error.value)
 
 
+@pytest.mark.slow
 def test_weights_alone_come_from_the_newest_step_and_all_else_is_new(old):
     state, fresh, lines = branch(old)
     tiny.assert_same_bits(state.params, old[1][7].params)
@@ -256,6 +257,7 @@ def test_settings_that_cannot_work_are_refused(settings, told):
 # The vocabulary.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [(1, 1), (1, 8)], ids=str)
 def test_a_larger_vocabulary_gets_rows_that_are_the_mean_of_the_old_ones(old, mesh):
     new = program(vocab=16, mesh=mesh)  # 8 devices divide the new size and not the old one

@@ -48,6 +48,7 @@ def test_of_100_flipped_bits_all_are_found_and_none_is_trained_on(checkpoints):
     assert not told
 
 
+@pytest.mark.slow
 @pytest.mark.fault("F20")
 def test_a_flipped_bit_in_the_run_item_is_always_found(saved):
     path = saved.directory / "20" / "run" / "metadata"
@@ -185,6 +186,7 @@ checkpoints.close()
 """
 
 
+@pytest.mark.slow
 def test_failures_print_nothing_but_their_one_line(tmp_path):
     command = [sys.executable, "-c", NOISY, str(tmp_path)]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "XLA_FLAGS": ""}

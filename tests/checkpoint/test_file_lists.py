@@ -52,6 +52,7 @@ def test_requests_do_not_grow_as_processes_times_files(listed):
     assert len(gcs.log) == files - WRITERS * FILES + 16
 
 
+@pytest.mark.slow
 @pytest.mark.fault("F33")
 @pytest.mark.parametrize("shares", twins([1, 3, 16], 3))
 def test_each_damaged_or_missing_file_is_named_by_one_process(listed, shares):

@@ -27,6 +27,7 @@ def random_array(shape, dtype, seed=0):
     return np.frombuffer(bits.tobytes(), kind).reshape(shape)
 
 
+@pytest.mark.slow
 def test_it_is_the_number_of_the_device_in_every_dtype_and_shape():
     made = {(d, s): random_array(s, d) for d in ON_DEVICE for s in [(), (1,), (3, 1, 5), (300, 41)]}
     device = fingerprints([jnp.asarray(values) for values in made.values()])
@@ -52,6 +53,7 @@ def test_an_array_that_is_not_contiguous_counts_as_its_values():
     assert host_fingerprint(values.T) == host_fingerprint(values.T.copy()) != host_fingerprint(values)
 
 
+@pytest.mark.slow
 @given(data=st.data(), dtype=st.sampled_from(ON_DEVICE + ON_HOST), shape=st.lists(st.integers(1, 9), max_size=4))
 @settings(max_examples=150, deadline=None, derandomize=True)
 def test_the_numbers_of_the_pieces_add_up_to_that_of_the_array(data, dtype, shape):

@@ -38,6 +38,7 @@ print(*sorted(path.name for path in source.directory.iterdir()))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.fault("F1")
 def test_a_killed_verb_goes_on_and_nothing_half_done_counts_as_a_step(run, tmp_path):
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT, str(run.directory.parent), str(tmp_path / "to"), *POINTS]

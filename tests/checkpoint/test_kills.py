@@ -97,6 +97,7 @@ for point in [*sys.argv[2:], ""]:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.fault("F1")
 def test_killed_at_every_point_of_a_save_it_ends_as_if_it_never_was(tmp_path):
     names = points()

@@ -245,6 +245,7 @@ def test_whoever_stood_still_for_three_leases_looks_at_the_lock_before_the_next_
     assert stop.value.code == Exit.LOCK_HELD
 
 
+@pytest.mark.cases(1)
 def test_a_lock_that_was_deleted_is_lost(workdir):
     with lock(workdir) as held:
         if workdir.startswith("gs://"):

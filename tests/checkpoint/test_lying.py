@@ -129,6 +129,7 @@ def files(kept):
     return [path.relative_to(kept.directory / "30").as_posix() for path in kept_run.files_of(kept, 30)]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.fault("F33", "F2", "F20")
 @pytest.mark.parametrize("how", ["deleted", "emptied", "changed", "swapped"])
 def test_whatever_happens_to_any_file_of_a_step_is_noticed_when_it_is_verified_and_gone_on_from(run, files, how):
@@ -222,6 +223,7 @@ def test_another_run_in_the_place_of_the_last_good_step_is_told(run, tmp_path):
     assert "is not the one that was last saved here" in lines[0]
 
 
+@pytest.mark.slow
 @pytest.mark.fault("F31", "F33")
 @pytest.mark.parametrize("how", twins(["under another number", "without its commit mark"], "under another number"))
 def test_in_a_bucket_too_such_a_step_is_set_aside_and_told(run, monkeypatch, how):

@@ -148,6 +148,7 @@ def test_widths_and_numbers_that_do_not_fit_are_refused_by_name(how, experts, to
     assert all(part in str(error.value) for part in told) and len(str(error.value).splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_so_are_checkpoints_of_other_models(dense):
     refused = lambda how, model: str(pytest.raises(BadInput, upcycled, dense[0], how, make(model)).value)
     told = refused("none", DENSE | dict(experts=COPY))

@@ -45,6 +45,7 @@ def test_a_flipped_bit_of_an_array_is_named_with_its_leaf_and_file(run):
     assert found(run, 10) == ()
 
 
+@pytest.mark.slow
 @pytest.mark.fault("F2")
 def test_100_of_100_flipped_bits_in_data_files_are_found(run):
     chance = random.Random(0)
@@ -58,6 +59,7 @@ def test_100_of_100_flipped_bits_in_data_files_are_found(run):
     assert found(run, 20) == ()
 
 
+@pytest.mark.slow
 @pytest.mark.fault("F2")
 def test_100_of_100_flipped_bits_anywhere_in_a_copy_are_found(kept, tmp_path):
     copy_step(kept, 20, tmp_path / "copy")
@@ -155,6 +157,7 @@ def test_a_leaf_of_another_dtype_or_shape_is_found_even_with_the_same_bits(run):
         kept_run.reseal(run, 20, leaves=leaves)
 
 
+@pytest.mark.slow
 def test_the_file_of_a_leaf_is_found_in_an_index_of_several_levels(tmp_path):
     config = {"max_decoded_node_bytes": 500, "max_inline_value_bytes": 10}
     spec = {"driver": "ocdbt", "base": array_store.kvstore_spec(tmp_path / "state"), "config": config}

@@ -4,6 +4,8 @@ import os
 import signal
 import sys
 
+import pytest
+
 from jaxscale.cli.attempt import Attempt
 from jaxscale.cli.two_runs import last_line
 
@@ -27,6 +29,7 @@ def test_nothing_is_sent_once_the_number_may_be_anothers(monkeypatch):
     assert sent == []
 
 
+@pytest.mark.slow
 def test_the_last_line_of_a_traceback_is_the_error_and_not_the_note_that_jax_adds(tmp_path):
     program = "import jax; jax.jit(lambda x: x.reshape(3))(jax.numpy.ones(2))"
     with (tmp_path / "log").open("wb") as log:

@@ -53,6 +53,7 @@ def step_record():
     return json.loads(printed.getvalue())
 
 
+@pytest.mark.slow
 def test_a_step_says_what_ran_and_how_fast(step_record):
     assert step_record["tok_s"] > 0 and step_record["gflops"] > 0 and step_record["rss_mb"] > 0
     assert step_record["product_gflops"] > step_record["gflops"]  # of a step so small that it mostly waits

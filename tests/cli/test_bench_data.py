@@ -14,6 +14,7 @@ from jaxscale.system.exits import BadInput
 from jaxscale.tools.corpus.prepare.config import PrepareConfig
 
 
+@pytest.mark.slow
 def test_every_stage_and_path_is_measured(tmp_path, capsys):
     made_text.write_jsonl(tmp_path / "a.jsonl", [made_text.text(i) for i in range(120)])
     (tmp_path / "recipe.py").write_text(

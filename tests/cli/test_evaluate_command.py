@@ -35,6 +35,7 @@ def files(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_one_checkpoint_is_a_line_for_each_name(workdir, files, capsys):
     flags = [f"--workdir={workdir}", f"--text={files}/wiki.txt", "--text_documents=paragraph"]
     out, err = printed(capsys, *flags, f"--choice=ask={files}/ask.jsonl", f"--cloze=names={files}/words.jsonl")
@@ -49,6 +50,7 @@ def test_one_checkpoint_is_a_line_for_each_name(workdir, files, capsys):
     assert capsys.readouterr().out == "wiki: loss 1; 1 document, 2 left out\n"
 
 
+@pytest.mark.slow
 def test_items_and_texts_that_are_damaged_are_counted_or_named(workdir, tmp_path, capsys):
     lines = [json.dumps(ITEMS[0]), "{", '{"a": 1}', json.dumps(ITEMS[0] | {"choices": [" 3", " 2" * 999]})]
     (tmp_path / "ask.jsonl").write_text("\n".join([*lines, json.dumps(ITEMS[1])]))
@@ -63,6 +65,7 @@ def test_items_and_texts_that_are_damaged_are_counted_or_named(workdir, tmp_path
     assert "--damaged is for --text" in told(f"--workdir={workdir}", "--damaged=skip")
 
 
+@pytest.mark.slow
 def test_no_number_depends_on_mesh_or_batch(workdir, files, capsys):
     flags = [f"--workdir={workdir}", f"--text=code={files}/code.jsonl", "--text_field=body", "--json", "--limit=1"]
     flags += [f"--cloze=names={files}/words.jsonl", "--step=3"]
@@ -75,6 +78,7 @@ def test_no_number_depends_on_mesh_or_batch(workdir, files, capsys):
             assert one[name] == pytest.approx(other[name], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_all_checkpoints_are_a_table_a_file_and_curves(workdir, files, capsys):
     flags = [f"--workdir={workdir}", f"--text=wiki={files}/wiki.txt", f"--choice=ask={files}/ask.jsonl"]
     out, err = printed(capsys, *flags, "--steps=all")
@@ -94,6 +98,7 @@ def test_all_checkpoints_are_a_table_a_file_and_curves(workdir, files, capsys):
     np.testing.assert_allclose(history.evaluated("evals/ask/acc")[1], [r["evals/ask/acc"] for r in found])
 
 
+@pytest.mark.slow
 def test_the_evals_of_the_config_are_measured_without_a_flag(tmp_path, files, capsys):
     evals = {"ask": {"kind": "choice", "file": str(files / "ask.jsonl")}}
     made_model.make_workdir(tmp_path, {"evals": evals})
@@ -101,6 +106,7 @@ def test_the_evals_of_the_config_are_measured_without_a_flag(tmp_path, files, ca
     assert out.startswith("ask: acc ") and out.endswith("; 2 items\n")
 
 
+@pytest.mark.slow
 def test_a_notebook_gets_the_same_numbers(workdir, files, capsys):
     out, _ = printed(capsys, f"--workdir={workdir}", f"--choice=ask={files}/ask.jsonl", "--json")
     found = jaxscale.evaluate(str(workdir), choice={"ask": f"{files}/ask.jsonl"})

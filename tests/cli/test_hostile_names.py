@@ -44,6 +44,7 @@ def run(tmp_path):
     return shards, workdir
 
 
+@pytest.mark.slow
 @pytest.mark.fault("H16")
 def test_what_a_file_is_called_is_told_and_never_obeyed(run, tmp_path, capfd):
     shards, workdir = run

@@ -23,6 +23,7 @@ def test_the_verb_uses_no_device():
     assert "plan" in cli.NO_DEVICES
 
 
+@pytest.mark.slow
 def test_a_plan_is_printed_and_written(tmp_path, capsys):
     file = tmp_path / "plan.json"
     assert plan.main([SEVEN, "--topology=v5p-256", "--price=4.20", "--budget=1e6", f"--json={file}"]) is Exit.DONE

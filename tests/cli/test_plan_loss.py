@@ -24,6 +24,7 @@ def config_file(tmp_path):
     return file
 
 
+@pytest.mark.slow
 def test_the_end_of_a_run_is_forecast_with_an_interval_and_its_distance(runs, config_file, tmp_path, capsys):
     made_ladder.write(runs / "broken", made_ladder.config(), until=100)
     done = main(["--loss", f"--runs={runs}/*", f"--config={config_file}", f"--json={tmp_path / 'all.json'}"])
@@ -64,6 +65,7 @@ def test_the_band_lies_in_the_work_folder_where_the_report_finds_it(runs, config
         main([*argv, "--config.model.mlp_dim=64"])
 
 
+@pytest.mark.slow
 def test_five_runs_are_forecast_where_the_noise_is_told(runs, config_file, tmp_path, capsys):
     five = ",".join(f"{runs}/{name}" for name in ("16-200", "16-800", "32-400", "64-200", "64-800"))
     argv = [f"--runs={five}", f"--config={config_file}", f"--json={tmp_path / 'all.json'}"]
@@ -77,6 +79,7 @@ def test_five_runs_are_forecast_where_the_noise_is_told(runs, config_file, tmp_p
     assert "the prior of exponents at 0.35 changed it by" in printed and f"alpha {free:.3g}, not " in printed
 
 
+@pytest.mark.slow
 def test_without_the_same_schedule_there_is_no_band_and_nothing_is_written(runs, config_file, tmp_path, capsys):
     argv = [f"--runs={runs}/*", f"--config={config_file}", "--config.optim.warmup_tokens=20%"]
     with pytest.raises(ValueError, match="no band to write"):

@@ -94,6 +94,7 @@ def test_switches_stand_alone_and_dashes_are_as_good_as_underscores():
     assert (str(found.save_executable), str(found.json)) == ("a-b", "x")
 
 
+@pytest.mark.slow
 def test_the_command_prepares_before_jax_is_imported_and_tells_bad_input_in_one_line(tmp_path):
     file = tmp_path / "config.py"
     file.write_text(f"def get_config(): return {tiny.VALUES!r}")

@@ -64,6 +64,7 @@ def ask(port, path="/", host=None):
     return found
 
 
+@pytest.mark.slow
 def test_the_server_shows_a_newer_page_answers_to_its_own_name_only_and_ends_with_ctrl_c(run):
     command = [sys.executable, "-m", "jaxscale.cli", "report", f"--workdir={run}", "--serve=0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ)

@@ -32,6 +32,7 @@ def workdir(tmp_path_factory):
     return str(folder)
 
 
+@pytest.mark.slow
 def test_a_text_goes_to_stdout_behind_its_prompt_and_its_speed_beside_it(workdir, capsys):
     out, err = written(capsys, f"--workdir={workdir}", "--prompt=hi", "--num_tokens=12", "--temperature=0")
     assert out.startswith("hi") and out.endswith("\n") and len(out.encode(errors="replace")) >= 13
@@ -103,6 +104,7 @@ def prefills(err):
     return [int(number) for number in re.findall("prefill ([0-9]+) tokens", err)]
 
 
+@pytest.mark.slow
 def test_a_conversation_grows_and_ctrl_c_ends_one_answer_of_it_and_what_is_too_long_is_not_kept(
     chat_workdir, capsys, monkeypatch
 ):
@@ -120,6 +122,7 @@ def test_a_conversation_grows_and_ctrl_c_ends_one_answer_of_it_and_what_is_too_l
     assert prefills(told.getvalue()) == [first]  # nothing had been answered: it is as if it had not been asked
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_text_of_a_person_and_an_answer_to_a_flag_altogether(chat_workdir, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n"))
     monkeypatch.setattr("sys.stdout", shown := Interrupted(at=3))

@@ -211,6 +211,7 @@ def nothing_ignored():
         signal.signal(number, handler)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_goes_on_to_the_training_which_saves_and_both_leave(tmp_path, number, nothing_ignored):
     training = Training(tmp_path, f"waits={int(number)}", "exits=0")

@@ -133,6 +133,7 @@ def opened_in_the_locales_encoding(source):
     return found
 
 
+@pytest.mark.slow
 def test_every_text_is_read_and_written_with_a_named_encoding():
     found = [
         f"{path.relative_to(PACKAGE)}:{line}"
@@ -157,6 +158,7 @@ def test_text_in_the_locales_encoding_is_seen(source, seen):
     assert len(opened_in_the_locales_encoding(source)) == seen
 
 
+@pytest.mark.slow
 def test_every_verb_prints_its_page_without_a_traceback_where_docstrings_are_dropped_and_the_locale_is_ascii():
     done = jaxscale([next(iter(VERBS)), "--help"], "", ["-OO"], **ASCII)
     assert done.returncode == 0 and done.stderr == b"" and b"--config=FILE" in done.stdout

@@ -84,6 +84,7 @@ def batches_of(home):
     return corpus, corpus.batches(16, corpus.plan_mixture(16, STEPS, STEPS + 2))
 
 
+@pytest.mark.slow
 def test_the_metrics_tell_the_loss_of_each_source_and_the_gated_rows(home, run):
     _, batches = batches_of(home)
     found = records(run)
@@ -178,6 +179,7 @@ def copied(run, tmp_path, *, upto, **data):
     return copy
 
 
+@pytest.mark.slow
 def test_what_a_start_changed_ahead_counts_before_its_first_save(home, run, tmp_path, capsys):
     copy = copied(run, tmp_path, upto=10)
     later = STAGES | {"14 steps": {"code": 1.0}}

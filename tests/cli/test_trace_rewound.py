@@ -43,6 +43,7 @@ def listed(workdir, capsys, step):
     return [json.loads(line) for line in told(capsys, f"--workdir={workdir}", f"--step={step}", "--json")]
 
 
+@pytest.mark.slow
 def test_a_copy_without_the_events_is_traced_alike_by_what_its_checkpoints_have_recorded(rewound, capsys, tmp_path):
     shutil.copytree(rewound, tmp_path / "copy")
     (tmp_path / "copy" / "events.jsonl").unlink()

@@ -76,6 +76,7 @@ PROOFS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "layouts"), PROOFS)
 def test_losses_and_gradients_do_not_depend_on_the_layout(model, layouts):
     told = []
@@ -88,6 +89,7 @@ def test_losses_and_gradients_do_not_depend_on_the_layout(model, layouts):
     assert "parity: agrees" in found.lines()[-1]
 
 
+@pytest.mark.slow
 def test_the_gradient_that_is_compared_is_the_one_that_moves_the_parameters():
     cfg = config(LLAMA, optim=dict(weight_decay=0.0))
     program, batches = vp.program(cfg, ONE), vp.read_batches(cfg)
@@ -150,6 +152,7 @@ def test_xlas_warning_of_a_full_rematerialization_is_caught():
     assert vp.REMATERIALIZED in written[0]
 
 
+@pytest.mark.slow
 def test_what_xla_says_before_it_ends_the_process_is_seen():
     module = "import os, jaxscale.cli.verify_parity as vp"
     code = f"{module}\nwith vp.captured_stderr():\n os.write(2, b'why')\n os.abort()"

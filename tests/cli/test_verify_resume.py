@@ -110,6 +110,7 @@ def test_another_run_is_not_exact(finished, tmp_path):
     assert f"resume: NOT exact, {len(found.differences)} differences" in found.lines()
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", ["params/w", "params/b", "key", "step"])
 def test_one_flipped_bit_of_the_state_is_found(finished, tmp_path, name):
     other = write_run(tmp_path / "other")
@@ -172,6 +173,7 @@ GIVEN = {  # what training takes
 }
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("given", GIVEN)
 def test_the_runs_of_a_proof_take_each_config_that_training_takes(tmp_path, given):
     flags = [f"--config.{one}" for one in GIVEN[given].split()]

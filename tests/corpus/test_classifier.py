@@ -76,6 +76,7 @@ def test_a_score_is_the_logistic_function_of_the_mean_weight_and_a_threshold_dro
     assert places == sorted(min(19, int(score * 20)) for score in scores[1:3])
 
 
+@pytest.mark.slow
 def test_examples_are_trained_on_and_their_weights_give_the_same_set_in_any_number_of_processes(tmp_path, monkeypatch):
     for name, texts in (("good", GOOD), ("bad", BAD), ("raw", [*GOOD[:40], *BAD[:40]])):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))

@@ -40,6 +40,7 @@ def leaks(rng):
             yield f"gsm8k_train.jsonl.gz:{row + 1}", " ".join(words[start : start + 13])
 
 
+@pytest.mark.slow
 def test_leaks_planted_in_web_pages_are_named_and_clean_pages_stay(pages):
     rng = random.Random(0)
     files = tuple(str(CORPORA / "eval" / name) for name in ("HumanEval.jsonl.gz", "gsm8k_train.jsonl.gz"))

@@ -85,6 +85,7 @@ def cases():
             yield pytest.param(file, every[name], id=f"{file} {name}", marks=marks)
 
 
+@pytest.mark.cases(12)
 @pytest.mark.parametrize(("file", "damage"), list(cases()))
 def test_damaged_work_is_made_again(killed, file, damage):
     cfg, output, kept, whole = killed
@@ -108,6 +109,7 @@ def test_shards_that_were_moved_out_by_then_are_good(killed, moved):
     assert contents(output) == whole
 
 
+@pytest.mark.cases(12)
 @pytest.mark.parametrize(
     ("file", "name"),
     [

@@ -246,6 +246,7 @@ pieces = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=120)
 @given(st.lists(st.lists(pieces, max_size=8).map("".join), max_size=3))
 def test_redacting_twice_changes_nothing_and_leaves_no_address(texts):
@@ -272,6 +273,7 @@ def test_any_address_of_the_standard_is_redacted(address):
 LONG = ["1", "1 ", "1-2)", "a@", "1.2.", "::1", "(", "+1 (", "a.", "a.b@", "GB82 ", "4111 ", "01 "]
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("piece", LONG)
 def test_no_text_takes_long(piece):
     begin = time.process_time()

@@ -102,6 +102,7 @@ def linked(pairs):
     return {item: keeper for item, keeper in keepers.items() if item != keeper}
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(
     BLOCKS.filter(len), st.integers(1, 7), st.sampled_from([None, 0.5]), st.sampled_from([1, 1000, MEMORY_BYTES]),
@@ -159,6 +160,7 @@ def test_pairs_are_united_the_same_in_many_ranges(tmp_path, number, memory):
     assert facts["largest"] == [(keeper, number + 1) for keeper, number in largest]
 
 
+@pytest.mark.slow
 def test_many_copies_of_one_key_are_joined_in_bounded_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(digest, "READ_BYTES", 1 << 16)  # of files that are hashed
     own = Sketch(np.full(4000, 7, np.uint64), np.arange(4000), np.zeros((4000, 4), np.uint32))

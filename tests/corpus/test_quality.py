@@ -148,6 +148,7 @@ TEXTS = st.lists(
 ).map(" ".join)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("config", MAKERS, ids=lambda config: config.__name__)
 @given(texts=st.lists(TEXTS, max_size=4))
 def test_a_verdict_depends_on_the_document_alone(config, texts):
@@ -170,6 +171,7 @@ def test_a_document_without_text_is_dropped(config, text):
     assert reason(MAKERS[config](config()), text)
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("config", MAKERS, ids=lambda config: config.__name__)
 @pytest.mark.parametrize(
     "text",

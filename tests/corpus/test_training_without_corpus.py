@@ -23,6 +23,7 @@ def closure(module):
     return {str(path.relative_to(ROOT)) for path in found}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "module", ["jaxscale.main", "jaxscale.runtime.training.loop", "jaxscale.config", "jaxscale.api"]
 )

@@ -112,6 +112,7 @@ def test_stats_are_made_once_and_kept_with_the_document():
     assert together[0] is alone and stats_of(documents[2:3])[0] is together[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("piece", ["(" * 1_000_000, "a" * 1_000_000, "a.b-c'd/" * 100_000, "1," * 400_000])
 def test_a_piece_of_a_million_characters_takes_no_time_that_grows_with_its_square(piece):
     start = time.process_time()

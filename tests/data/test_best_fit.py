@@ -27,6 +27,7 @@ def first_tokens(lengths):
 lengths_of_documents = st.lists(st.integers(0, 50), min_size=1, max_size=40).filter(any)
 
 
+@pytest.mark.slow
 @given(lengths_of_documents, st.integers(2, 20), st.integers(0, 2), st.integers(1, 3), st.integers(3, 12))
 @settings(max_examples=60, deadline=None)
 def test_every_row_is_what_the_text_of_the_module_says(tmp_path_factory, lengths, T, seed, groups, window):
@@ -133,6 +134,7 @@ def test_a_plan_is_the_same_for_a_seed_and_another_for_another(tmp_path):
     assert content[0] == content[1] != content[2]
 
 
+@pytest.mark.slow
 def test_a_plan_takes_at_most_12_bytes_a_document_whatever_their_lengths(tmp_path):
     rng, number = np.random.default_rng(0), 2 * best_fit.WINDOW
     for mean in (2, 700, 9000):  # of rows of 1,024: many in one, one in one, one in many
@@ -214,6 +216,7 @@ def real_lengths(name):
     return np.concatenate([real_lengths(each) for each in REAL]) if name == "all" else REAL[name]()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", twins([*REAL, "all"], "c4", "openwebtext", "wikitext"))
 def test_at_least_99_percent_of_positions_are_real_on_real_text(tmp_path, name):
     """The last row of a set may be empty but for one token: of wikitext's 128 rows that alone may be 0.8%.

@@ -65,6 +65,7 @@ def open_cached(globs, cache, **changes):
     return open_tokenised(files, ByteTokenizer(), cfg, said.append), said
 
 
+@pytest.mark.slow
 def test_a_killed_writer_leaves_nothing_that_is_ever_read(corpus):
     globs, cache = corpus
     writer = start_writer(globs, str(cache))
@@ -79,6 +80,7 @@ def test_a_killed_writer_leaves_nothing_that_is_ever_read(corpus):
     ]  # no half made one
 
 
+@pytest.mark.slow
 def test_two_writers_at_once_end_with_one_good_folder(corpus):
     globs, cache = corpus
     writers = [start_writer(globs, str(cache)) for _ in range(2)]

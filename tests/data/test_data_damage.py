@@ -85,6 +85,7 @@ def check(one, was, damage, resume, *names):
     return told
 
 
+@pytest.mark.cases(40)
 @pytest.mark.parametrize(("world", "file", "damage", "resume"), list(cases()))
 def test_a_damaged_file_is_found_before_a_token_is_trained_on(worlds, world, file, damage, resume):
     one, was = worlds(world)
@@ -193,6 +194,7 @@ HEADER = {
 }
 
 
+@pytest.mark.cases(22)
 @pytest.mark.fault("H4")
 @pytest.mark.parametrize("resume", [True, False])
 @pytest.mark.parametrize("name", MANIFEST)

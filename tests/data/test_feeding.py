@@ -66,6 +66,7 @@ def test_the_tokens_of_an_epoch_are_those_of_the_corpus(folder, packing, mixture
         assert not np.array_equal(seen[:size], seen[size : 2 * size])
 
 
+@pytest.mark.slow
 @pytest.mark.fault("F12")
 @given(
     st.sampled_from([1, 2, 3, 4, 6, 12]),
@@ -88,6 +89,7 @@ def test_kills_and_other_numbers_of_hosts_change_nothing(folder, hosts, kills, p
         done, hosts = done + steps, hosts_after
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("packing", ["best_fit", "concat"])
 @pytest.mark.parametrize("mixture", list(MIXTURES))
 def test_places_and_rows_lead_to_each_other(folder, packing, mixture):
@@ -176,6 +178,7 @@ def as_dict(batch, n, rows):
     return batch._asdict()
 
 
+@pytest.mark.slow
 def test_grain_is_imported_before_a_run_has_threads():
     """While it is imported no other thread's import works; a run once ended with "LazyModule is not callable"."""
     code = (

@@ -79,6 +79,7 @@ def text_of(folder, entry):
     return (found.text + "$")[entry.first_token : entry.first_token + entry.tokens]
 
 
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("packing", ["best_fit", "concat"])
 @pytest.mark.parametrize("mixture", [None, {"web": 0.7, "books": 0.3}], ids=["together", "mixture"])
 @pytest.mark.parametrize("val_fraction", [0.0, 0.2])
@@ -104,6 +105,7 @@ def test_the_listed_documents_are_the_tokens_of_the_batch(folder, packing, mixtu
             assert shown == [letter for letter in written[row] if letter]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("packing", "mixture"), [("best_fit", {"0": {"web": 1.0}, "9 steps": {"web": 0.4, "books": 0.6}}), ("concat", None)]
 )

@@ -63,6 +63,7 @@ def test_a_real_pair_is_read_where_it_lies_and_written_again_byte_for_byte(tmp_p
     assert read_pair(REAL, tmp_path)[1] == []  # its index is in the cache
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     documents=st.lists(st.lists(st.lists(st.integers(0, 127), max_size=5), max_size=4), min_size=1, max_size=12),

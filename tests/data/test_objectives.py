@@ -120,6 +120,7 @@ def test_inputs_and_targets_put_together_are_the_text(cfg, row, n):
     check_the_text(cfg, row, transform(cfg, batch_of(row), n))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("cfg", [SPANS, one_row(SPANS), UL2, one_row(UL2)], ids=lambda c: f"{c.name} {c.layout}")
 @settings(max_examples=80, deadline=None)
 @given(

@@ -36,6 +36,7 @@ def slow_rows(documents, T):
         yield rows
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(1, 7), st.integers(0, 3))
 @settings(max_examples=30, deadline=None)
 def test_rows_equal_those_made_one_token_at_a_time(tmp_path_factory, lengths, T, seed):
@@ -49,6 +50,7 @@ def test_rows_equal_those_made_one_token_at_a_time(tmp_path_factory, lengths, T,
             np.testing.assert_array_equal(getattr(rows[r], name), value, err_msg=f"{name} of row {r}")
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(1, 5), st.integers(1, 4))
 @settings(max_examples=30, deadline=None)
 def test_rows_that_are_cut_are_those_that_are_packed_so_short(tmp_path_factory, lengths, short, parts):

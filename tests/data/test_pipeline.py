@@ -85,6 +85,7 @@ def test_one_file_is_divided_at_its_end(folder):
     assert "the last 0.1 of each document in text" in corpus.summary
 
 
+@pytest.mark.slow
 def test_a_source_of_few_documents_is_divided_at_their_ends_beside_one_of_many(folder):
     write_many(folder, 200)
     (folder / "book.txt").write_text("a book\n" * 500)

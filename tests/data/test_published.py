@@ -139,6 +139,7 @@ def parse(path):
     return url, int(about["bytes"]), about["sha256"]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", ["part-1.json", "part-1.idx", "part-1.bin", "manifest.json"])
 def test_a_part_of_a_remote_set_that_is_missing_is_named(gcs, published, tmp_path, name):
     del gcs.objects["b", f"out/{name}"]

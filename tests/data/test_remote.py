@@ -316,6 +316,7 @@ def test_a_cache_that_cannot_be_written_is_told(tmp_path, gcs):
         fetch(cache)
 
 
+@pytest.mark.slow
 def test_a_download_that_was_killed_at_any_moment_goes_on(tmp_path, gcs):
     """kill -9 in the middle, several times: the next process continues, and the content is the same."""
     chance, gcs.faults = random.Random(1), [Fault("slow", seconds=0.03, times=100)]

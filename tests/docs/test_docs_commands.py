@@ -116,6 +116,7 @@ def records(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_commands_of_seconds_run(records, monkeypatch, capsys):
     monkeypatch.chdir(records)
     ran = {}

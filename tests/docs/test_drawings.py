@@ -74,6 +74,7 @@ def contrast(ink: svg.Ink) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
+@pytest.mark.slow
 def test_bubbles_and_slots_of_the_page_are_those_of_the_tables():
     rows = [row.strip("| ").split(" | ") for row in timelines.bubbles().splitlines()[2:]]
     assert len(rows) == len(timelines.COMPARED) == len(set(timelines.COMPARED))

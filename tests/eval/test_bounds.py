@@ -42,6 +42,7 @@ def write_lines(path, *values):
     return path
 
 
+@pytest.mark.slow
 def test_a_small_file_does_not_take_all_memory(tmp_path):
     import pyarrow
     from pyarrow import parquet

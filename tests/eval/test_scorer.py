@@ -41,6 +41,7 @@ def nats_alone(losses, span, length=24):
     return float(np.asarray(losses(batch)).sum())
 
 
+@pytest.mark.slow
 def test_a_span_scores_as_if_it_were_alone(model):
     spans, losses = make_spans(9), make_token_losses(model)
     scores = Scorer.of(model.sharded, 256).score(model.params, spans)
@@ -66,6 +67,7 @@ def test_numbers_depend_neither_on_the_mesh_nor_on_the_batch(folder, model, mesh
     assert found.likeliest.tolist() == wanted.likeliest.tolist()
 
 
+@pytest.mark.slow
 def test_what_greedy_decoding_writes_is_the_likeliest_and_nothing_else_is(model):
     prompt = [72, 101, 108]
     generator = make_generator(model, batch=1, longest=16)

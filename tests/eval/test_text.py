@@ -83,6 +83,7 @@ def model(tmp_path_factory):
     return open_model(str(folder), say=lambda line: None)
 
 
+@pytest.mark.slow
 def test_text_of_several_files_and_sources_is_what_the_losses_add_up_to(model, tmp_path):
     (tmp_path / "a.txt").write_text("a short text of one line")
     records = [{"text": "of several"}, {"text": ""}, {"text": "lines, é"}]

@@ -121,6 +121,7 @@ def recorded(home, overrides=None):
     return {"config": schema.to_dict(load_config(str(home / "tiny.py"), overrides))}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.fault("F13")
 @pytest.mark.parametrize("name", FLIPS)
 def test_every_setting_that_differs_is_named_with_its_old_and_new_value(begun, name):
@@ -133,6 +134,7 @@ def test_every_setting_that_differs_is_named_with_its_old_and_new_value(begun, n
     assert (told in str(stop.value)) == (name not in same_run.NEVER)
 
 
+@pytest.mark.slow
 @pytest.mark.fault("F13")
 def test_no_setting_changes_in_silence_but_those_that_say_they_may(begun):
     """Whatever leaf differs in the record, it is refused, marked as changeable, or read by nothing."""
@@ -152,6 +154,7 @@ def test_no_setting_changes_in_silence_but_those_that_say_they_may(begun):
     assert refused > 35
 
 
+@pytest.mark.slow
 @pytest.mark.fault("F13", "F14")
 def test_an_allowed_change_goes_on_is_told_and_stays_on_record(home, capsys):
     """In a copy at another place, with its data: where they lie is no part of what they are."""

@@ -6,6 +6,7 @@ from own_patches import TESTS, own_patches
 MOST = 10  # in all tests: of functions and classes of ours, which a seam would spare
 
 
+@pytest.mark.slow
 def test_few_tests_replace_functions_of_ours():
     files = sorted(TESTS.rglob("*.py"))
     found = [f"{path.relative_to(TESTS)}:{line}" for path in files for line in own_patches(path.read_text("utf-8"))]

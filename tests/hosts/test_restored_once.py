@@ -72,6 +72,7 @@ def bytes_of(gcs, name, ranged):
     return min(int(last) + 1 if last else size, size) - int(first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.soak)])
 def test_each_byte_is_read_once_however_many_hold_copies(count):
     with Emulator() as gcs:

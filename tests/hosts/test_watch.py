@@ -156,6 +156,7 @@ def test_leaving_together_is_no_loss_and_the_first_leaves_last(team, code, capfd
     assert team.ends == {1: code, 2: code} and capfd.readouterr().err == ""
 
 
+@pytest.mark.slow
 @pytest.mark.fault("F21")
 @pytest.mark.parametrize("frozen", [pytest.param(0, marks=pytest.mark.soak), 1])
 def test_who_is_silent_when_jax_gives_up_is_named_by_all(team, frozen, capfd, monkeypatch):

@@ -78,6 +78,7 @@ def test_an_overdue_phase_leaves_stacks_a_line_and_an_event_and_tells_the_others
     never.set()
 
 
+@pytest.mark.slow
 def test_phases_that_end_in_time_leave_nothing(tmp_path, quick):
     bitten = Bitten(tmp_path, step_seconds=1, compile_seconds=60)
     with bitten.watchdog as watchdog:
@@ -162,6 +163,7 @@ STANDSTILLS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.fault("F8")
 @pytest.mark.parametrize("how", twins([*STANDSTILLS], "asleep", "in C, with the lock of Python"))
 def test_a_real_process_ends_with_code_15_wherever_it_stands_still(tmp_path, how):

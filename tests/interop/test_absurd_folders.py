@@ -21,6 +21,7 @@ def bring_in(folder, workdir):
     return convert.main([f"--from={folder}", f"--workdir={workdir}", "--json"])
 
 
+@pytest.mark.cases(8)
 @pytest.mark.parametrize(
     ("config", "name", "value", "told"),
     [
@@ -112,6 +113,7 @@ BROKEN = {
 }  # fmt: skip
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(("content", "told"), BROKEN.values(), ids=BROKEN)
 def test_convert_tries_the_tokenizer_and_says_what_is_wrong_with_it(tmp_path, content, told):
     folder = with_tokenizer(tmp_path / "hf", config=SMALL)
@@ -123,6 +125,7 @@ def test_convert_tries_the_tokenizer_and_says_what_is_wrong_with_it(tmp_path, co
     assert "\n" not in str(caught.value) and not (tmp_path / "run").exists()
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("found", [-1, 2.5, "end", [1, "x"], {"a": 1}, True], ids=str)
 def test_an_odd_end_in_a_work_folder_is_one_line(tmp_path, found):
     with_tokenizer(tmp_path / "hf", config=SMALL)

@@ -34,6 +34,7 @@ def write_layout(folder, layout):
             (folder / name).write_bytes(base64.b64decode(content))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("layout", ["fast, added_tokens.json and the map", "fast, the end in the config alone", "slow"])
 def test_a_conversion_keeps_the_ids_of_added_tokens_and_the_end(tmp_path, layout):
     told = REFERENCE["expected"]["4"][layout]
@@ -68,6 +69,7 @@ def test_an_export_of_a_run_has_one_tokenizer_json_with_all_tokens(tmp_path, lay
     assert not (tmp_path / "run/tokenizer/tokenizer.model").exists()
 
 
+@pytest.mark.slow
 def test_a_prepared_set_has_the_tokenizer_with_its_added_tokens(tmp_path):
     write_layout(tmp_path / "from", "slow")
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text * 20}) + "\n" for text in TEXTS))

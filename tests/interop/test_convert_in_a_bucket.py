@@ -21,6 +21,7 @@ def gcs(monkeypatch):
         yield emulator
 
 
+@pytest.mark.slow
 def test_a_model_comes_from_a_bucket_into_one_and_goes_out_to_one(tmp_path, gcs):
     values = make_folder(tmp_path / "hf", CONFIG, FLOAT32, 2)
     for path in (tmp_path / "hf").iterdir():

@@ -82,6 +82,7 @@ def joined(values, layers, names=("gate_proj", "up_proj", "down_proj"), first="g
     return found
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("config", "dtype", "files"),
     [
@@ -111,6 +112,7 @@ def test_the_round_trip_is_exact(tmp_path, config, dtype, files):
         np.testing.assert_array_equal(up_LDF, values["model.layers.0.mlp.up_proj.weight"].T[None])
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("config", [SMALL_MIXTRAL, SMALL_QWEN3], ids=["mixtral", "qwen3_moe"])
 def test_experts_of_a_layer_in_one_tensor_are_the_same_as_each_by_itself(tmp_path, config):
     values = make_folder(tmp_path / "hf", config, FLOAT32)
@@ -129,6 +131,7 @@ def test_experts_of_a_layer_in_one_tensor_are_the_same_as_each_by_itself(tmp_pat
     assert_same(take_out(tmp_path / "gate_proj" / "run", tmp_path / "out", "--dtype=float32"), values)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("change", "told"),
     [
@@ -158,6 +161,7 @@ def test_experts_that_are_not_those_of_the_config_are_refused(tmp_path, change, 
     assert "\n" not in str(caught.value) and not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scan", [True, pytest.param(False, marks=pytest.mark.soak)])
 def test_a_trained_mixture_goes_out_and_comes_back(tmp_path, scan):
     """Written by Orbax from eight devices, in pieces that hold several layers and experts."""
@@ -226,6 +230,7 @@ def test_a_mixture_begins_a_run(tmp_path):
     assert np.all(np.asarray(state.params["blocks"]["mlp"]["router_load"]) == 0.25)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [SMALL_MIXTRAL, SMALL_QWEN3], ids=["mixtral", "qwen3_moe"])
 def test_adapters_of_experts_are_merged_and_never_kept_beside(tmp_path, config):
     values = make_folder(tmp_path / "base", config, FLOAT32)

@@ -94,6 +94,7 @@ def bring_in(server, tmp_path, *flags, **more):
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, cwd=tmp_path)
 
 
+@pytest.mark.slow
 def test_a_repository_comes_in_by_its_name_or_address_and_only_what_is_read_is_fetched(server, tmp_path):
     done = bring_in(server, tmp_path, "--from=https://huggingface.co/org/name", "--revision=v1")
     assert done.returncode == 0, done.stderr

@@ -109,6 +109,7 @@ def theirs(kind, name):
     return [one for number, one in enumerate(found) if one not in found[:number]] or [None]
 
 
+@pytest.mark.cases(30)
 @pytest.mark.parametrize(("kind", "name"), CASES)
 def test_a_folder_is_read_as_they_read_it_or_refused(tmp_path, kind, name):
     file_choices.write(tmp_path / "hf", kind, CASES[kind, name])

@@ -52,6 +52,7 @@ def bring_in(folder, workdir):
     return convert.main([f"--from={folder}", f"--workdir={workdir}", "--json"])
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("how", ["absolute", "relative", "a link to a link", "through a linked folder"])
 @pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer.json", "config.json", "model.safetensors"])
 def test_a_link_that_leads_out_of_a_folder_is_not_followed(tmp_path, name, how):

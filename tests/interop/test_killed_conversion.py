@@ -91,6 +91,7 @@ def kept(text):
     return int(re.search(r'"kept_bytes": (\d+)', text)[1])
 
 
+@pytest.mark.slow
 @pytest.mark.fault("F1")
 def test_an_import_goes_on_and_never_counts_half_done(killed):
     folder, values, pairs, _, errors = killed

@@ -40,6 +40,7 @@ def computed(cfg, params):
     return np.asarray(call(params))
 
 
+@pytest.mark.slow
 def test_it_goes_out_as_a_llama_with_the_same_logits_and_comes_in_without(run, tmp_path):
     folder, params = run
     assert convert.main([f"--workdir={folder}", f"--to={tmp_path / 'out'}", "--dtype=float32"]) == 0

@@ -105,6 +105,7 @@ def test_each_matrix_has_its_own_rank_and_scale_and_gpt2_keeps_its_matrices_turn
         np.testing.assert_allclose(merged[f"{module}.weight"], wanted, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_an_adapter_kept_beside_its_model_computes_the_merged_one_and_goes_out_as_it_came(tmp_path, llama):
     _, found, flags = llama
     assert convert.main([*flags, f"--workdir={tmp_path / 'start'}", "--adapter"]) == 0
@@ -165,6 +166,7 @@ def test_a_run_goes_on_from_an_adapter_with_its_scale_and_no_other(tmp_path, lla
         train_on(tmp_path / "start", tmp_path / "other", **{"lora.alpha": 12.0})
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize(
     "changes, told",
     [

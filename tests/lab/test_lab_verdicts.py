@@ -195,6 +195,7 @@ def test_clipping_that_allows_twice_the_rate_is_told_so():
     assert f"up to a rate of {4 * USUAL:.3g}" in bare
 
 
+@pytest.mark.slow
 def test_the_best_size_is_found_three_ways_from_a_known_law():
     law = lambda params, tokens: 1.0 + 1000 / params**0.5 + 400 / tokens**0.5  # so the best size grows as C ** 0.5
     results = []
@@ -223,6 +224,7 @@ def test_the_best_size_is_found_three_ways_from_a_known_law():
     assert "so the best size grows as C ** 0.5" in law_text
 
 
+@pytest.mark.slow
 def test_a_rate_that_moves_with_the_width_without_mup_is_told():
     results = []
     for trial in width.width_trials(BASE, Options()):
@@ -263,6 +265,7 @@ def shape_results(bend, seeds=3):
     return found
 
 
+@pytest.mark.slow
 def test_shapes_have_equal_flops_and_those_that_differ_beyond_noise_are_told():
     results = shape_results(0.01)
     flops = {inner_flops(r.trial.cfg.model, r.trial.cfg.seq_len) for r in results}
@@ -283,6 +286,7 @@ def test_shapes_have_equal_flops_and_those_that_differ_beyond_noise_are_told():
         shape.shape_trials(BASE, Options(sizes=(16,)))
 
 
+@pytest.mark.slow
 def test_a_ladder_foretells_a_size_ten_times_as_large_and_says_where_it_does_not():
     law = lambda cfg: 1.2 + 30 * cfg.model.num_params**-0.35
     options = Options(target=10, sizes=(0.5, 1, 1.5, 2, 2.5))

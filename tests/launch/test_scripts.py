@@ -15,6 +15,7 @@ TRAINING = ("--config=configs/7b.py", "--config.data.files=a b/*.txt", "--config
 ON_XPK = ("--cluster=c", "--project=p", "--zone=z")
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_shellcheck_has_nothing_to_say(script):
     beside_python = pathlib.Path(sys.executable).parent  # where the extra test puts it

@@ -123,6 +123,7 @@ def test_a_training_runs_in_the_background_with_the_arguments_as_typed(cloud):
     assert trainings(cloud) == ["<-m><jaxscale.main><--config=configs/7b.py><--config.data.files=a b>"]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("codes", "end"),
     [(["13", "137", "0"], 0), soak(["14", "15", "13", "13", "0"], 13), (["2", "0"], 2), soak(["10", "0"], 10)],
@@ -134,6 +135,7 @@ def test_a_worker_tries_again_what_may_be_mended_three_times(cloud, codes, end):
     assert len(trainings(cloud)) == {0: 3, 13: 4, 2: 1, 10: 1}[end]
 
 
+@pytest.mark.slow
 @IN_A_CHECKOUT
 def test_the_last_commit_is_copied_and_installed_with_its_extras(cloud):
     prepare_worker(cloud)
@@ -154,6 +156,7 @@ def test_wait_ends_when_the_slice_is_there_and_fails_when_it_cannot_come(cloud, 
     assert code == 1 and "is FAILED and will not become ACTIVE" in errors
 
 
+@pytest.mark.slow
 @IN_A_CHECKOUT
 @pytest.mark.parametrize(("state", "before"), [("SUSPENDED", ["delete"]), soak("FAILED", ["delete"]), soak("GONE", [])])
 def test_after_a_preemption_the_slice_is_asked_for_again_and_the_run_goes_on(cloud, state, before):

@@ -33,6 +33,7 @@ def named(tree):
     return {dotted(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
+@pytest.mark.slow
 def test_a_product_with_adapters_is_that_with_the_merged_matrices_and_so_are_its_gradients():
     draw = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape)
     x, w, a, b = draw(0, 60, 8), draw(1, 3, 8, 8), draw(2, 3, 8, 2), draw(3, 3, 2, 8)

@@ -35,6 +35,7 @@ def model_logits(form, **settings):
     return np.asarray(jax.jit(run)(parameters()))
 
 
+@pytest.mark.slow
 def test_settings_of_attention_change_the_model_alike_in_every_form():
     window, both = {"attention_window": 3}, {"attention_window": 3, "attention_softcap": 0.05}
     changed = [model_logits("xla", **settings) for settings in ({}, window, both)]

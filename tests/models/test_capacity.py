@@ -96,6 +96,7 @@ def test_values_and_gradients_are_those_of_the_experts_that_had_room(limited):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_token_moves_no_other_row_and_nothing_before_it_and_evaluation_has_no_limit():
     one_layer = {"model.num_layers": 1, "model.scan_layers": False}
     program, free = (make(one_layer | more) for more in ({}, {"model.experts.capacity_factor": 0.0}))

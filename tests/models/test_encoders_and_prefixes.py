@@ -43,6 +43,7 @@ def scoped(cfg, tokens_BT, batch, prefix_BT):
     return np.asarray(forward(cfg)(tokens_BT, batch.positions, segments))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DECODERS)
 def test_a_prefix_of_no_token_is_plain_causal_reading(name):
     batch, cfg = tiny.packed_batch(5, rows=4), DECODERS[name]
@@ -100,6 +101,7 @@ def test_every_logit_of_an_encoder_sees_its_whole_document_and_no_other():
         np.testing.assert_array_equal(moved, batch.segment_ids == batch.segment_ids[:, t : t + 1])
 
 
+@pytest.mark.slow
 def test_what_is_decoded_depends_on_its_own_document_of_the_encoder_and_on_its_past():
     batch, cfg = encoded(tiny.packed_batch(5, rows=4)), READERS["t5"]
     call = lambda tokens_BT, encoder: np.asarray(
@@ -119,6 +121,7 @@ def test_what_is_decoded_depends_on_its_own_document_of_the_encoder_and_on_its_p
         assert moved[:, t].all() and not (moved & ~later).any()  # what has no share of a softmax moves nothing
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["t5", pytest.param("encoder", marks=pytest.mark.soak)])
 def test_dropout_of_a_reader_acts_only_with_a_key(name):
     batch = tiny.packed_batch(1, rows=4)

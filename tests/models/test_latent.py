@@ -100,6 +100,7 @@ def head_by_head(module, cfg, x_BTD, positions_BT, ids_BT):
     return added
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model",
     [pytest.param(LATENT, id="queries compressed"), pytest.param(LITE, id="queries not", marks=pytest.mark.soak)],

@@ -201,6 +201,7 @@ PRODUCTS = [(project, spec) for project in (cpu_project, einsum_project) for spe
 QUICK, *SLOW = PRODUCTS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("project", "spec"), [QUICK, *(pytest.param(*product, marks=pytest.mark.soak) for product in SLOW)]
 )

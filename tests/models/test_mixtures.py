@@ -53,6 +53,7 @@ def computed_for_all(mlp: SparseMlp, x_BTD):
     return jnp.einsum("nEF,EFD,nE->nD", h_nEF, mlp.down[...], weight_nE).reshape(x_BTD.shape)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("logits", ["any", "all to one"])
 def test_values_and_gradients_are_those_of_all_experts_computed_for_all_tokens(logits):
     cfg = LlamaConfig(**{k: v for k, v in tiny.LLAMA.items() if k != "name"}, experts=tiny_experts())
@@ -126,6 +127,7 @@ def test_counts_are_of_text_alone_and_move_the_bias(alone):
     assert np.abs(np.round(first_LE)).max() == 1
 
 
+@pytest.mark.slow
 def test_a_token_changes_nothing_of_another_row(alone):
     program = tiny_program(WHOLE)
     batch = tiny.packed_batch(0)

@@ -64,6 +64,7 @@ def name(request):
 of_any = pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.soak)])  # of code both share
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("t", [0, 7, 14])
 def test_a_logit_never_sees_a_later_token(name, t):
     tokens_BT = rows()
@@ -88,6 +89,7 @@ def test_no_logit_moves_when_a_token_of_another_document_does(name):
             assert (before[inside] != after[inside]).any(axis=-1).all()
 
 
+@pytest.mark.cases(1)
 def test_a_packed_document_is_read_as_if_it_stood_alone(name):
     tokens_BT, half = rows(1), T // 2
     positions_BT = jnp.concatenate([jnp.arange(half), jnp.arange(T - half)])[None]
@@ -116,6 +118,7 @@ def assert_close(left, right, rtol):
         np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * float(jnp.abs(b).max()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "remat"),
     twins(
@@ -128,6 +131,7 @@ def test_what_is_computed_again_does_not_change_values_or_gradients(name, remat)
     assert_close(loss_and_gradient(name, remat=remat)(*arguments), loss_and_gradient(name)(*arguments), 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "remat"), twins([("llama", "full"), ("gpt2", "none")], ("llama", "full")))
 def test_unrolled_layers_equal_scanned_ones(name, remat):
     batch = tiny.packed_batch(1, rows=4)
@@ -159,6 +163,7 @@ def test_a_model_survives_being_taken_apart(name):
             assert leaf.ndim == len(names) and leaf.dtype == jnp.float32
 
 
+@pytest.mark.slow
 @of_any
 def test_the_loss_is_cross_entropy_of_the_logits(name):
     batch, params = tiny.packed_batch(2, rows=4), parameters(name)
@@ -170,6 +175,7 @@ def test_the_loss_is_cross_entropy_of_the_logits(name):
     np.testing.assert_allclose(token_losses(model, batch), nats_BT, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @of_any
 def test_a_soft_cap_bounds_logits_and_is_in_the_loss_too(name):
     params, batch = parameters(name), tiny.packed_batch(2, rows=4)
@@ -182,6 +188,7 @@ def test_a_soft_cap_bounds_logits_and_is_in_the_loss_too(name):
     np.testing.assert_allclose(total, (nats_BT * batch.weights).sum(), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_z_loss_is_reported_apart_and_minimised():
     batch, params = tiny.packed_batch(2, rows=4), parameters("llama")
     model = merge_model(graphdef_of(model_config("llama")), params)
@@ -192,6 +199,7 @@ def test_the_z_loss_is_reported_apart_and_minimised():
     assert set(summed_loss(model, batch, None, {})[1]) == {"loss"}
 
 
+@pytest.mark.slow
 def test_tied_embeddings_are_one_array_with_both_gradients():
     params, batch = parameters("llama", tied_embeddings=True), tiny.packed_batch(1, rows=4)
     assert "head" not in params and "head" in parameters("llama")
@@ -203,6 +211,7 @@ def test_tied_embeddings_are_one_array_with_both_gradients():
     assert_close(gradient["embedding"], both, 1e-5)
 
 
+@pytest.mark.slow
 def test_dropout_acts_only_with_a_key():
     params, batch = parameters("gpt2"), tiny.packed_batch(1, rows=4)
     loss = lambda keys_B: float(loss_and_gradient("gpt2", dropout=0.3)(params, batch, keys_B)[0])
@@ -222,6 +231,7 @@ def test_dropout_keeps_the_mean_and_differs_by_row():
     assert dropout(x, 0.25, None) is x and dropout(x, 0.0, keys_B) is x
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_is_near_single(name, dtype):
     params, tokens_BT = jax.tree.map(lambda leaf: leaf / 3, parameters(name)), rows()

@@ -39,6 +39,7 @@ def made(cfg):
     return split_model(make_model(cfg, key=jax.random.key(0)))[:2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "settings"),
     [

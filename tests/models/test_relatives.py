@@ -120,6 +120,7 @@ def test_one_of_two_is_computed_with_its_gradient(local):
     assert tuple(map(float, found)) == ((6.0, 3.0) if local else (5.0, 1.0))
 
 
+@pytest.mark.slow
 def test_geglu_and_the_norm_of_all_heads_have_the_gradients_of_their_definition():
     rng = np.random.default_rng(0)
     x, y = (jnp.asarray(rng.normal(size=(2, 3, 4, 8)), jnp.float32) for _ in range(2))
@@ -135,6 +136,7 @@ def test_geglu_and_the_norm_of_all_heads_have_the_gradients_of_their_definition(
             np.testing.assert_allclose(ours_gradient, gradient, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_statistics_see_each_layer_as_it_is_scanned_or_not():
     found = []
     for scan in (True, False):

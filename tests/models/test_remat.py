@@ -89,6 +89,7 @@ def test_every_activation_that_a_model_names_has_a_size_here():
     }
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("model", "name"), NAMED)
 def test_a_name_keeps_its_array_and_nothing_else(model, name):
     names = {"block_input", name}  # the scan keeps its carry anyway
@@ -105,6 +106,7 @@ def test_an_offloaded_name_is_on_the_host_and_leaves_the_device(remat, offload):
     assert there == (size_of("llama", names), size_of("llama", offload))
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("model", CONFIGS)
 @pytest.mark.parametrize("remat", SAVED_NAMES)
 def test_a_policy_keeps_the_names_in_its_list(model, remat):
@@ -115,6 +117,7 @@ def test_dots_keeps_the_products_of_weights():
     assert kept("llama", remat="dots") == (size_of("llama", set(WIDTHS["llama"]) - {"attention_out"}), 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "changes"),
     [

@@ -58,6 +58,7 @@ def test_a_clean_made_up_run_raises_no_alarm(batch):
         assert health_table.begun(clean(kind), health_table.facts_of_kind(kind)) == []
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("fault", [f for f in STRONGEST if f.name != "plateau"], ids=lambda fault: fault.name)
 def test_a_strong_fault_is_told(fault):
     delay, _ = health_table.judged(fault, 5, "medium batch")

@@ -165,6 +165,7 @@ def use(name, tmp_path, **environment):
 EXPECTED = [(step, 1) for step in range(1, 8)] + [(step, 2) for step in range(6, 11)]  # (step, attempt)
 
 
+@pytest.mark.slow
 def test_trackio_shows_steps_that_were_run_again_beside_those_given_up(tmp_path):
     _, kept = use("trackio", tmp_path, TRACKIO_DIR=str(tmp_path / "trackio"))
     database = sqlite3.connect(tmp_path / "trackio" / "jaxscale.db")
@@ -207,6 +208,7 @@ def test_wandb_that_is_disabled_is_said_to_send_nothing(tmp_path):
     assert "wandb: not sent" in done.stdout and "wandb: None" not in done.stdout
 
 
+@pytest.mark.slow
 def test_wandb_without_a_login_asks_nobody(tmp_path):
     if importlib.util.find_spec("wandb") is None:
         pytest.skip("wandb is not installed: pip install 'jaxscale[wandb]'")

@@ -56,12 +56,14 @@ TWICE = ("one block", "several blocks", "a shorter last block")
 CASES = [pytest.param(name, marks=pytest.mark.soak) if name in TWICE else name for name in SHAPES]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("form", BLOCKWISE)
 @pytest.mark.parametrize("name", CASES)
 def test_attention_in_blocks_equals_plain_attention(name, form):
     assert_equal_to_plain(BLOCKWISE[form](SHAPES[name][-1]), make_inputs(SHAPES[name]))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("form", BLOCKWISE)
 def test_attention_in_blocks_caps_scores_as_plain_attention_does(form):
     shape = SHAPES["grouped heads"]
@@ -85,6 +87,7 @@ def test_attention_for_long_rows_visits_only_blocks_that_see_each_other():
     assert [2, 0] in walk(18)
 
 
+@pytest.mark.slow
 def test_attention_for_long_rows_needs_memory_in_proportion_to_the_row():
     attend = flash.make_attend(block=32)
 
@@ -112,6 +115,7 @@ def test_splash_attention_equals_plain_attention(shape, settings):
         np.testing.assert_allclose(one, right, rtol=1e-5, atol=2e-5)  # float32 sums taken in another order
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("form", ["blockwise", "long", "splash", "cudnn"])
 def test_values_may_have_another_size_than_keys(form):
     if form == "cudnn":
@@ -154,6 +158,7 @@ FORMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_attention_in_bfloat16_is_as_near_to_float32_as_plain_attention(form):
     shape, attend = FORMS[form]
@@ -299,6 +304,7 @@ def forward_passes(attend, policy):
     return str(jax.make_jaxpr(pull)(dout)).count(" exp ")
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("form", BLOCKWISE)
 def test_a_remat_policy_that_keeps_attentions_result_runs_it_once(form):
     attend = BLOCKWISE[form](16)

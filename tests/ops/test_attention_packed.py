@@ -78,6 +78,7 @@ def draw_inputs(ids_BT, N=4, K=2, H=8):
 ROWS = [[1] * 5 + [2] * 1 + [3] * 4 + [0] * 2, [1] * 2 + [2] * 10]  # 4 documents, the last of them padding, and 2
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("window", "documents"),
     [(None, 3), (3, 1), *[pytest.param(*case, marks=pytest.mark.soak) for case in ((None, 1), (3, 3))]],
@@ -87,6 +88,7 @@ def test_packed_attention_is_plain_attention_also_of_rows_with_more_documents_th
     assert_equal_to_plain(attend, draw_inputs(ROWS), window=window)
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 2), min_size=7, max_size=7), min_size=1, max_size=3), st.integers(1, 4))
 def test_the_rounds_name_every_document_once_in_the_order_of_memory(ids, documents):

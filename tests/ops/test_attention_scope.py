@@ -92,6 +92,7 @@ def test_a_kernel_that_cannot_is_an_error_and_auto_says_why_it_took_another(plat
     assert resolve_attention("xla", platform, needs)[1] == ("xla", "xla", "")
 
 
+@pytest.mark.slow
 def test_gradients_of_a_biased_score_reach_the_bias():
     inputs, bias_NTS = arrays(T), jnp.zeros((N, T, T))
     loss = lambda bias: jnp.sum(jnp.sin(xla.make_attend()(*inputs, jnp.asarray(IDS_BT), causal=False, bias_NTS=bias)))

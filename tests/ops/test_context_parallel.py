@@ -89,6 +89,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("form, case", WAYS)
 def test_values_and_gradients_are_those_of_one_device(form, case):
     size, shape, softcap, window = CASES[case]
@@ -106,6 +107,7 @@ SPLASH = {  # (softcap, window)
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", twins([*SPLASH], "neighbours"))
 def test_splash_of_shared_rows_is_plain_attention(form):
     blocks = splash.Blocks((128, 256), (128, 128), (256, 128))
@@ -200,6 +202,7 @@ def test_pairs_of_blocks_are_equally_many_on_each_device_and_in_each_step_of_the
     assert [len(set(map(tuple, table))) for table in home_XP2.tolist()] == [10]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("form", ["gather, blocks", "ring", "ulysses"])
 def test_one_documents_token_moves_no_other_document(form):
     q, k, v, ids, _ = make_inputs(1, 64, 4, 4, 8)
@@ -211,6 +214,7 @@ def test_one_documents_token_moves_no_other_document(form):
     np.testing.assert_array_equal(changed_T, (np.arange(64) >= 30) & (np.arange(64) < 45))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("form", ["gather, plain", "ulysses"])
 def test_a_prefix_is_seen_by_its_document_on_other_devices_too(form):
     q, k, v, ids, _ = make_inputs(1, 32, 4, 4, 8)
@@ -225,6 +229,7 @@ def test_a_prefix_is_seen_by_its_document_on_other_devices_too(form):
     assert np.abs(got - np.asarray(xla.make_attend()(q, k, v, ids))).max() > 1e-2
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "largest", [functools.partial(attention_logit_max, window=9), attention_logit_bound], ids=["exact", "bound"]
 )

@@ -36,6 +36,7 @@ def whole_total(h_BTD, w_DV, targets_BT, weights_BT, z_loss, softcap):
     return jnp.sum(weights_BT * nats_BT) + z_loss * jnp.sum(weights_BT * lse_BT**2)
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     ("z_loss", "softcap"), twins([(0.0, None), (0.1, None), (0.0, 3.0), (0.1, 3.0)], (0.0, None), (0.1, 3.0))
 )

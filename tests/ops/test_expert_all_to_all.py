@@ -51,6 +51,7 @@ def both_ways():
     return both
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("counts", "rounds"), COUNTS.values(), ids=COUNTS)
 def test_values_and_gradients_are_those_of_one_device_however_many_rounds(counts, rounds):
     keys = iter(jax.random.split(jax.random.key(0), 6))

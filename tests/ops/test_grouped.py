@@ -26,6 +26,7 @@ def plain(x_RC, w_ECO, counts):
     return jnp.einsum("RC,RCO->RO", x_RC, w_ECO[groups_R])
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
 def test_values_and_gradients_are_those_of_rows_with_their_own_matrices(counts):
     keys = jax.random.split(jax.random.key(0), 3)
@@ -37,6 +38,7 @@ def test_values_and_gradients_are_those_of_rows_with_their_own_matrices(counts):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_weights_that_lie_turned_in_memory_give_the_same():
     keys = jax.random.split(jax.random.key(0), 3)
     counts_E = jnp.asarray([100, 0, 90])

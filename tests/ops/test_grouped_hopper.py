@@ -86,6 +86,7 @@ def test_values_and_gradients_are_those_of_rows_with_their_own_matrices(interpre
     np.testing.assert_allclose(products.weight_grad(x_RC, dy_RO, counts_E, F32), dw, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("counts", [COUNTS, [0, 0, 300], [128, 128, 44], [1] * 300, [0, 0, 0]])
 def test_tiles_hold_each_row_of_a_group_once(counts):
     tiles, most = grouped_hopper.group_tiles(jnp.asarray(counts), 300)

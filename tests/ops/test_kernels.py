@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxscale.core.plan import UNSHARDED, single_device_plan
 from jaxscale.kernels.activation import swiglu
@@ -26,6 +27,7 @@ def layer_loss(plan, params, x, segment_ids_BT):
     return jnp.sum(jnp.sin(plan.project("BTF,FD->BTD", swiglu(gate, up), params["down"])))
 
 
+@pytest.mark.slow
 def test_cpu_kernels_give_the_loss_and_gradients_of_the_plain_ones():
     random = np.random.default_rng(0)
     shapes = dict(wq=(D, N, H), wk=(D, N, H), wv=(D, N, H), wo=(N, H, D), gate=(D, F), up=(D, F), down=(F, D))

@@ -32,6 +32,7 @@ def make_inputs(x_shape, w_shape, dtype):
     return jnp.asarray(x, dtype), jnp.asarray(w, jnp.float32)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("spec, x_shape, w_shape", CASES)
 def test_cpu_projection_equals_einsum(spec, x_shape, w_shape):
     x, w = make_inputs(x_shape, w_shape, jnp.float32)
@@ -40,6 +41,7 @@ def test_cpu_projection_equals_einsum(spec, x_shape, w_shape):
         np.testing.assert_allclose(got, right, rtol=1e-5, atol=1e-5)  # float32 sums taken in another order
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("spec, x_shape, w_shape", CASES)
 def test_cpu_projection_in_bfloat16_rounds_its_results_once(spec, x_shape, w_shape):
     x, w = make_inputs(x_shape, w_shape, jnp.bfloat16)

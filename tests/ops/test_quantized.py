@@ -42,6 +42,7 @@ def products(project, spec, dtype=jnp.float32):
     return both(x, w)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("spec", SHAPES)
 @pytest.mark.parametrize("name", RECIPES)

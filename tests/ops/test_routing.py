@@ -53,6 +53,7 @@ def test_experts_come_from_the_best_groups(best, experts):
     np.testing.assert_array_equal(chosen(form, [[3.0, -9.0, 2.0, 1.0]]).expert_nk, experts)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("experts", "chosen", "as_bits"), [(4, 2, False), (4, 2, True), (9, 3, True), (3, 1, False)])
 def test_sorting_is_undone_and_gradients_are_those_of_gathers(experts, chosen, as_bits):
     rng = np.random.default_rng(0)
@@ -81,6 +82,7 @@ def test_sorting_is_undone_and_gradients_are_those_of_gathers(experts, chosen, a
 choices = st.permutations(range(EXPERTS + 2)).map(lambda order: [min(e, EXPERTS) for e in order[:CHOSEN]])
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(experts=st.lists(choices, min_size=TOKENS, max_size=TOKENS), as_bits=st.booleans())
 def test_rows_go_to_their_experts_and_back_by_inverse_permutations(experts, as_bits):
@@ -105,6 +107,7 @@ def test_gradients_of_weights_are_those_of_taking_them_out():
         np.testing.assert_array_equal(got, right)
 
 
+@pytest.mark.slow
 def test_a_token_that_is_no_number_changes_no_other():
     rng = np.random.default_rng(0)
     x_nD, w_DE, dweight_nk = (jnp.asarray(rng.normal(size=size), jnp.float32) for size in ((16, 8), (8, 4), (16, 2)))
@@ -128,6 +131,7 @@ def test_numbers_are_sorted_and_equals_stay_in_their_order(end):
     np.testing.assert_array_equal(stable_order(number_R, end), np.argsort(number_R, kind="stable"))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("tokens", [64, 61])  # the second is no whole number of parts
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_gradients_of_a_router_are_those_of_one_product(tokens, dtype):

@@ -56,6 +56,7 @@ def both(f, weights, x_RD, weight_R, dy_RD, counts_E):
     return tiny.values_and_gradients(lambda *args: f(*args, counts_E), dy_RD, weights, x_RD, weight_R)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
 def test_values_and_gradients_are_those_of_a_plain_loop(counts):
     counts_E = jnp.asarray(counts, jnp.int32)
@@ -66,6 +67,7 @@ def test_values_and_gradients_are_those_of_a_plain_loop(counts):
                 np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6 * max(np.abs(other).max(), 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
 def test_what_is_no_number_stays_with_its_expert_and_behind_the_last_row_anything_may_lie(bad):
     weights, x_RD, weight_R, dy_RD = given(4)
@@ -84,6 +86,7 @@ def test_what_is_no_number_stays_with_its_expert_and_behind_the_last_row_anythin
         assert not np.isfinite(one[2]).any()
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @hypothesis.given(
     counts=st.lists(st.integers(0, 130), min_size=5, max_size=5).filter(lambda counts: sum(counts) <= ROWS),
@@ -102,6 +105,7 @@ def test_overflow_chunks_have_the_rows_of_one_expert_beyond_its_slots(counts, sp
     np.testing.assert_array_equal(marks_R, np.pad(np.concatenate(expected), (0, ROWS - sum(counts))))
 
 
+@pytest.mark.slow
 def test_a_bfloat16_product_is_summed_in_float32_and_its_gradient_of_weights_is_in_their_dtype():
     weights, x_RD, weight_R, dy_RD = given(4)
     x_RD, counts_E = x_RD.astype(jnp.bfloat16), jnp.asarray([150, 0, 60, 40], jnp.int32)

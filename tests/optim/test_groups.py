@@ -93,6 +93,7 @@ def test_a_pattern_that_only_finds_what_is_taken_is_an_error():
         assigned(GroupConfig(pattern="attention"), GroupConfig(pattern="wq"))
 
 
+@pytest.mark.slow
 def test_frozen_parameters_stay_as_they_are_and_have_no_moments():
     params, state, _ = step((GroupConfig(pattern="attention|embedding", frozen=True),), num=3)
     np.testing.assert_array_equal(params["blocks"]["attention"]["wq"], PARAMS["blocks"]["attention"]["wq"])

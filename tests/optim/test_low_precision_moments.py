@@ -35,6 +35,7 @@ def wide(positive):
     return jnp.asarray(x**2 if positive else x, jnp.float32)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("through", "positive", "apart"),
     [
@@ -55,6 +56,7 @@ def test_a_moment_comes_back_near_and_in_the_mean_right(through, positive, apart
     assert not np.any(through(jnp.zeros((2, 64)), 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 def test_a_second_moment_falls_at_its_rate_however_slow(dtype):
     tx = cast_moments(optax.scale_by_adam(0.9, 0.999), dtype, {"w": ("embed", "mlp")})
@@ -74,6 +76,7 @@ def test_a_second_moment_falls_at_its_rate_however_slow(dtype):
 SOAK = pytest.mark.soak
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
@@ -120,6 +123,7 @@ def test_a_run_loses_little_by_it(name, dtype):
     np.testing.assert_allclose(narrow, plain, rtol={"bfloat16": 0.001, "int8": 0.002}[dtype])
 
 
+@pytest.mark.slow
 def test_plan_counts_them_as_they_are_kept():
     sizes = {}
     for dtype in ("float32", "bfloat16", "int8"):

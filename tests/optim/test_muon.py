@@ -29,6 +29,7 @@ def iterated(s):
     return s
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("shape", [(3, 12, 20), (2, 20, 12), (1, 16, 16)])
 def test_the_singular_vectors_stay_and_the_singular_values_are_iterated(shape):
     x = np.random.default_rng(0).normal(size=shape)
@@ -56,6 +57,7 @@ def published(x, steps=5):
 AS_MATRICES = {"wq": (8, 24), "wo": (24, 8), "gate": (8, 16), "up": (8, 16), "experts": (16, 8)}
 
 
+@pytest.mark.slow
 def test_updates_of_matrices_are_those_of_the_published_code_and_all_others_adamw_s():
     params, momentum = draw(0), jax.tree.map(np.zeros_like, draw(0))
     for number in range(3):
@@ -82,6 +84,7 @@ def test_updates_of_matrices_are_those_of_the_published_code_and_all_others_adam
         np.testing.assert_allclose((found["blocks"] | found)[name], value, atol=1e-6)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("shape", "rules", "heads"),
     [
@@ -98,6 +101,7 @@ def test_on_a_mesh_whole_matrices_are_orthogonalised(shape, rules, heads):
         assert "all-to-all" in program and "all-gather" not in program
 
 
+@pytest.mark.slow
 def test_few_steps_give_the_same_on_a_mesh():
     found, _ = trained(on_mesh(dict(fsdp=4, tensor=2)), "zero3", name="muon", muon_steps=3)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), found, on_one(muon_steps=3))
@@ -109,6 +113,7 @@ def test_heads_by_themselves_are_other_matrices():
     np.testing.assert_array_equal(fused["gate"], each["gate"])
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", [(2, 16, 16), (2, 16, 48), (2, 48, 16)])
 @pytest.mark.parametrize(("steps", "least", "farthest"), [(2, 0.03, 0.39), (3, 0.01, 0.28), (4, 0.003, 0.21)])

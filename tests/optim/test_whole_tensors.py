@@ -56,6 +56,7 @@ def on_one(name):
     return trained(on_mesh({}), **({"name": name} | REFERENCES[name]))[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REFERENCES)
 def test_each_tensor_of_a_stack_is_updated_as_optax_updates_it_alone(name):
     found = on_one(name)
@@ -77,6 +78,7 @@ PLACES = [ZERO3, ZERO1, ZERO2]
 QUICK = [("lamb", *ZERO3), ("adafactor", *ZERO1), ("adafactor", *ZERO2), ("scaled", *ZERO1)]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("name", "shape", "rules"),
     twins([(name, *place) for name in REFERENCES for place in PLACES], *QUICK),

@@ -202,6 +202,7 @@ def compute(cfg, params, batch):
 IN_CHUNKS = {"scan_layers": False, "loss_chunk_tokens": 16}
 
 
+@pytest.mark.slow
 def test_logits_loss_and_gradients_are_those_of_bert(parity):
     reference = parity.load("bert")
     cfg = bert_config(reference.config, loss_chunk_tokens=16)
@@ -220,6 +221,7 @@ def test_packed_documents_are_read_as_bert_reads_each_alone(parity):
     np.testing.assert_allclose(ours, reference["packed_logits"], rtol=TOLERANCE, atol=TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "form"),
     [
@@ -239,6 +241,7 @@ def test_logits_loss_and_gradients_are_those_of_t5(name, form, parity):
     parity.assert_close_trees(ours.gradients, t5_params(cfg, reference.gradients), GRADIENT_TOLERANCE)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", ["t5_v1_0", "t5_v1_1"])
 def test_packed_documents_are_read_as_t5_reads_each_alone(name, parity):
     reference = parity.load(name)

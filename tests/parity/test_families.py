@@ -93,6 +93,7 @@ def check(parity, reference, cfg, found, form="xla", gradients=True):
     parity.assert_close_trees(found_gradients, theirs, GRADIENT_TOLERANCE)
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("name", CASES)
 def test_tensors_come_back_bit_for_bit_and_compute_what_transformers_computes(name, parity):
     reference, cfg, found = load(parity, name)
@@ -111,6 +112,7 @@ def test_gradients_of_the_others_are_those_of_transformers(name, parity):
     check(parity, *load(parity, name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "form", "changes"), FORMS, ids=str)
 def test_a_family_is_the_same_in_every_form(name, form, changes, parity):
     check(parity, *load(parity, name, **changes), form)

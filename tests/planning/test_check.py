@@ -76,6 +76,7 @@ def test_a_model_that_is_too_large_says_how_much_is_missing():
     assert f"memory: {need:.1f} TiB a device for the state" in lines[1]
 
 
+@pytest.mark.slow
 def test_the_state_is_counted_exactly():
     for overrides, shares in (({}, (8, 8, 8)), ({"rules": "zero1"}, (1, 8, 1))):
         program = tiny.program(overrides, 8)

@@ -106,6 +106,7 @@ def test_curves_through_ends_of_runs_and_those_that_are_over_fix_no_edge():
         best_size.envelope([curves[0]._replace(losses=[3.0, 2.0, 0.0, 1.0])])
 
 
+@pytest.mark.slow
 def test_intervals_hold_the_truth_about_as_often_as_they_say():
     """Nominal 90%, 0.2% of noise in each run, 2% in each step of a curve."""
     held = {"parabolas": 0, "envelope": 0, "far": 0}

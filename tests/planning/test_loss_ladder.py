@@ -55,6 +55,7 @@ def test_the_noise_is_measured_from_runs_that_differ_in_seed_alone(ladder, tmp_p
     assert pair.noise is None  # of one degree of freedom
 
 
+@pytest.mark.slow
 def test_its_law_forecasts_a_larger_run(ladder):
     law, tokens = fit(ladder.points, draws=100), BUDGET.total_steps * BUDGET.batch_tokens
     low, middle, high = law.predict(TARGET.model.num_params, tokens)
@@ -179,6 +180,7 @@ def test_another_amount_of_tokens_can_be_asked_for():
         target_budget(TARGET, "much")
 
 
+@pytest.mark.slow
 def test_the_band_holds_the_curve_of_a_run_that_was_not_in_the_ladder(ladder, tmp_path):
     own = schedule_of(TARGET, BUDGET)
     made_ladder.write(tmp_path / "run", TARGET, noise=0.003, seed=99)

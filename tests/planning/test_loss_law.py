@@ -100,6 +100,7 @@ def test_the_slope_is_that_of_the_loss():
     assert np.all(np.linalg.eigvalsh(curves[0]) > 0)
 
 
+@pytest.mark.slow
 def test_the_same_ladder_and_seed_give_the_same_numbers(noisy):
     again = fit(noisy.points, draws=100)
     assert again == noisy and again.predict(1e9, 2e10) == noisy.predict(1e9, 2e10)

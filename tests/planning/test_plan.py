@@ -319,6 +319,7 @@ def test_a_run_that_the_money_ends_before_its_schedule_is_warned_of(plan):
     assert not [one for one in plan.cautions if "deadline" in one.what]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("flops", [1e17, 1e19, 6e23, 1e25])
 def test_a_proposal_is_compute_optimal_and_its_config_loads(flops, tmp_path):
     found = propose_for_flops(flops, "test")

@@ -190,6 +190,7 @@ LOOPS = {
 ARGUMENTS = {"quickstart": 13.355, "masked_lm": 12.881, "span_corruption": 27.653, "gpt2_124m": 194.92}
 
 
+@pytest.mark.cases(15)
 @pytest.mark.parametrize(("name", "topology", "overrides", "gib"), COMPARED, ids=lambda value: str(value))
 def test_memory_is_within_15_percent_of_the_compilers(name, topology, overrides, gib):
     assert abs(told_error(name, topology, overrides, gib)) < 0.15
@@ -259,6 +260,7 @@ def test_what_is_offloaded_is_counted_in_the_hosts_memory():
     assert memory_need(plain).moments == in_host + memory_need(offloaded).moments and in_host > 1 << 30
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
 def test_parameters_flops_and_state_are_those_of_the_model(file):
     cfg = load_config(f"{file}:depth=4" if file.stem == "auto" else str(file), ONE_OF_EACH)

@@ -166,6 +166,7 @@ def test_the_ranges_that_are_often_asked_for():
     assert percent("TPU7x") == (39, 55) and percent("H100 SXM") == (38, 48)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("run", HOURS)
 def test_a_plan_gives_published_gpu_hours_back(run):
     """Within the range of its defaults; and at the run's own share to what attention adds and goodput takes.

@@ -129,6 +129,7 @@ def test_a_slow_host_is_named_with_what_is_slow(measure):
     assert len(slow_ones(processes(product_s=2.0)[1:3])) == 1  # of two
 
 
+@pytest.mark.slow
 def test_people_are_told_the_figure_of_the_table_and_who_is_slow(record):
     row = record["collectives"][0] | {"table_bytes_per_s": 6e11, "seconds": 0.001, "bytes_per_s": 3e11}
     found = {"collectives": [row], "num_processes": 4, "slow": ["host-2 (process 2): its copy takes 4.50 times"]}

@@ -26,6 +26,7 @@ def cases():
     return {case.name: case for case in made}
 
 
+@pytest.mark.slow
 def test_every_form_of_attention_of_this_platform_has_a_case(cases):
     assert {name.split(",")[0] for name in cases if "attention" in name} == {
         "blockwise attention of 256", "blockwise attention of 1100",
@@ -34,6 +35,7 @@ def test_every_form_of_attention_of_this_platform_has_a_case(cases):
     assert {"projection in int8", "projection in fp8", "cross-entropy over 512 words"} < set(cases)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", ["rms_norm", "rotary positions", "swiglu", "projection in int8"])
 def test_a_kernel_is_near_its_definition_and_another_is_not(cases, name):
     case = cases[name]

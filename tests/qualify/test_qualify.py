@@ -55,6 +55,7 @@ def qualified(tmp_path_factory):
     return folder / "out"
 
 
+@pytest.mark.slow
 def test_a_machine_is_qualified_from_end_to_end(qualified):
     found = json.loads((qualified / "qualify.json").read_text())
     assert found["devices"] == "8 x cpu" and found["chip"] is None and found["passed"] and not found["unfinished"]
@@ -74,6 +75,7 @@ def test_plan_is_left_the_step_and_the_rate_of_saves(qualified):
     assert kept.by == "jaxscale qualify" and kept.num_devices == 8 and kept.save_bytes_per_second > 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(headless.BROWSER is None, reason="no chromium")
 def test_the_page_opens_and_asks_for_nothing(qualified, tmp_path):
     browser = headless.Browser(tmp_path / "profile")

@@ -68,6 +68,7 @@ def browser(tmp_path_factory):
     opened.close()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("width", [360, 768, 1280])
 @pytest.mark.parametrize("name", ["one", "two", "many"])
 def test_nothing_is_too_wide_and_the_console_is_silent(browser, folder, name, width):
@@ -182,6 +183,7 @@ def test_dark_and_paper_have_their_own_ground(browser, folder):
     assert browser.ask("document.documentElement.scrollWidth") <= 760
 
 
+@pytest.mark.slow
 def test_pictures_of_the_page_are_not_blank(browser, folder, tmp_path):
     keep = os.environ.get("JAXSCALE_SCREENSHOTS")
     in_docs = ("report", "report-dark", "report-compare")

@@ -115,6 +115,7 @@ def test_a_step_counts_once_and_what_is_no_table_is_left_out(tmp_path):
     assert read_expert_counts(tmp_path / "none", []) is None
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="there is no chromium here to open the page in")
 def test_the_crosshair_of_experts_is_not_that_of_steps_and_a_zoom_leaves_them_as_they_are(tmp_path):
     (tmp_path / "page.html").write_text(make_page([read_history(made(tmp_path / "run", 6, 16))], now=0.0))

@@ -113,6 +113,7 @@ QUICK = [("gemma", "one"), ("latent", "tensor=2")]
 SLOW = [(kind, mesh) for kind in MODELS for mesh in MESHES if (kind, mesh) not in QUICK]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name, mesh", [*QUICK, *(pytest.param(*pair, marks=pytest.mark.soak) for pair in SLOW)])
 def test_the_likeliest_tokens_are_those_of_full_passes(name, mesh):
     steps = np.stack(list(generator(name, mesh).generate(PROMPTS, GREEDY, 12)), axis=1)
@@ -131,6 +132,7 @@ def test_of_latents_the_cache_has_no_number_of_any_head():
     assert sum(leaf.size for leaf in cache) == 2 * 4 * LONGEST * (8 + 4)  # layers, rows, slots, rank and part with RoPE
 
 
+@pytest.mark.slow
 def test_a_penalty_is_for_the_tokens_of_the_prompt_and_for_those_drawn_since():
     steps = list(generator("llama", "one").generate(PROMPTS, Sampling(temperature=0.0, repetition_penalty=5.0), 8))
     texts, plain = np.stack(steps, axis=1).tolist(), 0
@@ -182,6 +184,7 @@ def test_the_same_seed_gives_the_same_text_whatever_the_mesh_and_the_batch():
     assert text_of(generator("llama", "one", batch=1), [PROMPTS[3]], 0, settings, 8) != alone
 
 
+@pytest.mark.slow
 def test_equal_prompts_get_different_texts_and_each_of_them_can_be_had_alone():
     settings, made, prompt = Sampling(temperature=1.0), generator("llama", "one"), PROMPTS[1]
     first, second = (text_of(made, [prompt, PROMPTS[0], prompt], row, settings, 3) for row in (0, 2))
@@ -197,6 +200,7 @@ def test_each_prompt_draws_by_itself_whatever_is_beside_it():
     assert all(0 <= number < 2**31 for number in prompt_numbers([[token] for token in range(99)]))  # as int32 holds
 
 
+@pytest.mark.slow
 def test_a_model_that_gives_no_numbers_is_told_and_writes_nothing():
     made = generator("llama", "one")
     broken = Generator(made.engine, jax.tree.map(lambda leaf: leaf * np.nan, made.params))
@@ -222,6 +226,7 @@ def test_a_row_ends_before_a_stop_token_and_the_others_go_on():
     assert (ended == ENDED).any()
 
 
+@pytest.mark.slow
 def test_a_text_ends_where_the_model_can_read_no_more():
     made = generator("gpt2", "one", longest=12)
     steps = np.stack(list(made.generate(PROMPTS, GREEDY, 30)), axis=1)

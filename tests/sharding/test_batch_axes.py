@@ -64,6 +64,7 @@ def alone():
     return jax.tree.map(np.asarray, jax.value_and_grad(summed)(PARAMS, X_BD))
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("rules", ["zero1", "zero2", "zero3"])
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_the_gradient_is_that_of_one_device(mesh, rules):

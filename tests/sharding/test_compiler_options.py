@@ -151,6 +151,7 @@ def test_an_option_that_xla_does_not_know_is_one_line_before_anything_is_compile
     assert str(error.value).startswith(told) and "\n" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_the_step_is_compiled_with_the_options_of_the_config(tmp_path):
     program = tiny.program({"compiler.xla_dump_to": str(tmp_path), "model.num_layers": 1})
     program.train_step.lower(program.abstract_state, program.abstract_batch).compile()

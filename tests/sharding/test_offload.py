@@ -48,6 +48,7 @@ def memory_kinds(tree):
     return {leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree) if leaf.ndim}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "num_devices"),
     [
@@ -132,6 +133,7 @@ def test_parameters_on_the_host_are_evaluated_and_sampled_from_as_others_are():
         np.testing.assert_allclose(left, right, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "experts", [None, pytest.param(EXPERTS | {"first_dense": 0}, marks=pytest.mark.soak)], ids=bool
 )
@@ -164,6 +166,7 @@ def test_a_step_that_is_not_ok_leaves_moments_on_the_host_as_they_were():
         np.testing.assert_allclose(left, right, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("setting", "field"), [("offload_moments", "opt_state"), ("offload_params", "params")])
 def test_a_checkpoint_of_what_is_on_the_host_comes_back_to_the_host(setting, field, tmp_path):
     program = tiny.program({f"optim.{setting}": True}, 2)

@@ -85,6 +85,7 @@ def pieces(array):
     return {shard.data.shape for shard in array.addressable_shards}
 
 
+@pytest.mark.cases(1)
 def test_a_state_is_born_sharded(stage_and_state):
     stage, _, state = stage_and_state
     params, moments = PLACES[stage]

@@ -37,6 +37,7 @@ def test_a_part_of_it_is_a_part_of_the_array(shape, scattered_shape):
     np.testing.assert_array_equal(unpad(sent[4:8], shape[1:]), x[4:8])
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("dimension", [0, 1])
 @pytest.mark.parametrize("shape", [(16, 151 * LANES), (16, 16, 24), (16, 16, 4, 24), (16, 24)], ids=str)
 def test_devices_get_the_same_parts_of_the_same_sums(shape, dimension):

@@ -63,6 +63,7 @@ def test_ids_and_end_tokens_are_those_of_transformers(tmp_path, layout):
             assert tokenizer.encode(text).tolist() == ids, text
 
 
+@pytest.mark.cases(7)
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if "chat" in expected(name) and name != MARKED])
 def test_prompts_of_chat_are_those_of_transformers(tmp_path, layout):
     pytest.importorskip("jinja2", reason="the extra chat")

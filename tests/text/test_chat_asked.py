@@ -42,6 +42,7 @@ def folder_with(tmp_path, template, **about):
     return read_folder(tmp_path / "t")
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize(
     ("template", "settings"),
     [

@@ -53,6 +53,7 @@ def write(source, messages=MESSAGES):
     return compile_template(source, "t.jinja", {}, {}, "")(messages, None, True)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("source", HUNGRY.values(), ids=HUNGRY)
 def test_a_template_does_not_take_all_memory(templates, source):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -63,6 +64,7 @@ def test_a_template_does_not_take_all_memory(templates, source):
     assert write("{{ messages[0].content }}") == "x"
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("source", SLOW.values(), ids=SLOW)
 def test_a_template_does_not_take_all_time(templates, source):
     with pytest.raises(BadInput, match="t.jinja.*: it takes more than"):
@@ -70,6 +72,7 @@ def test_a_template_does_not_take_all_time(templates, source):
     assert write("{{ messages[0].content }}") == "x"
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("how", ["ignored", "blocked"])
 def test_time_is_bounded_where_the_signal_is_not_wanted(how):
     """As where libtpu is loaded: what a process ignores or blocks, its children do too.

@@ -80,6 +80,7 @@ def tokens_and_weights(corpus):
 TABLES = ["parquet", "arrow", "stream.arrow", "saved", "hf", "array_record"]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", TABLES)
 def test_conversations_in_a_table_are_those_of_json_lines(tmp_path, tokenizer, kind):
     lines = opened(tmp_path, write("jsonl", tmp_path / "lines", ROWS), tokenizer)
@@ -91,6 +92,7 @@ def test_conversations_in_a_table_are_those_of_json_lines(tmp_path, tokenizer, k
     assert lineage["id"] == [row["id"] for row in ROWS] and lineage["offset"] == list(range(30))
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("kind", ["jsonl", *TABLES])
 def test_the_field_is_named_where_others_could_have_been_meant(tmp_path, tokenizer, kind):
     files, said = write(kind, tmp_path / "table", ROWS), []

@@ -90,6 +90,7 @@ def prepared(path, *flags):
         return code, line
 
 
+@pytest.mark.cases(40)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("name", FILES)
 def test_damaged_input_is_told_by_its_name_or_read(tmp_path, name, change):
@@ -129,6 +130,7 @@ LEFT_OUT = {  # files, what the line says, and the way out that it names
 }  # fmt: skip
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("case", LEFT_OUT)
 def test_what_reading_leaves_out_is_said_with_the_way_out(tmp_path, capsys, case):
     files, told, way_out = LEFT_OUT[case]
@@ -177,6 +179,7 @@ def test_the_line_about_a_file_with_a_line_end_in_its_name_is_one(tmp_path):
     assert code == 2 and "a\\nb.jsonl line 1" in line and len(line.splitlines()) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("setpriv") is None, reason="no setpriv, which takes root's rights away")
 def test_what_this_user_may_not_read_or_write_is_one_line(tmp_path):
     (tmp_path / "shut.jsonl").write_bytes(LINES)

@@ -72,6 +72,7 @@ def assert_same(ours, theirs):
     assert ours.ids.dtype == np.uint32 and ours.lengths.dtype == np.int64
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("encoder", FAST)
 @settings(max_examples=25, deadline=None)
 @given(texts=texts_of_all_kinds)
@@ -135,6 +136,7 @@ def test_added_tokens_that_are_text_keep_their_ids(path, encoder, tmp_path):
     assert fast.encoder == encoder and (block.ids == slow.encode("<tool>")[0]).sum() == 4
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("encoder", FAST)
 def test_long_runs_are_read_alike(path, encoder):
     slow, fast = exact_and(path, encoder)

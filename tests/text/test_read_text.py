@@ -257,6 +257,7 @@ def test_json_lines_in_another_encoding_are_repaired_and_counted(tmp_path):
         read(path, invalid_utf8="repair")
 
 
+@pytest.mark.cases(1)
 @pytest.mark.fault("F24")
 @pytest.mark.parametrize("codec", ["gzip", "zstd"])
 def test_a_packed_file_that_is_cut_short_is_named_or_counted(tmp_path, codec):

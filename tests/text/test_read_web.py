@@ -135,6 +135,7 @@ def test_pages_that_are_too_long_or_no_text_are_counted(tmp_path):
     }  # fmt: skip
 
 
+@pytest.mark.cases(1)
 @pytest.mark.fault("H5")
 @pytest.mark.parametrize("extractor", ["resiliparse", "trafilatura"])
 def test_a_page_of_endless_depth_does_no_harm(tmp_path, extractor):
@@ -159,6 +160,7 @@ def test_the_sample_of_a_crawl_gives_its_pages():
     assert len({document.offset for document in documents}) == 22
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("how", "precision", "recall"),
     [

@@ -56,6 +56,7 @@ def trained(request, tmp_path_factory):
     return request.param, made, load_tokenizer(str(path))
 
 
+@pytest.mark.cases(1)
 def test_equal_texts_in_another_order_and_another_process_give_the_same_file(trained, tmp_path):
     name, made, _ = trained
     shuffled = made_up_texts()

@@ -115,6 +115,7 @@ def test_a_run_goes_back_before_the_bad_steps_and_leaves_their_batches_out(tmp_p
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.fault("F11")
 @pytest.mark.parametrize("moment", [soak("signalled meanwhile"), soak("half carried out"), "after the next steps"])
 def test_a_rewind_binds_a_run_that_was_killed_after_it(tmp_path, spoil, straight, moment, monkeypatch):
@@ -178,6 +179,7 @@ def test_skips_and_cuts_are_replayed_bit_for_bit(tmp_path, spoil, monkeypatch):
         tiny.assert_same_bits(other, learned(old))
 
 
+@pytest.mark.slow
 def test_what_a_replay_has_saved_goes_on_by_its_own_judgement(tmp_path, spoil):
     loop.train(opened(tmp_path / "old", stop_after=7))
     loop.train(opened(tmp_path / "new", replay=str(tmp_path / "old"), stop_after=4))
@@ -194,6 +196,7 @@ def test_a_replay_of_another_config_is_refused(tmp_path):
         opened(tmp_path / "new", replay=str(tmp_path / "nowhere"))
 
 
+@pytest.mark.slow
 def test_checkpoints_after_a_skip_are_suspect_for_a_window_also_where_the_run_was_stopped_meanwhile(tmp_path, spoil):
     keep = {"checkpoint.keep_last": 9}
     spoil("5:6:nan")
@@ -203,6 +206,7 @@ def test_checkpoints_after_a_skip_are_suspect_for_a_window_also_where_the_run_wa
     assert [event["step"] for event in told(tmp_path / "run", "skipped")] == [6]
 
 
+@pytest.mark.slow
 @pytest.mark.fault("F11")
 @pytest.mark.parametrize("fault", ["comes again", soak("is gone")])
 def test_a_replay_ends_as_the_run_did(tmp_path, spoil, fault, monkeypatch):
@@ -306,6 +310,7 @@ def test_a_save_that_fails_meanwhile_does_not_keep_a_run_from_going_back(tmp_pat
     assert [event["cause"] for event in told(tmp_path / "run", "save_failed")] == ["no space left"]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.fault("F11")
 @pytest.mark.parametrize(("most", "to"), [(0, 4), (9, 12)])
 def test_a_clean_checkpoint_that_is_too_old_is_passed_over(tmp_path, most, to):
@@ -385,6 +390,7 @@ def test_a_run_leaves_after_a_step_with_its_horizon_unchanged(tmp_path):
     assert not (tmp_path / "run" / "abandoned.jsonl").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.fault("F10")
 def test_a_gradient_that_is_not_finite_is_skipped_once_or_ends_the_run_with_its_name(tmp_path, monkeypatch):
     monkeypatch.setenv("JAXSCALE_SPOIL_GRADIENT", "5:blocks/mlp/up")

@@ -148,6 +148,7 @@ def straight(tmp_path_factory, programs):
     return folder, tiny.host(loop.train(open_ramp(folder, programs)).params)
 
 
+@pytest.mark.slow
 def test_each_step_trains_on_its_batch_and_tells_so(straight):
     found = records(straight[0])
     assert [record["tokens_seen"] for record in found] == [sum(ROWS[: n + 1]) * ROW for n in range(13)]

@@ -27,6 +27,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_step_waits_for_nobody_in_another_branch(name):
     model, changes = LAYOUTS[name]

@@ -63,6 +63,7 @@ def programs():
     return tiny.program(BASE | {"train.num_microbatches": 2}, 1), tiny.program(PAIRS, 4)
 
 
+@pytest.mark.slow
 def test_the_first_state_and_the_batch_do_not_know_who_shares_rows(programs):
     tiny.assert_same_bits(*(tiny.host(program.init()) for program in programs))
     assert programs[1].batch_shards == 2 and programs[1].batch_sharding.shard_shape((16, 32)) == (8, 32)
@@ -87,6 +88,7 @@ def test_statistics_are_those_of_one_device(programs):
         np.testing.assert_allclose(many[name], value, rtol=1e-4, err_msg=name)
 
 
+@pytest.mark.slow
 def test_a_text_is_that_of_one_device(programs):
     texts = []
     for program in programs:

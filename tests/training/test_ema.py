@@ -41,6 +41,7 @@ def spoilt(batch):
 SHARED = (ON | {"train.ema.start_step": 2, "rules": "zero1", "mesh.fsdp": 2}, 2)  # moments are cut, parameters are not
 
 
+@pytest.mark.slow
 def test_it_is_the_average_that_numpy_computes_and_a_skipped_step_leaves_it_alone():
     program, start = tiny.program(*SHARED), SHARED[0]["train.ema.start_step"]
     expected = tiny.host(program.init().params)
@@ -95,6 +96,7 @@ def test_going_on_from_a_checkpoint_has_the_same_average_as_never_stopping(tmp_p
     tiny.assert_same_bits(seen, straight[2:])
 
 
+@pytest.mark.slow
 def test_both_are_validated(tmp_path):
     few = {"train_tokens": "6 steps", "eval.num_rows": 8, "eval.every_steps": 3}
     cfg, make = tiny.config(QUIET | few | SHARED[0]), tiny.reuse(tiny.program(*SHARED))  # compiled by a test above

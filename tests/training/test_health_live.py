@@ -129,6 +129,7 @@ class Name(str):
         return super().startswith(prefix)
 
 
+@pytest.mark.slow
 def test_every_name_that_a_rule_reads_is_one_that_a_run_writes(changed):
     records, asked = records_of(changed), set()
     health = Health()

@@ -185,6 +185,7 @@ def ended(tmp_path_factory):
     return folder, train(folder)
 
 
+@pytest.mark.slow
 def test_a_run_decays_early_and_ends_at_the_smallest_rate_on_record(ended):
     folder, last = ended
     ((begin, until),) = decays(folder)
@@ -201,6 +202,7 @@ def test_a_run_decays_early_and_ends_at_the_smallest_rate_on_record(ended):
     assert written["changed"] == []
 
 
+@pytest.mark.slow
 def test_killed_in_its_early_decay_it_goes_on_bit_for_bit_and_decides_no_more(ended, tmp_path):
     folder, last = ended
     ((begin, until),) = decays(folder)

@@ -90,6 +90,7 @@ class TestTrain:
             found = [(r["step"], r["gated_rows"], r["gated_rows_total"]) for r in records(tmp_path / "run")]
             assert found[-len(expected) :] == expected
 
+    @pytest.mark.slow
     def test_too_many_bad_steps_in_a_row_end_the_run_with_their_own_code(self, tmp_path):
         run = open_tiny(tmp_path / "run", {"train.guard.max_skipped_in_row": 3})
 

@@ -29,6 +29,7 @@ PIPELINE = {"mesh.pipeline": 2, "model.remat": "full", "train.num_microbatches":
 soak = functools.partial(pytest.param, marks=pytest.mark.soak)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "num_devices"),
     [
@@ -97,6 +98,7 @@ def test_a_run_of_which_most_batches_have_no_targets_goes_to_its_end(tmp_path):
     assert {event["what"] for event in alarms} == {"no targets"}
 
 
+@pytest.mark.slow
 def test_a_validation_set_without_targets_has_no_loss():
     program = tiny.program()
     step = make_eval_step(program.model.unstaged.token_losses, 1)

@@ -74,6 +74,7 @@ def check_learning(case, text_file):
     assert jax.tree.structure(batch) == jax.tree.structure(program.abstract_batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", DEFAULT)
 def test_the_loss_falls(case, text_file):
     check_learning(case, text_file)
@@ -111,6 +112,7 @@ def test_eight_devices_train_as_one_does_whatever_the_objective(case, mesh, text
     np.testing.assert_allclose(many, one, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_hash_of_a_batch_with_an_encoder_is_that_of_the_host(text_file):
     program, batches = parts("span_corruption", "fsdp and tensor", text_file)
     batch = batches.batch(2)

@@ -90,6 +90,7 @@ def test_with_a_whole_head_every_bit_is_that_of_no_pipeline(plain, how):
     tiny.assert_same_bits(grads, plain[1])  # their norm may be summed in another order
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "run",
     [
@@ -168,6 +169,7 @@ def test_statistics_where_moments_are_cut_and_parameters_are_not(programs):
         np.testing.assert_allclose(value, wanted[name], rtol=1e-4, err_msg=name)
 
 
+@pytest.mark.slow
 def test_the_state_is_the_same_arrays_whatever_the_stages(programs):
     shapes = lambda program: jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), program.abstract_state)
     one, many = programs

@@ -52,6 +52,7 @@ def largest_scores(params):
     return np.where(seen_BTS, scores_NBTS, -np.inf).max((1, 2, 3))
 
 
+@pytest.mark.slow
 def test_a_step_is_that_without_a_clip_and_then_each_heads_weights_by_its_root():
     own = {"model": tiny.GPT2 | {"num_layers": 1}, "optim.name": "sgd"}
     plain, clipped = (program(own | {"optim.qk_clip": limit}) for limit in (None, 0.02))

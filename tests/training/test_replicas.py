@@ -54,6 +54,7 @@ def made(overrides):
     return made_of(tuple(overrides.items()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [DATA, BOTH, TENSOR], ids=["data", "data and fsdp", "tensor"])
 def test_each_of_many_flipped_bits_is_found_in_its_leaf_and_on_its_device(mesh):
     _, state, check = made(mesh)
@@ -270,6 +271,7 @@ class TestRun:
         assert told == ["replicas, step 6"] * 2 and "going on from step 4" in said
         assert next(line for line in said if "step 6: device 3 (cpu, process 0) holds other bits of params/" in line)
 
+    @pytest.mark.slow
     def test_a_lasting_fault_ends_the_run_and_names_the_device_and_the_checkpoints_are_good(
         self, tmp_path, monkeypatch
     ):

@@ -101,6 +101,7 @@ def test_a_reader_sees_each_step_once_while_an_older_attempt_is_still_in_the_fil
     assert [tuple(sample) for sample in read_history(tmp_path).samples] == [(2, "a"), (4, "b")]
 
 
+@pytest.mark.slow
 def test_what_cannot_write_text_says_so_at_the_start(tmp_path):
     said = []
     cfg, make = tiny.config(QUIET | SAMPLE | {"sample.every_steps": 2}), tiny.reuse(tiny.program())

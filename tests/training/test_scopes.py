@@ -19,6 +19,7 @@ MODELS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", twins([*MODELS], "llama", "encoder"))
 def test_the_operations_of_a_step_say_which_part_they_belong_to(name):
     cfg = tiny.config(MODELS[name] | {"train.num_microbatches": 2})

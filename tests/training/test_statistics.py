@@ -99,6 +99,7 @@ def by_group(name, tree):
             for key, part in groups.items()}  # fmt: skip
 
 
+@pytest.mark.slow
 def test_numbers_are_those_of_a_plain_computation(one_device):
     program = tiny.program()
     cfg = tiny.config({"model.scan_layers": False}).model
@@ -164,6 +165,7 @@ def test_numbers_do_not_depend_on_the_mesh_and_the_program_compiles_once(overrid
     assert program.statistics._cache_size() == 1
 
 
+@pytest.mark.slow
 def test_blockwise_attention_is_watched_exactly(one_device):
     assert_close(statistics(tiny.program({"model.attention": "blockwise"})), one_device)
 

@@ -52,6 +52,7 @@ def column(seen, name):
 TRACED = ("none", "full", "minimal")  # of the others each keeps other activations, and no weight either
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "remat", [name if name in TRACED else pytest.param(name, marks=pytest.mark.soak) for name in get_args(RematName)]
 )
@@ -157,6 +158,7 @@ def test_the_learning_rate_follows_attempted_steps():
 SGD = {"optim.name": "sgd", "optim.b1": 0.0, "optim.weight_decay": 0.0, "optim.clip_norm": 0.0}
 
 
+@pytest.mark.slow
 def test_the_update_uses_the_rate_of_attempted_steps():
     """Under SGD without momentum an update is the gradient times the rate, so a skip shows in its size."""
     program = tiny.program(SGD)
@@ -181,6 +183,7 @@ def frozen_with_z_loss():
     return program, before, tiny.host(state.params), seen
 
 
+@pytest.mark.slow
 def test_a_frozen_parameter_stays_and_does_not_count_in_the_norm(frozen_with_z_loss):
     _, before, after, seen = frozen_with_z_loss
     for name in ("embedding", "head"):
@@ -219,6 +222,7 @@ def test_float16_trains_like_float32(one_device):
     assert column(seen, "loss_scale") == [2.0**15] * 3 + [2.0**16] and column(seen, "skipped") == [0] * STEPS
 
 
+@pytest.mark.slow
 def test_float16_is_unscaled_before_it_is_clipped_and_the_norm_is_reported_before():
     """Under plain SGD a clipped update is the gradient times rate, clip norm and 1 / norm, whatever the loss scale."""
     moved, norms = [], []
@@ -258,6 +262,7 @@ def test_a_scale_that_can_fall_no_further_stays():
     assert column(seen, "loss_scale") == [2.0**n for n in range(15, -1, -1)] + [1.0]
 
 
+@pytest.mark.slow
 def test_bfloat16_computes_in_half_and_keeps_single_precision_weights(one_device):
     program = tiny.program({"model.compute_dtype": "bfloat16"})
     state, seen = run(program, BATCHES)

@@ -45,6 +45,7 @@ def opened(folder, program, overrides=None):
     return open_run(cfg, str(folder), log=lambda text: None, make_program=tiny.reuse(program))
 
 
+@pytest.mark.slow
 def test_a_real_run_names_the_parameters_that_get_no_gradient(tmp_path):
     run = opened(tmp_path / "run", tiny.program())
     loop.train(dataclasses.replace(run, state=without_gradient(run.state)))

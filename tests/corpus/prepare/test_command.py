@@ -74,6 +74,7 @@ def test_a_finished_set_is_written_for_another_program_and_read_back(raw, tmp_pa
     np.testing.assert_array_equal(theirs, ours)
 
 
+@pytest.mark.slow
 def test_a_set_in_a_bucket_is_the_set_in_the_folder_through_errors_on_the_way(raw, tmp_path, monkeypatch):
     with Emulator() as gcs:
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", gcs.endpoint)

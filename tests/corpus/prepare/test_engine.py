@@ -40,6 +40,7 @@ def test_without_stages_every_token_of_every_document_is_written_once(corpus, te
     assert all(max(ids[:-1]) < 256 for *_, ids in found)
 
 
+@pytest.mark.slow
 def test_many_shards_lie_in_folders_of_bounded_size_and_hold_the_same(corpus, tmp_path, monkeypatch):
     cfg = recipe(corpus, write={"shard_tokens": 9000}, rows={"seq_len": 64})
     flat = run(cfg, tmp_path / "flat")
@@ -95,6 +96,7 @@ def test_copies_are_found_across_blocks_and_the_first_is_kept(corpus, texts, tmp
     assert not any(bytes(ids[:-1]).decode().endswith("One more.") for *_, ids in near)
 
 
+@pytest.mark.slow
 def test_what_goes_in_comes_out_or_is_counted_with_its_reason(corpus, tmp_path):
     stages = ("language", "gopher_quality", "exact_dedup", "near_dedup")
     out = run(recipe(corpus, stages=stages), tmp_path / "out")
@@ -108,6 +110,7 @@ def test_what_goes_in_comes_out_or_is_counted_with_its_reason(corpus, tmp_path):
     assert before == len(documents_in(out)) == counts["written", "text", "documents"]
 
 
+@pytest.mark.slow
 def test_a_tokenizer_is_trained_on_what_is_left_and_lies_beside_the_shards(corpus, tmp_path, monkeypatch):
     values = {"tokenizer": {"name": "train", "train": {"vocab_size": 400, "trainer": "tokenizers"}}}
     cfg = schema.from_dict(PrepareConfig, {"sources": {"text": {"files": str(corpus)}}, "stages": (), **values})
@@ -173,6 +176,7 @@ def test_two_processes_do_not_work_in_one_folder(corpus, tmp_path):
         run(recipe(corpus), tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_a_folder_may_be_named_in_another_way_when_the_work_goes_on(corpus, tmp_path, monkeypatch):
     cfg = recipe(corpus, stages=("exact_dedup",))
     monkeypatch.chdir(tmp_path)
@@ -185,6 +189,7 @@ def test_a_folder_may_be_named_in_another_way_when_the_work_goes_on(corpus, tmp_
     assert contents(tmp_path / "out") == contents(run(cfg, tmp_path / "calm"))
 
 
+@pytest.mark.slow
 def test_more_blocks_than_files_may_be_open_are_gathered(tmp_path):
     made_text.write_jsonl(tmp_path / "a.jsonl", [f"{i} " + "x" * 1100 for i in range(150)])
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -207,6 +212,7 @@ def few_files():
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
+@pytest.mark.slow
 def test_many_blocks_need_few_open_files(tmp_path):
     made_text.write_jsonl(tmp_path / "a.jsonl", [f"{i} " + "x" * 1100 for i in range(200)])
     command = [
@@ -264,6 +270,7 @@ def test_pieces_that_are_done_are_not_done_again(corpus, tmp_path):
     check_manifest(out / "manifest.json", deep=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["jsonl", pytest.param("warc", marks=pytest.mark.soak)])
 def test_a_piece_that_was_ended_keeps_its_finished_blocks_and_tells_how_far_it_is(texts, tmp_path, kind):
     path, head = tmp_path / f"a.{kind}.gz", "WARC/1.0\r\nWARC-Type: conversion\r\nContent-Length: "

@@ -83,6 +83,7 @@ def workers_end(process):
     assert not group_of(process.pid)
 
 
+@pytest.mark.slow
 @pytest.mark.fault("F23")
 @pytest.mark.parametrize("times", [1, pytest.param(20, marks=pytest.mark.soak)])
 def test_killed_at_random_it_comes_to_the_same_bytes(corpus, tmp_path, times):

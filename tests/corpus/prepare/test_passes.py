@@ -208,6 +208,7 @@ def refuse(task):
     return task.number
 
 
+@pytest.mark.slow
 def test_an_error_for_people_stays_one_on_its_way_out_of_another_process_and_ends_no_process_but_its_own():
     callers = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,))
     callers.start()
