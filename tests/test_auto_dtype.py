@@ -15,6 +15,8 @@ from jaxscale.program.fitting_mesh import fitting_program
 from jaxscale.runtime.run.opening import open_run, train_to_completion
 from jaxscale.tools.planning.placeholder_devices import open_machine
 
+pytestmark = pytest.mark.slow
+
 AUTO = {"model.compute_dtype": "auto", "train_tokens": "2 steps", "checkpoint.save_every_steps": 1}
 ELSEWHERE = AUTO | {"model.compute_dtype": "float16"}  # which no CPU gets
 HERE = DtypeChoice("float32", "no bfloat16")
@@ -48,7 +50,6 @@ def test_what_a_run_has_recorded_is_used_and_the_setting_is_named():
     )
 
 
-@pytest.mark.slow
 def test_a_run_records_its_dtype_with_the_reason_and_prints_both(tmp_path):
     said = []
     open_run(tiny.config(AUTO), str(tmp_path), said.append).writer.close()
@@ -65,7 +66,6 @@ def begun(tmp_path_factory):
     return folder
 
 
-@pytest.mark.slow
 def test_a_run_from_other_hardware_keeps_its_dtype(begun):
     said = []
     cfg = tiny.config(AUTO | {"train_tokens": "3 steps"})

@@ -26,6 +26,8 @@ from jaxscale.runtime.text.tokenizer.load import load_tokenizer
 from jaxscale.runtime.training import loop
 from jaxscale.system.exits import Exit, Stop
 
+pytestmark = pytest.mark.slow
+
 QUIET = {"monitor.progress": "off", "monitor.tensorboard": False, "monitor.log_every_steps": 1, "eval.num_rows": 0}
 WIDE = {"model.vocab_size": 264, "seq_len": 32, "batch_tokens": "8 rows"}
 LORA = {"lora.rank": 4}
@@ -108,7 +110,6 @@ def test_a_run_with_adapters_begins_at_the_loss_of_a_full_one_and_goes_on_bit_fo
     assert all(leaf.any() for name, leaf in after.items() if name.endswith(B))
 
 
-@pytest.mark.slow
 def test_merged_weights_are_a_plain_work_folder_with_the_same_logits(base, adapted, tmp_path, capsys):
     run = adapted[0]
     shutil.copytree(run.directory.parent, tmp_path / "tuned")

@@ -17,6 +17,8 @@ from jaxscale.runtime.run.opening import open_run, train_to_completion
 from jaxscale.runtime.run.options import RunOptions
 from jaxscale.system.exits import BadInput, Exit, Stop
 
+pytestmark = pytest.mark.slow
+
 TRUNK = {
     "monitor.progress": "off", "monitor.tensorboard": False, "monitor.log_every_steps": 1, "eval.num_rows": 0,
     "train_tokens": "10 steps", "checkpoint.save_every_steps": 2, "checkpoint.keep_last": 9, "seed": 2,
@@ -71,7 +73,6 @@ def branch(trunk, tmp_path_factory):
     return folder, train(folder, told | LONGER, said=said), said
 
 
-@pytest.mark.slow
 def test_a_branch_steps_as_its_trunk_does_until_its_decay_and_ends_at_the_smallest_rate(trunk, branch):
     folder, end, said = branch
     assert f"init: a branch of {trunk}/checkpoints/4: continues from step 4, with its state and its data" in said
@@ -88,7 +89,6 @@ def test_a_branch_steps_as_its_trunk_does_until_its_decay_and_ends_at_the_smalle
     assert (ancestor["step"], ancestor["what"], ancestor["path"]) == (4, "run", str(trunk / "checkpoints"))
 
 
-@pytest.mark.slow
 def test_a_branch_that_is_stopped_goes_on_bit_for_bit_without_its_trunk_and_with_the_same_command(
     trunk, branch, tmp_path
 ):

@@ -138,6 +138,7 @@ def test_moments_in_the_hosts_memory_are_not_counted_on_the_device(topology, com
     assert report.settings["offload_moments"] is True
 
 
+@pytest.mark.slow
 def test_the_same_question_is_answered_from_what_was_kept(program, topology, compiled, report):
     text = program.train_step.lower(program.abstract_state, program.abstract_batch).as_text()
     ahead.write_result(ahead.result_key(text, program, topology), compiled, print)

@@ -193,6 +193,7 @@ def test_the_candidates_are_all_that_training_would_take_and_the_config_itself(c
     assert shapes == {(data, tensor) for data in (1, 2, 4, 8) for tensor in (1, 2) if data * tensor <= 8}  # 2 kv heads
 
 
+@pytest.mark.slow
 def test_the_guess_of_a_candidate_is_that_of_its_own_program(candidates, topology):
     for one in candidates[5::40]:
         assert one.estimate == estimate_step(ahead_program(one.cfg, topology), topology)

@@ -23,6 +23,7 @@ def test_every_part_asks_a_few_requests_of_each_host(record):
     assert counted.pop("all are here") < 2 * others + LOOKS and not counted
 
 
+@pytest.mark.slow
 def test_nobody_is_sent_what_all_have_said(record):
     most = {part["name"]: part["characters"] / (HOSTS - 1) for part in record["parts"]}
     assert most["all are here"] < 120 and most["a save"] < 4 * 160  # keys, answers and sums of its own

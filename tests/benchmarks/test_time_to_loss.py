@@ -26,6 +26,7 @@ print(json.dumps(dict(tokens=rows["tokens"].size, loss=float((nats * rows["held_
 """  # noqa: E501
 
 
+@pytest.mark.slow
 def test_the_rows_of_others_are_those_of_the_run_and_of_its_validation(tmp_path):
     cfg = load_config("configs/quickstart.py", TINY)
     time_to_loss.write_rows(cfg, str(tmp_path))

@@ -113,6 +113,7 @@ def test_weights_alone_come_from_the_newest_step_and_all_else_is_new(old):
     ]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("path", ["{}/checkpoints/3", "{}/checkpoints"])
 def test_a_step_can_be_named(old, path):
     state, _, _ = branch(old, from_path=path.format(old[0]))

@@ -118,6 +118,7 @@ def test_without_a_checkpoint_it_begins(checkpoints):
     assert restore_newest(checkpoints, lambda step: (step, "new")) == (None, "new")
 
 
+@pytest.mark.slow
 def test_steps_are_moved_aside_and_can_be_saved_again(saved):
     saved.save(30, make_state(seed=3), {}, wait=True)
     assert saved.set_aside_after(10, "rewound") == [20, 30]

@@ -29,7 +29,7 @@ def arrive_late(folder):
     write.array_handler().save(write.epath(folder / "state"), args=saved)
 
 
-@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.fault("F32")
 @pytest.mark.parametrize("when", ["before the commit", "after it"])
 def test_pieces_of_a_frozen_process_that_arrive_late_change_no_array(monkeypatch, when):

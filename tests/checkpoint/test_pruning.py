@@ -31,6 +31,7 @@ def facts(step, health=None, loss=None, pinned=False):
     return StepFacts(step, None, 1, health, loss, False, pinned)
 
 
+@pytest.mark.slow
 @given(st.sets(st.integers(0, 60), max_size=20), st.integers(1, 6), st.integers(0, 20))
 @settings(max_examples=200, deadline=None, derandomize=True)
 def test_without_marks_it_keeps_the_steps_that_training_keeps(steps, keep_last, every):

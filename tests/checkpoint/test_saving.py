@@ -82,6 +82,7 @@ def ended(checkpoints):
         time.sleep(0.005)
 
 
+@pytest.mark.slow
 def test_donating_the_state_right_after_save_does_not_change_what_is_saved(checkpoints):
     grow = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf + leaf, tree), donate_argnums=0)
     state = {"w": jnp.arange(1, 2_000_001, dtype=jnp.float32)}

@@ -63,6 +63,7 @@ def test_a_step_says_what_ran_and_how_fast(step_record):
     assert step_record["params"] == 2 * 32 * 16 + 4 * 16 * 16 + 3 * 16 * 16 + 3 * 16
 
 
+@pytest.mark.slow
 def test_the_step_compiles_once_on_eight_devices(step_record):
     assert step_record["devices"] == "8 x cpu"
     assert step_record["compiled_times"] == 1

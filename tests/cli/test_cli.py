@@ -63,6 +63,7 @@ def test_every_verb_is_there():
         assert importlib.util.find_spec(cli.module_of(verb)) is not None and summary
 
 
+@pytest.mark.slow
 def test_both_doors_lead_to_the_same_verb():
     one, other = jaxscale("watch", "--help"), jaxscale("watch", "--help", module="jaxscale.cli")
     assert one.returncode == other.returncode == 0

@@ -88,6 +88,7 @@ def test_without_the_same_schedule_there_is_no_band_and_nothing_is_written(runs,
     assert not (tmp_path / "big").exists()
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("flags", "told"),
     [

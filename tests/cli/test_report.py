@@ -89,6 +89,7 @@ def test_the_server_shows_a_newer_page_answers_to_its_own_name_only_and_ends_wit
         process.communicate()
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl", "evals.jsonl", "supervise-host2.jsonl"])
 @pytest.mark.parametrize("remote", [False, True], ids=["disk", "bucket"])
 def test_the_page_is_made_anew_when_any_of_its_files_grows(tmp_path, monkeypatch, name, remote):

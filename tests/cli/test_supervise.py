@@ -139,6 +139,7 @@ def test_what_may_be_mended_is_started_again_until_it_is_done(tmp_path):
     assert [end["steps_won"] for end in ends] == [1, 1, 1, 1, 1, 0, 4]
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("end", [1, 2, 3, 11, 12, 16, 17, 18, 19, 130])
 def test_what_a_person_has_to_mend_ends_with_its_own_code(tmp_path, end):
     training = Training(tmp_path, f"saves=1 exits={end}", "exits=0")
@@ -163,6 +164,7 @@ def test_pauses_grow_while_starts_end_quickly_and_never_beyond_the_longest():
     assert policy.pause(3, 0.99) == pytest.approx(20 * 0.505)
 
 
+@pytest.mark.slow
 def test_starts_are_counted_since_the_last_new_checkpoint(tmp_path, capfd):
     advances = [plan for n in range(1, 5) for plan in (f"saves={n} exits=10", "dies=9")]
     training = Training(tmp_path, *advances, "dies=9", "exits=0")

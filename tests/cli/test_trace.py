@@ -23,6 +23,8 @@ from jaxscale.settings.command_line import parse
 from jaxscale.system.exits import Exit, Stop
 from jaxscale.units import BatchSizes
 
+pytestmark = pytest.mark.slow
+
 STEPS = 12
 COUNTS = "step {}, counted from 0; it is step {} in the console and in metrics.jsonl, which count completed steps\n"
 STAGES = {"0": {"web": 0.75, "code": 0.25}, "6 steps": {"web": 0.5, "code": 0.5}}
@@ -84,7 +86,6 @@ def batches_of(home):
     return corpus, corpus.batches(16, corpus.plan_mixture(16, STEPS, STEPS + 2))
 
 
-@pytest.mark.slow
 def test_the_metrics_tell_the_loss_of_each_source_and_the_gated_rows(home, run):
     _, batches = batches_of(home)
     found = records(run)
@@ -179,7 +180,6 @@ def copied(run, tmp_path, *, upto, **data):
     return copy
 
 
-@pytest.mark.slow
 def test_what_a_start_changed_ahead_counts_before_its_first_save(home, run, tmp_path, capsys):
     copy = copied(run, tmp_path, upto=10)
     later = STAGES | {"14 steps": {"code": 1.0}}

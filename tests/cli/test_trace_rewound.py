@@ -9,6 +9,8 @@ from test_trace import told, train
 
 from jaxscale.settings import config_file
 
+pytestmark = pytest.mark.slow
+
 FLAGS = (
     "--config.train.guard.max_skipped_in_row=1", "--config.train.recovery.rewind_margin_steps=1",
     "--config.train.recovery.clean_source=code", "--config.train.recovery.clean_steps=2",
@@ -43,7 +45,6 @@ def listed(workdir, capsys, step):
     return [json.loads(line) for line in told(capsys, f"--workdir={workdir}", f"--step={step}", "--json")]
 
 
-@pytest.mark.slow
 def test_a_copy_without_the_events_is_traced_alike_by_what_its_checkpoints_have_recorded(rewound, capsys, tmp_path):
     shutil.copytree(rewound, tmp_path / "copy")
     (tmp_path / "copy" / "events.jsonl").unlink()

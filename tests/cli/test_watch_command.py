@@ -250,7 +250,7 @@ class Terminal:
         return found
 
 
-@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_terminal_is_drawn_again_as_files_grow_and_sizes_change_and_is_left_as_it_was(tmp_path, number):
     folder = write(tmp_path / "run", RECORDS)

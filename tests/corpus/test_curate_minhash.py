@@ -71,6 +71,7 @@ def test_candidates_are_as_frequent_as_the_detection_curve_says(similarity, tmp_
     assert abs(found - expected) < 4 * np.sqrt(expected * (1 - expected) / count) + 0.005
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("similarity", [0.6, 0.7, 0.75, 0.8, 0.9])
 def test_pairs_pass_the_verification_as_often_as_its_curve_says(similarity):
     rng, count = random.Random(2), 400
@@ -126,6 +127,7 @@ def test_bands_follow_from_the_threshold(threshold, weight, expected):
     assert choose_bands(threshold, 128, weight) == expected
 
 
+@pytest.mark.slow
 @given(st.floats(0.3, 0.95), st.integers(8, 64), st.floats(0.2, 0.95))
 def test_bands_fit_into_the_signature(threshold, permutations, weight):
     bands, rows = choose_bands(threshold, permutations, weight)

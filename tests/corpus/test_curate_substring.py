@@ -46,6 +46,7 @@ FRAGMENTS = st.lists(st.sampled_from(["abcdef", "éabcde", "abcde©", "abcdeè",
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(st.lists(FRAGMENTS | st.text("ab", max_size=40), max_size=5))
 @example(["ha" * 30])

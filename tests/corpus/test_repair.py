@@ -91,6 +91,7 @@ def test_lines_and_documents_have_a_longest_length():
     assert mended("x" * 45, max_line_chars=20, long_line="split")[0] == "\n".join(["x" * 20, "x" * 20, "x" * 5])
 
 
+@pytest.mark.slow
 def test_a_line_of_100_million_characters_takes_no_longer_than_reading_it():
     text = "x" * 100_000_000
     assert mended(text)[2] == TOO_LONG

@@ -51,6 +51,7 @@ WHILE_TRAINING = {
 }
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("file", ["data/part-1.bin", "cache/rows-*/small"])
 @pytest.mark.parametrize("name", WHILE_TRAINING)
 def test_a_file_that_changes_while_it_is_trained_on_is_found(worlds, name, file):

@@ -105,7 +105,7 @@ def test_the_listed_documents_are_the_tokens_of_the_batch(folder, packing, mixtu
             assert shown == [letter for letter in written[row] if letter]
 
 
-@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("packing", "mixture"), [("best_fit", {"0": {"web": 1.0}, "9 steps": {"web": 0.4, "books": 0.6}}), ("concat", None)]
 )

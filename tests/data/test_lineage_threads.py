@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 import os
 import tempfile
@@ -24,6 +26,7 @@ print([name for name in names if "jemalloc" not in name])
 """
 
 
+@pytest.mark.slow
 def test_no_thread_holds_what_was_read():
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=dict(os.environ))
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr

@@ -96,6 +96,7 @@ def test_steps_walk_over_the_batches_that_are_not_skipped(skipped):
     assert [batch_index(step, skipped) for step in range(40)] == expected
 
 
+@pytest.mark.slow
 @given(ranges, ranges, st.integers(0, 40))
 @settings(max_examples=300, deadline=None)
 def test_merged_skips_leave_the_past_as_it_was(recorded, configured, at_step):

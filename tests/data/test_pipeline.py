@@ -165,6 +165,7 @@ def test_the_fingerprint_tells_corpora_apart_and_not_places(folder):
     assert open_quietly(files="there/*.txt").fingerprint != prints["here"]
 
 
+@pytest.mark.slow
 def test_the_standard_library_is_a_corpus_for_everyone(folder):
     corpus = open_quietly(name="stdlib", seq_len=256)
     assert corpus.source_names == ("modules", "packages")

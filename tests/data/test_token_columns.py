@@ -68,6 +68,7 @@ def documents_in_rows(corpus):
     return sorted(pieces)
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize(
     ("name", "kind"),
     [

@@ -55,6 +55,7 @@ def browser(tmp_path_factory):
     opened.close()
 
 
+@pytest.mark.slow
 def test_page_and_planner_agree(browser, page):
     browser.open(page.as_uri())
     found = browser.ask(AS_CASES)
@@ -133,6 +134,7 @@ def test_a_law_of_ones_own_is_read(browser, page):
     assert browser.ask("document.querySelector('[name=law]').value") == "own"
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("width", [360, 1280])
 @pytest.mark.parametrize("dark", [False, True])
 def test_it_fits_a_phone_and_is_silent(browser, page, width, dark):

@@ -65,6 +65,7 @@ class Joined:
         return np.array(list(text.encode().replace(b"there", b"T")), np.int32)
 
 
+@pytest.mark.slow
 def test_a_token_that_spans_the_join_leaves_the_continuation_alone(served):
     reading = EvalReading.of(Joined(), CONTEXT)
     found = log_likelihoods(served._replace(reading=reading), [("the", "re"), ("a", "b")])

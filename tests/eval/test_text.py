@@ -111,6 +111,7 @@ def test_text_of_several_files_and_sources_is_what_the_losses_add_up_to(model, t
     assert metrics["evals/both/left_out"] == 1  # the empty one
 
 
+@pytest.mark.slow
 def test_a_longer_stride_gives_a_long_text_less_context(model, tmp_path):
     (tmp_path / "long.txt").write_text("abcdefghij" * 30)
     reading = EvalReading.of(load_tokenizer("bytes"), context=16)
@@ -124,6 +125,7 @@ def test_a_longer_stride_gives_a_long_text_less_context(model, tmp_path):
         open_evaluators({"x": TextEval(files=str(tmp_path / "long.txt"), stride=17)}, reading)
 
 
+@pytest.mark.slow
 def test_text_that_is_held_is_the_same_and_may_go_away(model, tmp_path):
     file = tmp_path / "a.txt"
     file.write_text("some text to hold")

@@ -295,6 +295,7 @@ def test_a_record_of_thousands_of_files_stays_small_and_a_long_list_is_cut(monke
     assert [name for name in changed.parts if name.startswith(("file", "source"))] == ["source text"]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.fault("F23")
 @pytest.mark.parametrize(
     ("harm", "told"),

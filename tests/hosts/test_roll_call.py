@@ -109,6 +109,7 @@ def test_it_listens_where_the_name_leads_and_nowhere_else(host, address, listens
     assert interface(host, lambda *args, **more: [(0, 0, 0, "", (address, 0))]) == listens
 
 
+@pytest.mark.slow
 @pytest.mark.fault("H8")
 def test_the_roll_call_of_a_local_run_is_closed_to_other_machines():
     port = processes.free_ports()

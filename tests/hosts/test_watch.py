@@ -145,6 +145,7 @@ def test_of_many_that_stop_only_the_first_is_told_to_all(team):
     team.watches[0].leaving.set()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("code", [Exit.DONE, Exit.PREEMPTED])
 def test_leaving_together_is_no_loss_and_the_first_leaves_last(team, code, capfd):
     began = time.monotonic()
@@ -178,6 +179,7 @@ def test_an_abort_of_ones_own_making_is_blamed_on_nobody(team, capfd, monkeypatc
     assert team.ends == {} and capfd.readouterr().err == ""
 
 
+@pytest.mark.cases(1)
 @pytest.mark.fault("F8")
 @pytest.mark.parametrize("hanging", [0, 1])
 def test_a_hang_of_one_is_heard_by_all_others(team, hanging, capfd):

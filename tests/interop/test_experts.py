@@ -263,6 +263,7 @@ def test_adapters_of_attention_stay_beside_and_those_of_joined_experts_are_refus
         convert.main([*flags, f"--workdir={tmp_path / 'joined'}"])
 
 
+@pytest.mark.slow
 def test_adapters_of_what_rope_turns_come_in_and_go_out_in_the_order_of_each(tmp_path):
     values = make_folder(tmp_path / "base", SMALL_DEEPSEEK | dict(first_k_dense_replace=0), FLOAT32)
     modules = [name.removesuffix(".weight") for name in values if name.endswith(("q_b_proj.weight", "mqa.weight"))]

@@ -27,6 +27,7 @@ def tiny_llama(**changes):
     return LlamaConfig(**tiny.LLAMA | changes)
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize(
     "cfg, model_type",
     [

@@ -52,7 +52,7 @@ def bring_in(folder, workdir):
     return convert.main([f"--from={folder}", f"--workdir={workdir}", "--json"])
 
 
-@pytest.mark.cases(5)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("how", ["absolute", "relative", "a link to a link", "through a linked folder"])
 @pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer.json", "config.json", "model.safetensors"])
 def test_a_link_that_leads_out_of_a_folder_is_not_followed(tmp_path, name, how):
@@ -73,6 +73,7 @@ def test_a_link_that_leads_out_of_a_folder_is_not_followed(tmp_path, name, how):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", TEXTS)
 def test_no_small_file_is_copied_through_a_link(tmp_path, name):
     folder = with_tokenizer(tmp_path / "hf", config=SMALL)
@@ -164,6 +165,7 @@ def test_a_tokenizer_s_neighbours_are_not_copied_into_a_run_through_links(tmp_pa
     assert not (tmp_path / "run" / "tokenizer" / "chat_template.jinja").exists()
 
 
+@pytest.mark.slow
 def test_links_of_older_downloads_into_the_hub_s_cache_are_read_and_to_no_other_file_there(tmp_path, monkeypatch):
     folder = with_tokenizer(tmp_path / "hf", config=SMALL)
     blobs = tmp_path / "home/hub/models--org--name/blobs"

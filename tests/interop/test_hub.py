@@ -122,6 +122,7 @@ def test_a_hub_that_refuses_is_told_in_a_line_without_the_token(server, tmp_path
     assert TOKEN not in str(caught.value) and "\n" not in str(caught.value) and caught.value.code == Exit.STORAGE
 
 
+@pytest.mark.slow
 def test_the_same_command_after_a_hub_that_refused_goes_on_with_the_push(server, tmp_path, monkeypatch, capsys):
     make_folder(tmp_path / "hf", dtype=FLOAT32)
     assert convert.main([f"--from={tmp_path / 'hf'}", f"--workdir={tmp_path / 'run'}"]) == 0

@@ -11,6 +11,8 @@ from test_experts import SMALL_MIXTRAL
 
 from jaxscale.tools.interop.journal import Journal
 
+pytestmark = pytest.mark.slow
+
 CONFIG = LLAMA | {"hidden_size": 64, "vocab_size": 512, "intermediate_size": 256}
 EXPERTS = SMALL_MIXTRAL | {"hidden_size": 64, "vocab_size": 512, "intermediate_size": 64, "num_local_experts": 4}
 IN = [
@@ -91,7 +93,6 @@ def kept(text):
     return int(re.search(r'"kept_bytes": (\d+)', text)[1])
 
 
-@pytest.mark.slow
 @pytest.mark.fault("F1")
 def test_an_import_goes_on_and_never_counts_half_done(killed):
     folder, values, pairs, _, errors = killed

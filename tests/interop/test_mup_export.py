@@ -55,6 +55,7 @@ def test_it_goes_out_as_a_llama_with_the_same_logits_and_comes_in_without(run, t
     np.testing.assert_allclose(found, computed(tiny.config(OVERRIDES).model, params), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_factors_that_are_powers_of_two_are_exact_in_bfloat16(run, tmp_path):
     folder, params = run
     assert convert.main([f"--workdir={folder}", f"--to={tmp_path / 'out'}"]) == 0

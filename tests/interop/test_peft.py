@@ -214,6 +214,7 @@ def test_what_we_do_not_compute_is_refused_by_name_and_nothing_is_written(tmp_pa
     assert "\n" not in str(error.value) and not (tmp_path / "run").exists()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "changes, told",
     [

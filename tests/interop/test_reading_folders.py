@@ -12,6 +12,7 @@ from jaxscale.tools.interop.hf_checkpoint import open_checkpoint
 INDEX = "model.safetensors.index.json"
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     "name", ["../evil.safetensors", "/etc/passwd", "a/b.safetensors", "..", "x.bin", "a\\b.safetensors", 7]
 )
@@ -77,6 +78,7 @@ def test_what_is_no_folder_of_a_model_is_refused(tmp_path):
         open_checkpoint(str(tmp_path / "hf" / "model.safetensors"))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("change", "told"),
     [

@@ -24,6 +24,7 @@ def run_with(tokenizer, **data):
     return {"config": {"seq_len": 128, "data": {"name": "files", "tokenizer": tokenizer} | data}}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", ["bytes", "bpe", "newer", "unigram", "wordpiece"])
 def test_our_own_tokenizers_become_a_tokenizer_json_with_the_same_ids(made, tmp_path, kind):
     name = "bytes" if kind == "bytes" else str(made[kind])

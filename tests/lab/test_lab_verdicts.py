@@ -98,6 +98,7 @@ def test_the_critical_batch_is_found_by_curves_and_by_noise():
     assert 8.0 < float(noise.split(", is ")[1].partition("K")[0]) < 10.0
 
 
+@pytest.mark.slow
 def test_of_each_batch_the_best_rate_counts_and_none_at_which_a_run_was_lost():
     trials = batch.batch_trials(BASE, Options(rates=(1e-3, 2e-3, 4e-3), batches=(1024,)))
     losses = {1e-3: 2.2, 2e-3: 2.1, 4e-3: 1.9}
@@ -120,6 +121,7 @@ def optimizer_results(speed, noise=0.0005):
     return found
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_needs_half_the_tokens_is_told_so():
     found = optimizers.conclude(optimizer_results({"adamw": 1.0, "lion": 2.0, "adafactor": 1.0, "lamb": 0.5}))
     assert found.verdict[0].startswith("Held-out loss, best first: lion")
@@ -337,6 +339,7 @@ def test_a_sweep_names_the_lowest_and_the_values_within_noise():
     assert [len(one.steps) for one in plot.lines] == [40, 40, 40, 2] and len(plot.bands) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="there is no chromium here to open the page in")
 def test_a_page_in_a_browser_is_not_too_wide_and_shows_its_plots(tmp_path):
     results = rate_results(0.5)

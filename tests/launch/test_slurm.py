@@ -149,7 +149,7 @@ def test_a_code_that_another_try_may_mend_goes_back_into_the_queue(slurm, tmp_pa
     assert f"exit {code} after" in job.text()
 
 
-@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("code", "min_seconds"), [(1, "0"), (2, "0"), (13, "120"), (137, "120")])
 def test_any_other_code_and_an_early_death_end_the_job(slurm, tmp_path, code, min_seconds):
     program = stand_in(tmp_path, f"exit {code}")

@@ -113,6 +113,7 @@ def verbs(cloud):
     return [call[1] for call in calls if call[1] != "list"]
 
 
+@pytest.mark.slow
 def test_a_training_runs_in_the_background_with_the_arguments_as_typed(cloud):
     prepare_worker(cloud, "forever")
     assert tpu_vm("run", *SLICE, *TRAINING)[0] == 0
@@ -123,7 +124,7 @@ def test_a_training_runs_in_the_background_with_the_arguments_as_typed(cloud):
     assert trainings(cloud) == ["<-m><jaxscale.main><--config=configs/7b.py><--config.data.files=a b>"]
 
 
-@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("codes", "end"),
     [(["13", "137", "0"], 0), soak(["14", "15", "13", "13", "0"], 13), (["2", "0"], 2), soak(["10", "0"], 10)],

@@ -44,6 +44,7 @@ def test_settings_of_attention_change_the_model_alike_in_every_form():
     np.testing.assert_allclose(model_logits("blockwise", **both), changed[-1], rtol=1e-4, atol=1e-5)  # sums in float32
 
 
+@pytest.mark.slow
 def test_a_window_as_long_as_the_row_changes_nothing():
     np.testing.assert_array_equal(model_logits("xla", attention_window=tiny.SEQ_LEN), model_logits("xla"))
 

@@ -51,6 +51,7 @@ def test_a_prefix_of_no_token_is_plain_causal_reading(name):
     np.testing.assert_array_equal(scoped(cfg, batch.tokens, batch, np.zeros_like(batch.tokens)), plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DECODERS)
 def test_a_token_moves_earlier_logits_only_if_it_is_in_the_prefix_of_their_document(name):
     cfg, one = DECODERS[name], np.ones((1, T), np.int32)
@@ -198,6 +199,7 @@ def test_readers_that_cannot_be_are_refused(make, told):
         make()
 
 
+@pytest.mark.slow
 def test_t5_without_an_encoders_row_is_refused():
     batch = tiny.packed_batch(0, rows=1)
     with pytest.raises(AssertionError, match="T5 needs an encoder input"):

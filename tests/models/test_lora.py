@@ -155,6 +155,7 @@ def test_targets_choose_matrices_and_a_wrong_one_is_told():
         tiny.program({"lora.rank": 2, "lora.targets": ("embedding",)})
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize(
     ("axes", "shape", "of_a", "of_b"),

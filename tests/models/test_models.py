@@ -64,7 +64,7 @@ def name(request):
 of_any = pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.soak)])  # of code both share
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("t", [0, 7, 14])
 def test_a_logit_never_sees_a_later_token(name, t):
     tokens_BT = rows()
@@ -144,6 +144,7 @@ def test_unrolled_layers_equal_scanned_ones(name, remat):
     np.testing.assert_allclose(loss_unrolled, loss, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_layer_l_starts_alike_scanned_or_unrolled(name):
     stacked, unrolled = parameters(name), parameters(name, scan_layers=False)
     for layer in range(2):
@@ -243,6 +244,7 @@ def test_half_precision_is_near_single(name, dtype):
     assert 0 < error < rtol
 
 
+@pytest.mark.slow
 @of_any
 def test_logits_in_single_precision_are_a_way_out_of_instability(name):
     params = parameters(name)
@@ -264,6 +266,7 @@ def test_qk_norm_makes_scores_blind_to_the_size_of_queries():
     np.testing.assert_allclose(call(larger, rows()), call(params, rows()), rtol=1e-3, atol=1e-3)  # but for norm_eps
 
 
+@pytest.mark.cases(1)
 def test_the_first_loss_is_that_of_guessing(name):
     model = make_model(model_config(name), key=jax.random.key(0))
     batch = tiny.packed_batch(1)

@@ -48,6 +48,7 @@ def rows(num, seed=0):
     return jnp.asarray(np.random.default_rng(seed).integers(0, tiny.VOCAB, (num, T)), jnp.int32)
 
 
+@pytest.mark.slow
 def test_a_packed_document_is_read_as_if_it_stood_alone():
     tokens_BT, half = rows(1), T // 2
     positions_BT = jnp.concatenate([jnp.arange(half), jnp.arange(T - half)])[None]
@@ -58,6 +59,7 @@ def test_a_packed_document_is_read_as_if_it_stood_alone():
     np.testing.assert_allclose(packed[:, half:], alone[:, : T - half], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_token_is_seen_from_afar_only_where_a_layer_is_global():
     tokens_BT = rows(1)
     changed_BT = tokens_BT.at[0, 0].set((tokens_BT[0, 0] + 1) % tiny.VOCAB)

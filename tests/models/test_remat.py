@@ -96,6 +96,7 @@ def test_a_name_keeps_its_array_and_nothing_else(model, name):
     assert kept(model, remat="save", remat_save=(name,)) == (size_of(model, names), 0)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("remat", "offload"),
     [("full", {"block_input"}), ("full", {"query"}), ("minimal", {"mlp_gate", "mlp_up"}), ("qkv", {"attention_out"})],

@@ -435,6 +435,7 @@ def test_a_record_that_lacks_everything_or_is_odd_is_taken_calmly():
     assert "nonfinite" in {finding.kind for finding in found}
 
 
+@pytest.mark.slow
 def test_no_numbers_however_odd_break_a_rule():
     chance = random.Random(1)
     names = (

@@ -51,6 +51,7 @@ def test_the_recorded_runs_have_what_the_rules_about_layers_read(recorded):
         assert len(watched) == 40 and all("stats/mlp_rms/00" in record for record in watched)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("batch", NOISE)
 def test_a_clean_made_up_run_raises_no_alarm(batch):
     for seed, schedule in ((4, "cosine"), (5, "wsd"), (7, "constant")):
@@ -65,12 +66,14 @@ def test_a_strong_fault_is_told(fault):
     assert delay is not None and delay <= 100
 
 
+@pytest.mark.slow
 def test_a_loss_that_has_stopped_falling_is_told_and_one_that_falls_slowly_is_not():
     dead, _, slow = (fault for fault in FAULTS if fault.name == "plateau")
     assert health_table.judged(dead, 5, "large batch")[0] is not None
     assert health_table.judged(slow, 5, "large batch")[0] is None
 
 
+@pytest.mark.slow
 def test_a_diagnosis_that_reads_its_own_metrics_again_is_as_one_that_never_stopped():
     fault = next(fault for fault in FAULTS if fault.name == "loss that rises and stays" and fault.strength == 2)
     records = [json.loads(json.dumps(record)) for record in health_table.faulty(fault, 4)[0]]

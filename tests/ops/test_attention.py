@@ -72,6 +72,7 @@ def test_attention_in_blocks_caps_scores_as_plain_attention_does(form):
     assert np.abs(capped[0] - value_and_gradients(xla.make_attend(), *inputs)[0]).max() > 1e-3  # the cap did something
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("form", BLOCKWISE)
 @pytest.mark.parametrize("window", [5, pytest.param(17, marks=pytest.mark.soak)])
 def test_attention_in_blocks_sees_the_window_that_plain_attention_sees(window, form):
@@ -115,7 +116,7 @@ def test_splash_attention_equals_plain_attention(shape, settings):
         np.testing.assert_allclose(one, right, rtol=1e-5, atol=2e-5)  # float32 sums taken in another order
 
 
-@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["blockwise", "long", "splash", "cudnn"])
 def test_values_may_have_another_size_than_keys(form):
     if form == "cudnn":

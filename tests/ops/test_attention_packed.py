@@ -78,7 +78,7 @@ def draw_inputs(ids_BT, N=4, K=2, H=8):
 ROWS = [[1] * 5 + [2] * 1 + [3] * 4 + [0] * 2, [1] * 2 + [2] * 10]  # 4 documents, the last of them padding, and 2
 
 
-@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("window", "documents"),
     [(None, 3), (3, 1), *[pytest.param(*case, marks=pytest.mark.soak) for case in ((None, 1), (3, 3))]],

@@ -61,6 +61,7 @@ def test_chunked_loss_and_gradients_equal_those_of_whole_logits(chunk_tokens, z_
         np.testing.assert_allclose(got, exact, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_sums_are_the_parts_of_the_total():
     h, w, targets, weights = make_inputs()
     nats_BT, lse_BT = whole_nats(h, w, targets, None)

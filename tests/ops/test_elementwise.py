@@ -49,6 +49,7 @@ def test_values_and_gradients_equal_the_formula(name):
         np.testing.assert_allclose(got, right, rtol=1e-5, atol=1e-5)  # float32, another order of operations
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", PAIRS)
 def test_bfloat16_goes_through_float32_and_is_rounded_once(name):
     function, _, args = PAIRS[name]
@@ -76,6 +77,7 @@ def test_scores_depend_on_the_distance_of_positions_alone():
     np.testing.assert_allclose(near, far, rtol=1e-4)  # float32 angles near 1000 radians are off by 6e-5
 
 
+@pytest.mark.slow
 def test_the_gradient_of_a_rotation_is_the_rotation_back():
     x, dy = (jnp.asarray(random.standard_normal((2, 3, 2, 8)), jnp.float32) for _ in range(2))
     rotation = make_rotation(jnp.asarray([[0, 1, 2], [5, 6, 7]], jnp.int32), 8, 10_000.0)
@@ -94,6 +96,7 @@ def test_whole_heads_are_turned_to_the_same_bits_as_halves(dtype):
     np.testing.assert_array_equal(pull_whole(dy)[0], pull_halves(dy)[0])
 
 
+@pytest.mark.slow
 def test_linear_scaling_divides_positions():
     x = jnp.asarray(random.standard_normal((1, 4, 1, 8)), jnp.float32)
     scaled = rope(x, jnp.asarray([[0, 4, 8, 12]]), 10_000.0, RopeScaling(name="linear", factor=4.0))

@@ -54,6 +54,7 @@ def test_weights_that_lie_turned_in_memory_give_the_same():
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_rows_behind_the_last_group_touch_no_gradient():
     counts_E = jnp.asarray([100, 0, 28])
     rows_R1 = jnp.arange(ROWS)[:, None] < 128

@@ -49,7 +49,7 @@ CASES = {
 }
 
 
-@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [4, 256])
 @pytest.mark.parametrize("case", CASES)
 def test_the_largest_score_is_that_of_the_whole_table(case, block):

@@ -54,6 +54,7 @@ def test_cpu_projection_in_bfloat16_rounds_its_results_once(spec, x_shape, w_sha
         np.testing.assert_allclose(one.astype(jnp.float32), right, rtol=2**-7, atol=2**-8 * scale)  # dy is rounded too
 
 
+@pytest.mark.slow
 def test_cpu_projection_keeps_the_weight_gradient_in_float32():
     x, w = make_inputs((2, 64, 8), (8, 8), jnp.bfloat16)
     dy = jnp.ones((2, 64, 8), jnp.bfloat16)

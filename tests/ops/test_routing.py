@@ -53,7 +53,7 @@ def test_experts_come_from_the_best_groups(best, experts):
     np.testing.assert_array_equal(chosen(form, [[3.0, -9.0, 2.0, 1.0]]).expert_nk, experts)
 
 
-@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("experts", "chosen", "as_bits"), [(4, 2, False), (4, 2, True), (9, 3, True), (3, 1, False)])
 def test_sorting_is_undone_and_gradients_are_those_of_gathers(experts, chosen, as_bits):
     rng = np.random.default_rng(0)

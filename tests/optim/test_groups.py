@@ -104,6 +104,7 @@ def test_frozen_parameters_stay_as_they_are_and_have_no_moments():
     assert not any("attention" in name or "embedding" in name for name in moments)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", ["adamw", "lion", "sgd"])
 def test_a_multiplier_multiplies_the_update_exactly(name):
     plain = step(name=name)[2]

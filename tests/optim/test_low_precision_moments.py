@@ -35,7 +35,7 @@ def wide(positive):
     return jnp.asarray(x**2 if positive else x, jnp.float32)
 
 
-@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("through", "positive", "apart"),
     [

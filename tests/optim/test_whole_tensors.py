@@ -78,7 +78,7 @@ PLACES = [ZERO3, ZERO1, ZERO2]
 QUICK = [("lamb", *ZERO3), ("adafactor", *ZERO1), ("adafactor", *ZERO2), ("scaled", *ZERO1)]
 
 
-@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "shape", "rules"),
     twins([(name, *place) for name in REFERENCES for place in PLACES], *QUICK),

@@ -45,6 +45,7 @@ def test_all_reasons_are_told_together_each_with_what_to_change():
     assert "memory: " in memory and "TiB a device" in memory and "use more than" in memory
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [

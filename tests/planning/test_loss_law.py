@@ -107,6 +107,7 @@ def test_the_same_ladder_and_seed_give_the_same_numbers(noisy):
     assert fit(noisy.points, draws=100, seed=1).draws != noisy.draws
 
 
+@pytest.mark.slow
 def test_the_interval_holds_the_middle_and_grows_with_the_distance(noisy):
     widths = []
     for times in (1, 3, 10, 30):

@@ -299,6 +299,7 @@ def test_epochs_are_passes_over_what_lies_there(tmp_path):
     assert sum(one.what.startswith("the data would be read 10") for one in plan.cautions) == 1
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", ["1b", "7b", "13b", "70b", "175b", "gpt2_124m"])
 def test_the_shipped_configs_of_published_shapes_get_no_caution_on_rate_warmup_tokens_or_type(name):
     cfg = load_config(str(ROOT / "configs" / f"{name}.py"), {"mesh.tensor": "1"})
@@ -368,6 +369,7 @@ def test_a_proposal_of_a_size_has_it():
         propose_for_flops(1e5, "test")
 
 
+@pytest.mark.slow
 def test_float32_is_not_promised_the_peak_of_shorter_types():
     def mfu(topology, **settings):
         cfg = load_config(str(ROOT / "configs" / "quickstart.py"), {f"model.{k}": v for k, v in settings.items()})

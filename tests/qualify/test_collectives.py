@@ -139,6 +139,7 @@ def test_people_are_told_the_figure_of_the_table_and_who_is_slow(record):
     assert "no host is slow" in "\n".join(collective_lines(record | {"num_processes": 2, "slow": []}))
 
 
+@pytest.mark.slow
 def test_one_device_has_nothing_to_exchange(record):
     assert {row["axis"] for row in record["collectives"]} == {"data", "fsdp"} and record["processes"][0]["host"]
     assert "nothing to exchange" in "\n".join(collective_lines(record | {"collectives": []}))

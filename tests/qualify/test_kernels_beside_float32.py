@@ -35,7 +35,7 @@ def test_every_form_of_attention_of_this_platform_has_a_case(cases):
     assert {"projection in int8", "projection in fp8", "cross-entropy over 512 words"} < set(cases)
 
 
-@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["rms_norm", "rotary positions", "swiglu", "projection in int8"])
 def test_a_kernel_is_near_its_definition_and_another_is_not(cases, name):
     case = cases[name]

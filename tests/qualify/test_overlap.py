@@ -85,6 +85,7 @@ def test_spans_are_joined_and_crossed_as_sets():
         assert cells(common(union(left), union(right))) == cells(left) & cells(right)
 
 
+@pytest.mark.slow
 def test_a_real_step_is_traced_on_every_device():
     mesh = Mesh(np.array(jax.devices()), ("x",))
     rows = NamedSharding(mesh, P("x"))

@@ -20,6 +20,8 @@ from jaxscale.tools.qualify.products import beside_median, measure_devices, prod
 from jaxscale.tools.qualify.qualification_page import make_page, summary_lines
 from jaxscale.tools.qualify.result import Floors, Machine, Probe, Reading, amount, held, phase_limits
 
+pytestmark = pytest.mark.slow
+
 H100 = CHIPS["NVIDIA H100 80GB HBM3"]
 TINY = """
 import ml_collections
@@ -55,7 +57,6 @@ def qualified(tmp_path_factory):
     return folder / "out"
 
 
-@pytest.mark.slow
 def test_a_machine_is_qualified_from_end_to_end(qualified):
     found = json.loads((qualified / "qualify.json").read_text())
     assert found["devices"] == "8 x cpu" and found["chip"] is None and found["passed"] and not found["unfinished"]
@@ -75,7 +76,6 @@ def test_plan_is_left_the_step_and_the_rate_of_saves(qualified):
     assert kept.by == "jaxscale qualify" and kept.num_devices == 8 and kept.save_bytes_per_second > 0
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(headless.BROWSER is None, reason="no chromium")
 def test_the_page_opens_and_asks_for_nothing(qualified, tmp_path):
     browser = headless.Browser(tmp_path / "profile")

@@ -68,7 +68,7 @@ def browser(tmp_path_factory):
     opened.close()
 
 
-@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [360, 768, 1280])
 @pytest.mark.parametrize("name", ["one", "two", "many"])
 def test_nothing_is_too_wide_and_the_console_is_silent(browser, folder, name, width):
@@ -79,6 +79,7 @@ def test_nothing_is_too_wide_and_the_console_is_silent(browser, folder, name, wi
     assert browser.ask("document.querySelectorAll('.area .line').length") > 10
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", ["one", "two", "many"])
 def test_what_is_drawn_is_what_is_told(browser, folder, name):
     browser.open((folder / f"{name}.html").as_uri())

@@ -86,6 +86,7 @@ def picture(browser, name):
         browser.picture(pathlib.Path(folder) / f"chat_{name}.png")
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("width, dark", [(1280, False), (360, True)])
 def test_what_a_model_writes_is_text_and_fits_the_window(browser, model, width, dark):
     answer, address = model

@@ -125,6 +125,7 @@ def test_the_likeliest_tokens_are_those_of_full_passes(name, mesh):
             row.append(token)
 
 
+@pytest.mark.slow
 def test_of_latents_the_cache_has_no_number_of_any_head():
     made, rows = engine("latent", "one"), jax.ShapeDtypeStruct((4,), jnp.int32)
     tokens_BT = jax.ShapeDtypeStruct((4, 16), jnp.int32)
@@ -215,6 +216,7 @@ def test_logits_that_are_no_numbers_end_no_text_though_a_stop_token_is_the_first
     assert tokens_B.tolist() == [NOT_FINITE, 5]
 
 
+@pytest.mark.slow
 def test_a_row_ends_before_a_stop_token_and_the_others_go_on():
     made = generator("llama", "one")
     whole = np.stack(list(made.generate(PROMPTS, GREEDY, 8)), axis=1)

@@ -96,7 +96,7 @@ def test_a_shared_table_is_looked_up_like_a_whole_one():
     close(dtable_VD, pull(dx_BTD)[0])
 
 
-@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_cross_entropy_over_a_shared_vocabulary_is_that_over_a_whole_one(softcap):
     w_DV = RNG.normal(size=(4, 12)).astype(np.float32)

@@ -29,6 +29,7 @@ SHAPES = [  # and what is scattered
 ]
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(("shape", "scattered_shape"), SHAPES, ids=str)
 def test_a_part_of_it_is_a_part_of_the_array(shape, scattered_shape):
     x = jnp.arange(np.prod(shape), dtype=jnp.float32).reshape(shape)

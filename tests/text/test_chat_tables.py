@@ -106,6 +106,7 @@ def test_the_field_is_named_where_others_could_have_been_meant(tmp_path, tokeniz
     assert lines == [f"{files}: text from 'text'; not read: messages (conversations: data.name='chat')"] * 2
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("kind", ["jsonl", *TABLES])
 def test_conversations_are_refused_where_there_are_none(tmp_path, kind):
     files = write(kind, tmp_path / "table", [{"text": f"text {i}" * 9} for i in range(30)])

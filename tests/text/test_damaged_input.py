@@ -130,7 +130,7 @@ LEFT_OUT = {  # files, what the line says, and the way out that it names
 }  # fmt: skip
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("case", LEFT_OUT)
 def test_what_reading_leaves_out_is_said_with_the_way_out(tmp_path, capsys, case):
     files, told, way_out = LEFT_OUT[case]

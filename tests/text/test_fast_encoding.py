@@ -87,6 +87,7 @@ def test_fast_ids_are_the_slow_ones_for_every_text(path, encoder, texts):
         assert fast.decode(ids) == text and one.dtype == np.int32
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("encoder", FAST)
 def test_a_character_of_every_kind_is_read_alike_in_every_surrounding(path, encoder):
     slow, fast = exact_and(path, encoder)

@@ -168,6 +168,7 @@ def test_a_line_in_a_later_part_is_named_by_its_place_in_it(tmp_path):
         list(read_file(file, cfg, Counter(), last))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.fault("F24", "H5")
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.zst", "a.txt"])
 def test_a_line_of_100_mb_is_counted_and_never_held(tmp_path, name):

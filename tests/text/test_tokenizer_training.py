@@ -97,6 +97,7 @@ def test_training_makes_longer_pieces_and_says_what_it_used(trained):
     assert made.trainer.split()[0] == package
 
 
+@pytest.mark.cases(2)
 @settings(max_examples=30, deadline=None)
 @given(texts=st.lists(st.text(max_size=30), min_size=1, max_size=5))
 def test_every_text_comes_back_through_bytes(trained, texts):

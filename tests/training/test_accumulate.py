@@ -41,6 +41,7 @@ def uneven_batch():
     return batch._replace(weights=weights_BT)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("num_microbatches", [2, 4, 16])
 def test_parts_equal_the_whole(num_microbatches):
     whole, parts = run(1, uneven_batch()), run(num_microbatches, uneven_batch())

@@ -256,6 +256,7 @@ def test_a_replay_does_not_guess_what_was_skipped_where_no_checkpoint_tells(tmp_
     assert stop.value.code is Exit.CHECKPOINT_CORRUPT
 
 
+@pytest.mark.slow
 def test_a_replay_minds_what_alters_numbers_and_not_what_only_reports_them(tmp_path):
     loop.train(opened(tmp_path / "old", stop_after=5))
     reports = {"monitor.log_every_steps": 3, "checkpoint.keep_last": 2}
@@ -365,6 +366,7 @@ def test_many_that_stand_alone_are_told_as_many():
         pilot.act(51, None)
 
 
+@pytest.mark.slow
 @pytest.mark.fault("F11")
 def test_a_run_that_cannot_be_healed_stops_after_so_many_rewinds(tmp_path, spoil):
     spoil("10:99:nan")

@@ -14,6 +14,8 @@ import tiny
 from jaxscale.runtime.run.opening import open_run
 from jaxscale.runtime.training import loop
 
+pytestmark = pytest.mark.slow
+
 # a program of its own: jax compiles again under a transfer guard, and test_step.py counts compilations
 MESH = {"mesh.fsdp": 2, "seed": 2}
 QUIET = {"monitor.progress": "off", "monitor.tensorboard": False, "monitor.log_every_steps": 1, "eval.num_rows": 0}
@@ -30,7 +32,6 @@ def run(tmp_path):
     return open_run(cfg, str(tmp_path / "run"), log=lambda text: None, make_program=tiny.reuse(program))
 
 
-@pytest.mark.slow
 def test_every_array_of_the_state_is_written_in_the_place_of_the_old_one():
     program = tiny.program(MESH, 2)
     compiled = program.train_step.lower(program.abstract_state, program.abstract_batch).compile()
@@ -50,14 +51,12 @@ def test_the_old_state_is_gone_after_a_step():
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
 
 
-@pytest.mark.slow
 def test_the_loop_itself_sends_nothing_to_the_devices(run):
     """Batches are sent by the feed's thread, which the guard of this one does not concern."""
     with jax.transfer_guard_host_to_device("disallow_explicit"):
         assert int(loop.train(run).step) == STEPS
 
 
-@pytest.mark.slow
 def test_the_guard_would_see_a_batch_that_the_step_must_wait_for(run):
     def train_step(state, batch):
         return run.train_step(state, jax.tree.map(np.asarray, batch))

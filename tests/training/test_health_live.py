@@ -21,6 +21,8 @@ from jaxscale.runtime.run.opening import open_run
 from jaxscale.runtime.run.options import RunOptions
 from jaxscale.runtime.training import loop
 
+pytestmark = pytest.mark.slow
+
 QUIET = {
     "monitor.progress": "lines", "monitor.tensorboard": False, "monitor.log_every_steps": 1, "eval.num_rows": 0,
     "checkpoint.save_every_steps": 0,
@@ -129,7 +131,6 @@ class Name(str):
         return super().startswith(prefix)
 
 
-@pytest.mark.slow
 def test_every_name_that_a_rule_reads_is_one_that_a_run_writes(changed):
     records, asked = records_of(changed), set()
     health = Health()

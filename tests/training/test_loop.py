@@ -40,6 +40,7 @@ def records(folder):
 
 
 class TestTrain:
+    @pytest.mark.slow
     def test_metrics_of_a_step_are_fetched_only_after_the_next_is_on_its_way(self, tmp_path, monkeypatch):
         run, events, kept = open_tiny(tmp_path / "run"), [], []
 
@@ -77,6 +78,7 @@ class TestTrain:
         )
         assert [record["tokens_hash"] for record in found] == [tokens_hash(rows.batch(n)) for n in range(7)]
 
+    @pytest.mark.slow
     def test_gated_rows_of_steps_that_are_not_logged_are_in_the_total_since_the_start(self, tmp_path):
         often = {"monitor.log_every_steps": 3, "checkpoint.save_every_steps": 8}
         for steps, expected in ((8, [(3, 3, 6), (6, 6, 21), (8, 8, 36)]), (12, [(9, 9, 9), (12, 12, 42)])):

@@ -23,6 +23,8 @@ from jaxscale.runtime.run.resume_checks import recorded_position
 from jaxscale.runtime.training import loop
 from jaxscale.system.exits import BadInput, Exit, Stop
 
+pytestmark = pytest.mark.slow
+
 ROW = tiny.SEQ_LEN
 QUIET = {"monitor.progress": "off", "monitor.tensorboard": False, "monitor.log_every_steps": 1, "eval.num_rows": 0}
 # Batches 0 to 4 of 4 rows, then 9 of 16 rows.
@@ -84,7 +86,6 @@ def resumed(stopped, tmp_path):
     return tmp_path / "run"
 
 
-@pytest.mark.slow
 def test_devices_are_added_once_the_ramp_is_over(stopped, straight, resumed):
     run = opened(resumed, number=8)
     assert run.start_step == 6 and not run.parts.program.smaller
@@ -107,7 +108,6 @@ def test_a_first_batch_that_does_not_fit_is_refused_from_the_beginning_and_withi
         opened(tmp_path / "run", number=8)
 
 
-@pytest.mark.slow
 def test_a_stage_whose_batches_are_all_skipped_is_not_needed(tmp_path):
     run = opened(tmp_path / "run", {"data.skip_batches": ((0, NUM_SMALL),)}, number=8, stop_after=1)
     loop.train(run)
@@ -123,7 +123,6 @@ def test_stages_are_needed_from_the_next_batch_on_except_for_skipped_ones():
     assert firsts(3, [(3, 9)]) == [0, 10, 15, 20] and firsts(3, [(15, 20)]) == [0, 10, 20]
 
 
-@pytest.mark.slow
 def test_a_rewind_into_a_stage_that_does_not_fit_is_refused_by_name(resumed, monkeypatch):
     monkeypatch.setenv("JAXSCALE_SPOIL_BATCHES", "6:9:nan")  # steps 7 to 9: back to step 3, and batch 3 comes next
     with pytest.raises(BadInput, match=GOING_BACK):
@@ -136,7 +135,6 @@ def test_a_rewind_into_a_stage_that_does_not_fit_is_refused_by_name(resumed, mon
     assert [record["batch_index"] for record in records(resumed)] == [*range(4), *range(9, 19)]
 
 
-@pytest.mark.slow
 def test_a_rewind_that_skips_the_rest_of_a_stage_needs_no_program_of_it(tmp_path, monkeypatch):
     loop.train(opened(tmp_path / "run", {"checkpoint.save_every_steps": 4}, stop_after=6))
     monkeypatch.setenv("JAXSCALE_SPOIL_BATCHES", "6:9:nan")  # back to step 4, and batches 4 to 8 are skipped
@@ -144,7 +142,6 @@ def test_a_rewind_that_skips_the_rest_of_a_stage_needs_no_program_of_it(tmp_path
     assert [record["batch_index"] for record in records(tmp_path / "run")] == [*range(4), *range(9, 19)]
 
 
-@pytest.mark.slow
 def test_a_rewind_into_a_stage_that_fits_makes_its_program(resumed, straight, monkeypatch):
     run = opened(resumed, large_only=True)
     assert not run.parts.program.smaller
@@ -181,7 +178,6 @@ def test_the_machine_is_checked_for_the_largest_batch_of_a_run_that_has_begun_or
 PERCENT = {"batch_ramp": (("4 rows", "12%"),)}  # of 164 rows: 20
 
 
-@pytest.mark.slow
 def test_a_ramp_that_is_over_stays_where_its_end_in_percent_would_move(tmp_path):
     loop.train(opened(tmp_path / "run", PERCENT, stop_after=5))
     longer = PERCENT | {"train_tokens": 328 * ROW}
@@ -230,7 +226,6 @@ def test_a_decay_may_begin_early_once_batches_have_stopped_growing(tmp_path):
     assert opened(tmp_path / "run", limited).limits is not None
 
 
-@pytest.mark.slow
 def test_a_branch_decays_once_batches_have_stopped_growing(tmp_path):
     over = DECAYING | PERCENT
     loop.train(opened(tmp_path / "run", over, stop_after=6))
@@ -283,7 +278,6 @@ def test_plan_checks_the_stages_ahead_of_the_newest_checkpoint(stopped):
     assert not fitting_program(cfg, jax.devices(), position=position).smaller
 
 
-@pytest.mark.slow
 def test_stages_of_a_mixture_that_have_begun_stay_and_later_ones_move(tmp_path):
     for name in "ab":
         (tmp_path / f"{name}.txt").write_text("".join(f"{name} line {n} of some words here\n" for n in range(300)))

@@ -182,6 +182,7 @@ def test_the_state_is_the_same_arrays_whatever_the_stages(programs):
     assert up.shape == (3, 16, 32) and up.sharding.shard_shape(up.shape) == (3, 4, 32)
 
 
+@pytest.mark.slow
 def test_no_other_document_moves_when_a_token_of_one_does(programs):
     program = programs[1]
     changed = BATCH._replace(tokens=BATCH.tokens.copy())

@@ -126,6 +126,7 @@ def test_numbers_are_those_of_a_plain_computation(one_device):
         np.testing.assert_allclose(one_device[name], value, rtol=1e-3 if "update" in name else 2e-5, err_msg=name)
 
 
+@pytest.mark.slow
 def test_norms_of_the_groups_make_up_the_norm_of_the_step(one_device):
     program = tiny.program()
     _, metrics = program.train_step(program.init(), tiny.on_mesh(program, BATCH))

@@ -43,6 +43,7 @@ def test_a_run_that_is_watched_at_every_step_is_the_same_bit_for_bit(tmp_path):
     assert not any(stats_of(record) for record in plain) and all(stats_of(record) for record in watched)
 
 
+@pytest.mark.slow
 def test_numbers_are_in_the_record_of_their_step_and_in_tensorboard(tmp_path):
     run, seen = open_tiny(tmp_path / "run", 3, {"monitor.log_every_steps": 5}), []
     write = run.writer.write
@@ -108,6 +109,7 @@ def test_the_program_is_compiled_once_in_a_run(tmp_path):
     assert phases.count(("statistics", 2)) == phases.count(("statistics", 4)) == 2 and ("compile", 2) not in phases
 
 
+@pytest.mark.slow
 def test_the_console_line_is_as_it_was(tmp_path, capsys):
     lines = {}
     for every in (0, 1):

@@ -59,6 +59,7 @@ def test_a_real_run_names_the_parameters_that_get_no_gradient(tmp_path):
     assert not alerts(tmp_path / "healthy") and ZERO not in (tmp_path / "healthy" / "metrics.jsonl").read_text()
 
 
+@pytest.mark.slow
 def test_a_gradient_too_small_for_its_square_is_not_zero():
     program = tiny.program()
     batch = tiny.packed_batch(0)
