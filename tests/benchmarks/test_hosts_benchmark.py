@@ -5,6 +5,8 @@ import pytest
 from benchmarks import hosts
 from jaxscale.system.exits import BadInput
 
+pytestmark = pytest.mark.slow
+
 HOSTS = 16
 LOOKS = 15  # of the first at what is there, longer and longer apart: a second and a half, more than any of it takes
 
@@ -14,7 +16,6 @@ def record():
     return hosts.measure_hosts([HOSTS], workers=1)
 
 
-@pytest.mark.slow
 def test_every_part_asks_a_few_requests_of_each_host(record):
     others, counted = HOSTS - 1, {part["name"]: part["requests"] for part in record["parts"] if part["requests"]}
     assert counted.pop("a decision") == counted.pop("a step") == HOSTS
@@ -23,7 +24,6 @@ def test_every_part_asks_a_few_requests_of_each_host(record):
     assert counted.pop("all are here") < 2 * others + LOOKS and not counted
 
 
-@pytest.mark.slow
 def test_nobody_is_sent_what_all_have_said(record):
     most = {part["name"]: part["characters"] / (HOSTS - 1) for part in record["parts"]}
     assert most["all are here"] < 120 and most["a save"] < 4 * 160  # keys, answers and sums of its own

@@ -191,6 +191,7 @@ def test_nothing_is_sent_and_a_device_holds_its_part_of_the_dense_leaf_and_of_wh
     assert memory.temp_size_in_bytes <= 2 * made
 
 
+@pytest.mark.slow
 def test_a_dense_model_of_hugging_face_becomes_a_mixture_and_goes_out_as_one(tmp_path):
     hf = HF_LLAMA | dict(vocab_size=tiny.VOCAB)
     values = make_folder(tmp_path / "hf", hf, FLOAT32)

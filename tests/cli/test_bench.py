@@ -17,6 +17,8 @@ from jaxscale.settings.config_file import load_config
 from jaxscale.system import process
 from jaxscale.tools.qualify import step
 
+pytestmark = pytest.mark.slow
+
 TINY = [
     "--spec=T",
     "--config.seq_len=16",
@@ -53,7 +55,6 @@ def step_record():
     return json.loads(printed.getvalue())
 
 
-@pytest.mark.slow
 def test_a_step_says_what_ran_and_how_fast(step_record):
     assert step_record["tok_s"] > 0 and step_record["gflops"] > 0 and step_record["rss_mb"] > 0
     assert step_record["product_gflops"] > step_record["gflops"]  # of a step so small that it mostly waits
@@ -63,7 +64,6 @@ def test_a_step_says_what_ran_and_how_fast(step_record):
     assert step_record["params"] == 2 * 32 * 16 + 4 * 16 * 16 + 3 * 16 * 16 + 3 * 16
 
 
-@pytest.mark.slow
 def test_the_step_compiles_once_on_eight_devices(step_record):
     assert step_record["devices"] == "8 x cpu"
     assert step_record["compiled_times"] == 1

@@ -29,6 +29,8 @@ from jaxscale.runtime.text.config import ChatConfig
 from jaxscale.runtime.text.tokenizer.load import load_tokenizer, save_tokenizer
 from jaxscale.system.exits import BadInput
 
+pytestmark = pytest.mark.slow
+
 CONTEXT = 32
 
 
@@ -48,7 +50,6 @@ def nats(served, text, first):
     return float(served.scorer.score(served.params, [TokenSpan(ids, first)]).nats[0])
 
 
-@pytest.mark.slow
 def test_a_space_belongs_to_the_continuation_and_long_contexts_are_cut(served):
     pairs = [("ab ", "cd"), ("ab", " cd"), ("x" * 40 + "y", "z")]
     (one, _), (other, _), (cut, _) = log_likelihoods(served, pairs)
@@ -65,7 +66,6 @@ class Joined:
         return np.array(list(text.encode().replace(b"there", b"T")), np.int32)
 
 
-@pytest.mark.slow
 def test_a_token_that_spans_the_join_leaves_the_continuation_alone(served):
     reading = EvalReading.of(Joined(), CONTEXT)
     found = log_likelihoods(served._replace(reading=reading), [("the", "re"), ("a", "b")])
@@ -81,7 +81,6 @@ def test_a_rolling_text_adds_up_over_its_windows(served):
     assert found[0] == pytest.approx(wanted, rel=1e-5) and found[1] == 0.0 and found[2] < 0
 
 
-@pytest.mark.slow
 def test_truncated_contexts_are_scored_and_their_number_is_logged_once(served):
     lines = []
     logged = served._replace(say=lines.append)
@@ -113,7 +112,6 @@ def test_likelihoods_that_are_not_numbers_are_told(served):
             ask(broken, asked)
 
 
-@pytest.mark.slow
 def test_texts_of_many_lengths_and_settings_come_back_in_their_order(served):
     asked = [("some text", {"until": [], "max_gen_toks": n}) for n in (3, 6, 3)] + [("a", {"max_gen_toks": 6})]
     found = generated(served, asked)
@@ -130,7 +128,6 @@ QUESTION = {"role": "user", "content": "a<|endoftext|>"}
 ASKED = [*b"<|im_start|>user\na<|endoftext|>", 256, *b"<|im_start|>assistant"]
 
 
-@pytest.mark.slow
 def test_the_special_tokens_of_a_chat_template_are_ids_and_those_that_a_task_has_written_are_text(served):
     asking, reading = open_prompts(served.tokenizer, "2026-11-22"), served.reading._replace(begin_ids=(256,))
     written = asking.text([QUESTION], True)

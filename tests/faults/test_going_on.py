@@ -18,6 +18,8 @@ from jaxscale.runtime.run.opening import open_run
 from jaxscale.runtime.training import loop
 from jaxscale.system.exits import Exit, Stop
 
+pytestmark = pytest.mark.slow
+
 STEPS = 10
 LENGTHS = (32, 64, 128, 48, 50)  # tokens of the documents, their end among them, in rows of 64
 CHAINED = ("loss", "grad_norm", "learning_rate", "tokens_hash", "batch_index", "tokens_seen")

@@ -24,6 +24,8 @@ from jaxscale.runtime.training import loop
 from jaxscale.system.exits import BadInput, Exit, Stop
 from jaxscale.units import BatchSizes
 
+pytestmark = pytest.mark.slow
+
 ROW = tiny.SEQ_LEN
 QUIET = {"monitor.progress": "off", "monitor.tensorboard": False, "monitor.log_every_steps": 1, "eval.num_rows": 0}
 # 3 batches of 8 rows, 2 of 16, then 32: 40 rows in the warmup and 13 steps in all.
@@ -148,7 +150,6 @@ def straight(tmp_path_factory, programs):
     return folder, tiny.host(loop.train(open_ramp(folder, programs)).params)
 
 
-@pytest.mark.slow
 def test_each_step_trains_on_its_batch_and_tells_so(straight):
     found = records(straight[0])
     assert [record["tokens_seen"] for record in found] == [sum(ROWS[: n + 1]) * ROW for n in range(13)]

@@ -21,6 +21,8 @@ from jaxscale.program.budget import resolve_budget
 from jaxscale.runtime.data.pipeline import open_data
 from jaxscale.runtime.training.statistics_runner import flatten_statistics
 
+pytestmark = pytest.mark.slow
+
 BATCH = tiny.packed_batch(0)
 
 
@@ -99,7 +101,6 @@ def by_group(name, tree):
             for key, part in groups.items()}  # fmt: skip
 
 
-@pytest.mark.slow
 def test_numbers_are_those_of_a_plain_computation(one_device):
     program = tiny.program()
     cfg = tiny.config({"model.scan_layers": False}).model
@@ -126,7 +127,6 @@ def test_numbers_are_those_of_a_plain_computation(one_device):
         np.testing.assert_allclose(one_device[name], value, rtol=1e-3 if "update" in name else 2e-5, err_msg=name)
 
 
-@pytest.mark.slow
 def test_norms_of_the_groups_make_up_the_norm_of_the_step(one_device):
     program = tiny.program()
     _, metrics = program.train_step(program.init(), tiny.on_mesh(program, BATCH))
@@ -166,7 +166,6 @@ def test_numbers_do_not_depend_on_the_mesh_and_the_program_compiles_once(overrid
     assert program.statistics._cache_size() == 1
 
 
-@pytest.mark.slow
 def test_blockwise_attention_is_watched_exactly(one_device):
     assert_close(statistics(tiny.program({"model.attention": "blockwise"})), one_device)
 

@@ -214,6 +214,7 @@ def test_the_table_tells_what_is_frozen(frozen_with_z_loss):
 FLOAT16 = {"model.compute_dtype": "float16", "train.loss_scale.growth_interval": 3, "train.loss_scale.max": 2.0**17}
 
 
+@pytest.mark.slow
 def test_float16_trains_like_float32(one_device):
     _, seen = run(tiny.program(FLOAT16), BATCHES)
     np.testing.assert_allclose(column(seen, "loss"), column(one_device[1], "loss"), rtol=3e-3)
@@ -271,6 +272,7 @@ def test_bfloat16_computes_in_half_and_keeps_single_precision_weights(one_device
     assert dtypes == {"float32"} and set(column(seen, "loss_scale")) == {1.0}
 
 
+@pytest.mark.slow
 def test_overflows_while_the_scale_can_still_fall_are_no_steps_in_a_row():
     program = tiny.program(FLOAT16)
     state = program.init()
