@@ -1,4 +1,4 @@
-"""Writes docs/faults.md out of what the tests came to.
+"""Writes docs/faults.md from test results.
 
 pytest --fault_results=one.jsonl                    # the whole suite, or -m fault
 pytest --fault_results=two.jsonl -m 'fault and soak'
@@ -34,25 +34,29 @@ def read_results(files: Iterable[pathlib.Path]) -> dict[str, str]:
 def page(covered: Mapping[str, Sequence[str]], outcomes: Mapping[str, str], made: str) -> str:
     """The page. made: when and with what the tests ran."""
     lines = [
-        "# What is promised when things break, and the tests of it",
+        "# Fault tests",
         "",
-        "Made by `tests/faults/make_table.py` out of a test run; not to be edited. A test says with",
-        '`@pytest.mark.fault("F4")` what it covers, and the suite fails where a line of this page has no test.',
-        f"{made}.",
-        "Several processes ran on one machine, buckets were an emulator on it, and no TPU or GPU was there. A test",
-        "that did not run in it, because it takes minutes or its package is missing, is listed as such.",
+        "This page lists the faults and security threats that jaxscale handles, the guaranteed behavior and the tests.",
+        "`tests/faults/make_table.py` generates it from a test run; do not edit it. Each test declares its faults with",
+        '`@pytest.mark.fault("F4")`, and the test suite fails if a row has no test.',
+        "",
+        f"Environment: {made}.",
+        "Multi-process tests ran on one machine and buckets were emulated. No TPU or GPU was used.",
+        "Listed tests passed unless marked. Tests that take minutes or need a missing package were skipped or not run.",
         "",
     ]
-    for title, rows in (("Faults", FAULTS), ("Threats", THREATS)):
-        lines += [f"## {title}", "", "| | what happens | what is promised | result |", "|---|---|---|---|"]
+    for title, rows in (("Faults", FAULTS), ("Security threats", THREATS)):
+        lines += [f"## {title}", "", "| | fault | guaranteed behavior | tests |", "|---|---|---|---|"]
         for fault, row in rows.items():
             result = verdict(covered.get(fault, ()), outcomes)
             lines.append(f"| {fault} | {row.what} | {row.promise} | {result} |")
         lines.append("")
-    lines += ["## The tests", ""]
+    lines += ["## Tests", ""]
     for fault in (*FAULTS, *THREATS):
         lines.append(f"**{fault}**")
-        lines += [f"- `tests/{test}`: {outcomes.get(test, 'not run')}" for test in covered.get(fault, ())]
+        for test in covered.get(fault, ()):
+            outcome = outcomes.get(test, "not run")
+            lines.append(f"- `tests/{test}`" + ("" if outcome == "passed" else f": {outcome}"))
         lines.append("")
     return "\n".join(lines)
 
@@ -69,7 +73,7 @@ def verdict(tests: Sequence[str], outcomes: Mapping[str, str]) -> str:
 def tests_told(text: str) -> dict[str, list[str]]:
     """{fault: tests} as a page lists them."""
     found: dict[str, list[str]] = {}
-    for line in text.partition("## The tests")[2].splitlines():
+    for line in text.partition("## Tests")[2].splitlines():
         if line.startswith("**"):
             found[fault := line.strip("*")] = []
         elif line.startswith("- `tests/"):

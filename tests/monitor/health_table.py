@@ -1,4 +1,4 @@
-"""docs/health_table.md: what the rules catch and miss, and when they cry for nothing, on made-up and recorded runs.
+"""Writes docs/health_table.md: detections and false alarms of the health rules on synthetic and recorded runs.
 
     python tests/monitor/health_table.py        # some minutes; writes docs/health_table.md
 
@@ -52,22 +52,22 @@ def counted(records: list[dict], facts: RunFacts) -> collections.Counter[tuple[s
     """{(rule, "told"): times that it spoke, (rule, "judged"): records that it could judge}."""
     health, counts = Health(facts=facts), collections.Counter()
     for rule in health.rules:
-        rule.look = counting(rule, counts)
+        rule.check = counting(rule, counts)
     for record in records:
         counts.update((finding.kind, "told") for finding in health.observe(record) if not finding.over)
     return counts
 
 
 def counting(rule, counts):
-    """The rule's look, counted where it says something."""
-    look = rule.look
+    """Returns the rule's check, which also counts the records that it could judge."""
+    check = rule.check
 
-    def counted_look(view):
-        sign = look(view)
-        counts[rule.kind, "judged"] += sign is not None
-        return sign
+    def counted_check(view):
+        result = check(view)
+        counts[rule.kind, "judged"] += result is not None
+        return result
 
-    return counted_look
+    return counted_check
 
 
 def alarms(counts: collections.Counter, rule: str) -> str:
@@ -114,26 +114,27 @@ def paragraph(text: str) -> str:
 
 
 ORIGIN = paragraph(f"""
-Made by `tests/monitor/health_table.py`; not to be edited. Curves are made up by `tests/monitor/curves.py`; thresholds
-were chosen on seeds {TUNED[0]} to {TUNED[-1]}. After a table of seeds {SEEN[0]} to {SEEN[-1]}, slow_step was made
-silent during starvation, memory_creep got a long window, and plateau_records went from 200 to 100. This one is of seeds
-{REPORTED[0]} to {REPORTED[-1]}, by which nothing was chosen.
+This page shows how often the [health alerts](health.md) detect a problem, and how often they raise false alarms.
+`tests/monitor/health_table.py` generates it; do not edit it. The synthetic curves are from `tests/monitor/curves.py`.
+Thresholds were chosen on seeds {TUNED[0]} to {TUNED[-1]}, and three rules were revised after an evaluation on seeds
+{SEEN[0]} to {SEEN[-1]}. The tables use seeds {REPORTED[0]} to {REPORTED[-1]}, which did not influence any threshold.
 """)
 RECORDED = f"""
-Recorded: ten clean runs of the quick start (`configs/quickstart.py` as it was until 2026-11-25, with AdamW; seeds 0
-to 9, 489 steps, about six minutes each on two cores), and ten of a small one (200 steps of 1,024 tokens with 2 layers
-of width 128, less than a minute), each of these read as if written every {", ".join(map(str, CADENCES))} steps;
-`tests/monitor/recorded_runs.py` has the commands. They were recorded with the thresholds as they are; `speed_seconds`
-was chosen with the step times of earlier recordings in view. Judged: records that had what the rule reads, and
-enough of it before them. No clean run has a forecast, no recorded one a mixture.
+Recorded: ten clean runs of the quick start (`configs/quickstart.py` until 2026-11-25, with AdamW; seeds 0 to 9, 489
+steps, about six minutes each on two cores), and ten of a small config (200 steps of 1,024 tokens, 2 layers of width
+128, less than a minute), each evaluated with records every {", ".join(map(str, CADENCES))} steps.
+`tests/monitor/recorded_runs.py` has the commands. `speed_seconds` was chosen with the step times of earlier recordings
+in view. "Evaluated" counts the records for which the rule had enough data. Clean runs have no forecast, and recorded
+runs have no mixture of experts.
 """
 
 
 STRENGTHS = f"""
-Strength: times as high (loss, norm, step), part of the step (starvation), part of the fall that is left (plateau), part
-of the loss (oscillation), MiB a record (memory), value (layer, logits), part of the stream (branch), records or steps
-of them (NaN, skipped), rise per validation. Caught: runs in which one of the rules spoke, by batch; its noise is
-{", ".join(f"{size:.1%}" for size in NOISE.values())} of the loss. Delay: median, in records.
+Strength is a factor (loss, norm, step time), a fraction of the step (starvation), of the remaining decrease (plateau),
+of the loss (oscillation) or of the residual stream (branch), MiB per record (memory), a value (layer, logits), a number
+of records or steps (NaN, skipped), or the increase per validation. The batch columns count the runs in which an
+expected rule alerted; the noise is {", ".join(f"{size:.1%}" for size in NOISE.values())} of the loss. The delay is the
+median, in records. Weak faults show the limits of the rules.
 """
 
 
@@ -153,7 +154,7 @@ def table() -> str:
     spoilt = []
     for name in sorted(set(recorded) - set(recorded_runs.QUICKSTART + recorded_runs.SMALL)):
         found = begun(recorded[name], facts_of_recorded(name))
-        told = ", ".join(f"{finding.kind} at step {finding.step}" for finding in found) or "nothing"
+        told = ", ".join(f"{finding.kind} at step {finding.step}" for finding in found) or "none"
         spoilt.append(f"| {name} | {told} |")
     rows = [fault_row(fault, REPORTED) for fault in FAULTS]
     false_alarms = [
@@ -161,32 +162,33 @@ def table() -> str:
     ]
     return "\n".join(
         [
-            "# What the diagnosis catches, misses, and cries for nothing",
+            "# Accuracy of health alerts",
             "",
             ORIGIN,
             "",
             "## False alarms",
             "",
-            paragraph(f"Made up: {runs} clean runs of {records:,} records, each schedule with each batch. {RECORDED}"),
+            paragraph(
+                f"Synthetic: {runs} clean runs with {records:,} records, each schedule with each batch size. {RECORDED}"
+            ),
             "",
-            "| rule | of made-up runs | judged | of the quick start | judged | of small ones | judged |",
+            "| rule | synthetic | evaluated | quick start | evaluated | small config | evaluated |",
             "|---|---|---|---|---|---|---|",
             *false_alarms,
             "",
             "## Faults",
             "",
             paragraph(STRENGTHS),
-            "Weak faults are there to show where the rules end.",
             "",
-            f"| fault | strength | rule | {' | '.join(NOISE)} | delay | others that spoke |",
+            f"| fault | strength | rule | {' | '.join(NOISE)} | delay | other alerts |",
             "|---|---|---|" + "---|" * (len(NOISE) + 2),
             *rows,
             "",
-            "## Recorded runs that were spoilt on purpose",
+            "## Recorded runs with a fault",
             "",
-            "A learning rate of nearly nothing (flat) or far too high (hot, hotter); other programs beside it (busy).",
+            "The learning rate is nearly zero (flat) or far too high (hot, hotter), or the machine is shared (busy).",
             "",
-            "| run | told |",
+            "| run | alerts |",
             "|---|---|",
             *spoilt,
             "",
