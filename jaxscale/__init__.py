@@ -19,7 +19,7 @@ import importlib
 import sys
 from typing import Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 CALLS = {
     "ConvertOptions": "jaxscale.api.conversion",
     "convert": "jaxscale.api.conversion",
