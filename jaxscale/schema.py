@@ -1,4 +1,4 @@
-"""Settings: converts a plain dict, from a config file and a command line, to frozen dataclasses, or raises one error.
+"""Converts a plain dict of settings, from a config file and a command line, to frozen dataclasses, or raises an error.
 
 A setting is a dataclass field made with `setting(default, help)`. Types come from the annotations: bool, int, float,
 str, Literal, tuple[X, ...], dict[str, X], X | None, unions of those, nested dataclasses, and unions of dataclasses

@@ -3,6 +3,7 @@
 import ast
 import html
 import pathlib
+import re
 from collections.abc import Mapping
 
 from generators.words import escaped, table
@@ -16,29 +17,37 @@ LOW = (  # parts of core/ and kernels/ that are below the rest of both
 )  # fmt: skip
 HEAD = """# Architecture
 
-A package may import the packages in rows below its own, never one next to or above it; `tests/test_layers.py` enforces
-that. `python docs/build.py` draws this page from the imports.
+This page shows how the packages of `jaxscale/` depend on each other, the call path from the command to the compiled
+step, and the contents of the files in `core/`.
 
-![The packages, those that import most at the top](architecture.svg)
+![Packages by import level, with those that import most at the top](architecture.svg)
+
+A package imports only packages from lower levels. `tests/test_layers.py` enforces this order. After a change of
+imports, regenerate this page with `python docs/build.py --gather`.
 """
 READ = """
-## From the command to the step
+## Call path of a training run
 
-`main()` reads flags and a config and calls `train_in` (`api/training.py`), which opens the run and calls
-`train_to_completion` (both in `runtime/run/opening.py`); that calls `train`, and this `step_through`
-(`runtime/training/loop.py`), which calls the compiled step once per batch. `build.py` makes the step, with the parts
-in `core/`. Within it `train_step` (`core/step.py`) calls `Gradients` (`core/gradients.py`), `accumulate`, the loss
-(`core/models/model.py`), `run_stack` (`core/models/layers.py`) and a model's block. [Train with core
-alone](howto/use_core.md) makes a step without `build.py`.
+1. `main.py` parses flags and the config and calls `train_in` (`api/training.py`).
+2. `open_run` prepares the work folder and restores the newest checkpoint. `build.py` makes the mesh, the sharded
+   model, the optimizer and the compiled step from the config.
+3. `train_to_completion` (like `open_run` in `runtime/run/opening.py`) calls `train`.
+4. `step_through` (`runtime/training/loop.py`, like `train`) runs the compiled step once per batch.
+5. `train_step` (`core/step.py`) calls `Gradients` (`core/gradients.py`), `accumulate`, the loss
+   (`core/models/model.py`), `run_stack` (`core/models/layers.py`) and the blocks of the model.
 
-| to follow | read |
+[Train with core only](howto/use_core.md) makes a step without `build.py`.
+
+| to trace | read |
 |---|---|
-| a setting | its package's `config.py`, `config.py`, `build.py`, and the package that reads it |
+| a setting | the `config.py` of its package, `config.py`, `build.py`, and the package that uses it |
 | a token | `runtime/text/`, `runtime/data/` (shards, order, rows, batches), `runtime/training/feed.py`, the step |
-| a save | `runtime/training/loop.py`, `runtime/checkpoint/`, storage |
+| a checkpoint | `runtime/training/loop.py`, `runtime/checkpoint/`, storage |
 | a model | `core/models/` and `kernels/`, sharded by `core/shardings.py` |
 
-## The packages
+## Packages
+
+Highest level first. The last column omits imports that another listed import implies.
 
 """
 
@@ -80,6 +89,15 @@ def imported(paths: list[pathlib.Path], known: Mapping[str, object]) -> set[str]
     return found
 
 
+def direct(imports: Mapping[str, set[str]]) -> dict[str, set[str]]:
+    """The imports of each package, without those that one of its other imports implies (transitive reduction)."""
+
+    def reachable(room: str) -> set[str]:
+        return imports[room].union(*map(reachable, imports[room]))
+
+    return {room: below - set().union(*map(reachable, below)) for room, below in imports.items()}
+
+
 def levels(imports: Mapping[str, set[str]]) -> dict[str, int]:
     """{package: its row}, 0 for one that imports none. Raises ValueError for packages that import each other."""
     rows: dict[str, int] = {}
@@ -118,27 +136,27 @@ def drawing(rows: Mapping[str, int], imports: Mapping[str, set[str]]) -> str:
 def about(path: pathlib.Path) -> str:
     """The first sentence of a module's docstring."""
     text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-    return " ".join(text.partition("\n\n")[0].split())
+    return re.split(r"(?<=\.) (?=[A-Z])", " ".join(text.partition("\n\n")[0].split()))[0]
 
 
 def pages() -> dict[str, str]:
     """{file in docs/: its text}."""
     files = rooms()
     imports = {room: imported(paths, files) - {room} for room, paths in files.items()}
-    row_of = levels(imports)
+    row_of, listed = levels(imports), direct(imports)
     lines = []
     for room in sorted(files, key=lambda one: (-row_of[one], one)):
         path = PACKAGE / room / "__init__.py"
         name = f"`{room}/`" if path.exists() else f"`{room}.py`"
         first = path if path.exists() else files[room][0]
-        lines.append([name, escaped(about(first)), ", ".join(sorted(imports[room])) or "none"])
+        lines.append([name, escaped(about(first)), ", ".join(sorted(listed[room])) or "none"])
     core = [
         [f"`{path.relative_to(PACKAGE).as_posix()}`", escaped(about(path))]
         for path in sorted((PACKAGE / "core").rglob("*.py"))
-        if path.name != "__init__.py"
+        if path.name != "__init__.py" and room_of(path) in ("core", "core/axes")
     ]
-    text = HEAD + READ + table(["package", "what it holds", "imports"], lines)
-    text += "\n## The core, file by file\n\n" + table(["file", "what it holds"], core)
+    text = HEAD + READ + table(["package", "contents", "imports"], lines)
+    text += "\n## Files in core\n\n" + table(["file", "contents"], core)
     return {"architecture.md": text, "architecture.svg": drawing(row_of, imports)}
 
 

@@ -1,1 +1,1 @@
-"""The training step and what it is made of: plan, mesh, models, losses, step, guard and optimizers."""
+"""The training step and its parts: plan, mesh, models, losses, guard and optimizers."""

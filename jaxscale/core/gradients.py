@@ -1,4 +1,4 @@
-"""Loss and gradients of a batch: each device computes those of its rows, in microbatches, and they are summed.
+"""Loss and gradients of a batch, summed over microbatches and devices.
 
 The gradient equals that of one pass over the whole batch. B batch (of this device)  T position
 """

@@ -1,5 +1,5 @@
-"""Tables from logical axes to mesh axes, the only file that knows both vocabularies, and the shardings that follow:
-of trees and batches, and of a batch's rows on the devices."""
+"""Sharding rules from logical axes to mesh axes (no other file knows both), and the shardings of parameter trees,
+batches and rows that follow from them."""
 
 import dataclasses
 import functools

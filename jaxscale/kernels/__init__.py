@@ -1,1 +1,1 @@
-"""Arrays in, arrays out: attention, projections, norms, rotary positions, activations and the loss."""
+"""Functions on arrays: attention, projections, norms, rotary embeddings, activations and the loss."""

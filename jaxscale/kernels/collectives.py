@@ -1,4 +1,4 @@
-"""Links of a mesh axis and bytes of collectives: on a TPU slice an axis may span several torus dimensions in turn.
+"""Links of a mesh axis and bytes of collectives. On a TPU slice an axis can span several torus dimensions.
 
 Weights are all-gathered and their gradients reduce-scattered over several mesh axes, in shapes that are fast on TPUs.
 

@@ -1,5 +1,5 @@
-"""Settings of kernels (attention, matmul dtype, RoPE scaling, router), what a model needs of attention, and what a plan
-chose."""
+"""Settings of kernels (attention, matmul dtype, RoPE scaling, router), requirements of models on attention, and the
+choices of a plan."""
 
 import dataclasses
 from typing import Literal, NamedTuple

@@ -1,4 +1,4 @@
-"""Amounts of a run as numbers: tokens, steps, batch sizes, and the steps of its learning-rate schedule."""
+"""Converts the amounts of a run to numbers: tokens, steps, batch sizes, and learning-rate schedule steps."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""A working mesh, found by arithmetic, for a config whose mesh does not divide its model or batch."""
+"""Computes a valid mesh for a config whose mesh does not divide its model or batch."""
 
 import dataclasses
 import itertools

@@ -1,4 +1,4 @@
-"""The main(argv) of a verb: parses its flags, and --help prints its page and settings within the terminal's width."""
+"""The main(argv) of a verb: parses its flags and prints its --help page."""
 
 import ast
 import dataclasses

@@ -1,4 +1,4 @@
-"""Finds settings that are not read with the other settings of a config, and refuses them.
+"""Refuses settings that have no effect in combination with the other settings of a config.
 
 The condition under which a setting is read is its `read_if` (settings/conditions.py).
 """

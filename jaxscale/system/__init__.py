@@ -1,1 +1,1 @@
-"""The lowest package: exit codes, files and buckets, processes, redaction, injected faults."""
+"""Exit codes, files and buckets, processes, redaction of secrets, and fault injection."""

@@ -1,1 +1,1 @@
-"""Collectives per mesh axis, the links under them, and pipeline schedules."""
+"""Collectives of each mesh axis, and pipeline schedules."""

@@ -1,5 +1,5 @@
-"""Settings of all models and of experts and latent attention, and parameter counts, shapes and saved activations
-derived from them. The table of models is in `__init__.py`."""
+"""Settings shared by all models, of experts and of latent attention, and the parameter counts, shapes and saved
+activations derived from them. The table of models is in `__init__.py`."""
 
 import dataclasses
 import difflib

@@ -1,5 +1,5 @@
-"""Construction of models, their logits, and the training objective on a batch: cross-entropy and named auxiliary
-losses, as sums over tokens."""
+"""Model construction, logits, and the training objective of a batch: cross-entropy and named auxiliary losses, as sums
+over tokens."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol

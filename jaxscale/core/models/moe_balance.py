@@ -1,5 +1,5 @@
-"""Sums of router metrics and balance losses over mixture-of-experts layers; and load balancing without such losses
-(arXiv:2408.15664): router biases updated from token counts, without gradients.
+"""Router metrics and auxiliary losses, summed over mixture-of-experts layers, and load balancing without auxiliary
+losses (arXiv:2408.15664): router biases updated from token counts, without gradients.
 
 L layers  E experts  Q rounds of an all-to-all exchange
 """

@@ -1,5 +1,5 @@
-"""Parameters by name and logical axes: their group (learning-rate multiplier, weight decay, frozen), and which
-dimensions are a stack (layers, experts), rows and columns."""
+"""Parameter groups by name and logical axes (learning-rate multiplier, weight decay, frozen), and the stacked (layers,
+experts), row and column dimensions of each parameter."""
 
 import dataclasses
 import re

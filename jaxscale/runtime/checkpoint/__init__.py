@@ -1,1 +1,1 @@
-"""Saving and restoring the train state, the data position and the resolved config."""
+"""Saves and restores the train state, the data position and the resolved config."""

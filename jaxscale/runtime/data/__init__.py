@@ -1,1 +1,1 @@
-"""Documents to packed rows of token ids: numpy on the host, never jax."""
+"""The data pipeline, from documents to packed rows of token ids: numpy on the host, without jax."""

@@ -1,1 +1,1 @@
-"""Measuring a model on held-out text."""
+"""Evaluation: perplexity, multiple choice, cloze tasks and lm-eval."""

@@ -1,1 +1,1 @@
-"""Several processes as one run."""
+"""Multi-process runs: process discovery, agreement between processes, and watchdogs."""

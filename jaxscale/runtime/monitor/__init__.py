@@ -1,1 +1,1 @@
-"""Metrics, events, progress and health alerts of a run, its throughput, memory and versions. On the host, no jax."""
+"""Metrics, events, progress, health alerts, throughput, memory and versions of a run. On the host, without jax."""

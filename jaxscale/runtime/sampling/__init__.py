@@ -1,1 +1,1 @@
-"""Text from a model."""
+"""Text generation with a KV cache, and the chat page."""

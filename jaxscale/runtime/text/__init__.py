@@ -1,1 +1,1 @@
-"""Text in: files of many formats as documents, tokenizers, conversations."""
+"""Text sources in many file formats, tokenizers, and conversations."""

@@ -1,1 +1,1 @@
-"""Builds shards from raw text: curation, preparation, publication. Training never imports it."""
+"""Builds token shards from raw text: curation, preparation, publication. Training never imports it."""

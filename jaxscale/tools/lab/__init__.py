@@ -1,1 +1,1 @@
-"""Experiments on recipes: ordinary runs that differ in a few settings, and what they show with its uncertainty."""
+"""Experiments that compare recipes: runs that differ in a few settings, and results with error bars."""

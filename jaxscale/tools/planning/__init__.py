@@ -1,1 +1,1 @@
-"""Cost, time and memory of a run by arithmetic, from its config and a machine's name, without a compiler."""
+"""Estimates of cost, time and memory from a config and the name of a machine, without a compiler."""
