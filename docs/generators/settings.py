@@ -28,7 +28,7 @@ def pages() -> dict[str, str]:
             title="Settings of a data recipe",
             what="Each is given in a recipe, or as `--config.NAME=VALUE`.",
             verb="jaxscale prepare",
-            more="[Data](../data.md) says what the stages do.",
+            more="[Prepare data](../prepare.md) describes the stages.",
         )
         + page(PrepareConfig, can_change=False),
     }

@@ -35,7 +35,7 @@ MAX_FILE_BYTES = 80 << 20  # of weights
 FASTTEXT = (".bin", ".ftz")
 MIN_EXAMPLES = 20  # examples of each kind; fewer give no meaningful accuracy
 BATCH = 64  # examples per training step
-LEARNING_RATE = 10.0  # of Adagrad; on the texts of docs/data.md ROC AUC is 0.926 with it, 0.918 with 3, 0.912 with 1
+LEARNING_RATE = 10.0  # of Adagrad; on the texts of docs/prepare.md ROC AUC is 0.926 with it, 0.918 with 3, 0.912 with 1
 TOO_TOXIC = "toxicity: score too high"
 LISTED = "toxicity: words of the list"
 # Scripts that are written without spaces between words (Chinese, Japanese, Thai, Lao, Khmer, Burmese).
