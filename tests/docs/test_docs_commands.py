@@ -111,7 +111,7 @@ def records(tmp_path_factory):
         file.write(json.dumps({"text": "Some words. " * 40}) + "\n")
     make_run(folder / "runs" / "quickstart", last=600)
     kept_run.make_run(folder / "runs" / "quickstart")
-    for name in ("hot", "1b", "first", "a"):
+    for name in ("mine", "1b", "first", "a"):
         shutil.copytree(folder / "runs" / "quickstart", folder / "runs" / name)
     return folder
 
