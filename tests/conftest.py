@@ -43,7 +43,7 @@ gc.set_threshold(100_000, 20, 50)
 
 @pytest.fixture(scope="session", autouse=True)
 def private_cache(tmp_path_factory):
-    """What the tests tokenise and fetch is their own, never the user's."""
+    """What the tests tokenize and fetch is their own, never the user's."""
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.getbasetemp() / "cache")
 
 

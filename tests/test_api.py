@@ -183,7 +183,7 @@ def test_it_goes_on_and_leaves_what_is_complete_alone(cfg, tmp_path, capsys):
     run = jaxscale.train(cfg, str(tmp_path / "run"), stop_after=2)
     assert "going on" not in capsys.readouterr().out
     assert jaxscale.train(cfg, str(run)).step == 4
-    assert "going on from step 2" in capsys.readouterr().out
+    assert "resuming from step 2" in capsys.readouterr().out
     assert jaxscale.train(cfg, str(run)).step == 4
     assert "complete at step 4" in capsys.readouterr().out
 

@@ -199,7 +199,7 @@ def test_more_tokens_go_on_to_a_sample_and_the_new_horizon_and_each_change_are_t
     assert command(home, copy, f"--config.train_tokens={STEPS + 4} steps", *cadence) == 0
     out = capsys.readouterr().out
     assert f"the learning rate follows the new horizon, {STEPS + 4} steps instead of {STEPS}" in out
-    assert f"going on from step {STEPS}" in out
+    assert f"resuming from step {STEPS}" in out
     found = metrics(copy, "batch_index", "learning_rate")
     assert [step for step in found if step > STEPS] == [STEPS + 1, STEPS + 2, STEPS + 4]
     assert found[STEPS + 4] == (STEPS + 3, pytest.approx(1e-3)) and found[STEPS + 1][1] > 1.1e-3

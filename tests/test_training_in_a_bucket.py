@@ -157,7 +157,7 @@ def test_a_run_in_a_busy_bucket_that_is_killed_equals_one_on_a_disk(trainers, gc
     last = trainers.start()
     code, log = trainers.finish(last)
     assert code == 0 and f"the lock of process {trainers.started[-2].pid}" in log, log
-    assert "going on from step" in log and "WARNING" not in log, log
+    assert "resuming from step" in log and "WARNING" not in log, log
     run = fetched(gcs, tmp_path / "copy")
     assert lines(run) == lines(tmp_path / "straight")
     tiny.assert_same_bits(state(run), state(tmp_path / "straight"))
@@ -214,7 +214,7 @@ def test_a_run_of_which_a_quarter_of_all_requests_fails_equals_one_on_a_disk(tra
     os.killpg(first.pid, signal.SIGKILL)
     first.wait()
     code, log = trainers.finish(trainers.start())
-    assert code == 0 and "going on from step" in log and "WARNING" not in log, log
+    assert code == 0 and "resuming from step" in log and "WARNING" not in log, log
     run = fetched(gcs, tmp_path / "copy")
     assert "IncompleteRead" not in (run / "events.jsonl").read_text()
     assert lines(run) == lines(tmp_path / "straight")

@@ -41,7 +41,7 @@ READ_BATCHES = 200
 SEEKS = 5
 # Measured on one core of a 2-vCPU AMD EPYC (Zen 5), 2026-11-20, on similar English text.
 REFERENCE_RATES = (
-    "others, on another day: datatrove 0.10.1's whole recipe 41 documents/s, its tokenising 2.8 MB/s; near duplicates "
+    "others, on another day: datatrove 0.10.1's whole recipe 41 documents/s, its tokenizing 2.8 MB/s; near duplicates "
     "by datasketch 2.0 1,450, by rensa with Python shingles 4,080 documents/s; Grain's packing 9 to 12, MaxText's "
     "input 1.7, levanter's cache 7 to 57 million tokens/s"
 )

@@ -98,7 +98,7 @@ class TwoRuns:
             instead = "it should have been killed, but: " if kill_at else ""
             reason = f"{instead}{meaning(code)}: {last_line(log)}"
             raise Stop(Exit(code) if code and code in list(Exit) else Exit.ERROR, reason)
-        if begin and self.is_first and f"going on from step {begin}" not in log.read_text("utf-8", "replace"):
+        if begin and self.is_first and f"resuming from step {begin}" not in log.read_text("utf-8", "replace"):
             raise Stop(Exit.ERROR, f"it did not resume from step {begin}; see {log}")
         return Watched(begin, code, seconds, first)
 

@@ -317,7 +317,7 @@ class Upload:
         """Completes the object. Raises BadInput if its MD5 differs."""
         self.flush()
         if (self.answer or {}).get("md5Hash") != base64.b64encode(md5).decode():
-            raise BadInput(f"{self.url} does not hold {expected}: it was damaged on its way; run it again")
+            raise BadInput(f"{self.url} does not hold {expected}: it was damaged in transfer; run it again")
 
 
 class NoRedirects(urllib.request.HTTPRedirectHandler):

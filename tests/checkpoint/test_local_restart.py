@@ -61,7 +61,7 @@ def newest_whole(workdir):
 
 
 def went_on_from(said):
-    return int(re.search(r"going on from step (\d+)", said)[1])
+    return int(re.search(r"resuming from step (\d+)", said)[1])
 
 
 def last_leaves(workdir):

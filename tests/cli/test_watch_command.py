@@ -90,7 +90,7 @@ def test_a_frame_fits_every_terminal(width, height, unicode):
         (seen(records=[], events=[], written_at=None, config={}), "no start and no step noted yet", "yellow"),
         (
             seen(events=[STARTED, event("stopped", -1, code=0)]),
-            "ended before its last step, as it was told to",
+            "stopped before its last step, on request",
             "yellow",
         ),
         (seen(records=[training(1000)], events=[STARTED, event("stopped", -1, code=0)]), "all steps are done", "green"),

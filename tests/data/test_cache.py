@@ -1,4 +1,4 @@
-"""Text is tokenised once; a folder in the cache is whole or is not there."""
+"""Text is tokenized once; a folder in the cache is whole or is not there."""
 
 import json
 import os
@@ -15,14 +15,14 @@ from jaxscale.runtime.data.cache import index_raw, scan_raw
 from jaxscale.runtime.data.config import DataConfig
 from jaxscale.runtime.data.shard_writer import ShardWriter, dtype_for
 from jaxscale.runtime.data.shards import open_shard, read_header
-from jaxscale.runtime.data.tokenize import open_tokenised
+from jaxscale.runtime.data.tokenize import open_tokenized
 from jaxscale.runtime.text.sources.files import list_files
 from jaxscale.runtime.text.tokenizer.load import ByteTokenizer
 
-# Tokenises the files given on the command line, and waits as told at the second chunk (a folder is then half written).
+# Tokenizes the files given on the command line, and waits as told at the second chunk (a folder is then half written).
 SLOW_WRITER = """
 import pathlib, sys, time
-from jaxscale.runtime.data.tokenize import open_tokenised
+from jaxscale.runtime.data.tokenize import open_tokenized
 from jaxscale.runtime.data.config import DataConfig
 from jaxscale.runtime.text.sources.files import list_files
 from jaxscale.runtime.text.tokenizer.load import ByteTokenizer
@@ -37,7 +37,7 @@ class Slow(ByteTokenizer):
         return super().encode_many(texts)
 
 files, _ = list_files(sys.argv[1], "data.files", "text")
-print(open_tokenised(files, Slow(), DataConfig(cache_dir=sys.argv[2]), say=lambda line: None).fingerprint)
+print(open_tokenized(files, Slow(), DataConfig(cache_dir=sys.argv[2]), say=lambda line: None).fingerprint)
 """
 
 
@@ -62,7 +62,7 @@ def open_cached(globs, cache, **changes):
     cfg = DataConfig(cache_dir=str(cache), **changes)
     files, problems = list_files(globs, "data.files", "text")
     assert not problems
-    return open_tokenised(files, ByteTokenizer(), cfg, said.append), said
+    return open_tokenized(files, ByteTokenizer(), cfg, said.append), said
 
 
 @pytest.mark.slow
@@ -97,10 +97,10 @@ def write_texts(folder, **texts):
     return str(folder / "*.txt")
 
 
-def test_text_is_tokenised_again_only_when_something_changed(tmp_path):
+def test_text_is_tokenized_again_only_when_something_changed(tmp_path):
     globs = write_texts(tmp_path, a="one", b="two")
     first, said = open_cached(globs, tmp_path / "cache")
-    assert "tokenising 2 files" in said[0] and "2 documents" in said[1]
+    assert "tokenizing 2 files" in said[0] and "2 documents" in said[1]
     again, said = open_cached(globs, tmp_path / "cache")
     assert said == [] and again.fingerprint == first.fingerprint
     write_texts(tmp_path, b="too")
@@ -231,9 +231,9 @@ def test_a_source_that_cannot_be_read_is_not_told_as_the_cache(tmp_path):
     (tmp_path / "a.txt").unlink()
     (tmp_path / "a.txt").mkdir()
     for read in (
-        lambda cfg: open_tokenised([file], ByteTokenizer(), cfg, lambda text: None),
+        lambda cfg: open_tokenized([file], ByteTokenizer(), cfg, lambda text: None),
         lambda cfg: index_raw(tmp_path, file, "uint16", None, lambda text: None),
-        lambda cfg: open_tokenised(
+        lambda cfg: open_tokenized(
             [file._replace(path=str(tmp_path / "gone"))], ByteTokenizer(), cfg, lambda text: None
         ),
     ):

@@ -1,4 +1,4 @@
-"""Training from raw files of every kind: tokenised once, and each document of the cache knows where it came from."""
+"""Training from raw files of every kind: tokenized once, and each document of the cache knows where it came from."""
 
 import gzip
 import json
@@ -71,7 +71,7 @@ def test_a_setting_of_reading_is_part_of_the_fingerprint(tmp_path):
 
 
 @pytest.mark.parametrize("changes", [pytest.param({"name": "hf"}, marks=pytest.mark.soak), {}])
-def test_a_data_set_of_the_hub_is_tokenised_once(tmp_path, changes):
+def test_a_data_set_of_the_hub_is_tokenized_once(tmp_path, changes):
     datasets = pytest.importorskip("datasets", reason="datasets is not installed")
     datasets.Dataset.from_dict({"text": ["some text", "more text"], "id": ["a", "b"]}).save_to_disk(tmp_path / "saved")
     (tmp_path / "hub").mkdir()

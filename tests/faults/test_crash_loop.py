@@ -37,4 +37,4 @@ def test_a_training_that_dies_at_its_third_step_each_time_is_given_up(tmp_path):
     assert given_up.returncode == Exit.ERROR, given_up.stdout + given_up.stderr
     assert "crash loop: 2 starts in a row brought no new checkpoint; step 5 is the newest" in given_up.stderr
     mended = subprocess.run(supervise, env=env, timeout=400, capture_output=True, text=True)
-    assert mended.returncode == 0 and "going on from step 5" in mended.stdout
+    assert mended.returncode == 0 and "resuming from step 5" in mended.stdout

@@ -92,7 +92,7 @@ def test_a_run_that_wakes_up_in_a_folder_of_another_writes_nothing(tmp_path):
         old.freeze()
         with Trainer(tmp_path, "new", workdir, "--steal_lock") as new:
             new.wait_for("was taken over: stolen")
-            new.wait_for("going on from step")
+            new.wait_for("resuming from step")
             wait_until(lambda: new.log.count("tok/s") > 5, new)
             new.freeze()  # so that all of its files can be compared
             before = files_of(workdir)
@@ -135,7 +135,7 @@ def test_a_run_that_wakes_up_in_a_bucket_of_another_writes_nothing(tmp_path):
             wait_until(lambda: "run/checkpoints/last_good.json" in gcs.names("bucket"), old)
             old.freeze()
             with Trainer(tmp_path, "new", workdir, *flags, "--steal_lock", env=env) as new:
-                new.wait_for("going on from step")
+                new.wait_for("resuming from step")
                 wait_until(lambda: new.log.count("tok/s") > 5, new)
                 new.freeze()
                 time.sleep(1)  # for requests that were under way

@@ -103,7 +103,7 @@ def test_a_write_that_fails_on_one_process_ends_both_with_its_cause(home, tmp_pa
     workdir = tmp_path / "run"
     began = time.monotonic()
     with start(2, home, workdir) as running:
-        running.wait_for("versions: ")  # by then text was tokenised into the cache
+        running.wait_for("versions: ")  # by then text was tokenized into the cache
         resource.prlimit(running.running[1].pid, resource.RLIMIT_FSIZE, (8_000, resource.RLIM_INFINITY))
         assert running.codes() == [Exit.STORAGE] * 2 == [14, 14], running.log(0) + running.log(1)
         assert time.monotonic() - began < 60 + 60  # to the first save, and after it

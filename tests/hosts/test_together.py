@@ -153,7 +153,7 @@ def test_a_killed_process_ends_the_others_at_once_and_the_run_goes_on(home, stra
     newest = saved_steps(workdir)[-1]
     with start(count, 1, home, workdir, f"--config.train_tokens={newest + 3} steps") as again:
         assert again.codes() == [0] * count, again.log(0)
-        assert f"going on from step {newest}" in again.log(0)
+        assert f"resuming from step {newest}" in again.log(0)
 
 
 @pytest.mark.soak

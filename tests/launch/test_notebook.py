@@ -35,7 +35,7 @@ def test_it_installs_trains_plots_samples_and_goes_on(tmp_path, monkeypatch):
     install, train, plot, sample, go_on = code_of(book)
     assert printed(install).strip() == f"cpu; code in {ROOT}; the run in {tmp_path / 'run'}"
     assert "done: 10 steps" in printed(train)
-    assert "going on from step 10" in printed(go_on) and "done: 15 steps" in printed(go_on)
+    assert "resuming from step 10" in printed(go_on) and "done: 15 steps" in printed(go_on)
     assert printed(sample).startswith("def ") and printed(sample) != printed(go_on)
     for cell in (plot, go_on):
         assert shown(cell, "image/png"), "no picture of the loss"

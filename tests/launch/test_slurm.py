@@ -194,5 +194,5 @@ def test_a_training_that_is_stopped_goes_on_where_it_was(slurm, tmp_path, tasks)
     command("scancel", "--signal=TERM", job.number, env=job.env)  # to the processes, as the time limit does
     state = job.wait_until_ended(240)
     assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), job.text()
-    assert "exit 10 after" in job.text() and "going on from step" in job.text()
+    assert "exit 10 after" in job.text() and "resuming from step" in job.text()
     assert f"done: {steps} steps" in job.text()

@@ -123,7 +123,7 @@ def test_a_small_one_is_killed_goes_on_and_writes_its_card(tmp_path):
     assert {path.name for path in (folder / "stages").iterdir()} == {"data", "tokenizer"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr
-    assert "== tokenizer: done before" in done.stdout and "going on from step" in done.stdout
+    assert "== tokenizer: done before" in done.stdout and "resuming from step" in done.stdout
     assert {path.name for path in (folder / "stages").iterdir()} == set(STAGES)
     card = (folder / "card.md").read_text()
     assert "| held: bits per byte" in card and "| questions: accuracy" in card and "all steps are done" in card

@@ -219,7 +219,7 @@ def test_where_the_time_went_sums_to_the_wall_time(run):
     ("code", "step", "state", "told"),
     [
         (0, 100, "finished", "all steps are done"),
-        (0, 60, "stopped", "ended before its last step"),
+        (0, 60, "stopped", "stopped before its last step"),
         (10, 60, "stopped", "exit 10, saved on a signal"),
         (130, 60, "stopped", "exit 130, SIGINT"),
         (17, 60, "failed", "exit 17, training diverged"),

@@ -273,7 +273,7 @@ def test_the_cache_and_the_fingerprint_follow_what_is_learned(tmp_path):
     )
     prints = [open_one(chat).fingerprint for chat in (other, pair, swapped, pair)]
     assert len(set(prints)) == 3 and prints[1] == prints[3]
-    assert sum("tokenising" in line for line in said) == 3
+    assert sum("tokenizing" in line for line in said) == 3
     for marks in (tmp_path / "cache").glob("tokens-*/tokens.trained"):
         marks.write_bytes(b"")
     assert open_one(pair).fingerprint == prints[1] and any("tokens.trained has 0 bytes" in line for line in said)

@@ -9,7 +9,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from jaxscale import schema
 from jaxscale.runtime.data.config import DataConfig
-from jaxscale.runtime.data.tokenize import open_tokenised
+from jaxscale.runtime.data.tokenize import open_tokenized
 from jaxscale.runtime.text.sources.files import list_files
 from jaxscale.runtime.text.tokenizer.load import ByteTokenizer, load_tokenizer
 from jaxscale.runtime.text.tokenizer.loss import compare, measure_loss
@@ -89,12 +89,12 @@ def test_what_comes_in_addition_is_no_loss_and_an_example_shows_the_place():
 
 
 def lines_of_training(tmp_path, path, texts):
-    """What is said while files are tokenised."""
+    """What is said while files are tokenized."""
     (tmp_path / "raw").mkdir(exist_ok=True)
     (tmp_path / "raw" / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     said, cfg = [], DataConfig(cache_dir=str(tmp_path / "cache"))
     files, _ = list_files(str(tmp_path / "raw" / "*.jsonl"), "data.files", "text")
-    open_tokenised(files, load_tokenizer(path), cfg, said.append)
+    open_tokenized(files, load_tokenizer(path), cfg, said.append)
     return [line for line in said if "loses text" in line]
 
 

@@ -268,7 +268,7 @@ class TestRun:
         state, said = self.train(tmp_path / "run", "5:3", monkeypatch)
         tiny.assert_same_bits(state, straight)
         told = [line.partition(":")[0] for line in said if line.startswith("replicas, ")]
-        assert told == ["replicas, step 6"] * 2 and "going on from step 4" in said
+        assert told == ["replicas, step 6"] * 2 and "resuming from step 4" in said
         assert next(line for line in said if "step 6: device 3 (cpu, process 0) holds other bits of params/" in line)
 
     @pytest.mark.slow

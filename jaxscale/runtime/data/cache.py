@@ -1,4 +1,4 @@
-"""The cache of tokenised text and of indexes of raw .bin files, keyed by a hash of their inputs."""
+"""The cache of tokenized text and of indexes of raw .bin files, keyed by a hash of their inputs."""
 
 import contextlib
 import hashlib

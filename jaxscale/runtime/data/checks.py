@@ -1,4 +1,4 @@
-"""Checks of the data settings and files before anything is read, tokenised or compiled."""
+"""Checks of the data settings and files before anything is read, tokenized or compiled."""
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence

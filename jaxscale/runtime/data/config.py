@@ -69,7 +69,7 @@ class DataConfig(DocumentsConfig):
 
     name: Literal["stdlib", "files", "chat", "hf", "tokens", "synthetic"] = setting(
         "files",
-        "stdlib: source of this Python's standard library; files: text, tokenised once into the cache, or columns of "
+        "stdlib: source of this Python's standard library; files: text, tokenized once into the cache, or columns of "
         "token ids (ids_field); hf: the same "
         "of data sets of the Hugging Face hub, files being their names; chat: .jsonl, .parquet, .arrow or data sets of "
         "conversations (messages, or ShareGPT's conversations), of prompt and completion, or of text, of which "
@@ -163,7 +163,7 @@ class DataConfig(DocumentsConfig):
     )
     cache_dir: str = setting(
         "",
-        "folder for tokenised text and row plans; empty: $XDG_CACHE_HOME/jaxscale, or ~/.cache/jaxscale",
+        "folder for tokenized text and row plans; empty: $XDG_CACHE_HOME/jaxscale, or ~/.cache/jaxscale",
         may_change=True,
         read_if="data.name!=synthetic",
     )

@@ -158,7 +158,7 @@ class Corpus:
 def open_data(
     cfg: DataConfig, *, seq_len: int, vocab_size: int, seed: int, say: Callable[[str], None] = print
 ) -> Corpus:
-    """Opens the corpus; tokenises it first unless it is in the cache.
+    """Opens the corpus; tokenizes it first unless it is in the cache.
 
     seed: of the order of documents and rows. Raises BadInput for the problems of check_data and check_facts, text that
     is not UTF-8 (data.invalid_utf8='stop'), a token id outside the vocabulary, or a damaged cache.

@@ -51,15 +51,15 @@ def open_documents(
     if fits(tokenizer, vocab_size) and (line := describe_unused(tokenizer, vocab_size)):
         say(f"{tokenizer.name} {line}")
         tokenizer = limit_vocabulary(tokenizer, vocab_size)
-    shards = [open_tokenised(files, tokenizer, cfg, say)]
+    shards = [open_tokenized(files, tokenizer, cfg, say)]
     made = datetime.date.fromtimestamp(Path(shards[0].bin_path).stat().st_mtime)
     for file in files:
         if file.path.startswith("hf://") and "revision=" not in file.path:
             say(
-                f"{file.path}: the version of {made}, when it was tokenised; newer ones are not checked. "
+                f"{file.path}: the version of {made}, at tokenization; newer versions are not checked. "
                 "revision=COMMIT pins one"
             )
-    val_shards = [open_tokenised(val_files, tokenizer, cfg, say)] if val_files else []
+    val_shards = [open_tokenized(val_files, tokenizer, cfg, say)] if val_files else []
     if cfg.name == "chat" and not shards[0].header["conversations"]:
         raise BadInput(
             f"data.name='chat', and {files[0].path}{' and the other files' * (len(files) > 1)} hold no conversation "
@@ -78,8 +78,8 @@ def open_documents(
     return shards, val_shards, None
 
 
-def open_tokenised(files: Sequence[SourceFile], tokenizer: Tokenizer, cfg: DataConfig, say: Say) -> Shard:
-    """Returns the documents of all files as one shard, from the cache if they were tokenised before."""
+def open_tokenized(files: Sequence[SourceFile], tokenizer: Tokenizer, cfg: DataConfig, say: Say) -> Shard:
+    """Returns the documents of all files as one shard, from the cache if they were tokenized before."""
     cache_key: dict[str, Any] = {
         "files": [[*file, *size_and_mtime(file.path)] for file in files],
         "tokenizer": tokenizer.fingerprint,
@@ -90,13 +90,13 @@ def open_tokenised(files: Sequence[SourceFile], tokenizer: Tokenizer, cfg: DataC
     reader = make_reader(tokenizer, cfg, say)
     if reader.fingerprint:
         cache_key["chat"] = reader.fingerprint
-    shard = cached_shard(cfg, cache_key, lambda folder: tokenise(folder, files, tokenizer, cfg, say, reader), say)
+    shard = cached_shard(cfg, cache_key, lambda folder: tokenize(folder, files, tokenizer, cfg, say, reader), say)
     for line in shard.header.get("read", ()):
         say(line)
     return shard
 
 
-def tokenise(
+def tokenize(
     folder: Path, files: Sequence[SourceFile], tokenizer: Tokenizer, cfg: DataConfig, say: Say, reader: DocumentReader
 ) -> None:
     """Writes the shard of `files` into `folder`. Documents are encoded in batches."""
@@ -115,7 +115,7 @@ def tokenise(
     )
     skipped, counts, started = Counter(), ReadCounts(files, known), time.monotonic()
     num_files = plural(len(files), "file")
-    what = f"reading token ids of {num_files}" if only_ids else f"tokenising {num_files} with {tokenizer.name}"
+    what = f"reading token ids of {num_files}" if only_ids else f"tokenizing {num_files} with {tokenizer.name}"
     say(f"{what} (once; then cached)")
     try:
         lineage = write_documents(writer, counts, read_documents(choices, reader, skipped, say), reader, say)

@@ -100,8 +100,8 @@ def from_flags(flags: Mapping[str, str]) -> ProcessInfo | None:
         return ProcessInfo(host="localhost", port=TPU_PORT, num_processes=1, process_id=0, found_in="flags")
     missing = [f"--{name}" for name in FLAGS[:3] if name not in given]
     if missing or count is None:
-        raise BadInput(f"{' and '.join(missing)} must be given too: {', '.join(f'--{n}' for n in given)} alone tells "
-                         "a process too little of where it stands")  # fmt: skip
+        raise BadInput(f"{' and '.join(missing)} must be given too: {', '.join(f'--{n}' for n in given)} alone is "
+                         "not enough to connect the processes")  # fmt: skip
     host, port = split_address("--coordinator", given["coordinator"])
     process_id = parse_number("--process_id", given["process_id"])
     return ProcessInfo(host=host, port=port, num_processes=count, process_id=process_id, found_in="flags")

@@ -165,7 +165,7 @@ def check_hosts_agree(corpus: Corpus) -> None:
         raise data_mismatch(
             f"the data of process {jax.process_index()} are not those of process 0: fingerprint "
             f"{corpus.fingerprint[:16]} here, {first[:16]} there; give all hosts the same files, and where a cache of "
-            "tokenised text is older than the text, delete it"
+            "tokenized text is older than the text, delete it"
         )
 
 

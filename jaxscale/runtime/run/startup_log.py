@@ -30,7 +30,7 @@ def log_model(program: Program, budget: Budget, log: Log) -> None:
     attention = program.plan.attention
     reason = f" ({attention.reason})" if attention.reason else ""
     params, active = units.count(cfg.model.num_params), units.count(cfg.model.active_params)
-    through = f", of which a token goes through {active}" if cfg.model.active_params < cfg.model.num_params else ""
+    through = f", active per token: {active}" if cfg.model.active_params < cfg.model.num_params else ""
     log(
         f"{cfg.model.name}: {params} parameters{through}, {cfg.model.compute_dtype}, "
         f"{attention.name} attention{reason}; {mesh.size} x {device.device_kind}"
@@ -63,7 +63,7 @@ def log_resume(program: Program, recorded: dict[str, Any], step: int, budget: Bu
         last = recorded["budget"]["total_steps"]
         rates = ", ".join(f"{float(program.schedule(s)):.3g} at step {s}" for s in (step, budget.total_steps - 1))
         log(f"the learning rate follows the new horizon, {budget.total_steps} steps instead of {last}: {rates}")
-    log(f"going on from step {step}")
+    log(f"resuming from step {step}")
 
 
 def finish(cfg: SampleConfig, sample: Sample | None, state: TrainState, folder: Any, writer: Writer) -> None:

@@ -65,7 +65,7 @@ def open_source_model(name: str, base: str | None = None, keep: bool = False) ->
     if keep:
         lora, pairs = adapters.run_from_adapter(adapter, found, model.cfg)
         check_tensors(pairs, adapter.tensors)
-        done = f"{name}, {len(found)} matrices of rank {lora.rank}, kept beside the weights"
+        done = f"{name}, {len(found)} matrices of rank {lora.rank}, not merged"
         changes = dict(lora=lora, pairs=[*model.pairs, *pairs], tensors={**model.tensors, **adapter.tensors})
     else:
         changes = dict(tensors=adapters.merged_tensors(adapter, found, model.pairs, model.tensors))

@@ -104,8 +104,8 @@ def in_words(apart: Estimate | None, lost: int, runs: int, skipped: float) -> st
     if apart is None:
         return failed or "float32 diverged, so nothing can be compared"
     if apart.low is None:
-        note = "one seed tells no more"
+        note = "one seed gives no interval"
     else:
-        note = "not told apart from it" if apart.has(0.0) else "worse than it" if apart.value > 0 else "better than it"
+        note = "not significantly different" if apart.has(0.0) else "worse" if apart.value > 0 else "better"
     skips = f"; {skipped:,.0f} steps were skipped for gradients that were not finite" if skipped else ""
     return f"{difference(apart)} compared with float32 of the same seed: {note}{skips}{'; ' + failed if failed else ''}"

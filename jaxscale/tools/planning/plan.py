@@ -278,7 +278,7 @@ def count_tokens(cfg: DataConfig, vocab_size: int) -> tuple[int | None, str]:
         except (BadInput, OSError) as error:
             return None, f"unknown: {error}"
     if cfg.tokenizer not in ("", "bytes"):
-        return None, "unknown until the text is tokenised: jaxscale prepare counts it"
+        return None, "unknown until the text is tokenized: jaxscale prepare counts it"
     if not all(file.path.endswith(TEXT_SUFFIXES) for file in files):
         return None, "unknown until the files are unpacked: jaxscale prepare counts it"
     train_fraction = 1 - cfg.val_fraction if not cfg.val_files else 1.0

@@ -217,7 +217,8 @@ def settings(history: History) -> str:
         facts.append(("FLOPs and MFU", "of the parameters that a token goes through; memory is of all"))
     parts = [table(("made with", ""), [(name, Cell(escape(value), "mono")) for name, value in facts if value])]
     changes = change_table(history)
-    parts.append(f"<h3>Changed on the way</h3>{changes}" if changes else left_out("No setting was changed on the way."))
+    unchanged = left_out("No setting changed during the run.")
+    parts.append(f"<h3>Settings changed during the run</h3>{changes}" if changes else unchanged)
     if every := history.part("config"):
         rows = [(mono(name), mono(value)) for name, value in schema.flatten(every).items()]
         all_settings = table(("setting", "value"), rows)

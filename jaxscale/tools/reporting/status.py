@@ -107,7 +107,7 @@ def state_of(history: History, now: float, total: float | None) -> State:
         when, reason = clock(unix_time(last.get("time"))), str(last.get("why") or "")
         if code == Exit.DONE and (total is None or history.reached_step >= total):
             return State("finished", "all steps are done", when)
-        words = "ended before its last step, as it was told to" if code == Exit.DONE else meaning(code)
+        words = "stopped before its last step, on request" if code == Exit.DONE else meaning(code)
         more = "; ".join(part for part in ("" if reason == "done" else reason, when) if part)
         return State("failed" if is_failure(code) else "stopped", words, more)
     if last is None and not history.rows:
