@@ -4,11 +4,11 @@ layer that predicts a second token. Measured: nothing yet.
     python -m jaxscale.main --config=configs/deepseek_v3.py --config.data.files='shards/manifest.json'
 
 Shape: transformers' DeepseekV3Config. Batch, rate and balance: section 4.2 of the report, whose batch grew to this one
-and whose rate stayed at the peak for 10T tokens. Released weights have RoPE stretched by YaRN, after all this: to go on
-from them, set model.rope_scaling as `jaxscale convert` writes it.
+and whose rate stayed at the peak for 10T tokens. Released weights have RoPE stretched by YaRN; to continue from
+them, set model.rope_scaling as `jaxscale convert` writes it.
 Cost of the whole run at 40% MFU: 3.7e+24 FLOPs, 5,607,992 chip-hours of TPU v5p (459 TFLOP/s).
 State in float32 (parameters, moments, gradients): 9,999 GiB over all chips.
-Compiled for v5p:8x8x8 as it is here, not timed (jax 0.12.0.1, libtpu 0.0.51, 2026-11-25): 50.7 GiB of a chip; a step
+Compiled for v5p:8x8x8, not timed (jax 0.12.0.1, libtpu 0.0.51, 2026-11-25): 50.7 GiB of a chip; a step
 at least 148 s, 54 s of it waiting for links; MFU at most 45%. docs/explanation/mixtures.md has more.
 """
 

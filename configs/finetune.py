@@ -31,7 +31,7 @@ def get_config(arg="full"):
     c.optim = dict(peak_lr=PEAK_LR[how], min_lr=0.0, warmup_tokens="3%", b2=0.999, weight_decay=0.0)
     c.lora = dict(rank=16, alpha=32.0) if how == "lora" else {}
     if base and how == "lora" and begun.get("lora", {}).get("rank"):
-        c.lora = begun["lora"]  # it goes on with the adapters it has
+        c.lora = begun["lora"]  # continues with the same adapters
     c.data = dict(name="chat", tokenizer="bytes")
     if base:
         c.init, found = dict(from_path=base), sorted((epath.Path(base) / "tokenizer").glob("tokenizer.[jm]*"))

@@ -8,7 +8,7 @@ rounds it to 1.04T and 32.6B. Batch, rate and tokens: its section 2.5, but by Ad
 Released weights have RoPE stretched by YaRN, and are not converted here: nobody has compared them.
 Cost of the whole run at 40% MFU: 3.2e+24 FLOPs, 4,818,366 chip-hours of TPU v5p (459 TFLOP/s).
 State in float32 (parameters, moments, gradients): 15,295 GiB over all chips.
-Compiled for v5p:8x16x16 as it is here, not timed (jax 0.12.0.1, libtpu 0.0.51, 2026-11-25): 82.4 GiB of a chip; a step
+Compiled for v5p:8x16x16, not timed (jax 0.12.0.1, libtpu 0.0.51, 2026-11-25): 82.4 GiB of a chip; a step
 at least 40.6 s, 21.1 s of it waiting for links; MFU at most 36%.
 """
 

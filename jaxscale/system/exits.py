@@ -166,8 +166,8 @@ def verdict(error: BaseException) -> tuple[int, str | None]:
         return error.code, f"stopped ({error.code.name.lower()}, exit {int(error.code)}): {message}"
     if isinstance(error, Terminated):
         return Exit.PREEMPTED, (
-            f"stopped (preempted, exit {int(Exit.PREEMPTED)}): SIGTERM: left at once, what was saved is kept; the same "
-            "command goes on from there"
+            f"stopped (preempted, exit {int(Exit.PREEMPTED)}): SIGTERM: exited immediately; the same command "
+            "resumes from the last checkpoint"
         )
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED, f"stopped (interrupted, exit {INTERRUPTED})"

@@ -1,6 +1,6 @@
 """Writes docs/faults.md from test results.
 
-pytest --fault_results=one.jsonl                    # the whole suite, or -m fault
+pytest --fault_results=one.jsonl -m 'fault and not soak and not aot and not peer'
 pytest --fault_results=two.jsonl -m 'fault and soak'
 python tests/faults/make_table.py one.jsonl two.jsonl
 """
