@@ -144,7 +144,9 @@ THREATS = {
         "files that decompress to more than the memory",
         "limits on files, documents and lines; errors name file and position",
     ),
-    "H6": Row("secrets in logs, records and reports", "settings cannot contain secrets; all output is redacted"),
+    "H6": Row(
+        "secrets in logs, records and reports", "settings with a recognized secret are rejected; all output is redacted"
+    ),
     "H7": Row(
         "files that other users of the machine can read",
         "the run's folder has mode 0700 and its files 0600, unless --run_dir_mode changes it",
