@@ -118,8 +118,8 @@ def run_config(found: SourceModel, folder: Any) -> RunConfig:
     longest = found.cfg.max_seq_len or found.passthrough.get("max_position_embeddings") or MAX_SEQ_LEN
     seq_len = max(2, min(int(longest), MAX_SEQ_LEN))
     main = tokenizer_files.main_file(found.files)
-    kept_at = folder / tokenizer_files.FOLDER
-    data = {"tokenizer": os.fspath(kept_at / tokenizer_files.workdir_name(main)) if main else ""}
+    tokenizer_folder = folder / tokenizer_files.FOLDER
+    data = {"tokenizer": os.fspath(tokenizer_folder / tokenizer_files.workdir_name(main)) if main else ""}
     return RunConfig(
         model=found.cfg,
         lora=found.lora,

@@ -121,7 +121,7 @@ def measure(flags: QualifyFlags, model: tuple[str, RunConfig] | None, team: clus
             folder=folder,
             save_folder=flags.saves or folder,
             seconds=seconds,
-            own_model=model,
+            user_model=model,
             phase=dog.phase,
         )
         return qualify(machine, only=flags.only, say=team)

@@ -104,7 +104,7 @@ def test_of_each_batch_the_best_rate_counts_and_none_at_which_a_run_was_lost():
     losses = {1e-3: 2.2, 2e-3: 2.1, 4e-3: 1.9}
     lost = lambda t: t.at["optim.peak_lr"] == 4e-3 and t.seed == 1
     results = [made(t, losses[t.at["optim.peak_lr"]], diverged=lost(t)) for t in trials]
-    assert {r.at("optim.peak_lr") for r in batch.best_rates(results, batch.of_batch)} == {2e-3}
+    assert {r.at("optim.peak_lr") for r in batch.best_rates(results, batch.tokens_per_step)} == {2e-3}
     found = batch.conclude(results, still_results(9_000))
     assert found.verdict[-1] == "Only bounded by the rates tried: the best rate of 1.02K tokens at least 0.002828."
     assert batch.answer(BASE, Options(), lambda trials: [made(t, 9.0, diverged=True) for t in trials]).rows == []

@@ -67,9 +67,9 @@ def assign_groups(
     names = [name for name in names if is_trainable(name)]
     for index, found in matched.items():
         if not found:
-            taken = any(re.search(groups[index].pattern, name) for name in names)
+            matched_earlier = any(re.search(groups[index].pattern, name) for name in names)
             problem = "only matches what earlier groups took; move it up"
-            problem = problem if taken else f"matches no parameter; there are {', '.join(names)}"
+            problem = problem if matched_earlier else f"matches no parameter; there are {', '.join(names)}"
             raise BadInput(f"optim.groups[{index}].pattern={groups[index].pattern!r} {problem}")
     return assigned
 

@@ -57,13 +57,13 @@ def noise_trials(base: Base, best: Result) -> list[Trial]:
 
 def answer(base: Base, options: Options, run: Run) -> Conclusion:
     """Compares tokens and steps to one loss across batches, and estimates the critical batch in two ways."""
-    results = inside(run(batch_trials(base, options)), options, run, of_batch)
-    if not (best := best_rates(results, of_batch)):
+    results = inside(run(batch_trials(base, options)), options, run, tokens_per_step)
+    if not (best := best_rates(results, tokens_per_step)):
         return Conclusion(["At every batch and rate a run diverged."], LIMITS, PREDICTED, [], (), [])
-    return conclude(results, run(noise_trials(base, min(best, key=of_batch))))
+    return conclude(results, run(noise_trials(base, min(best, key=tokens_per_step))))
 
 
-def of_batch(result: Result) -> int:
+def tokens_per_step(result: Result) -> int:
     """Returns the tokens per step."""
     return int(result.at(BATCH))
 
@@ -80,8 +80,8 @@ def best_rates(results: Sequence[Result], key: Callable[[Result], Any]) -> list[
 
 def conclude(results: Sequence[Result], still: Sequence[Result]) -> Conclusion:
     """Returns the Conclusion. still: results of noise_trials, the smaller batch first."""
-    best, tried = best_rates(results, of_batch), dict(sorted(groups_of(results, of_batch).items()))
-    by_batch = dict(sorted(groups_of(best, of_batch).items()))
+    best, tried = best_rates(results, tokens_per_step), dict(sorted(groups_of(results, tokens_per_step).items()))
+    by_batch = dict(sorted(groups_of(best, tokens_per_step).items()))
     target = max(ending(r) for r in best) * MARGIN
     reached = {
         b: mean(found) for b, runs in by_batch.items() if (found := [t for r in runs if (t := to_loss(r, target))])

@@ -62,7 +62,7 @@ def t_of(freedom: int) -> float:
     return float(stats.t.ppf(0.5 + CONFIDENCE / 2, freedom))
 
 
-def apart(losses: Mapping[Any, Mapping[int, float]], one: Any, other: Any) -> Estimate:
+def mean_difference(losses: Mapping[Any, Mapping[int, float]], one: Any, other: Any) -> Estimate:
     """Returns the mean loss of `one` minus that of `other`, seed by seed; the noise is pooled over all settings."""
     seeds = sorted(set.intersection(*(set(of) for of in losses.values())))
     table = np.array([[of[seed] for seed in seeds] for of in losses.values()])

@@ -190,10 +190,10 @@ def kaplan_text(points: Sequence[Point]) -> str:
 
 
 def drawn(
-    held: Sequence[Result], target: Sequence[Result], tried: Sequence[Tried], laws: Sequence[LossLaw]
+    rungs: Sequence[Result], target: Sequence[Result], tried: Sequence[Tried], laws: Sequence[LossLaw]
 ) -> list[Drawing]:
     """Returns the plot of loss over parameters: measured losses, and predictions with their intervals."""
-    seen = [point_of(r) for r in (*held, *(r for r in target if not r.diverged))]
+    seen = [point_of(r) for r in (*rungs, *(r for r in target if not r.diverged))]
     lines = [line("seen", [(p.params, p.loss) for p in seen], 0, "dots")]
     if laws:
         law, ends = laws[-1], seen + [one.point for one in tried]

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from jaxscale.core.optim.config import OptimConfig
 from jaxscale.system.exits import BadInput
 from jaxscale.tools.lab.batch import best_rates, ending, to_loss
-from jaxscale.tools.lab.estimate import apart, mean
+from jaxscale.tools.lab.estimate import mean, mean_difference
 from jaxscale.tools.lab.experiment import SMALL, Conclusion, Options, curve_plot, rate_plot
 from jaxscale.tools.lab.rate import OPTIMIZER, RATE, bounds, middle_rate, over_rates
 from jaxscale.tools.lab.trial import Base, Result, Trial, groups_of
@@ -86,7 +86,7 @@ def faster_text(
     name: str, first: str, losses: Mapping[str, Mapping[int, float]], logs: Mapping[str, Mapping[int, float]]
 ) -> str:
     """Describes loss and tokens against those of `first`. losses, logs of tokens to its end: {name: {seed: value}}."""
-    off = apart(losses, name, first)
+    off = mean_difference(losses, name, first)
     if off.low is None:
         significance = "one seed does not tell whether that is more than noise"
     else:
@@ -98,5 +98,5 @@ def faster_text(
         return f"{text}; not every seed of {first} came to the mean of its ends, so tokens are not compared."
     if name not in logs:
         return f"{text}; it never reached the loss that {first} ends with."
-    part = apart(logs, name, first).mapped(math.exp)
+    part = mean_difference(logs, name, first).mapped(math.exp)
     return f"{text}; it needs {part} of the tokens for the loss that {first} ends with."

@@ -58,7 +58,7 @@ def conclude(results: Sequence[Result]) -> Conclusion:
         found = [r.loss for r in runs if not r.diverged]
         rows.append([
             name, n(str(mean(found)) if found else "none"),
-            n("" if name == FIRST or not gap else difference(gap)), n(f"{lost} of {len(runs)}"), n(plain(skipped)),
+            n("" if name == FIRST or not gap else signed(gap)), n(f"{lost} of {len(runs)}"), n(plain(skipped)),
         ])  # fmt: skip
         if name.startswith("float16"):
             scales += curves_of(name, runs, place, LOSS_SCALE)
@@ -92,20 +92,20 @@ def scale_text(runs: Sequence[Result]) -> str:
     return f"the scale fell from {OVERFLOWS:.3g} to {low if low == high else f'between {low} and {high}'}"
 
 
-def difference(apart: Estimate) -> str:
+def signed(change: Estimate) -> str:
     """Formats a relative difference: '+0.12% (-0.05% to 0.3%)'."""
-    between = f" ({percent(apart.low)} to {percent(apart.high)})" if apart.low is not None else ""
-    return f"{'+' if apart.value >= 0 else ''}{percent(apart.value)}{between}"
+    between = f" ({percent(change.low)} to {percent(change.high)})" if change.low is not None else ""
+    return f"{'+' if change.value >= 0 else ''}{percent(change.value)}{between}"
 
 
-def in_words(apart: Estimate | None, lost: int, runs: int, skipped: float) -> str:
+def in_words(change: Estimate | None, lost: int, runs: int, skipped: float) -> str:
     """Describes the difference from float32, its significance, and any skipped steps and diverged runs."""
     failed = f"{lost} of {runs} runs diverged" if lost else ""
-    if apart is None:
+    if change is None:
         return failed or "float32 diverged, so nothing can be compared"
-    if apart.low is None:
+    if change.low is None:
         note = "one seed gives no interval"
     else:
-        note = "not significantly different" if apart.has(0.0) else "worse" if apart.value > 0 else "better"
+        note = "not significantly different" if change.has(0.0) else "worse" if change.value > 0 else "better"
     skips = f"; {skipped:,.0f} steps were skipped for gradients that were not finite" if skipped else ""
-    return f"{difference(apart)} compared with float32 of the same seed: {note}{skips}{'; ' + failed if failed else ''}"
+    return f"{signed(change)} compared with float32 of the same seed: {note}{skips}{'; ' + failed if failed else ''}"

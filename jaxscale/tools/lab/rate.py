@@ -46,9 +46,9 @@ def rate_trials(base: Base, options: Options) -> list[Trial]:
     return found
 
 
-def middle_rate(own: OptimConfig, name: str) -> float:
+def middle_rate(optim: OptimConfig, name: str) -> float:
     """Returns the center of the rates to try for an optimizer, scaled from the config's optimizer and rate."""
-    return own.peak_lr * BESIDE_ADAMW.get(name, 1.0) / BESIDE_ADAMW.get(own.name, 1.0)
+    return optim.peak_lr * BESIDE_ADAMW.get(name, 1.0) / BESIDE_ADAMW.get(optim.name, 1.0)
 
 
 def over_rates(

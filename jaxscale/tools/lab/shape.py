@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from jaxscale.tools.lab.batch import best_rates
-from jaxscale.tools.lab.estimate import Estimate, apart, mean
+from jaxscale.tools.lab.estimate import Estimate, mean, mean_difference
 from jaxscale.tools.lab.experiment import SMALL, Conclusion, Options, curve_plot, drawing, line, rate_plot
 from jaxscale.tools.lab.rate import RATE, bounds, over_rates
 from jaxscale.tools.lab.sizes import inner_flops, shaped
@@ -100,7 +100,7 @@ def in_words(
     lowest = f"{names[first]} (width / layers {ratios[first]:.3g}) ends lowest, at {means[first]} nats"
     if not others:
         return [f"{lowest}; no other shape held."]
-    behind = {layers: apart(losses, layers, first) for layers in others}
+    behind = {layers: mean_difference(losses, layers, first) for layers in others}
     part = lambda one: one.mapped(lambda value: 100 * value / means[first].value)
     higher = lambda layers: f"{names[layers]} (by {part(behind[layers])}%)"
     near = lambda one: one.low is not None and one.low <= 0

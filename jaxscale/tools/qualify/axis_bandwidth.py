@@ -27,7 +27,7 @@ from jaxscale.settings.command_line import Arguments
 from jaxscale.system.exits import BadInput
 from jaxscale.tools.planning.links import CORE, DIMENSIONS, Phase, group_lines, make_torus
 from jaxscale.tools.qualify.products import product_seconds
-from jaxscale.tools.qualify.result import NO_DATASHEET, Machine, Probe, Reading, held
+from jaxscale.tools.qualify.result import NO_DATASHEET, Machine, Probe, Reading, reading_of
 from jaxscale.tools.qualify.timing import Timed, timed
 
 MIB = 2**20
@@ -123,7 +123,7 @@ def make_collective(mesh: Mesh, axis: str, what: str) -> Callable[[jax.Array], j
     """Returns a jitted f(x) that runs one collective along the axis on x [devices, numbers], one row per device."""
     size = mesh.shape[axis]
 
-    def own(x_1n: jax.Array) -> jax.Array:
+    def collective(x_1n: jax.Array) -> jax.Array:
         if what == "all-gather":
             return jax.lax.all_gather(x_1n, axis, axis=1, tiled=True)
         if what == "reduce-scatter":
@@ -133,7 +133,7 @@ def make_collective(mesh: Mesh, axis: str, what: str) -> Callable[[jax.Array], j
         return jax.lax.ppermute(x_1n, axis, [(n, (n + 1) % size) for n in range(size)])
 
     row = P(MESH_AXES, None)
-    return jax.jit(jax.shard_map(own, mesh=mesh, in_specs=row, out_specs=row, check_vma=False))
+    return jax.jit(jax.shard_map(collective, mesh=mesh, in_specs=row, out_specs=row, check_vma=False))
 
 
 def time_collective(mesh: Mesh, axis: str, what: str, size: int, repeats: int) -> Timed:
@@ -282,4 +282,4 @@ def figure_of(row: dict[str, Any], mesh: Mesh, machine: Machine, *, judged: bool
     if table and row["link"].startswith("within"):  # no single figure for several dimensions or a chip's cores
         table = table * lines[0].share if len(lines) == 1 and lines[0].along != CORE else None
     floor = machine.floors.links if judged else None
-    return held(rate, name, "bytes/s", table, floor, chip.links_source if chip else "")
+    return reading_of(rate, name, "bytes/s", table, floor, chip.links_source if chip else "")

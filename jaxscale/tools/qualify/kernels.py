@@ -84,11 +84,11 @@ def errors_of(case: Case) -> tuple[float, float]:
     cotangent = cotangent if value.ndim else jnp.ones((), case.dtype)
 
     @jax.jit
-    def own(away: jax.Array, *operands: jax.Array) -> tuple[jax.Array, Any]:
+    def value_and_grads(cotangent: jax.Array, *operands: jax.Array) -> tuple[jax.Array, Any]:
         result, kernel_vjp = jax.vjp(case.kernel, *operands)
-        return result, kernel_vjp(away.astype(result.dtype))
+        return result, kernel_vjp(cotangent.astype(result.dtype))
 
-    found, gradients = own(cotangent, *rounded)
+    found, gradients = value_and_grads(cotangent, *rounded)
     wanted = pull(cotangent.astype(F32))
     return relative(found, value), float(np.max([*map(relative, gradients, wanted)]))  # max() would drop a NaN
 
@@ -167,11 +167,11 @@ def small_cases(machine: Machine, dtype: str) -> Iterator[Case]:
     positions_BT = jnp.arange(T)[None] * jnp.ones((B, 1), jnp.int32)
     rotation = make_rotation(positions_BT, H, ROPE_BASE)
     turn = single_device_plan(machine.platform, "xla", AttentionNeeds(head_dim=H, dtype=dtype)).rotate
-    exact_turn = functools.partial(turned, positions_BT)
-    yield Case("rotary positions", lambda x: turn(x, rotation), exact_turn, (normal(12, B, T, 4, H),), dtype, *allowed)
+    exact = functools.partial(exact_rotary, positions_BT)
+    yield Case("rotary positions", lambda x: turn(x, rotation), exact, (normal(12, B, T, 4, H),), dtype, *allowed)
 
 
-def turned(positions_BT: jax.Array, x_BTNH: jax.Array) -> jax.Array:
+def exact_rotary(positions_BT: jax.Array, x_BTNH: jax.Array) -> jax.Array:
     """Applies rotary position embeddings as complex products; the halves of a head are real and imaginary parts."""
     first, second = jnp.split(x_BTNH, 2, axis=-1)
     freq_h = jnp.asarray(frequencies(x_BTNH.shape[-1], ROPE_BASE), F32)

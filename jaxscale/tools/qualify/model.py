@@ -71,9 +71,9 @@ def compile_step(cfg: RunConfig, machine: Machine) -> tuple[Program, Any] | None
 
 
 def candidates(machine: Machine) -> Iterator[tuple[str, RunConfig]]:
-    """Yields (name, config), the fastest first: own_model if set, spec T of `bench step` on CPU, or WIDTHS."""
-    if machine.own_model is not None:
-        yield machine.own_model
+    """Yields (name, config), the fastest first: user_model if set, spec T of `bench step` on CPU, or WIDTHS."""
+    if machine.user_model is not None:
+        yield machine.user_model
         return
     number = len(machine.devices)
     fsdp = math.gcd(number, MOST_SHARDS)
@@ -112,7 +112,7 @@ def measure_program(name: str, program: Program, executable: Any, machine: Machi
         f"{number} steps timed"
     )
     if peak is not None and before is not None and peak <= before:
-        notes = [*notes, "memory: cannot be told, an earlier probe held more than the step"]
+        notes = [*notes, "memory: not measured, because an earlier probe had a higher peak"]
     log_vocab = math.log(cfg.model.vocab_size)
     problem = loss_problem(runner.losses[0], runner.losses[-1], log_vocab, logit_variance(cfg.model)) or ""
     probe = Probe(name="step", figures=(*figures, *overlap), notes=(what, *notes), problem=problem)

@@ -14,7 +14,7 @@ from jax import lax
 
 from jaxscale.kernels.hardware import Chip, Device
 from jaxscale.runtime.hosts.agree import gathered, in_all, next_key
-from jaxscale.tools.qualify.result import NO_DATASHEET, Machine, Probe, Reading, first_words, held
+from jaxscale.tools.qualify.result import NO_DATASHEET, Machine, Probe, Reading, first_words, reading_of
 from jaxscale.tools.qualify.timing import Timed, timed
 
 MIB = 2**20
@@ -39,13 +39,13 @@ def measure_products(machine: Machine) -> Probe:
             notes.append(f"products in {dtype}: not measured, {first_words(error)}")
             continue
         name = f"products in {dtype}"
-        figures.append(held(found.rate(flops), name, "FLOP/s", peak, machine.floors.products, source))
+        figures.append(reading_of(found.rate(flops), name, "FLOP/s", peak, machine.floors.products, source))
     num_bytes = CPU_MEMORY_BYTES if device.platform == "cpu" else MEMORY_BYTES
     x = jax.device_put(np.ones(num_bytes // 4, np.float32), device)
     found, moved = timed(lambda: over(x), REPEATS), QUEUED * 2.0 * num_bytes  # read and written
     datasheet = chip.hbm_bandwidth if chip else None
     rate = found.rate(moved)
-    figures.append(held(rate, "memory, read and written", "bytes/s", datasheet, machine.floors.bandwidth, source))
+    figures.append(reading_of(rate, "memory, read and written", "bytes/s", datasheet, machine.floors.bandwidth, source))
     return Probe(name="products", figures=tuple(figures), notes=tuple(notes))
 
 

@@ -57,7 +57,7 @@ class Machine:
     folder: Any  # for the result, the same on all processes
     save_folder: Any  # for the saves of the storage probe
     seconds: float  # time limit of all probes together
-    own_model: tuple[str, RunConfig] | None = None  # (name, config) of the step to time instead of the built-in models
+    user_model: tuple[str, RunConfig] | None = None  # (name, config) of the step to time instead of the built-in models
     phase: Callable[..., Any] = UNWATCHED.phase  # the watchdog's context manager for a named phase
 
     @property
@@ -202,7 +202,7 @@ def amount(value: float, unit: str) -> str:
     return f"{number} {prefix}{unit.replace('bytes', 'B')}"
 
 
-def held(rate: Rate, name: str, unit: str, datasheet: float | None, floor: float | None, source: str) -> Reading:
+def reading_of(rate: Rate, name: str, unit: str, datasheet: float | None, floor: float | None, source: str) -> Reading:
     """Returns the Reading of a rate, compared with the datasheet's value if given. floor: as a share of that value."""
     median, low, high = rate
     found = Reading(name=name, value=median, unit=unit, low=low, high=high)
