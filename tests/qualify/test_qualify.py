@@ -18,7 +18,7 @@ from jaxscale.tools.qualify import model, products, run, storage
 from jaxscale.tools.qualify.axis_bandwidth import figure_of, meshes
 from jaxscale.tools.qualify.products import beside_median, measure_devices, product_seconds
 from jaxscale.tools.qualify.qualification_page import make_page, summary_lines
-from jaxscale.tools.qualify.result import Floors, Machine, Probe, Reading, amount, held, phase_limits
+from jaxscale.tools.qualify.result import Floors, Machine, Probe, Reading, amount, phase_limits, reading_of
 
 pytestmark = pytest.mark.slow
 
@@ -191,7 +191,7 @@ def test_amounts_are_written_with_their_units(value, unit, said):
 
 
 def test_what_is_no_number_passes_no_floor():
-    figure = held((float("nan"),) * 3, "a", "FLOP/s", 1e12, 0.6, "datasheet")
+    figure = reading_of((float("nan"),) * 3, "a", "FLOP/s", 1e12, 0.6, "datasheet")
     assert figure.passed is False and Probe(name="products", figures=(figure,)).state == "below"
     assert Reading(name="a", value=float("nan"), unit="share", most=0.1).passed is False
 
