@@ -5,7 +5,7 @@
   const SVG = "http://www.w3.org/2000/svg"
   const WIDTH = 640, HEIGHT = 300, LEFT = 52, RIGHT = 14, TOP = 12, BOTTOM = 36
 
-  // N parameters, D tokens, C operations of training, loss in nats a token.
+  // N parameters, D tokens, C training FLOPs, loss in nats per token.
   const trainFlops = (N, D) => 6 * N * D
   const optimalParams = C => Math.sqrt(C / 6 / data.tokens_per_param)
   const optimalTokens = N => data.tokens_per_param * N
@@ -65,14 +65,14 @@
       part("served").value = short(served)
       const small = N < data.smallest_fitted && field("law").value in data.laws
       const rows = [
-        ["tokens", `${short(D)}, ${(D / N).toPrecision(3)} a parameter`],
-        ["loss by the law", wanted.toFixed(4) + " nats a token" + (small ? " (smaller than any model it was fitted to)" : "")],
-        ["of it, the size", inParams(law, N).toFixed(4)],
-        ["of it, the tokens", inTokens(law, D).toFixed(4)],
-        [`${data.tokens_per_param} tokens a parameter`, `${short(best)} on ${short(optimalTokens(best))}, loss ${loss(law, best, optimalTokens(best)).toFixed(4)}`],
-        ["lowest loss of the law", lowest === null ? "n/a: the law has one term" : `${short(lowest)} on ${short(C / 6 / lowest)}, loss ${loss(law, lowest, C / 6 / lowest).toFixed(4)}`],
+        ["tokens", `${short(D)}, ${(D / N).toPrecision(3)} per parameter`],
+        ["predicted loss", wanted.toFixed(4) + " nats per token" + (small ? " (below the smallest model of the fit)" : "")],
+        ["loss term of the size", inParams(law, N).toFixed(4)],
+        ["loss term of the tokens", inTokens(law, D).toFixed(4)],
+        [`${data.tokens_per_param} tokens per parameter`, `${short(best)} on ${short(optimalTokens(best))}, loss ${loss(law, best, optimalTokens(best)).toFixed(4)}`],
+        ["lowest predicted loss", lowest === null ? "n/a: the law has one term" : `${short(lowest)} on ${short(C / 6 / lowest)}, loss ${loss(law, lowest, C / 6 / lowest).toFixed(4)}`],
         ["chip-hours", `${short(hours)} of ${chip().name}, ${dollars(cost)}`],
-        ["half the size, same loss", half === null ? "never: it is too small" : `${short(half)} tokens, ${(trainFlops(N / 2, half) / C).toPrecision(3)} times the training`],
+        ["half the size, same loss", half === null ? "not reachable at this size" : `${short(half)} tokens, ${(trainFlops(N / 2, half) / C).toPrecision(3)} times the FLOPs`],
         ["training and serving", half === null ? short(C + 2 * N * served) + " FLOPs"
           : `${short(C + 2 * N * served)} FLOPs; at half the size ${short(trainFlops(N / 2, half) + N * served)}`],
       ]
@@ -101,12 +101,12 @@
         const { law } = JSON.parse(await file.text())
         for (const name of ["E", "A", "B", "alpha", "beta"]) if (typeof law[name] !== "number") throw new Error(name)
         laws.own = law
-        if (!field("law").querySelector('[value="own"]')) field("law").add(new Option("your own ladder", "own"))
+        if (!field("law").querySelector('[value="own"]')) field("law").add(new Option("your scaling ladder", "own"))
         field("law").value = "own"
-        part("told").textContent = `${file.name}: a law in ${law.form === "both" ? "size and tokens" : law.form}`
+        part("told").textContent = `${file.name}: law fitted in ${law.form === "both" ? "size and tokens" : law.form}`
         show()
       } catch (error) {
-        part("told").textContent = `${file.name} is no forecast.json of jaxscale plan --loss --to=WORKDIR`
+        part("told").textContent = `${file.name} is not a forecast.json of jaxscale plan --loss --to=WORKDIR`
       }
     })
     part("plot").addEventListener("keydown", event => {
@@ -167,7 +167,7 @@
     const here = Math.min(Math.max(x(N), LEFT), WIDTH - RIGHT), value = loss(law, N, C / 6 / N)
     add("line", { class: "cross", x1: here, x2: here, y1: TOP, y2: HEIGHT - BOTTOM })
     add("circle", { class: "other", cx: here, cy: Math.max(TOP, y(value)), r: 6 })
-    svg.setAttribute("aria-label", `Loss over size at ${C.toExponential(2)} FLOPs: ${short(N)} parameters reach ${value.toFixed(3)}, the least is ${least.toFixed(3)}`)
+    svg.setAttribute("aria-label", `Loss over size at ${C.toExponential(2)} FLOPs: ${short(N)} parameters reach ${value.toFixed(3)}, the lowest is ${least.toFixed(3)}`)
     svg.replaceChildren(...parts)
   }
 

@@ -1,4 +1,4 @@
-"""The public functions and classes of every module, read from the source: a page for each room, nothing is imported."""
+"""The public functions and classes of every module, read from the source: one page per package. Nothing is imported."""
 
 import ast
 import pathlib
@@ -7,7 +7,7 @@ from generators.words import docstring, escaped, fenced, table
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 PACKAGE = ROOT / "jaxscale"
-HEAD = """# {room}
+HEAD = """# {package}
 
 {text}
 
@@ -16,41 +16,41 @@ HEAD = """# {room}
 
 def pages() -> dict[str, str]:
     """{file: Markdown}."""
-    rooms: dict[str, list[pathlib.Path]] = {}
+    packages: dict[str, list[pathlib.Path]] = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(PACKAGE).with_suffix("").parts
-        rooms.setdefault(room_of(parts), []).append(path)
-    made = {f"api/{room}.md": room_page(room, paths) for room, paths in rooms.items()}
-    rows = [[f"[`{title(room)}`](api/{room}.md)", escaped(about(room))] for room in rooms]
+        packages.setdefault(package_of(parts), []).append(path)
+    made = {f"api/{name}.md": package_page(name, paths) for name, paths in packages.items()}
+    rows = [[f"[`{title(name)}`](api/{name}.md)", escaped(about(name))] for name in packages]
     made["api.md"] = (
-        "# Python\n\nEvery public function and class, by room: a room imports only rooms below it.\n\n"
-        + table(["room", "what it holds"], rows)
+        "# Python\n\nAll public functions and classes by package. [Architecture](../architecture.md) shows which package imports which.\n\n"
+        + table(["package", "contents"], rows)
     )
     return made
 
 
-def room_of(parts: tuple[str, ...]) -> str:
+def package_of(parts: tuple[str, ...]) -> str:
     """'runtime.data' for a module in runtime/data; 'top' for one at the top."""
     grouped = parts[0] in ("core", "runtime", "tools") and len(parts) > 2
     return ".".join(parts[: 2 if grouped else 1]) if len(parts) > 1 else "top"
 
 
-def title(room: str) -> str:
+def title(package: str) -> str:
     """'jaxscale.runtime.data', or 'jaxscale' for the modules at the top."""
-    return "jaxscale" if room == "top" else f"jaxscale.{room}"
+    return "jaxscale" if package == "top" else f"jaxscale.{package}"
 
 
-def about(room: str) -> str:
-    """The first line of the room's own docstring."""
-    path = PACKAGE / "__init__.py" if room == "top" else PACKAGE / room.replace(".", "/") / "__init__.py"
+def about(package: str) -> str:
+    """Returns the first line of the package's docstring."""
+    path = PACKAGE / "__init__.py" if package == "top" else PACKAGE / package.replace(".", "/") / "__init__.py"
     text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     return " ".join(text.partition("\n\n")[0].split())
 
 
-def room_page(room: str, paths: list[pathlib.Path]) -> str:
-    """All modules of a room."""
+def package_page(package: str, paths: list[pathlib.Path]) -> str:
+    """Returns the page of a package: all its modules."""
     parts = [module(path) for path in paths if path.name != "__init__.py" or has_entries(path)]
-    return HEAD.format(room=title(room), text=escaped(about(room))) + "\n".join(parts)
+    return HEAD.format(package=title(package), text=escaped(about(package))) + "\n".join(parts)
 
 
 def module(path: pathlib.Path) -> str:

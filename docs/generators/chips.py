@@ -1,12 +1,13 @@
-"""The table of chips that MFU, plans and rooflines are against, from jaxscale/kernels/hardware.py."""
+"""The table of chips used for MFU, plans and rooflines, from jaxscale/kernels/hardware.py."""
 
 from generators.words import code, escaped, table
 from jaxscale.kernels.hardware import CHIPS, Chip
 
 HEAD = """# Chips
 
-Figures of one JAX device; peaks are dense bfloat16 (float16 for cards without it), links one direction. An empty cell:
-no source was found. Prices are list prices on their date, a default for `jaxscale plan --price`.
+Specifications per JAX device. Peaks are for dense bfloat16, or float16 on GPUs without bfloat16. Link bandwidths are for one
+direction. An empty cell means that no source was found. Prices are list prices with their date, and the default of
+`jaxscale plan --price`.
 
 """
 
@@ -15,7 +16,7 @@ def pages() -> dict[str, str]:
     """{file: Markdown}."""
     head = [
         "chip",
-        "JAX calls it",
+        "`device_kind` in JAX",
         "TFLOP/s",
         "memory GB",
         "memory GB/s",
@@ -39,5 +40,5 @@ def row(kind: str, chip: Chip) -> list[str]:
 
 
 def sources_of(chip: Chip) -> list[str]:
-    """Where its figures come from."""
+    """Returns the sources of its specifications."""
     return [chip.source, chip.links_source, chip.watts_source, chip.price.source if chip.price else ""]

@@ -5,12 +5,12 @@ from jaxscale.system.exits import STARTED_AGAIN, Exit
 
 HEAD = """# Exit codes
 
-Every verb ends with one of these; `jaxscale --help` has the same list.
-[A run that survives](../survive.md) has longer answers.
+All commands use these exit codes. `jaxscale --help` prints the same list.
+[Fault tolerance](../survive.md) describes recovery in detail.
 
 """
 TAIL = """
-Death by a signal is started again too; Ctrl-C (130) and a closed pipe (141) are a person's wish and are not.
+`jaxscale supervise` also restarts a process that a signal killed, but not after Ctrl-C (130) or a closed pipe (141).
 """
 
 
@@ -26,5 +26,5 @@ def pages() -> dict[str, str]:
         ]
         for one in Exit
     ]
-    head = ["code", "name", "what happened", "what a person does", "started again"]
+    head = ["code", "name", "what happened", "what to do", "restarted by `jaxscale supervise`"]
     return {"exit_codes.md": HEAD + table(head, rows) + TAIL}

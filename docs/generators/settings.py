@@ -9,7 +9,7 @@ from jaxscale.tools.corpus.prepare.config import PrepareConfig
 
 HEAD = """# {title}
 
-{what} Made from the code; `{verb} --help all` prints the same. {more}
+{what} `{verb} --help all` prints the same list. {more}
 
 """
 
@@ -19,14 +19,14 @@ def pages() -> dict[str, str]:
     return {
         "settings.md": HEAD.format(
             title="Settings of a run",
-            what="Each is given in a config file, or as `--config.NAME=VALUE`.",
+            what="Set these in a config file or as `--config.NAME=VALUE`.",
             verb="jaxscale train",
-            more="**c**: may change when a run goes on.",
+            more="**c**: can change when a run resumes.",
         )
         + page(RunConfig),
         "recipe_settings.md": HEAD.format(
             title="Settings of a data recipe",
-            what="Each is given in a recipe, or as `--config.NAME=VALUE`.",
+            what="Set these in a recipe or as `--config.NAME=VALUE`.",
             verb="jaxscale prepare",
             more="[Prepare data](../prepare.md) describes the stages.",
         )
@@ -48,5 +48,5 @@ def page(cls: type, can_change: bool = True) -> str:
         groups.setdefault(section, []).append([code(name) + mark, escaped(which + kind), code(default), escaped(text)])
     parts = []
     for section, rows in groups.items():
-        parts += [f"## {section or 'The run itself'}\n", table(["setting", "type", "default", "meaning"], rows)]
+        parts += [f"## {section or 'Top level'}\n", table(["setting", "type", "default", "meaning"], rows)]
     return '<div class="stacked" markdown="1">\n\n' + "\n".join(parts) + "\n</div>\n"

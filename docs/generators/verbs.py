@@ -9,7 +9,7 @@ HEAD = """# The command line
 
 `jaxscale VERB` and `python -m` with the verb's module run the same code.
 [Exit codes](exit_codes.md) are the same for all.
-`jaxscale completion bash` prints a completion script for verbs, flags, files and names of settings; zsh likewise.
+`jaxscale completion bash` prints a completion script for commands, flags, files and settings. `jaxscale completion zsh` does the same for zsh.
 
 """
 

@@ -123,7 +123,7 @@ def test_a_law_of_ones_own_is_read(browser, page):
     browser.open(page.as_uri())
     node = browser.call("DOM.getDocument")["root"]["nodeId"]
     field = browser.call("DOM.querySelector", nodeId=node, selector="[name=forecast]")["nodeId"]
-    for name, told in (("forecast.json", "a law in params"), ("page.html", "is no forecast.json")):
+    for name, told in (("forecast.json", "law fitted in params"), ("page.html", "is not a forecast.json")):
         browser.call("DOM.setFileInputFiles", nodeId=field, files=[str(page.parent / name)])
         for _ in range(100):
             said = browser.ask(LATER)
@@ -142,4 +142,4 @@ def test_it_fits_a_phone_and_is_silent(browser, page, width, dark):
     assert browser.ask("document.documentElement.scrollWidth") <= width
     assert browser.complaints() == [] and all(url.startswith("file:") for url in browser.asked_for())
     assert browser.ask("document.querySelector('svg path.line').getAttribute('d').length") > 500
-    assert "nats a token" in facts(browser)
+    assert "nats per token" in facts(browser)
