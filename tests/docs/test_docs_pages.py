@@ -26,6 +26,8 @@ SPEC.loader.exec_module(build)
 WRITTEN = sorted((ROOT / "docs").rglob("*.md"))
 LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)(?:#[^)]*)?\)")
 
+ANCHOR = re.compile(r"\]\((?!https?:)([^)#\s]*)#([^)\s]+)\)")
+
 
 def of_docs(path):
     return path.relative_to(ROOT / "docs").as_posix()
@@ -148,6 +150,23 @@ def test_links_lead_to_pages(made):
             inside = found.is_relative_to(ROOT / "docs")
             if not inside or found.relative_to(ROOT / "docs").as_posix() not in known:
                 lost.append(f"{of_docs(path)}: {target}")
+    assert not lost, lost
+
+
+def headings_of(text):
+    """Returns the anchors of a page's headings, as MkDocs makes them."""
+    text = re.sub(r"^(```|~~~).*?^\1", "", text, flags=re.MULTILINE | re.DOTALL)
+    titles = [re.sub(r"[^\w\s-]", "", title).strip().lower() for title in re.findall(r"^#+ (.+)$", text, re.MULTILINE)]
+    return {re.sub(r"[-\s]+", "-", title) for title in titles} | set(re.findall(r'id="([^"]+)"', text))
+
+
+def test_links_lead_to_headings():
+    lost = []
+    for path in [*WRITTEN, ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]:
+        for target, anchor in ANCHOR.findall(path.read_text(encoding="utf-8")):
+            page = (path.parent / target).resolve() if target else path
+            if page.exists() and anchor not in headings_of(page.read_text(encoding="utf-8")):
+                lost.append(f"{path.relative_to(ROOT).as_posix()}: {target}#{anchor}")
     assert not lost, lost
 
 
