@@ -5,9 +5,9 @@ from jaxscale.kernels.hardware import CHIPS, Chip
 
 HEAD = """# Chips
 
-Specifications per JAX device. Peaks are for dense bfloat16, or float16 on GPUs without bfloat16. Link bandwidths are for one
-direction. An empty cell means that no source was found. Prices are list prices with their date, and the default of
-`jaxscale plan --price`.
+Specifications per JAX device. Peaks are for dense bfloat16, or float16 on GPUs without bfloat16. Link bandwidths are
+for one direction. An empty cell means that no source was found. Prices are list prices with their date, and the
+default of `jaxscale plan --price`.
 
 """
 

@@ -11,7 +11,9 @@ PLACES = {
     "explanation": ("Explanation", "More"),
 }
 # Search ranks by the number of matches, so long generated pages would come before the page that explains a term.
-SEARCH_BOOST = {"reference/api/": 0.02, "reference/verbs/": 0.5, "reading.md": 0.2, "changelog.md": 0.2, "faults.md": 0.2}
+SEARCH_BOOST = {"reference/api/": 0.02, "reference/verbs/": 0.5} | dict.fromkeys(
+    ("reading.md", "changelog.md", "faults.md"), 0.2
+)
 
 
 def on_config(config: Any) -> Any:

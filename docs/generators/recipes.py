@@ -10,7 +10,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 
 def pages() -> dict[str, str]:
     """{file: Markdown}."""
-    parts = ["# Configs\n\nThe configs and data recipes in `configs/`: contents, commands, and estimates from `jaxscale plan` and `preflight`.\n"]
+    parts = ["# Configs\n\nThe headers of the configs and data recipes in `configs/`.\n"]
     for path in sorted((ROOT / "configs").rglob("*.py")):
         text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
         if text is None:

@@ -9,7 +9,7 @@ HEAD = """# The command line
 
 `jaxscale VERB` and `python -m` with the verb's module run the same code.
 [Exit codes](exit_codes.md) are the same for all.
-`jaxscale completion bash` prints a completion script for commands, flags, files and settings. `jaxscale completion zsh` does the same for zsh.
+`jaxscale completion bash` (or `zsh`) prints a completion script for commands, flags, files and settings.
 
 """
 
