@@ -23,7 +23,7 @@ def pages() -> dict[str, str]:
     made = {f"api/{name}.md": package_page(name, paths) for name, paths in packages.items()}
     rows = [[f"[`{title(name)}`](api/{name}.md)", escaped(about(name))] for name in packages]
     made["api.md"] = (
-        "# Python\n\nAll public functions and classes by package. [Architecture](../architecture.md) shows the imports.\n\n"
+        "# Python\n\nAll public functions and classes. See [Architecture](../architecture.md) for the imports.\n\n"
         + table(["package", "contents"], rows)
     )
     return made
