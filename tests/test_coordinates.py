@@ -70,7 +70,9 @@ def test_all_that_grows_with_the_width_grows():
     assert (wide.experts.mlp_dim, wide.experts.shared_dim, wide.experts.number) == (256, 128, 4)
     heads = at_width(config(mup=dict(base_dim=64, base_head_dim=16)), 256).model
     assert (heads.num_heads, heads.head_dim, heads.mlp_dim) == (4, 64, 512)
-    with pytest.raises(BadInput, match=r"width=80: model.num_kv_heads=2 of embed_dim=64 would be 2.5, which is not"):
+    with pytest.raises(
+        BadInput, match=r"width=80: model.num_kv_heads=2 at embed_dim=64 would become 2.5, which is not an"
+    ):
         at_width(config(), 80)
-    with pytest.raises(BadInput, match="model.name='gpt2': a coordinate check is of model.name='llama'"):
+    with pytest.raises(BadInput, match="model.name='gpt2': the coordinate check supports only model.name='llama'"):
         at_width(tiny.config({"model": tiny.GPT2}), 32)

@@ -20,9 +20,9 @@ def test_the_interval_of_a_difference_in_pairs_holds_nine_times_in_ten():
     for _ in range(1000):
         of_seed = random.normal(0, 5.0, 3)  # what a seed adds to all settings does not count
         losses = {name: dict(enumerate(name + of_seed + random.normal(0, 0.1, 3))) for name in (2.0, 2.1, 2.3, 2.6)}
-        held += estimate.apart(losses, 2.3, 2.0).has(0.3)
+        held += estimate.mean_difference(losses, 2.3, 2.0).has(0.3)
     assert 0.87 < held / 1000 < 0.93
-    assert estimate.apart({1: {0: 3.0}, 2: {0: 5.0}}, 2, 1) == estimate.Estimate(2.0)
+    assert estimate.mean_difference({1: {0: 3.0}, 2: {0: 5.0}}, 2, 1) == estimate.Estimate(2.0)
 
 
 @pytest.mark.parametrize("best", [1.3e-3, 2e-3, 3.1e-3])

@@ -18,17 +18,17 @@ TINY = {
 }  # fmt: skip
 # The flags that make each experiment small, and words of its verdict.
 SMALL = {
-    "vary": (["--vary=optim.peak_lr=1e-3,4e-3", "--seeds=1"], "optim.peak_lr=4e-3 ends lowest"),
-    "resume": ([], "are the same bits"),
+    "vary": (["--vary=optim.peak_lr=1e-3,4e-3", "--seeds=1"], "optim.peak_lr=4e-3 has the lowest loss"),
+    "resume": ([], "are bit-identical"),
     "precision": (["--seeds=1"], "fp8 products"),
-    "clipping": (["--rates=4e-3", "--seeds=1"], "At its best rate a run ends at"),
+    "clipping": (["--rates=4e-3", "--seeds=1"], "The lowest held-out loss is"),
     "rate": (["--names=adamw", "--batches=256,512", "--rates=4e-3", "--seeds=1"], "With adamw"),
     "batch": (["--batches=256,512,1024", "--rates=4e-3", "--seeds=1"], "The gradient noise scale"),
     "optimizers": (["--rates=4e-3", "--seeds=1"], "Held-out loss, best first"),
     "width": (["--sizes=1,2", "--rates=4e-3", "--seeds=1"], "the residual stream to the power"),
-    "shape": (["--sizes=1,3", "--rates=4e-3", "--seeds=1"], "ends lowest"),
-    "isoflop": (["--sizes=0.5,1"], "The best of the sizes tried"),
-    "ladder": (["--sizes=0.5,1,1.5", "--seeds=1", "--target=2"], "Of the target nothing is foretold"),
+    "shape": (["--sizes=1,3", "--rates=4e-3", "--seeds=1"], "has the lowest loss"),
+    "isoflop": (["--sizes=0.5,1"], "Lowest loss among the sizes tried"),
+    "ladder": (["--sizes=0.5,1,1.5", "--seeds=1", "--target=2"], "No prediction for the target"),
 }  # fmt: skip
 
 
@@ -45,7 +45,7 @@ def test_a_sweep_of_real_runs_ends_in_a_page(tmp_path):
     found = EXPERIMENTS["vary"].answer(base, Options(seeds=1, vary=(("optim.peak_lr", ("1e-3", "4e-3")),)), run)
     slow, fast = seen
     assert fast.loss < slow.loss < 6 and not fast.diverged and len(fast.curve()[0]) == 16
-    assert found.verdict[0].startswith(f"optim.peak_lr=4e-3 ends lowest, at {fast.loss:.4g} nats")
+    assert found.verdict[0].startswith(f"optim.peak_lr=4e-3 has the lowest loss, {fast.loss:.4g} nats")
     page = lab_page("vary", EXPERIMENTS["vary"], base, seen, found)
     assert page.count('<figure class="plot"') == 2 and f"{slow.loss:.4f}" in page
 

@@ -87,14 +87,17 @@ def test_a_trial_is_known_by_all_its_settings_and_by_nothing_else():
         (["rate", "--rates=1e-3,nan"], "must be numbers above 0"),
         (["width", "--sizes=inf"], "must be numbers above 0"),
         (["vary", "--vary=optim.peak_lr=1e-3,0.001"], "optim.peak_lr=1e-3 and optim.peak_lr=0.001 are the same run"),
-        (["vary", "--vary=seed=0,1"], "--seeds=N says how many"),
+        (["vary", "--vary=seed=0,1"], "give their number as --seeds=N"),
         (["rate", "--config.eval.num_rows=0"], "eval.num_rows=0, but the lab compares held-out losses"),
         (["precision", "--names=bfloat17"], "float16 dynamic scale, float16 no scale, int8 products"),
-        (["optimizers", "--names=adam"], "optim.name may be adamw"),
+        (["optimizers", "--names=adam"], "optim.name must be one of adamw"),
         (["rate", "--target=10"], "--target is for jaxscale lab ladder; lab rate does not read it"),
         (["ladder", "--target=1"], "must be one number above 1"),
-        (["ladder", "--config.train_tokens=20 steps"], "needs train_tokens as a number"),
-        (["shape", "--config=configs/gpt2_124m.py"], "dense models of model.name='llama', and this is 'gpt2'"),
+        (
+            ["ladder", "--config.train_tokens=20 steps"],
+            "train_tokens='20 steps'; this experiment needs",
+        ),
+        (["shape", "--config=configs/gpt2_124m.py"], "dense models of model.name='llama', not 'gpt2'"),
         (["resume", "--seeds=2"], "leave --seeds out"),
         (["vary", "--vary=optim.peak_lrr=1"], "peak_lrr"),
         (["rates"], "jaxscale lab has no verb 'rates'"),
@@ -124,11 +127,11 @@ def test_runs_that_end_diverge_fail_and_are_killed(tmp_path, capsys):
     words = ["vary", *SMALL, "--vary=optim.peak_lr=2e-3,1e4", "--seeds=1", f"--workdir={tmp_path}"]
     assert main(words) == 0
     first = capsys.readouterr().out
-    assert "optim.peak_lr=2e-3 ends lowest" in first and "Runs diverged at optim.peak_lr=1e4" in first
+    assert "optim.peak_lr=2e-3 has the lowest loss" in first and "Runs diverged at optim.peak_lr=1e4" in first
     assert (tmp_path / "vary.html").exists()
-    assert main(words) == 0 and "2 of 2 runs are done already" in capsys.readouterr().out
+    assert main(words) == 0 and "2 of 2 runs are already done" in capsys.readouterr().out
     assert main(["resume", *SMALL, f"--workdir={tmp_path}"]) == 0
-    assert capsys.readouterr().out.count("are the same bits") == 2
+    assert capsys.readouterr().out.count("are bit-identical") == 2
 
     broken = BASE.with_settings({"data.name": "files"}, also={"data.files": str(tmp_path / "none*.txt")})
     with pytest.raises(Stop, match="none") as stopped:

@@ -20,15 +20,15 @@ MARGIN = 1.02  # times the highest final loss: a target loss that every batch re
 PREDICTED = (
     (
         "arXiv:1812.06162",
-        "tokens to a loss grow as 1 + batch / critical batch, which is about the gradient noise scale",
+        "tokens to a loss grow as 1 + batch / critical batch; the critical batch is about the gradient noise scale",
     ),
-    ("arXiv:2001.08361, eq. 1.4", "the critical batch depends on the loss alone: 2e8 tokens * loss ** -4.76"),
-    ("arXiv:2410.21676", "it grows with the data that a model is trained on, hardly with its size"),
+    ("arXiv:2001.08361, eq. 1.4", "the critical batch depends only on the loss: 2e8 tokens * loss ** -4.76"),
+    ("arXiv:2410.21676", "the critical batch grows with the training tokens and hardly depends on model size"),
 )
 LIMITS = (
     *SMALL,
-    "The loss is one that every batch reached, the largest at its end: an early one for the others, soon after their "
-    "warmup, and the critical batch grows as the loss falls.",
+    "The target loss is one that every batch size reached. The largest batch reaches it at the end of its run, the "
+    "others soon after warmup. The critical batch grows as the loss falls.",
 )
 
 
@@ -59,7 +59,7 @@ def answer(base: Base, options: Options, run: Run) -> Conclusion:
     """Compares tokens and steps to one loss across batches, and estimates the critical batch in two ways."""
     results = inside(run(batch_trials(base, options)), options, run, tokens_per_step)
     if not (best := best_rates(results, tokens_per_step)):
-        return Conclusion(["At every batch and rate a run diverged."], LIMITS, PREDICTED, [], (), [])
+        return Conclusion(["A run diverged at every batch size and learning rate."], LIMITS, PREDICTED, [], (), [])
     return conclude(results, run(noise_trials(base, min(best, key=tokens_per_step))))
 
 
@@ -86,19 +86,19 @@ def conclude(results: Sequence[Result], still: Sequence[Result]) -> Conclusion:
     reached = {
         b: mean(found) for b, runs in by_batch.items() if (found := [t for r in runs if (t := to_loss(r, target))])
     }
-    amounts = ", ".join(f"{count(tokens.value)} at {count(batch)} a step" for batch, tokens in reached.items())
+    amounts = ", ".join(f"{count(tokens.value)} at {count(batch)} tokens per step" for batch, tokens in reached.items())
     verdict = [f"Tokens to a training loss of {target:.3f}: {amounts}."]
     law: Critical | None = None
     try:
         law = critical_batch(list(reached), [tokens.value for tokens in reached.values()])
-        verdict.append(f"The critical batch by these curves is {tokens_text(law.batch)}.")
+        verdict.append(f"The critical batch size from these curves is {tokens_text(law.batch)}.")
     except Undetermined as error:
-        verdict.append(f"These curves give no critical batch: {error}.")
+        verdict.append(f"These curves do not determine a critical batch size: {error}.")
     verdict.append(noise_text(still))
     loss = mean([r.loss for r in best]).value
     verdict.append(
-        f"Kaplan's law for the loss reached ({loss:.2f} nats, of bytes here where the law is of words' pieces): "
-        f"{count(published_batch(loss))} tokens."
+        f"arXiv:2001.08361 gives a critical batch size of {count(published_batch(loss))} tokens at {loss:.2f} nats per "
+        "token. That law was fitted to BPE tokens; losses of other tokenizers do not compare."
     )
     verdict += bounds({f"{count(batch)} tokens": runs for batch, runs in tried.items()})
     rows = []
@@ -109,7 +109,7 @@ def conclude(results: Sequence[Result], still: Sequence[Result]) -> Conclusion:
             to_target = (count(tokens.value), f"{tokens.value / b:,.0f}", f"{flops:.3g}")
         ends = str(mean([r.loss for r in runs]))
         rows.append([*map(n, (count(b), f"{runs[0].at(RATE):.3g}", ends, *to_target))])
-    head = ("tokens a step", "best rate tried", "held-out loss", "tokens to the loss", "steps", "FLOPs")
+    head = ("tokens per step", "best learning rate tried", "held-out loss", "tokens to target loss", "steps", "FLOPs")
     return Conclusion(verdict, LIMITS, PREDICTED, drawn(tried, by_batch, reached, law), head, rows)
 
 
@@ -120,24 +120,24 @@ def drawn(
     law: Critical | None,
 ) -> list[Drawing]:
     """Returns the plots. tried: all runs of each batch. by_batch: those at its best rate."""
-    fits: list[PlotLine] = with_points([line("seen", {b: t.value for b, t in reached.items()}, 0)])
+    fits: list[PlotLine] = with_points([line("measured", {b: t.value for b, t in reached.items()}, 0)])
     if law:
         fits.append(line("1 + batch / critical batch", {b: law(b) for b in by_batch}, 1, "dash"))
     places = {batch: place for place, batch in enumerate(tried)}
-    name = lambda batch: f"{count(batch)} tokens a step"
+    name = lambda batch: f"{count(batch)} tokens per step"
     curves = lambda by: [
         one
         for batch, runs in by_batch.items()
         for one in curves_of(name(batch), runs, places[batch], by=by(batch), smoothed=True)
     ]
     a_token = next(iter(by_batch.values()))[0].trial.cfg.flops_per_token
-    note = f"A token takes {a_token:.3g} FLOPs at every batch, so over FLOPs the curves are the same."
+    note = f"A token takes {a_token:.3g} FLOPs at every batch size, so curves over FLOPs look the same."
     return [
-        drawing("Tokens to one loss", fits, "tokens a step", log_below=True, numbers="count"),
+        drawing("Tokens to the target loss", fits, "tokens per step", log_below=True, numbers="count"),
         rate_plot((name(batch), runs) for batch, runs in tried.items()),
         drawing("Training loss over tokens, smoothed", curves(lambda _: 1), "tokens", unit="nats", note=note),
         drawing(
-            "Training loss over steps, smoothed", curves(lambda batch: batch), "steps of the optimizer",
+            "Training loss over steps, smoothed", curves(lambda batch: batch), "optimizer steps",
             log_below=True, unit="nats",
         ),
     ]  # fmt: skip
@@ -169,7 +169,7 @@ def noise_text(still: Sequence[Result]) -> str:
         small, large = (float(r.at(BATCH)) for r in still)
         scale = noise_scale(small, large, *norms)
     except Undetermined as error:
-        return f"The gradient noise scale at the end of training could not be told: {error}."
+        return f"The gradient noise scale at the end of training could not be estimated: {error}."
     steps = units.count(len(norms[0]))
-    measured = f"at the end of training, from {steps} gradients of each of two batches"
-    return f"The gradient noise scale {measured}, is {tokens_text(scale)}, at a lower loss than that of the curves."
+    measured = f"at the end of training, from {steps} gradients at each of two batch sizes"
+    return f"The gradient noise scale is {tokens_text(scale)} ({measured}; the loss there is lower than in the curves)."

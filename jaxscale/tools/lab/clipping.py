@@ -12,8 +12,11 @@ CLIP = "optim.clip_norm"
 FACTORS = (0.5, 1, 2, 4, 16, 64, 256)  # relative to the config's rate
 USUAL = 1.0  # clip_norm for configs without clipping
 PREDICTED = (
-    ("arXiv:1905.11881", "clipping allows rates that would diverge without, where curvature grows with the norm"),
-    ("arXiv:1412.6980", "Adam's updates have the same size however large the gradient: clipping can move little"),
+    (
+        "arXiv:1905.11881",
+        "clipping allows learning rates that diverge without it, if curvature grows with the norm",
+    ),
+    ("arXiv:1412.6980", "the size of Adam's updates does not depend on the gradient scale: clipping has little effect"),
 )
 
 
@@ -37,7 +40,7 @@ def conclude(results: Sequence[Result]) -> Conclusion:
         highest[name] = (max((r for r in steady if not lost or r < min(lost)), default=None), bool(lost))
         if steady:
             best[name] = min((mean([r.loss for r in by_rate[rate]]) for rate in steady), key=lambda end: end.value)
-            norms += curves_of(f"{name}, rate {max(steady):.3g}", by_rate[max(steady)], place, "grad_norm")
+            norms += curves_of(f"{name}, learning rate {max(steady):.3g}", by_rate[max(steady)], place, "grad_norm")
         named[name] = runs
         rows += [
             [
@@ -49,16 +52,18 @@ def conclude(results: Sequence[Result]) -> Conclusion:
         ]  # fmt: skip
     for name, (rate, met) in highest.items():
         if rate is None:
-            verdict.append(f"{name}: a run diverged at the lowest rate already.")
+            verdict.append(f"{name}: a run diverged even at the lowest learning rate.")
         else:
-            bound = "above that one was lost" if met else "the highest tried: no limit was met; give --rates beyond it"
-            verdict.append(f"{name}: no run was lost up to a rate of {rate:.3g} ({bound}).")
+            bound = (
+                "a run diverged at the next one" if met else "the highest tried; give higher --rates to find a limit"
+            )
+            verdict.append(f"{name}: no run diverged up to a learning rate of {rate:.3g} ({bound}).")
     if len(best) == 2:
         with_it, without = best.values()
-        verdict.append(f"At its best rate a run ends at {with_it} nats with clipping, at {without} without.")
+        verdict.append(f"The lowest held-out loss is {with_it} nats with clipping and {without} nats without.")
     drawings = [
         rate_plot(named.items()),
         drawing("Gradient norm before clipping", norms, "tokens", log=True),
     ]
-    head = ("", "learning rate", "diverged", "held-out loss", "largest norm")
+    head = ("", "learning rate", "diverged", "held-out loss", "largest gradient norm")
     return Conclusion(verdict, SMALL, PREDICTED, drawings, head, rows)

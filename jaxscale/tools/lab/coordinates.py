@@ -1,7 +1,7 @@
 """Coordinate check of muP (arXiv:2203.03466, appendix D.1): the change of each kind of activation in a few steps, for
 models that differ only in width. Under muP the changes do not depend on the width.
 
-B batch  T query position  S key position  D embed  N query heads  K kv heads  G query heads of one of keys  H head dim
+B batch  T query position  S key position  D embed  N query heads  K kv heads  G query heads per kv head  H head dim
 """
 
 import dataclasses
@@ -104,7 +104,7 @@ def at_width(cfg: RunConfig, width: int) -> RunConfig:
     """Returns the config at this embed_dim, with MLP and heads scaled; or head_dim if muP has a base_head_dim."""
     model = cfg.model
     if not isinstance(model, LlamaConfig):
-        raise BadInput(f"model.name={model.name!r}: a coordinate check is of model.name='llama'")
+        raise BadInput(f"model.name={model.name!r}: the coordinate check supports only model.name='llama'")
     in_heads = model.mup is None or model.mup.base_head_dim is None
     growing = ("num_heads", "num_kv_heads") if in_heads else ("head_dim",)
     sizes = {name: getattr(model, name) for name in ("mlp_dim", *growing)}
@@ -122,8 +122,8 @@ def at_width(cfg: RunConfig, width: int) -> RunConfig:
 def scaled(name: str, size: int, embed_dim: int, width: int) -> int:
     """Returns the size at this width. Raises BadInput unless it is an integer."""
     if size * width % embed_dim:
-        would = f"model.{name}={size} of embed_dim={embed_dim} would be {size * width / embed_dim:g}"
-        raise BadInput(f"width={width}: {would}, which is not whole; choose another width")
+        would = f"model.{name}={size} at embed_dim={embed_dim} would become {size * width / embed_dim:g}"
+        raise BadInput(f"width={width}: {would}, which is not an integer; choose another width")
     return size * width // embed_dim
 
 
@@ -160,7 +160,7 @@ def activations(program: Program, params: Any, batch: Batch) -> dict[str, list[j
     """Returns {one of KINDS: its arrays, one for each stack of layers}."""
     recorder = ArrayRecorder()
     model = program.model.merge(params, recorder=recorder)
-    assert isinstance(model, StackedModel), "at_width() refuses models other than llama"
+    assert isinstance(model, StackedModel), "at_width() rejects models other than llama"
     rows = batch.tokens, batch.positions, batch.segment_ids
     logits_BTV = unembed(model, model.hidden(*rows))
     by_stack = {name: [stack[name] for stack in recorder.stacks] for name in (SCORES, ATTENTION, MLP, ACTIVATION)}

@@ -95,7 +95,7 @@ def optimum(curves: Sequence[Mapping[float, float]]) -> Optimum:
     """
     lowest = [vertex(curve) for curve in curves if curve]
     if not lowest:
-        raise Undetermined("no run of these did not diverge")
+        raise Undetermined("all runs diverged")
     edges = [edge for _, _, edge in lowest]
     logs, values = mean([math.log(x) for x, _, _ in lowest]), mean([y for _, y, _ in lowest])
     edge = max(sorted(edges, reverse=True), key=edges.count)  # a tie counts as an end: the optimum may be beyond it
@@ -127,7 +127,7 @@ class Power(NamedTuple):
 
 
 def power(xs: Sequence[float], ys: Sequence[float]) -> Power:
-    """Fits a power law by least squares of logarithms; the interval is of the scatter about the fit."""
+    """Fits a power law by least squares of logarithms; the interval is from the scatter around the fit."""
     x, y = np.log(xs), np.log(ys)
     found: Any = stats.linregress(x, y)  # scipy is untyped; the result has slope, intercept and stderr
     slope, freedom = float(found.slope), len(xs) - 2
@@ -149,16 +149,16 @@ class Critical(NamedTuple):
 def critical_batch(batches: Sequence[float], tokens: Sequence[float]) -> Critical:
     """Fits the law to batches and tokens to a loss, both in tokens. Raises Undetermined if they do not determine it."""
     if len(batches) < 3:
-        raise Undetermined("a critical batch needs three batches that reached the loss")
+        raise Undetermined("the fit needs three batch sizes that reached the loss")
     x, y = np.asarray(batches, float), np.log(tokens)
     law = lambda x, least, batch: least + np.logaddexp(0.0, np.log(x) - batch)
     least, most = math.log(x.min() / FLAT), math.log(FLAT * x.max())
     start = [y.min(), math.log(np.median(x))]
     fit, covariance = optimize.curve_fit(law, x, y, start, bounds=([-np.inf, least], [np.inf, most]))
     if fit[1] < least + 0.1:
-        raise Undetermined("tokens grow as fast as the batch: all of them lie far above the critical batch")
+        raise Undetermined("tokens grow as fast as the batch size: all batch sizes are far above the critical batch")
     if fit[1] > most - 0.1:
-        raise Undetermined("larger batches cost hardly any more tokens: all of them lie below the critical batch")
+        raise Undetermined("larger batches need hardly any more tokens: all batch sizes are below the critical batch")
     freedom = len(x) - 2
     half = t_of(freedom) * math.sqrt(covariance[1][1]) if freedom > 0 else math.inf
     known = half < math.log(FLAT)  # a wider interval is not informative
@@ -174,7 +174,7 @@ def noise_scale(small: float, large: float, norms_small: Sequence[float], norms_
     gradient from its noise.
     """
     if not (len(norms_small) and len(norms_large)):
-        raise Undetermined("no gradient was measured")
+        raise Undetermined("no gradient norm was logged")
     squares = [np.square(norms) for norms in (norms_small, norms_large)]
 
     def scale(small_value: float, large_value: float) -> float:
@@ -184,7 +184,7 @@ def noise_scale(small: float, large: float, norms_small: Sequence[float], norms_
 
     value = scale(*(float(np.mean(s)) for s in squares))
     if not math.isfinite(value):
-        raise Undetermined("the gradient is too small compared with its noise, or too few batches were measured")
+        raise Undetermined("the gradient is too small compared with its noise, or too few gradients were measured")
     random = np.random.default_rng(0)
     drawn = [scale(*(float(np.mean(random.choice(s, len(s)))) for s in squares)) for _ in range(400)]
     drawn = [one for one in drawn if math.isfinite(one)]

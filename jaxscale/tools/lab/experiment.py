@@ -15,11 +15,11 @@ SMOOTHED = 40  # a moving average spans 1 / SMOOTHED of a curve on each side
 # Times log(vocabulary), the loss of a uniform guess: a run with a higher loss has diverged. The factor is a choice: a
 # new model and its first steps have losses near the guess, and should not count.
 LOST = 1.5
-BANDS = "Lines are means over seeds, bands reach from the lowest to the highest."
+BANDS = "Lines are means over seeds; bands span the lowest to the highest."
 SMALL = (
-    "It holds for this model, these data and this length of training: what is best moves with all three, so the same "
-    "experiment should be made at two sizes before a large run believes it.",
-    "Intervals are of seeds alone (90%), by Student's t.",
+    "The results are for this model, data and training length, and the best settings depend on all three. Repeat the "
+    "experiment at two sizes before you use them for a large run.",
+    "Intervals are 90% (Student's t) and cover only the variation between seeds.",
 )
 Run = Callable[[Sequence[Trial]], list[Result]]  # runs the trials that have not ended, and reads all results
 

@@ -19,11 +19,11 @@ def lab_page(name: str, experiment: Experiment, base: Base, results: Sequence[Re
     shown = [one for one in found.drawings if one.plot.drawn]
     figures = [draw(one.plot, one.across, number, one.below)[0] for number, one in enumerate(shown)]
     sections = [
-        Section("verdict", "What was seen", sentences(found.verdict)),
-        Section("predicted", "What others predict", table(("source", "says"), found.predicted)),
+        Section("verdict", "Results", sentences(found.verdict)),
+        Section("predicted", "Published predictions", table(("source", "prediction"), found.predicted)),
         Section("plots", "Plots", plots(*figures)),
         Section("numbers", "Numbers", table(found.head, found.rows)),
-        Section("limits", "What it does not show", sentences(found.limits)),
+        Section("limits", "Limitations", sentences(found.limits)),
         Section("runs", "Runs", runs_table(results)),
     ]
     head = (
@@ -50,8 +50,8 @@ def summary(base: Base, results: Sequence[Result]) -> str:
     devices = next((r.history.part("devices") for r in results), {})
     tokens = sum(r.history.latest("tokens_seen") or 0 for r in results)
     parts = [
-        f"{base.file}: {count(cfg.model.num_params)} parameters, rows of {cfg.seq_len}",
-        f"{len(results)} runs, {count(tokens)} tokens, {duration(sum(r.seconds for r in results))} of steps",
+        f"{base.file}: {count(cfg.model.num_params)} parameters, sequence length {cfg.seq_len}",
+        f"{len(results)} runs, {count(tokens)} tokens, {duration(sum(r.seconds for r in results))} of training",
         f"{devices.get('number', '')} x {devices.get('kind', '')}".strip(" x"),
         ", ".join(f"{name} {version[name]}" for name in ("jax", "python") if version.get(name)),
     ]
@@ -64,8 +64,8 @@ def runs_table(results: Sequence[Result]) -> str:
     rows = [[r.trial.label, end(r), Cell(escape(r.folder), "mono")] for r in results]
     changed = {name: value for r in results[:1] for name, value in flatten(to_dict(r.trial.base.cfg)).items()}
     runs = table(("run", "held-out loss", "folder"), rows)
-    return f"<details><summary>{len(rows)} runs, each with its end and its folder</summary>{runs}</details>" + (
-        f"<details><summary>The base config, {len(changed)} settings</summary>"
+    return f"<details><summary>{len(rows)} runs with final loss and folder</summary>{runs}</details>" + (
+        f"<details><summary>Base config, {len(changed)} settings</summary>"
         f"{table(('setting', 'value'), [(name, str(value)) for name, value in sorted(changed.items())])}</details>"
         if changed
         else ""

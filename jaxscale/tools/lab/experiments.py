@@ -24,28 +24,31 @@ def of(
 
 EXPERIMENTS = {
     "rate": Experiment(
-        "the best rate of each batch", "How does the best rate go with the batch?",
+        "best learning rate for each batch size", "How does the best learning rate depend on the batch size?",
         of(rate.rate_trials, rate.conclude, lambda r: (r.at(rate.OPTIMIZER), r.at(rate.BATCH)))),
-    "batch": Experiment("what a larger batch costs", "How large a batch pays?", batch.answer),
+    "batch": Experiment("tokens to a loss over batch size", "What is the critical batch size?", batch.answer),
     "optimizers": Experiment(
-        "each at its own best rate", "Which optimizer needs the fewest tokens?",
+        "each optimizer at its best learning rate", "Which optimizer needs the fewest tokens?",
         of(optimizers.optimizer_trials, optimizers.conclude, lambda r: r.at(rate.OPTIMIZER))),
     "precision": Experiment(
-        "float32, bfloat16, float16, int8, fp8", "What does each precision lose?",
+        "float32, bfloat16, float16, int8, fp8", "How much does each precision raise the loss?",
         of(precision.precision_trials, precision.conclude)),
     "clipping": Experiment(
-        "rates up to where runs diverge", "What does clipping allow?", of(clipping.clipping_trials, clipping.conclude)),
+        "highest stable learning rate with and without clipping", "Does clipping allow higher learning rates?",
+        of(clipping.clipping_trials, clipping.conclude)),
     "isoflop": Experiment(
-        "size against tokens at equal FLOPs", "Which size is best for the FLOPs?",
+        "model size against tokens at equal FLOPs", "Which model size is best for a FLOP budget?",
         of(isoflop.isoflop_trials, isoflop.conclude)),
     "ladder": Experiment(
-        "what small runs say of a larger one, and what it ends at", "Do small runs foretell a larger one?",
+        "predicted and measured loss of a larger run", "Do small runs predict a larger one?",
         ladder.answer),
     "shape": Experiment(
-        "depth against width at equal FLOPs", "How deep and how wide for the FLOPs?",
+        "depth against width at equal FLOPs", "Which depth and width are best for a FLOP budget?",
         of(shape.shape_trials, shape.conclude, lambda r: r.at(shape.LAYERS))),
     "resume": Experiment(
-        "kill, resume, compare", "Is a run that was killed the same run?", of(resume.resume_trials, resume.conclude)),
-    "width": Experiment("rates over widths, with muP and without", "Does a rate hold over widths?", width.answer),
-    "vary": Experiment("your own sweep, by --vary", "Which setting is best?", of(vary.vary_trials, vary.conclude)),
+        "kill, resume, compare", "Does a killed run resume bit for bit?", of(resume.resume_trials, resume.conclude)),
+    "width": Experiment(
+        "learning rates over widths, with and without muP", "Does the best learning rate transfer across widths?",
+        width.answer),
+    "vary": Experiment("your own sweep, with --vary", "Which setting is best?", of(vary.vary_trials, vary.conclude)),
 }  # fmt: skip

@@ -20,9 +20,9 @@ WIDTHS = (0.5, 1, 1.5, 2, 3)  # relative to the config's width
 BUDGETS = (0.25, 0.5, 1.0, 2.0)  # relative to the FLOPs of the config's run
 FARTHER = 10.0  # times the largest budget: the laws' predictions there are reported
 PREDICTED = (
-    ("arXiv:2203.15556", "the best size and the tokens grow alike, as C ** 0.50 and C ** 0.50 (approach 1)"),
-    ("arXiv:2404.10102", "the same data, fitted again: C ** 0.51 (approach 3)"),
-    ("arXiv:2001.08361", "the best size grows as C ** 0.73; later work traces that to schedules and to small models"),
+    ("arXiv:2203.15556", "the best size and its tokens both grow as C ** 0.50 (approach 1)"),
+    ("arXiv:2404.10102", "a refit of the same data: the best size grows as C ** 0.51 (approach 3)"),
+    ("arXiv:2001.08361", "the best size grows as C ** 0.73; later work attributes that to schedules and small models"),
 )
 
 
@@ -63,8 +63,10 @@ def conclude(results: Sequence[Result]) -> Conclusion:
     points, budgets = [point for _, point in finished], sorted({float(r.at(BUDGET)) for r, _ in finished})
     by_budget = {flops: [r for r, _ in finished if float(r.at(BUDGET)) == flops] for flops in budgets}
     curves = [curve_of_run(p.params, r.trial.cfg.flops_per_token, *r.curve()) for r, p in finished]
-    said = f"{FARTHER:g} times the largest tried"
-    ways = three_approaches(points, curves, FARTHER * budgets[-1], description=said, budgets=budgets, within=0.25)
+    description = f"{FARTHER:g} times the largest budget tried"
+    ways = three_approaches(
+        points, curves, FARTHER * budgets[-1], description=description, budgets=budgets, within=0.25
+    )
     bests = [(way.name, {o.flops: o.params for o in way.law.optima}) for way in ways if way.law is not None]
     places = {params: place for place, params in enumerate(sorted({curve.params for curve in curves}))}
     drawings = [
@@ -73,13 +75,13 @@ def conclude(results: Sequence[Result]) -> Conclusion:
             "FLOPs", log_below=True, unit="nats",
         ),
         drawing(
-            "Loss over size, at equal FLOPs",
+            "Loss over model size at equal FLOPs",
             [one for place, (flops, runs) in enumerate(by_budget.items())
              for one in mean_line(f"{flops:.2g} FLOPs", runs, params_of, place)],
             "parameters", log_below=True, unit="nats, held out",
         ),
         drawing(
-            "Best size", [line(name, best, place, "dots") for place, (name, best) in enumerate(bests)],
+            "Best model size", [line(name, best, place, "dots") for place, (name, best) in enumerate(bests)],
             "FLOPs", log_below=True, log=True, numbers="count",
         ),
     ]  # fmt: skip
@@ -88,12 +90,12 @@ def conclude(results: Sequence[Result]) -> Conclusion:
     lost = len(results) - len(finished)
     limits = (
         *SMALL,
-        "Rates go with the inverse of the width (Muon's with that of its root), under muP "
-        "by its rules, and were tuned at one size alone.",
+        "The learning rate is scaled by 1 / width (Muon: 1 / sqrt(width)), or by muP's rules if muP is on. It was "
+        "tuned at one size only.",
     )
     if lost:
-        limits = (*limits, f"{lost} of {len(results)} runs diverged and are left out.")
-    head = ("FLOPs", "parameters", "tokens", "tokens a parameter", "held-out loss")
+        limits = (*limits, f"{lost} of {len(results)} runs diverged and were excluded.")
+    head = ("FLOPs", "parameters", "tokens", "tokens per parameter", "held-out loss")
     verdict = [lowest_text(by_budget), *(way.text for way in ways), *kaplan_texts(by_budget, points)]
     return Conclusion(verdict, limits, PREDICTED, drawings, head, rows)
 
@@ -112,8 +114,9 @@ def kaplan_texts(by_budget: Mapping[float, Sequence[Result]], points: Sequence[P
         return []
     by_flops, by_tokens = power(list(lowest), list(lowest.values())).exponent, power(*zip(*largest_runs)).exponent
     return [
-        f"Without a floor the lowest losses go as C ** {by_flops}, and those of {count(largest)} parameters as D ** "
-        f"{by_tokens}, where arXiv:2001.08361 has C ** -{KAPLAN_FLOPS[1]:.3f} and D ** -{KAPLAN_TOKENS[1]:.3f}."
+        f"Fitted without a loss floor, the lowest losses scale as C ** {by_flops}, and those of {count(largest)} "
+        f"parameters as D ** {by_tokens}; arXiv:2001.08361 has C ** -{KAPLAN_FLOPS[1]:.3f} and D ** "
+        f"-{KAPLAN_TOKENS[1]:.3f}."
     ]
 
 
@@ -126,5 +129,7 @@ def lowest_text(by_budget: Mapping[float, Sequence[Result]]) -> str:
         end = "" if min(losses) < best < max(losses) else ", the smallest" if best == min(losses) else ", the largest"
         parts.append(f"{count(best)} parameters at {flops:.2g} FLOPs ({losses[best]} nats){end}")
     inside = any(part.endswith(")") for part in parts)
-    beyond = "" if inside else " None lies inside those tried: what a law says below of a best size is a guess."
-    return f"The best of the sizes tried: {'; '.join(parts)}.{beyond}"
+    beyond = (
+        "" if inside else " All are at the edge of the sweep, so best sizes below are unreliable; try more --sizes."
+    )
+    return f"Lowest loss among the sizes tried: {'; '.join(parts)}.{beyond}"

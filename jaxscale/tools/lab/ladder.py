@@ -19,16 +19,16 @@ from jaxscale.tools.reporting.page_text import count, percent
 SIZE = "parameters"
 TIMES = (0.5, 1, 1.5, 2, 2.5)  # relative to the config's width and depth
 FAR = 10.0  # times the largest rung's parameters: size of the reported prediction if no target was run
-LAST = "the last rung"
+LAST = "the largest size"
 NO_FLOOR = 0.05  # E below this fraction of the lowest loss counts as no floor
 PREDICTED = (
     (
         "arXiv:2203.15556",
-        "the loss falls to a floor E as powers of parameters and tokens, 0.34 and 0.28; arXiv:2404.10102 fits the same "
-        "data by 0.35 and 0.37",
+        "the loss falls to a floor E as powers of parameters (0.34) and tokens (0.28); arXiv:2404.10102 fits 0.35 and "
+        "0.37 to the same data",
     ),
-    ("arXiv:2001.08361", "no floor is seen: L(N) falls as N ** -0.076, L(D) as D ** -0.095"),
-    ("arXiv:2303.08774", "a final loss was foretold well from runs of at most a ten-thousandth of its compute"),
+    ("arXiv:2001.08361", "no loss floor: L(N) falls as N ** -0.076, L(D) as D ** -0.095"),
+    ("arXiv:2303.08774", "a final loss was predicted accurately from runs with at most 1/10,000 of its compute"),
 )
 
 
@@ -36,9 +36,9 @@ class Tried(NamedTuple):
     """Prediction of a law for a size outside its data, and the measured loss."""
 
     point: Point  # parameters, tokens and measured mean loss; NaN if not trained
-    said: Interval
-    seen: Estimate | None
-    times: float  # parameters, relative to the largest run behind the law
+    predicted: Interval
+    measured: Estimate | None
+    times: float  # parameters, relative to the largest run fitted
     flops_times: float
 
 
@@ -88,14 +88,14 @@ def conclude(results: Sequence[Result], target: Sequence[Result] = ()) -> Conclu
         ("the target", finished, [r for r in target if not r.diverged]),
     ):
         if name != LAST and target and not runs:
-            verdict.append("The target diverged: nothing can be compared with what all rungs foretell.")
+            verdict.append("The target run diverged, so the prediction from all sizes cannot be tested.")
             continue
         try:
             law = law_of(of)
-            one = foretell(law, runs)
+            one = compare(law, runs)
         except BadInput as error:
             few = f"{error}".partition(":")[0]  # the remaining text names flags of `jaxscale plan`
-            verdict.append(f"Of {name} nothing is foretold: {few}; give more --sizes or --seeds.")
+            verdict.append(f"No prediction for {name}: {few}; give more --sizes or --seeds.")
             continue
         laws.append(law)
         tried.append(one)
@@ -107,13 +107,12 @@ def conclude(results: Sequence[Result], target: Sequence[Result] = ()) -> Conclu
     lost = [r for r in (*results, *target) if r.diverged]
     limits = (
         *SMALL[:1],
-        "An interval of 90% that holds once or twice does not prove that it holds nine times in ten; it knows what "
-        "runs scatter by and what the exponents leave open, and not the errors of another law.",
-        "Depth goes with width in whole layers, so rungs of one or two are no large model made small.",
-        "Rates go with the inverse of the width (Muon's with that of its root), under muP "
-        "by its rules, and the batch is the same at all sizes: "
-        "neither was tuned at each.",
-        *([f"{len(lost)} of {len(results) + len(target)} runs diverged and are left out."] if lost else []),
+        "One or two losses inside a 90% interval do not verify its coverage. The interval covers the scatter of the "
+        "runs and the uncertainty of the exponents, but not a wrong form of the law.",
+        "Depth is scaled with width and rounded to whole layers, so models of one or two layers differ in shape.",
+        "The learning rate is scaled by 1 / width (Muon: 1 / sqrt(width)), or by muP's rules if muP is on. The batch "
+        "size is the same at all sizes. Neither was tuned at each size.",
+        *([f"{len(lost)} of {len(results) + len(target)} runs diverged and were excluded."] if lost else []),
     )
     rows = []
     for r in (*finished, *(r for r in target if not r.diverged)):
@@ -130,35 +129,35 @@ def law_of(runs: Sequence[Result]) -> LossLaw:
     return fit([point_of(r) for r in runs], noise=estimate_noise(repeated))
 
 
-def foretell(law: LossLaw, runs: Sequence[Result]) -> Tried:
+def compare(law: LossLaw, runs: Sequence[Result]) -> Tried:
     """Compares a law's prediction with runs not fitted; without runs, predicts FAR times its largest run."""
     most = max(law.points, key=lambda known: known.compute)
     if runs:
-        point, seen = point_of(runs[0]), mean([r.loss for r in runs])
+        point, measured = point_of(runs[0]), mean([r.loss for r in runs])
         times, flops_times = point.params / most.params, point.compute / most.compute
     else:
-        point, seen = Point(FAR * most.params, FAR * most.tokens, math.nan), None
+        point, measured = Point(FAR * most.params, FAR * most.tokens, math.nan), None
         times, flops_times = FAR, point.compute / (6 * most.params * most.tokens)
-    return Tried(point, law.predict(point.params, point.tokens), seen, times, flops_times)
+    return Tried(point, law.predict(point.params, point.tokens), measured, times, flops_times)
 
 
 def in_words(name: str, one: Tried) -> str:
     """Describes a prediction and the measured loss, if any."""
-    low, middle, high = one.said
-    said = f"{middle:.4f} nats ({low:.4f} to {high:.4f})"
+    low, middle, high = one.predicted
+    forecast = f"{middle:.4f} nats ({low:.4f} to {high:.4f})"
     of = (
         f"{count(one.point.params)} parameters and {count(one.point.tokens)} tokens, {one.times:.3g} times the "
-        f"parameters and {one.flops_times:.3g} times the FLOPs of the largest run behind the law"
+        f"parameters and {one.flops_times:.3g} times the FLOPs of the largest run fitted"
     )
-    if one.seen is None:
-        return f"All rungs foretell {said} for {of}; it was not trained (--target={FAR:g} does)."
-    who = "The smaller rungs" if name == LAST else "All rungs"
-    coverage = "inside the interval" if low <= one.seen.value <= high else "outside the interval"
-    off = one.seen.value / middle - 1
-    between = "" if one.seen.low is None else f" ({one.seen.low:.4f} to {one.seen.high:.4f})"
+    if one.measured is None:
+        return f"Prediction from all sizes: {forecast} for {of}. It was not trained; --target={FAR:g} trains it."
+    fitted = "the smaller sizes" if name == LAST else "all sizes"
+    coverage = "inside the interval" if low <= one.measured.value <= high else "outside the interval"
+    off = one.measured.value / middle - 1
+    between = "" if one.measured.low is None else f" ({one.measured.low:.4f} to {one.measured.high:.4f})"
     return (
-        f"{who} foretell {said} for {name}, of {of}; seen: {one.seen.value:.4f} nats{between}, {coverage}, "
-        f"{percent(abs(off))} {'above' if off > 0 else 'below'} what was said."
+        f"Prediction from {fitted}: {forecast} for {name} ({of}). Measured: {one.measured.value:.4f} nats{between}, "
+        f"{coverage}, {percent(abs(off))} {'above' if off > 0 else 'below'} the prediction."
     )
 
 
@@ -167,14 +166,14 @@ def law_text(law: LossLaw) -> str:
     terms, intervals = law.terms, law.to_dict()["intervals"]
     name, scale, power = ("alpha", terms.A, terms.alpha) if terms.A else ("beta", terms.B, terms.beta)
     variable = "N" if terms.A else "D"
-    text = f"The law of all rungs: L = {terms.E:.3g} + {scale:.3g} / {variable} ** {power:.2f}"
+    text = f"Law fitted to all sizes: L = {terms.E:.3g} + {scale:.3g} / {variable} ** {power:.2f}"
     if terms.A and terms.B:
         text += f" + {terms.B:.3g} / D ** {terms.beta:.2f}"
-    text += f", with an exponent of {intervals[name][0]:.2f} to {intervals[name][1]:.2f}"
+    text += f", 90% interval of the exponent {intervals[name][0]:.2f} to {intervals[name][1]:.2f}"
     if law.form == "params":
-        text += " along these tokens a parameter"
+        text += ", at this ratio of tokens to parameters"
     if terms.E < NO_FLOOR * min(point.loss for point in law.points):
-        text += "; E is next to nothing: no floor shows yet, so far beyond these runs it falls too low"
+        text += "; E is near 0 (these runs show no loss floor), so predictions far beyond them are too low"
     return f"{text}."
 
 
@@ -184,8 +183,8 @@ def kaplan_text(points: Sequence[Point]) -> str:
     theirs = power(sizes, [kaplan_loss(p.params, p.tokens) for p in points]).exponent.value
     by_size, by_flops = power(sizes, losses).exponent, power([p.compute for p in points], losses).exponent
     return (
-        f"Without a floor the loss goes along these rungs as N ** {by_size} and C ** {by_flops}, where "
-        f"arXiv:2001.08361 has N ** {theirs:.3f} by its L(N, D) and C ** -{KAPLAN_FLOPS[1]:.3f} by its L(C)."
+        f"Fitted without a loss floor, the loss scales as N ** {by_size} and C ** {by_flops}; arXiv:2001.08361 has "
+        f"N ** {theirs:.3f} from its L(N, D) and C ** -{KAPLAN_FLOPS[1]:.3f} from its L(C)."
     )
 
 
@@ -193,12 +192,12 @@ def drawn(
     rungs: Sequence[Result], target: Sequence[Result], tried: Sequence[Tried], laws: Sequence[LossLaw]
 ) -> list[Drawing]:
     """Returns the plot of loss over parameters: measured losses, and predictions with their intervals."""
-    seen = [point_of(r) for r in (*rungs, *(r for r in target if not r.diverged))]
-    lines = [line("seen", [(p.params, p.loss) for p in seen], 0, "dots")]
+    ends = [point_of(r) for r in (*rungs, *(r for r in target if not r.diverged))]
+    lines = [line("measured", [(p.params, p.loss) for p in ends], 0, "dots")]
     if laws:
-        law, ends = laws[-1], seen + [one.point for one in tried]
-        lines.append(line("law of all rungs", {p.params: law.terms.loss(p.params, p.tokens) for p in ends}, 0, "dash"))
-    lines.append(line("foretold", [(one.point.params, one.said.middle) for one in tried], 1, "dots"))
-    ends = lambda one: [(one.point.params, one.said.low), (one.point.params, one.said.high)]
-    lines += [line("its interval", ends(one), 1) for one in tried]
+        law, shown = laws[-1], ends + [one.point for one in tried]
+        lines.append(line("fitted law", {p.params: law.terms.loss(p.params, p.tokens) for p in shown}, 0, "dash"))
+    lines.append(line("predicted", [(one.point.params, one.predicted.middle) for one in tried], 1, "dots"))
+    interval = lambda one: [(one.point.params, one.predicted.low), (one.point.params, one.predicted.high)]
+    lines += [line("90% interval", interval(one), 1) for one in tried]
     return [drawing("Loss over parameters", lines, "parameters", log_below=True, unit="nats, held out")]

@@ -16,15 +16,15 @@ from jaxscale.tools.reporting.page_text import count, duration
 
 FACTORS = (0.25, 0.5, 1, 2, 4)
 PREDICTED = (
-    ("arXiv:2502.16982 (Muon)", "about half of AdamW's FLOPs to the same loss, of large models"),
-    ("arXiv:2509.02046", "no optimizer is more than 1.4 times as fast as a tuned AdamW at 0.1B, 1.1 times at 1.2B"),
-    ("arXiv:1910.05446", "a ranking turns with how well each is tuned"),
+    ("arXiv:2502.16982 (Muon)", "about half of AdamW's FLOPs to the same loss, for large models"),
+    ("arXiv:2509.02046", "no optimizer is more than 1.4 times as fast as a tuned AdamW at 0.1B, or 1.1 times at 1.2B"),
+    ("arXiv:1910.05446", "the ranking depends on how well each optimizer is tuned"),
 )
 LIMITS = (
     *SMALL,
-    "Optimizers are compared by runs of one seed, which read the same batches; the noise is taken from all together.",
-    "Rates alone were tuned: not momentum, decay or warmup, and every optimizer has the config's.",
-    "Seconds are of this machine as it was then, with whatever else ran on it.",
+    "Optimizers are compared seed by seed, since runs of one seed read the same batches; the noise is pooled over all.",
+    "Only the learning rate was tuned. All optimizers use the config's momentum, decay and warmup.",
+    "Times include the effect of other programs on this machine.",
 )
 
 
@@ -34,7 +34,7 @@ def optimizer_trials(base: Base, options: Options) -> list[Trial]:
     known = typing.get_args(typing.get_type_hints(OptimConfig)["name"])
     for name in options.names or known:
         if name not in known:
-            raise BadInput(f"--names has {name!r}; optim.name may be {', '.join(known)}")
+            raise BadInput(f"--names has {name!r}; optim.name must be one of {', '.join(known)}")
         rates = options.rates or [middle_rate(optim, name) * factor for factor in FACTORS]
         found += over_rates(base, {OPTIMIZER: name}, rates, options.seeds_of(2))
     return found
@@ -44,7 +44,7 @@ def conclude(results: Sequence[Result]) -> Conclusion:
     """Returns the Conclusion of these results. The first optimizer is the reference."""
     by_name = groups_of(results, lambda r: r.at(OPTIMIZER))
     best = groups_of(best_rates(results, lambda r: r.at(OPTIMIZER)), lambda r: r.at(OPTIMIZER))
-    lost = [f"With {name} a run diverged at every rate." for name in by_name if name not in best]
+    lost = [f"With {name}, a run diverged at every learning rate." for name in by_name if name not in best]
     if not best:
         return Conclusion(lost, SMALL, PREDICTED, [], (), [])
     first = next(iter(best))
@@ -65,14 +65,20 @@ def conclude(results: Sequence[Result]) -> Conclusion:
     rows = [
         [
             name, n(f"{runs[0].at(RATE):.3g}"), n(str(ends[name])),
-            n(count(tokens[name]) if name in tokens else "never"),
-            n(duration(tokens[name] / tokens_per_second(runs)) if name in tokens else "never"),
+            n(count(tokens[name]) if name in tokens else "not reached"),
+            n(duration(tokens[name] / tokens_per_second(runs)) if name in tokens else "not reached"),
         ]
         for name, runs in best.items()
     ]  # fmt: skip
     at_best = {name: (list(by_name).index(name), runs) for name, runs in best.items()}
-    drawings = [rate_plot(by_name.items()), curve_plot("Training loss, each at its best rate, smoothed", at_best)]
-    head = ("optimizer", "best rate tried", "held-out loss", f"tokens to {first}'s end", "seconds of steps to it")
+    drawings = [rate_plot(by_name.items()), curve_plot("Training loss at the best learning rate, smoothed", at_best)]
+    head = (
+        "optimizer",
+        "best learning rate tried",
+        "held-out loss",
+        f"tokens to {first}'s final loss",
+        "training time to it",
+    )
     return Conclusion(verdict, LIMITS, PREDICTED, drawings, head, rows)
 
 
@@ -88,15 +94,13 @@ def faster_text(
     """Describes loss and tokens against those of `first`. losses, logs of tokens to its end: {name: {seed: value}}."""
     off = mean_difference(losses, name, first)
     if off.low is None:
-        significance = "one seed does not tell whether that is more than noise"
+        significance = "one seed cannot show whether the difference exceeds noise"
     else:
-        significance = (
-            "no more than seeds differ by" if off.has(0.0) else f"{'lower' if off.value < 0 else 'higher'} beyond noise"
-        )
-    text = f"With {name} a run ends {off} nats compared with {first}'s, {significance}"
+        significance = "not significant" if off.has(0.0) else f"significantly {'lower' if off.value < 0 else 'higher'}"
+    text = f"{name} minus {first} in held-out loss: {off} nats, {significance}"
     if first not in logs:
-        return f"{text}; not every seed of {first} came to the mean of its ends, so tokens are not compared."
+        return f"{text}; not every seed of {first} reached its mean final training loss, so tokens are not compared."
     if name not in logs:
-        return f"{text}; it never reached the loss that {first} ends with."
+        return f"{text}; not every seed of {name} reached {first}'s final training loss."
     part = mean_difference(logs, name, first).mapped(math.exp)
-    return f"{text}; it needs {part} of the tokens for the loss that {first} ends with."
+    return f"{text}; {name} needs {part} times the tokens to reach {first}'s final training loss."

@@ -25,8 +25,11 @@ FORMS = {
     "fp8 products": {COMPUTE: "bfloat16", "model.matmul_dtype": "fp8"},
 }
 PREDICTED = (
-    ("arXiv:1710.03740", "float16 needs a scale: gradients below 6e-8 become 0; with one it equals float32"),
-    ("arXiv:1905.12322", "bfloat16 has float32's range and needs no scale"),
+    (
+        "arXiv:1710.03740",
+        "float16 needs loss scaling, since gradients below 6e-8 become 0; with it, losses are equal",
+    ),
+    ("arXiv:1905.12322", "bfloat16 has float32's range and needs no loss scaling"),
     ("arXiv:2412.19437, section 3.3", "FP8 training stays within 0.25% of bfloat16's loss"),
 )
 
@@ -35,7 +38,7 @@ def precision_trials(base: Base, options: Options) -> list[Trial]:
     """Returns trials of precisions x seeds. Raises BadInput for an unknown precision."""
     for name in options.names:
         if name not in FORMS:
-            raise BadInput(f"--names has {name!r}; it may be {', '.join(FORMS)}")
+            raise BadInput(f"--names has {name!r}; it must be one of {', '.join(FORMS)}")
     names = dict.fromkeys([FIRST, *(options.names or FORMS)])
     return [base.with_settings(FORMS[name], seed, at={FORM: name}) for name in names for seed in options.seeds_of(3)]
 
@@ -62,13 +65,13 @@ def conclude(results: Sequence[Result]) -> Conclusion:
         ])  # fmt: skip
         if name.startswith("float16"):
             scales += curves_of(name, runs, place, LOSS_SCALE)
-    drawings = [drawing("Training loss above float32's, same seed, smoothed", curves, "tokens", unit="%", zero=True)]
+    drawings = [drawing("Training loss above float32, same seed, smoothed", curves, "tokens", unit="%", zero=True)]
     if scales:
         drawings.append(drawing("The loss scale", scales, "tokens", log=True))
-    head = ("precision", "held-out loss", "above float32, same seed", "diverged", "steps skipped")
+    head = ("precision", "held-out loss", "relative to float32, same seed", "diverged", "steps skipped")
     limits = (
-        *SMALL, "Speed is not measured here, since machines emulate types; see jaxscale bench step --dtype.",
-        "Underflow grows with depth and with the length of training: a small model may not show it.",
+        *SMALL, "Speed is not compared, since many machines emulate some types; see jaxscale bench step --dtype.",
+        "Underflow increases with depth and training length; a small model may not show it.",
     )  # fmt: skip
     return Conclusion(verdict, limits, PREDICTED, drawings, head, rows)
 
@@ -82,14 +85,14 @@ def line_above(name: str, run: Result, exact: Result, place: int) -> PlotLine:
 
 
 def scale_text(runs: Sequence[Result]) -> str:
-    """Describes the loss scale: 'the scale fell from 2.68e+08 to between 4.19e+06 and 8.39e+06'."""
+    """Describes the loss scale: 'the loss scale fell from 2.68e+08 to between 4.19e+06 and 8.39e+06'."""
     ends = [values[-1] for r in runs if (values := r.curve(LOSS_SCALE)[1])]
     if not ends:
-        return "no scale was logged"
+        return "no loss scale was logged"
     if min(ends) >= OVERFLOWS:
-        return f"the scale ended no lower than the {OVERFLOWS:.3g} where it began"
+        return f"the loss scale did not fall from its initial {OVERFLOWS:.3g}"
     low, high = f"{min(ends):.3g}", f"{max(ends):.3g}"
-    return f"the scale fell from {OVERFLOWS:.3g} to {low if low == high else f'between {low} and {high}'}"
+    return f"the loss scale fell from {OVERFLOWS:.3g} to {low if low == high else f'between {low} and {high}'}"
 
 
 def signed(change: Estimate) -> str:
@@ -102,10 +105,10 @@ def in_words(change: Estimate | None, lost: int, runs: int, skipped: float) -> s
     """Describes the difference from float32, its significance, and any skipped steps and diverged runs."""
     failed = f"{lost} of {runs} runs diverged" if lost else ""
     if change is None:
-        return failed or "float32 diverged, so nothing can be compared"
+        return failed or "the float32 runs diverged, so there is no reference"
     if change.low is None:
         note = "one seed gives no interval"
     else:
         note = "not significantly different" if change.has(0.0) else "worse" if change.value > 0 else "better"
-    skips = f"; {skipped:,.0f} steps were skipped for gradients that were not finite" if skipped else ""
-    return f"{signed(change)} compared with float32 of the same seed: {note}{skips}{'; ' + failed if failed else ''}"
+    skips = f"; {skipped:,.0f} steps were skipped because of non-finite gradients" if skipped else ""
+    return f"{signed(change)} compared with float32 and the same seed: {note}{skips}{'; ' + failed if failed else ''}"

@@ -24,14 +24,14 @@ STEP = 2.0  # ratio between successive further rates
 FALLING = ("cosine", "linear", "wsd")  # schedules that end at optim.min_lr
 RULES = {"linear": 1.0, "square root": 0.5}
 PREDICTED = (
-    ("arXiv:1706.02677 (SGD)", "the rate goes with the batch: an exponent of 1, until batches are large"),
-    ("arXiv:2205.10287 (Adam)", "the rate goes with the square root of the batch: an exponent of 0.5"),
+    ("arXiv:1706.02677 (SGD)", "the learning rate scales with the batch size (exponent 1), up to large batches"),
+    ("arXiv:2205.10287 (Adam)", "the learning rate scales with the square root of the batch size (exponent 0.5)"),
     (
         "arXiv:2405.14578 (Adam-likes)",
-        "the best rate rises, then falls again beyond the batch where the noise is as large as the gradient",
+        "the best learning rate rises, then falls above the batch size where gradient noise equals the gradient",
     ),
 )
-LIMITS = (*SMALL, "The exponent's interval is of the scatter of the best rates about a line: of these batches alone.")
+LIMITS = (*SMALL, "The exponent's interval covers only the scatter of the best learning rates around the fit.")
 
 
 def rate_trials(base: Base, options: Options) -> list[Trial]:
@@ -110,8 +110,10 @@ def bounds(groups: Mapping[str, Sequence[Result]]) -> list[str]:
 
 def bounded(best: Mapping[str, Optimum]) -> list[str]:
     """Returns the sentence of bounds(), given the best rates."""
-    at_edge = [f"of {name} {found}" for name, found in best.items() if found.edge]
-    return [f"Only bounded by the rates tried: the best rate {', '.join(at_edge)}."] if at_edge else []
+    at_edge = [f"{name}, {found}" for name, found in best.items() if found.edge]
+    return (
+        [f"The best learning rate is at the edge of the sweep (a bound) for: {'; '.join(at_edge)}."] if at_edge else []
+    )
 
 
 def floor_of(optim: OptimConfig, rate: float) -> dict[str, float]:
@@ -132,24 +134,25 @@ def conclude(results: Sequence[Result]) -> Conclusion:
         found = {batch: best_rate(runs) for batch, runs in batches.items()}
         best = {batch: optimum for batch, (optimum, _) in found.items() if optimum}
         rows += [[name, n(count(batch)), *cells] for batch, (_, cells) in found.items()]
-        labelled = [(f"{count(batch)} tokens a step", runs) for batch, runs in batches.items()]
+        labelled = [(f"{count(batch)} tokens per step", runs) for batch, runs in batches.items()]
         drawings.append(rate_plot(labelled, f"{name}: loss over the learning rate", unit="nats"))
         best_lines += with_points([line(name, {batch: o.x.value for batch, o in best.items()}, place)])
-        verdict.append(f"With {name} {in_words(best)}")
-    drawings.append(drawing("Best rate of each batch", best_lines, "tokens a step", log_below=True, log=True))
-    head = ("optimizer", "tokens a step", "best rate", "loss there", "rates that diverged")
+        verdict.append(f"With {name}, {in_words(best)}")
+    drawings.append(drawing("Best learning rate", best_lines, "tokens per step", log_below=True, log=True))
+    head = ("optimizer", "tokens per step", "best learning rate", "loss", "learning rates that diverged")
     return Conclusion(verdict, LIMITS, PREDICTED, drawings, head, rows)
 
 
 def in_words(best: dict[int, Optimum]) -> str:
-    """Describes the scaling of the best rate: 'the best rate goes with the batch to the power 0.45: ...'."""
+    """Describes the scaling of the best rate: 'the best learning rate scales as batch size to the power 0.45: ...'."""
     bracketed = {batch: found for batch, found in best.items() if not found.edge}
     edges = "".join(f" {text}" for text in bounded({f"{count(batch)} tokens": o for batch, o in best.items()}))
     if len(bracketed) < 3:
-        return f"too few batches have their best rate inside the rates tried, {len(bracketed)} of 3: try more.{edges}"
+        found = f"the best learning rate is inside the sweep for {len(bracketed)} batch sizes"
+        return f"{found}, and a fit needs 3: try more.{edges}"
     law: Power = power(list(bracketed), [found.x.value for found in bracketed.values()])
     fits = [name for name, exponent in RULES.items() if law.exponent.has(exponent)]
     misses = [name for name in RULES if name not in fits]
     rule = f"{' and '.join(fits) or 'neither rule'} fit{'s' if len(fits) < 2 else ''} within the interval"
     exclusion = f", {' and '.join(misses)} do{'es' if len(misses) == 1 else ''} not" if misses and fits else ""
-    return f"the best rate goes with the batch to the power {law.exponent}: {rule}{exclusion}.{edges}"
+    return f"the best learning rate scales as batch size to the power {law.exponent}: {rule}{exclusion}.{edges}"

@@ -10,14 +10,14 @@ from jaxscale.tools.reporting.plots import Mark
 from jaxscale.tools.reporting.status import BEGINS
 
 CASE = "run"
-WHOLE = "left alone"
+WHOLE = "uninterrupted"
 KILLS = (0.35, 0.8)  # fractions of the run
 SAVES = 7  # checkpoints of a run, chosen so that none coincides with a kill
 COMPARED = ("loss", "grad_norm", "validation/loss")
 PREDICTED = (
     (
         "docs/checkpoints.md",
-        "a checkpoint holds the state, the place in the data and the config: what follows is equal",
+        "a checkpoint has the state, the data position and the config, so a resumed run is identical",
     ),
 )
 
@@ -42,22 +42,22 @@ def conclude(results: Sequence[Result]) -> Conclusion:
         diffs = sorted(at for at in {*values, *others} if values.get(at) != others.get(at))  # or only one run has it
         events = result.history.events
         again = next((event.get("step") for event in events if event.get("event") == "resumed"), None)
-        from_text = "from the beginning" if again is None else f"from its checkpoint of step {again}"
+        restart = "restarted from the beginning" if again is None else f"resumed from the checkpoint of step {again}"
         if diffs:
             outcome = f"{len(diffs)} of {compared} values differ, the first at step {diffs[0][0]}."
         else:
-            outcome = f"all {compared} values of {', '.join(COMPARED)} are the same bits."
+            outcome = f"all {compared} values of {', '.join(COMPARED)} are bit-identical."
         if sum(event.get("event") in BEGINS for event in events) < 2:  # starts of its process
-            verdict.append(f"{name}: it ended before it could be killed; give it more steps, by train_tokens.")
+            verdict.append(f"{name}: the run ended before it could be killed; increase train_tokens.")
         else:
-            verdict.append(f"{name}, it went on {from_text}: {outcome}")
+            verdict.append(f"{name}, {restart}: {outcome}")
         rows.append([name, n("0" if again is None else str(again)), n(str(compared)), n(str(len(diffs)))])
         curves.append(line(name, zip(*result.curve()), place, "dash"))
         tokens = result.trial.cfg.tokens_per_step
         marks.append(Mark((result.trial.kill_at or 0) * tokens, name, "trouble"))
-    drawings = [drawing("Training loss", curves, "tokens", unit="nats", marks=marks, note="Red: a kill.")]
-    limits = ("The runs are of one machine and one version: other chips, or more of them, round sums otherwise.",)
-    head = ("", "went on from step", "values compared", "values that differ")
+    drawings = [drawing("Training loss", curves, "tokens", unit="nats", marks=marks, note="Red lines: kills.")]
+    limits = ("All runs used one machine and one version. Sums round differently on other or more devices.",)
+    head = ("", "resumed from step", "values compared", "values that differ")
     return Conclusion(verdict, limits, PREDICTED, drawings, head, rows)
 
 

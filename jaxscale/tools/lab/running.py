@@ -50,11 +50,11 @@ def run_all(trials: Sequence[Trial], work: Any, *, jobs: int, say: Callable[[str
     waiting = [trial for trial in trials if outcome_of(folder_of(trial, work)) is None]
     if waiting and paths.is_remote(str(work)):
         raise BadInput(
-            f"--workdir={work}: {len(waiting)} runs are not done, and are started here in a local folder alone; "
-            "--dry_run prints their commands, to be started elsewhere"
+            f"--workdir={work}: {len(waiting)} runs are pending, and runs start only in a local folder; give "
+            "--dry_run to print their commands and start them elsewhere"
         )
     if done := len(trials) - len(waiting):
-        say(f"{done} of {len(trials)} runs are done already, in {paths.as_path(work) / 'runs'}")
+        say(f"{done} of {len(trials)} runs are already done, in {paths.as_path(work) / 'runs'}")
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     shares = [cores[place::jobs] if jobs <= len(cores) else cores for place in range(jobs)]
     slot, stop, took, total = threading.local(), threading.Event(), [], len(waiting)
@@ -68,7 +68,7 @@ def run_all(trials: Sequence[Trial], work: Any, *, jobs: int, say: Callable[[str
                 left = statistics.mean(took) * (total - len(took)) / jobs
                 result = read_result(trial_of[done], work)
                 end = "diverged" if result.diverged else f"{result.loss:.4f} nats"
-                to_go = f"; {units.duration(left)} to go" if len(took) < total else ""
+                to_go = f"; {units.duration(left)} left" if len(took) < total else ""
                 say(f"[{len(took)}/{total}] {result.trial.label}: {end} ({units.duration(took[-1])}){to_go}")
         finally:
             stop.set()
@@ -109,7 +109,7 @@ def run_trial(trial: Trial, folder: Any, slot: threading.local, stop: threading.
         shown = "".join(f"\n    {line}" for line in lines)
         known = Exit(code) if code in list(Exit) else Exit.ERROR
         stop.set()
-        raise Stop(known, f"{trial.label} ended with exit code {code} ({meaning(code)}), in {folder}:{shown}")
+        raise Stop(known, f"{trial.label} failed with exit code {code} ({meaning(code)}), in {folder}:{shown}")
     return None if stop.is_set() else time.monotonic() - began
 
 

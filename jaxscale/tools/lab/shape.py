@@ -17,12 +17,12 @@ FACTORS = (0.5, 1, 2, 4)  # relative to the rate scaled to the width
 PREDICTED = (
     (
         "arXiv:2001.08361, section 3.2",
-        "shape hardly matters at a fixed size: 6 layers of 4,288 end within 3% of 48 layers of 1,600, a ratio of width "
-        "to depth 21 times as large",
+        "shape hardly matters at a fixed size: 6 layers of width 4,288 are within 3% of 48 layers of width 1,600, "
+        "although width / depth is 21 times as large",
     ),
     (
         "arXiv:2006.12467",
-        "depth pays up to about log(width) / log(3) layers; beyond that, deeper and wider are worth the same",
+        "depth helps more than width up to about log(width) / log(3) layers; above that, both help equally",
     ),
     ("arXiv:2402.14905", "below a billion parameters, deeper and thinner models score higher than wide ones"),
 )
@@ -46,9 +46,11 @@ def conclude(results: Sequence[Result]) -> Conclusion:
     best = groups_of(best_rates(results, lambda r: int(r.at(LAYERS))), lambda r: int(r.at(LAYERS)))
     losses = {layers: {r.seed: r.loss for r in runs} for layers, runs in best.items()}
     means = {layers: mean(list(of.values())) for layers, of in losses.items()}
-    names = {layers: f"{layers} layer{'s' * (layers > 1)} of {runs[0].at(WIDTH)}" for layers, runs in shapes.items()}
+    names = {
+        layers: f"{layers} layer{'s' * (layers > 1)} of width {runs[0].at(WIDTH)}" for layers, runs in shapes.items()
+    }
     verdict = in_words(names, losses, {layers: ratio_of(runs[0]) for layers, runs in best.items()})
-    verdict += [f"{names[layers]}: a run was lost at every rate." for layers in shapes if layers not in best]
+    verdict += [f"{names[layers]}: a run diverged at every learning rate." for layers in shapes if layers not in best]
     verdict += bounds({names[layers]: runs for layers, runs in shapes.items()})
     flat = [r for runs in best.values() for r in runs]
     over_ratio = [line("each run", [(ratio_of(r), r.loss) for r in flat], 0, "dots")]
@@ -57,19 +59,19 @@ def conclude(results: Sequence[Result]) -> Conclusion:
         drawing("Loss over width / layers", over_ratio, "width / layers", log_below=True, unit="nats, held out"),
         rate_plot((names[layers], runs) for layers, runs in shapes.items()),
         curve_plot(
-            "Training loss, each at its best rate, smoothed",
+            "Training loss at the best learning rate, smoothed",
             {names[layers]: (place, runs) for place, (layers, runs) in enumerate(best.items())},
         ),
     ]
     rows = [[*map(n, row_of(runs[0], means[layers]))] for layers, runs in best.items()]
     head = (
-        "layers", "width", "width / layers", "heads", "MLP", "parameters", "FLOPs a token in blocks", "best rate tried",
-        "held-out loss",
+        "layers", "width", "width / layers", "heads", "MLP", "parameters", "FLOPs per token in blocks",
+        "best learning rate tried", "held-out loss",
     )  # fmt: skip
     limits = (
         *SMALL,
-        "A wide model has more parameters in its embeddings and head, and takes more FLOPs there; a deep one has "
-        "longer steps on most machines, which is not weighed.",
+        "FLOPs are equal in the blocks only: a wide model has more parameters and FLOPs in its embeddings and head. A "
+        "deep model has longer steps on most machines, which is not considered.",
     )
     return Conclusion(verdict, limits, PREDICTED, drawings, head, rows)
 
@@ -97,9 +99,9 @@ def in_words(
         return []
     means = {layers: mean(list(of.values())) for layers, of in losses.items()}
     first, *others = sorted(losses, key=lambda layers: means[layers].value)
-    lowest = f"{names[first]} (width / layers {ratios[first]:.3g}) ends lowest, at {means[first]} nats"
+    lowest = f"{names[first]} (width / layers {ratios[first]:.3g}) has the lowest loss, {means[first]} nats"
     if not others:
-        return [f"{lowest}; no other shape held."]
+        return [f"{lowest}; no other shape ran without divergence."]
     behind = {layers: mean_difference(losses, layers, first) for layers in others}
     part = lambda one: one.mapped(lambda value: 100 * value / means[first].value)
     higher = lambda layers: f"{names[layers]} (by {part(behind[layers])}%)"
@@ -107,14 +109,14 @@ def in_words(
     close = [names[layers] for layers in others if near(behind[layers])]
     far = [higher(layers) for layers in others if not near(behind[layers])]
     if behind[others[0]].low is None:
-        text = [f"{lowest}; higher: {', '.join(far)}; one seed does not tell whether that is more than noise."]
+        text = [f"{lowest}; higher: {', '.join(far)}; one seed cannot show whether the difference exceeds noise."]
     else:
-        within = f"not told from it: {', '.join(close)}" if close else "no other is within the noise of it"
-        text = [f"{lowest}; {within}.", *([f"Higher beyond the noise: {', '.join(far)}."] if far else [])]
+        within = f"not significantly different: {', '.join(close)}" if close else "all others are significantly higher"
+        text = [f"{lowest}; {within}.", *([f"Significantly higher: {', '.join(far)}."] if far else [])]
     most = behind[others[-1]].value / means[first].value
     spread = max(ratios.values()) / min(ratios.values())
     text.append(
-        f"Over a factor of {spread:.3g} in width / layers the loss differs by {percent(most)} at most, where "
-        "arXiv:2001.08361 has 3% over a factor of 21."
+        f"Over a factor of {spread:.3g} in width / layers, the loss differs by at most {percent(most)}; "
+        "arXiv:2001.08361 reports 3% over a factor of 21."
     )
     return text

@@ -22,7 +22,7 @@ def check_varied(model: AnyModelConfig) -> LlamaConfig:
     """Returns the model's settings. Raises BadInput if it is not a dense decoder of the Llama kind."""
     if not isinstance(model, LlamaConfig) or model.experts is not None or model.latent is not None:
         kind = "one with experts or latent attention" if isinstance(model, LlamaConfig) else repr(model.name)
-        raise BadInput(f"this experiment varies the size of dense models of model.name='llama', and this is {kind}")
+        raise BadInput(f"this experiment supports only dense models of model.name='llama', not {kind}")
     return model
 
 
@@ -30,9 +30,9 @@ def train_tokens_of(base: Base) -> int:
     """Returns the tokens of the config's run. Raises BadInput unless they are a number, without ramps."""
     tokens = base.cfg.train_tokens
     if base.cfg.seq_len_ramp or base.cfg.batch_ramp:
-        raise BadInput("laws are of runs of one size of row and batch; leave seq_len_ramp and batch_ramp out")
+        raise BadInput("this experiment needs one sequence length and batch size; remove seq_len_ramp and batch_ramp")
     if not isinstance(tokens, int):
-        raise BadInput(f"this experiment needs train_tokens as a number, not {tokens!r}")
+        raise BadInput(f"train_tokens={tokens!r}; this experiment needs train_tokens as a number")
     return tokens
 
 
@@ -93,7 +93,7 @@ def shaped(cfg: RunConfig, layers: int) -> dict[str, Any]:
             found[off] = sizes | {"mlp_dim": mlp}
     if not found or min(found) > math.log(2):
         raise BadInput(
-            f"no width gives a model of {layers} layers the operations of one of {model.num_layers} layers of width "
-            f"{model.embed_dim}; take other --sizes, or a larger config"
+            f"no width gives a model of {layers} layers the FLOPs of {model.num_layers} layers of width "
+            f"{model.embed_dim}; give other --sizes, or a larger config"
         )
     return as_settings(cfg, found[min(found)])

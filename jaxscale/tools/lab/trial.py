@@ -157,7 +157,7 @@ def read_result(trial: Trial, work: Any) -> Result:
     folder = folder_of(trial, work)
     code = outcome_of(folder)
     if code is None:
-        raise BadInput(f"{folder} is of a run that has not ended; run the experiment again, and it resumes")
+        raise BadInput(f"{folder}: the run has not ended; run the experiment again to resume it")
     history = read_history(str(folder), None)
     loss = history.latest(LOSS)
     # A run that ends no better than chance counts as diverged: a rate that is too high can collapse a model whose

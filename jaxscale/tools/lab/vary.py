@@ -17,7 +17,7 @@ def vary_trials(base: Base, options: Options) -> list[Trial]:
         raise BadInput("lab vary needs --vary=NAME=VALUE,VALUE, such as --vary=optim.peak_lr=1e-3,2e-3")
     names = [name for name, _ in options.vary]
     if "seed" in names:
-        raise BadInput("--vary=seed: every setting is run with the same seeds; --seeds=N says how many")
+        raise BadInput("--vary=seed: all settings run with the same seeds; give their number as --seeds=N")
     grid = itertools.product(*(values for _, values in options.vary))
     trials = [base.with_settings(dict(zip(names, at)), seed) for at in grid for seed in options.seeds_of(3)]
     first: dict[str, str] = {}
@@ -37,20 +37,20 @@ def conclude(results: Sequence[Result]) -> Conclusion:
     for name, runs in sorted(groups.items(), key=lambda item: steady[item[0]].value if item[0] in steady else 1e9):
         diverged = sum(r.diverged for r in runs)
         rows.append([name, n(str(steady.get(name, "n/a"))), n(f"{diverged} of {len(runs)}")])
-    verdict = [winner(steady)] if steady else ["Every setting lost a run."]
+    verdict = [winner(steady)] if steady else ["A run diverged at every setting."]
     if lost:
         verdict.append(f"Runs diverged at {'; '.join(lost)}.")
     placed = {name: (place, runs) for place, (name, runs) in enumerate(groups.items())}
     drawings = [curve_plot("Training loss, smoothed", placed)]
     names = list(results[0].trial.at)
     if len(names) == 1 and all(is_positive(r.at(names[0])) for r in results):
-        lines = mean_line("runs, and their mean", results, lambda r: r.at(names[0]), 0)
+        lines = mean_line("runs and their mean", results, lambda r: r.at(names[0]), 0)
         drawings.insert(0, drawing("Held-out loss", lines, names[0], log_below=True, unit="nats"))
         curves = list(over_seeds(results, names[0]).values())
         if curves and len({r.at(names[0]) for r in results}) > 1:
             best = optimum(curves)
-            how = "is only bounded by those tried" if best.edge else "by a parabola through the lowest points"
-            verdict.append(f"The best {names[0]} {how}: {best}.")
+            how = "at the edge of the values tried" if best.edge else "from a parabola through the lowest points"
+            verdict.append(f"Best {names[0]}, {how}: {best}.")
     return Conclusion(verdict, SMALL, (), drawings, ("setting", "held-out loss", "diverged"), rows)
 
 
@@ -70,12 +70,12 @@ def is_positive(text: str) -> bool:
 def winner(steady: dict[str, Estimate]) -> str:
     """Describes the setting with the lowest loss, and those within noise of it."""
     best, *others = sorted(steady, key=lambda name: steady[name].value)
-    said = f"{best} ends lowest, at {steady[best]} nats"
+    lowest = f"{best} has the lowest loss, {steady[best]} nats"
     if not others:
-        return f"{said}; nothing else was tried that held."
+        return f"{lowest}; no other setting ran without divergence."
     if (high := steady[best].high) is None:
         gap = steady[others[0]].value / steady[best].value - 1
-        return f"{said}, {percent(gap)} below {others[0]}; one seed does not tell whether that is more than noise."
+        return f"{lowest}, {percent(gap)} below {others[0]}; one seed cannot show whether the difference exceeds noise."
     close = [name for name in others if (low := steady[name].low) is not None and low <= high]
-    verdict = f"seeds do not distinguish it from {'; '.join(close)}" if close else "all others end higher beyond noise"
-    return f"{said}; {verdict}."
+    verdict = f"its interval overlaps {'; '.join(close)}" if close else "all others are significantly higher"
+    return f"{lowest}; {verdict}."

@@ -23,15 +23,18 @@ NAMES = {STANDARD: "without muP", MUP: "with muP"}
 TIMES = (1, 2, 4)  # relative to the config's width
 FACTORS = (0.125, 0.25, 0.5, 1, 2, 4)  # relative to the config's rate
 STEPS = 3  # updates before the coordinate check, without warmup, with the config's decay; more would blur it
-KINDS = {"activation": "the residual stream", "attention": "what attention adds", "mlp": "what the MLP adds"}
+KINDS = {"activation": "the residual stream", "attention": "the attention output", "mlp": "the MLP output"}
 SHORT = {"activation": "stream", "attention": "attention", "mlp": "MLP"}  # for a legend
 PREDICTED = (
     (
         "arXiv:2203.03466",
-        "under muP the best rate is the same at every width, and so is what a step changes in activations; without, "
-        "the rate falls, for Adam, about as 1 / width, and changes grow about as the width",
+        "with muP, the best learning rate and the change of activations per step do not depend on the width; without "
+        "it, the best learning rate of Adam falls about as 1 / width, and the changes grow about as the width",
     ),
-    ("arXiv:2407.05872", "without muP too, a rate for each kind of matrix can hold over widths, if it is scaled right"),
+    (
+        "arXiv:2407.05872",
+        "without muP, learning rates per kind of matrix can also transfer across widths, if each is scaled correctly",
+    ),
 )
 
 
@@ -90,16 +93,17 @@ def conclude(results: Sequence[Result], looked_at: Sequence[Result]) -> Conclusi
         bests += with_points([line(form, {width: found.x.value for width, found in best.items()}, place)])
         bracketed = {width: found.x.value for width, found in best.items() if not found.edge}
         if len(bracketed) < 3:
-            inner = f"{len(bracketed)} of {len(best)} widths have their best rate inside those tried"
-            verdict.append(f"{NAMES[form]} {inner}; give --rates.")
+            inner = f"the best learning rate is inside the sweep for {len(bracketed)} of {len(best)} widths"
+            verdict.append(f"{NAMES[form]}, {inner}, and a fit needs 3; give more --rates.")
             continue
         law = power(list(bracketed), list(bracketed.values()))
-        holds = "which holds no change" if law.exponent.has(0.0) else "so a rate tuned small does not hold"
-        verdict.append(f"{NAMES[form]} the best rate goes with the width to the power {law.exponent}, {holds}.")
+        transfers = "consistent with no change" if law.exponent.has(0.0) else "so it does not transfer across widths"
+        scaling = f"the best learning rate scales as width to the power {law.exponent}"
+        verdict.append(f"{NAMES[form]}, {scaling}, {transfers}.")
     if shared := set.intersection(*map(set, ends.values())):
         ends_text = " and ".join(f"{of[max(shared)]} nats {NAMES[form]}" for form, of in ends.items())
-        verdict.append(f"At a width of {max(shared)} the best rate ends at {ends_text}.")
-    drawings.append(drawing("Best rate of each width", bests, "width", log_below=True, log=True))
+        verdict.append(f"At width {max(shared)}, the loss at the best learning rate is {ends_text}.")
+    drawings.append(drawing("Best learning rate", bests, "width", log_below=True, log=True))
     checks = [(form, check(form, of)) for form, of in groups_of(looked_at, lambda r: r.at(FORM)).items()]
     verdict += [text for _, (text, _) in checks]
     drawings.append(
@@ -110,10 +114,10 @@ def conclude(results: Sequence[Result], looked_at: Sequence[Result]) -> Conclusi
     )  # fmt: skip
     limits = (
         *SMALL,
-        "An exponent's interval, of the scatter about a line, is wide with three widths. docs/explanation/mup.md has "
-        "changes of activations over 16 times the width.",
+        "With three widths, the intervals of the exponents (scatter around the fit) are wide. docs/explanation/mup.md "
+        "measures activation changes over a factor of 16 in width.",
     )
-    head = ("", "width", "best rate", "loss there", "diverged at")
+    head = ("", "width", "best learning rate", "loss", "diverged at")
     return Conclusion(verdict, limits, PREDICTED, drawings, head, rows)
 
 
@@ -121,7 +125,7 @@ def check(form: str, runs: Sequence[Result]) -> tuple[str, list[PlotLine]]:
     """Returns (a sentence, lines of a plot) on the scaling of activations with width, for one parametrisation."""
     finite = [r for r in runs if all(math.isfinite(size_of(r, kind)) for kind in KINDS)]
     lost = len(runs) - len(finite)
-    left_out = f" {lost} of {len(runs)} runs have none that are finite and are left out." if lost else ""
+    left_out = f" {lost} of {len(runs)} runs have no finite activation statistics and were excluded." if lost else ""
     powers, lines = [], []
     for place, (kind, name) in enumerate(KINDS.items()):
         sizes = {
@@ -131,8 +135,8 @@ def check(form: str, runs: Sequence[Result]) -> tuple[str, list[PlotLine]]:
         lines += with_points([line(f"{SHORT[kind]}, {form}", sizes, place, "line" if form == MUP else "dash")])
         if len(sizes) > 1:
             powers.append(f"{name} to the power {power(list(sizes), list(sizes.values())).exponent}")
-    summary = f"{', '.join(powers)}." if powers else "fewer than two widths tell nothing."
-    begin = f"{NAMES[form]}, after {STEPS} steps, at the config's schedule from its rate, activations go with the width"
+    summary = f"{', '.join(powers)}." if powers else "fewer than two widths have finite statistics."
+    begin = f"{NAMES[form]}, after {STEPS} steps at the config's learning rate, activations scale with the width"
     return f"{begin}: {summary}{left_out}", lines
 
 
