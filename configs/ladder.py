@@ -5,8 +5,9 @@
     done; done
     jaxscale plan --loss --runs='runs/ladder/*' --config=configs/ladder.py:embed_dim=192,tokens=1_600_000
 
-All runs share what a loss law requires to be equal: data, tokenizer, row length, batch, shape of the schedule. The
-learning rate scales as 1 / width. Cost: 14 minutes for the nine, on two busy cores (2026-11-22, jax 0.10.2). See docs/loss_law.md.
+All runs share what a loss law needs to be equal: data, tokenizer, row length, batch and shape of the schedule. The
+learning rate scales as 1 / width. Cost: 14 minutes for the nine, on two busy cores (2026-11-22, jax 0.10.2). See
+docs/loss_law.md.
 """
 
 import ml_collections
