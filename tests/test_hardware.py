@@ -60,7 +60,7 @@ def test_slices_have_the_hosts_that_the_cloud_gives_them(topology, hosts):
 
 
 def test_a_gb200_tray_has_four_gpus():
-    with pytest.raises(BadInput, match="a host holds 1 to 4 cards, .* write gb200:2x4"):
+    with pytest.raises(BadInput, match="a host has 1 to 4 GPUs, .* write gb200:2x4"):
         open_machine("gb200:8")
 
 

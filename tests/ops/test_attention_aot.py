@@ -42,7 +42,7 @@ def devices_of():
     def open_one(name):
         plugin = "libtpu" if name.startswith("v") else "jax_cuda12_plugin"
         if importlib.util.find_spec(plugin) is None:
-            pytest.skip(f"{name} is compiled for by {plugin}, which is not installed")
+            pytest.skip(f"{name} needs {plugin}, which is not installed")
         return open_topology(name).devices
 
     return open_one

@@ -41,12 +41,12 @@ def test_a_plan_takes_what_was_measured_on_such_chips():
     assert plan.time.speed.mfu.low == pytest.approx(0.85 * 0.3) and plan.time.speed.mfu.high == pytest.approx(
         1.15 * 0.3
     )
-    assert "30.0% of 1B on 8 such chips, measured by jaxscale qualify, 2026-11-23" in plan.time.speed.source
+    assert "30.0% of 1B on 8 of these chips, measured by jaxscale qualify, 2026-11-23" in plan.time.speed.source
     assert plan.time.wall_seconds.low > before.time.wall_seconds.low
     assert plan.saves.save_seconds == pytest.approx(plan.saves.checkpoint_bytes / (8 * 4e9))  # 64 devices, 8 measured
     assert "measured by jaxscale qualify with 8 devices" in plan.saves.save_source
     given = api.plan(SEVEN, "h100:8x8", PlanOptions(mfu=0.5, save_bytes_per_second=1e9))
-    assert given.time.speed.mfu.low == 0.5 and given.saves.save_source == "as given by --save_bandwidth"
+    assert given.time.speed.mfu.low == 0.5 and given.saves.save_source == "from --save_bandwidth"
 
 
 def test_other_chips_and_small_steps_say_nothing_about_it():
@@ -58,7 +58,7 @@ def test_other_chips_and_small_steps_say_nothing_about_it():
 def test_of_several_the_pass_that_is_nearest_in_size_counts():
     kept.save_measured(measured(spec="0.1B", pass_flops=1e12, flops_per_second=0.1 * 8 * 989.4e12))
     kept.save_measured(measured())
-    assert "1B on 8 such chips" in api.plan(SEVEN, "h100:8x8").time.speed.source
+    assert "1B on 8 of these chips" in api.plan(SEVEN, "h100:8x8").time.speed.source
 
 
 def test_what_was_kept_before_is_still_read():
@@ -83,5 +83,5 @@ def test_measurements_are_kept_and_a_damaged_file_is_named():
     damaged = [{"spec": "T"}, *(vars(one) | change for change in ({"flops_per_second": "x"}, {"date": None}))]
     for each in [*damaged, vars(one) | {"num_devices": 0}, vars(one) | {"pass_flops": math.nan}]:
         kept.measured_file().write_text(json.dumps({"format": kept.FORMAT, "measured": [each]}))
-        with pytest.raises(BadInput, match="measured.json is not a file of measurements"):
+        with pytest.raises(BadInput, match="measured.json is not a valid file of measurements"):
             kept.read_measured()

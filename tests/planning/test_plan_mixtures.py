@@ -180,11 +180,11 @@ def test_the_plan_says_what_it_takes_for_granted_and_which_parameters_it_counts(
     assert set(plan.time.speed.sent_bytes) == {"fsdp", "expert"}
     assert re.search(r"per device and step: expert [0-9.]+ GiB, fsdp [0-9.]+ GiB", text)
     assert "expert: tokens are sent to their experts (send): a layer gathers" in text
-    assert "routing: balanced: every expert has the same number of rows, and one round of 1.25 x" in text
+    assert "routing: balanced: every expert has the same number of rows, and one all-to-all round with 1.25 x" in text
     for words in (
-        "46,702,792,704 in all, 12,879,925,248 active per token (FLOPs and MFU)",
-        "published optima are of dense models",
-        "the rule and the fit are of dense models",
+        "46,702,792,704 total, 12,879,925,248 active per token (for FLOPs and MFU)",
+        "published optima are for dense models",
+        "the published rule and fit cover only dense models",
     ):
         assert text.count(words) == 1, words
     assert "compute-optimal" not in text
@@ -194,5 +194,5 @@ def test_the_plan_says_what_it_takes_for_granted_and_which_parameters_it_counts(
 
 def test_a_law_of_dense_models_is_not_fitted_to_a_mixture():
     cfg = tiny.config({"model.experts": dict(number=4, chosen=2, mlp_dim=8)})
-    with pytest.raises(BadInput, match="the run to be forecast is a mixture of experts.*forecast a dense one"):
+    with pytest.raises(BadInput, match="the run to forecast is a mixture of experts.*use a dense model"):
         read_ladder([], cfg, resolve_budget(cfg, None))

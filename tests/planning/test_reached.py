@@ -143,15 +143,15 @@ def test_a_range_is_of_the_chips_own_architecture_or_said_to_be_assumed(chip, mi
     rows = published_rows(CHIP[chip], mixture)
     if not rows:
         assert source.startswith(
-            f"no published MFU of {'mixtures of experts' if mixture else 'dense models'} on {chip} "
+            f"no published MFU is known for {'mixtures of experts' if mixture else 'dense models'} on {chip}; "
         )
         assert found == ASSUMED and "10% to 60% is assumed" in source and "--mfu" in source
         return
-    assert source.startswith(f"{found.low:.1%} to {found.high:.1%}: published of ")
+    assert source.startswith(f"{found.low:.1%} to {found.high:.1%}: published for ")
     for row in rows:
         assert row.mixture == mixture
         assert row.chip == chip or CHIP[row.chip].architecture == CHIP[chip].architecture != ""
-    assert (f"of the same architecture as {chip}" in source) == (rows[0].chip != chip)
+    assert (f"which has the architecture of {chip}" in source) == (rows[0].chip != chip)
 
 
 @pytest.mark.parametrize("chip", ["T4", "V100", "P100", "L4", "A10G", "B200 SXM", "GB200", "TPU v3"])

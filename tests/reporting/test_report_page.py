@@ -185,10 +185,10 @@ def test_the_head_tells_state_time_and_cost(run):
     ("kind", "price", "cost", "told"),
     [
         ("TPU v5", None, "4.20", f"TPU v5p at $4.20 a chip-hour, list price of {V5P.date} ({V5P.source})"),
-        ("TPU v5", 2.5, "2.50", "TPU v5p at $2.50 a chip-hour, as given by --price."),
+        ("TPU v5", 2.5, "2.50", "TPU v5p at $2.50 a chip-hour, from --price."),
         ("TPU7x", 8.0, "4.00", "TPU7x at $8.00 a chip-hour"),  # two of JAX's devices are one chip
         ("cpu", None, None, "no price of cpu is known. --price=DOLLARS gives"),
-        ("cpu", 0.1, "0.10", "cpu at $0.10 a chip-hour, as given"),
+        ("cpu", 0.1, "0.10", "cpu at $0.10 a chip-hour, from --price"),
     ],
 )
 def test_the_cost_rests_on_a_price_that_is_named_with_its_date_or_is_said_to_be_unknown(

@@ -94,7 +94,7 @@ def conclude(results: Sequence[Result], target: Sequence[Result] = ()) -> Conclu
             law = law_of(of)
             one = compare(law, runs)
         except BadInput as error:
-            few = f"{error}".partition(":")[0]  # the remaining text names flags of `jaxscale plan`
+            few = f"{error}".partition(";")[0]  # the remaining text names flags of `jaxscale plan`
             verdict.append(f"No prediction for {name}: {few}; give more --sizes or --seeds.")
             continue
         laws.append(law)

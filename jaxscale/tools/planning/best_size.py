@@ -108,8 +108,8 @@ def envelope(curves: Sequence[Curve], *, draws: int = 400, seed: int = 0) -> Siz
     edges, left_out = find_edges(known) if known else ([], [])
     if len(edges) < MIN_GROUPS:
         raise BadInput(
-            f"approach 1 needs {MIN_GROUPS + 1} sizes, each with the lowest curve for some FLOPs, and "
-            f"{len(known)} curves show {len(edges)} of the {MIN_GROUPS} edges between such sizes"
+            f"approach 1 needs {MIN_GROUPS + 1} sizes, each with the lowest curve over some range of FLOPs, and "
+            f"{len(known)} curves show {len(edges)} of the {MIN_GROUPS} crossings between such sizes"
             + "".join(f"; {reason}" for reason in left_out[:3])
             + "; add sizes between or outside these, or longer runs"
         )
@@ -150,7 +150,8 @@ def losses_by_size(curves: Sequence[Curve]) -> tuple[np.ndarray, np.ndarray, np.
     for curve in curves:
         if not (min(*curve.tokens, *curve.losses) > 0 and np.isfinite(curve.losses).all()):
             raise BadInput(
-                f"a curve of {curve.params:.3g} parameters has tokens or losses that are not above 0; leave it out"
+                f"a curve of {curve.params:.3g} parameters has tokens or losses that are not finite and above 0; "
+                "exclude it"
             )
     ends = [(curve.flops_per_token * curve.tokens[0], curve.flops_per_token * curve.tokens[-1]) for curve in curves]
     flops_C = np.geomspace(min(begin for begin, _ in ends), max(end for _, end in ends), NUM_FLOPS)
@@ -178,8 +179,8 @@ def find_edges(curves: Sequence[Curve]) -> tuple[list[BestSize], list[str]]:
         both = slice(max(at - 1, 0), at + 1)
         if not 0 < at or not np.isfinite(losses_SC[small : large + 1, both]).all():
             left_out.append(
-                f"{count(float(params_S[large]))} parameters overtake {count(float(params_S[small]))} where not all "
-                "curves up to that size have begun, or some have ended"
+                f"{count(float(params_S[large]))} parameters overtake {count(float(params_S[small]))} at FLOPs that "
+                "not all curves of these sizes cover"
             )
             continue
         values = (flops_C[both], params_S[[small, large]], per_token_S[[small, large]])
@@ -188,7 +189,7 @@ def find_edges(curves: Sequence[Curve]) -> tuple[list[BestSize], list[str]]:
     for index, name in ((0, "smallest"), (len(params_S) - 1, "largest")):
         if len(winners) and index in (winners[0], winners[-1]):
             fraction = float(np.mean(best_C == index))
-            left_out.append(f"the {name} size is lowest at {fraction:.0%} of the FLOPs: the best may be outside")
+            left_out.append(f"the {name} size is lowest at {fraction:.0%} of the FLOPs: the best size may be outside")
     return found, left_out
 
 
@@ -232,8 +233,8 @@ def parabolas(
     left_out = [reason for _, reason in found if isinstance(reason, str)]
     if len(optima) < MIN_GROUPS:
         raise BadInput(
-            f"approach 2 needs {MIN_GROUPS} amounts of FLOPs with a best size, and the runs have {len(optima)}"
-            + "".join(f"; {reason}" for reason in left_out[:3])
+            f"approach 2 needs {MIN_GROUPS} FLOP budgets with a best size inside the sizes tried, and the runs have "
+            f"{len(optima)}" + "".join(f"; {reason}" for reason in left_out[:3])
         )
     used = [group for group, optimum in found if isinstance(optimum, BestSize)]
 
@@ -284,10 +285,10 @@ def parabola_minimum(group: Sequence[Point], weights: np.ndarray) -> BestSize | 
     center, roots = float(log_params.mean()), np.sqrt(weights)
     curvature, slope, intercept = np.polyfit(log_params - center, [point.loss for point in group], 2, w=roots)
     if curvature <= 0:
-        return f"{name}: the losses bend downward"
+        return f"{name}: the parabola has no minimum"
     best = -slope / (2 * curvature)
     if not log_params.min() < best + center < log_params.max():
-        return f"{name}: the lowest loss is at the edge of its sizes"
+        return f"{name}: the minimum is outside the sizes tried"
     line = np.polyfit(log_params - center, np.log([point.tokens for point in group]), 1, w=roots)
     loss = float(intercept - slope**2 / (4 * curvature))
     return BestSize(flops, math.exp(best + center), math.exp(float(np.polyval(line, best))), loss)
@@ -332,7 +333,8 @@ def loss_law_text(points: Sequence[Point], flops: float, law: LossLaw | None = N
         return f"{LOSS} of the loss: {error}."
     terms = law.terms
     if not (terms.A and terms.B):
-        return f"{LOSS} of the loss: the runs determine {law.form} only, and a best size needs both."
+        term = "parameters" if law.form == "params" else "tokens"
+        return f"{LOSS} of the loss: the runs determine only the term in {term}, and a best size needs both."
     exponent = terms.beta / (terms.alpha + terms.beta)
     log_ratio = math.log(terms.alpha * terms.A / (terms.beta * terms.B)) / (terms.alpha + terms.beta)
     log_params = log_ratio + exponent * math.log(flops / 6)
@@ -341,7 +343,7 @@ def loss_law_text(points: Sequence[Point], flops: float, law: LossLaw | None = N
         f"D ** {terms.beta:.2f}, so the best size grows as C ** {exponent:.2f}; at {flops:.2g} FLOPs "
     )
     if not 0 <= log_params <= math.log(flops / 6):
-        return f"{text}it gives less than one parameter or one token: these runs determine no best size."
+        return f"{text}the best size is below one parameter or one token: these runs determine no best size."
     params = math.exp(log_params)
     loss = law.predict(params, flops / 6 / params)
     return f"{text}it is {count(params)} parameters, with {loss.middle:.3f} nats ({loss.low:.3f} to {loss.high:.3f})."

@@ -33,7 +33,7 @@ def warmup_too_short(params: float, warmup_steps: int, warmup_tokens: float, b2:
     if warmup_steps < least:
         return Caution(
             f"the warmup of {warmup_steps} steps is short",
-            f"Adam's second moment with b2={b2:g} is an average over about {least:.0f} steps: 2 / (1 - b2)",
+            f"Adam's second moment with b2={b2:g} averages over about {least:.0f} steps: 2 / (1 - b2)",
             f"set optim.warmup_tokens='{math.ceil(least)} steps' or more",
             "arXiv:1910.04209",
         )
@@ -79,7 +79,7 @@ def rate_outside(
     span, lines = rate_range(params, tokens, batch_tokens)
     if (factors := scaling.TIMES_ADAMW[optimizer]) != (1.0, 1.0):
         low, high = factors
-        lines.append(f"these are AdamW's, and those of {optimizer} {low:.2g} to {high:.2g} times as large")
+        lines.append(f"these are for AdamW; those of {optimizer} are {low:.2g} to {high:.2g} times as large")
         span = cost.Range(span.low * low, span.high * high)
     if span.low <= peak_lr <= span.high:
         return None
@@ -99,10 +99,10 @@ def too_few_tokens(params: float, tokens: float, fewest: float = 10.0) -> Cautio
         return None
     best = scaling.lowest_alternative(scaling.train_flops(params, tokens))
     return Caution(
-        f"{ratio:.2g} tokens a parameter are few: the model is too large for its training",
-        f"for the same operations {units.count(best.params)} parameters on {units.count(best.tokens)} tokens reach "
-        f"a lower loss: {units.digits(best.tokens / best.params)} a parameter",
-        f"train on {units.count(scaling.lowest_tokens(params))} tokens, or take the smaller model",
+        f"{ratio:.2g} tokens per parameter are too few: the model is too large for its training tokens",
+        f"for the same FLOPs, {units.count(best.params)} parameters on {units.count(best.tokens)} tokens "
+        f"({units.digits(best.tokens / best.params)} per parameter) reach a lower loss",
+        f"train on {units.count(scaling.lowest_tokens(params))} tokens, or use the smaller model",
         scaling.BESIROGLU_SOURCE if best.loss else "arXiv:2203.15556",
     )
 
@@ -113,9 +113,9 @@ def too_many_tokens(tokens: float) -> Caution | None:
         return None
     return Caution(
         f"{units.count(tokens)} tokens are more than any published run was trained on",
-        f"the published maximum is {units.count(MAX_TOKENS)}, synthetic text included; without more text the data "
-        "repeats, and up to about 4 epochs are worth nearly as much as new text",
-        f"set train_tokens={MAX_TOKENS:.3g} or less, and a model that suits them",
+        f"the published maximum is {units.count(MAX_TOKENS)}, including synthetic text; repeated data is nearly as "
+        "good as new text only for about 4 epochs",
+        f"set train_tokens={MAX_TOKENS:.3g} or less, and choose a model size for that",
         "arXiv:2505.09388, section 3.1; arXiv:2305.16264",
     )
 
@@ -130,12 +130,12 @@ def wall_too_long(wall: cost.Range, num_chips: float, flops: float | None) -> Ca
     if flops is not None:
         best = scaling.lowest_alternative(share * flops)
         fix += (
-            f", or train {units.count(best.params)} parameters on {units.count(best.tokens)} tokens, which these "
-            f"{units.digits(num_chips)} do in {longest}"
+            f", or train {units.count(best.params)} parameters on {units.count(best.tokens)} tokens, which "
+            f"{cost.chips(num_chips)} can do in {longest}"
         )
     return Caution(
-        f"the run takes {units.duration(wall.low)} at the better end",
-        f"the longest published run that we know of took {longest} (BLOOM, 176B parameters on 384 A100); "
+        f"the run takes at least {units.duration(wall.low)}",
+        f"the longest known published run took {longest} (BLOOM, 176B parameters on 384 A100); "
         f"expect {units.digits(failures)} interruptions",
         fix,
         f"arXiv:2211.02001, table 1; {cost.FAILURES_SOURCE}",
@@ -148,12 +148,12 @@ def exposed_communication(products: float, exposed: float) -> Caution | None:
     if share <= MAX_EXPOSED:
         return None
     return Caution(
-        f"{share:.0%} of each step is exposed communication, at the chips' peak",
-        f"matmuls take {products:.3g} s and do not overlap {exposed:.3g} s of communication, which hardly grows with "
-        "tokens per step",
+        f"{share:.0%} of each step is exposed communication, at peak FLOP/s",
+        f"matmuls take {products:.3g} s, and {exposed:.3g} s of communication do not overlap them; that time hardly "
+        "grows with tokens per step",
         "give each device more tokens (a larger batch, or fewer chips), set train.reduce_dtype='bfloat16', or keep "
-        "mesh.fsdp inside a host or slice and let mesh.data cross it",
-        f"our threshold: {MAX_EXPOSED:.0%}; bytes by the sharding, bandwidth by jaxscale/kernels/hardware.py",
+        "mesh.fsdp inside a host or slice and use mesh.data across them",
+        f"our threshold: {MAX_EXPOSED:.0%}; bytes from the sharding, bandwidth from jaxscale/kernels/hardware.py",
     )
 
 
@@ -165,8 +165,8 @@ def unknown_bandwidth(domains: int, devices: int, chip: Chip) -> Caution | None:
     where = "hosts" if chip.ici_bandwidth or not inside else "devices of a host"
     return Caution(
         f"the bandwidth between {where} of {chip.name} is unknown",
-        "the step time omits communication: time and money above are lower bounds, and far too low on slow links",
-        "give --mfu as measured on such a machine",
+        "the step time excludes communication, so time and cost above are lower bounds, and far too low on slow links",
+        "measure the MFU on such a machine and give it as --mfu",
         chip.links_source or chip.source,
     )
 
@@ -176,9 +176,9 @@ def mfu_beyond_reach(mfu: float, step: float, products: float) -> Caution | None
     if step >= products:
         return None
     return Caution(
-        f"--mfu={mfu:g} is more than this step can reach",
-        f"a step would take {step:.3g} s, and its matmuls, recomputation included, take {products:.3g} s at the peak",
-        f"give --mfu={math.floor(100 * mfu * step / products) / 100:g} or less, or a remat policy that recomputes less",
+        f"--mfu={mfu:g} is higher than this step can reach",
+        f"a step would take {step:.3g} s, but its matmuls with recomputation take {products:.3g} s at peak FLOP/s",
+        f"give --mfu={math.floor(100 * mfu * step / products) / 100:g} or less, or a model.remat that recomputes less",
         "model FLOPs over the chip's peak: arXiv:2204.02311, appendix B",
     )
 
@@ -191,7 +191,8 @@ def horizon_too_far(schedule_tokens: float, tokens: float, decay: str, limit: st
     return Caution(
         f"{limit} ends the run after {units.count(tokens)} tokens, but its {decay} schedule is for "
         f"{units.count(schedule_tokens)}",
-        f"the rate would still be high at the end: the schedule is {over:.0%} too long, and more than 25% costs loss",
+        f"the learning rate would still be high at the end: the schedule is {over:.0%} too long, and more than 25% "
+        "raises the loss",
         f"set train_tokens={tokens:.3g}, so that the decay ends with the run",
         "arXiv:2203.15556, appendix B",
     )
@@ -203,11 +204,11 @@ def batch_too_large(params: float, tokens: float, batch_tokens: float) -> Cautio
     if loss is None or batch_tokens <= (critical := scaling.critical_batch(loss)):
         return None
     return Caution(
-        f"a batch of {units.count(batch_tokens)} tokens is beyond the critical batch",
-        f"2.1e8 L^-4.8 = {units.count(critical)} tokens at the loss of {loss:.2f} nats where it would end; larger "
-        "batches save steps and cost tokens. A newer fit of the best batch, 0.58 D^0.571, says "
+        f"a batch of {units.count(batch_tokens)} tokens is above the critical batch size",
+        f"2.1e8 L^-4.8 = {units.count(critical)} tokens at the expected final loss of {loss:.2f} nats; larger batches "
+        "save steps but need more tokens. A newer fit of the best batch size, 0.58 D^0.571, gives "
         f"{units.count(0.58 * tokens**0.571)}",
-        f"set batch_tokens to about {units.count(critical)}, or begin with a smaller batch",
+        f"set batch_tokens to about {units.count(critical)}, or start with a smaller batch (batch_ramp)",
         "arXiv:1812.06162; arXiv:2001.08361, figure 10; arXiv:2503.04715",
     )
 
@@ -220,15 +221,15 @@ def save_interval(interval: float, save_seconds: float, num_chips: float, wall_s
     lost_fraction, min_lost = (cost.lost_share(seconds, save_seconds, mtbf) for seconds in (interval, best))
     if lost_fraction - min_lost < 0.01:
         return None
-    word = "rare" if interval > best else "frequent"
+    word = "infrequent" if interval > best else "frequent"
     return Caution(
         f"a checkpoint every {units.duration(interval)} is too {word} for {cost.chips(num_chips)}",
         f"with an interruption every {units.duration(mtbf)}, up to {lost_fraction:.1%} of the time is lost (counting "
         f"saves, which overlap training, in full), and {min_lost:.1%} with a checkpoint every {units.duration(best)}: "
         f"sqrt(2 x {units.duration(save_seconds)} x MTBF)",
-        "set checkpoint.save_every_steps=0, which saves at the end alone"
+        "set checkpoint.save_every_steps=0, which saves only at the end"
         if best == wall_seconds
-        else f"set checkpoint.save_every_steps for one every {units.duration(best)}",
+        else f"set checkpoint.save_every_steps to save every {units.duration(best)}",
         f"Young 1974, Daly 2006; {cost.FAILURES_SOURCE}",
     )
 
@@ -237,10 +238,10 @@ def tensor_over_slow_links(tensor: int, domain_size: int, chip: Chip) -> Caution
     """Tensor parallelism over slow links. domain_size: devices of a host or slice."""
     if tensor == 1 or (tensor <= domain_size and chip.ici_bandwidth):
         return None
-    reason = f"{domain_size} devices of a host or slice" if chip.ici_bandwidth else f"{chip.name} has no fast link"
+    reason = f"a host or slice has {domain_size} devices" if chip.ici_bandwidth else f"{chip.name} has no fast links"
     return Caution(
         f"mesh.tensor={tensor} uses slow links: {reason}",
-        "every block all-reduces activations over this axis four times a pass, exposed",
+        "every block all-reduces activations over this axis four times per pass, without overlap",
         f"set mesh.tensor={domain_size if chip.ici_bandwidth else 1} or less, and use fsdp for the other devices",
         "arXiv:2104.04473, takeaway 1",
     )
@@ -265,7 +266,7 @@ def bubble_too_large(schedule: ScheduleSize, num_layers: int) -> Caution | None:
         f"{microbatches} microbatches x {schedule.num_chunks} chunks are fewer than two per stage: the bubble is "
         f"{bubble_formula(schedule)}",
         fix,
-        "arXiv:1811.06965 (four microbatches a stage and more); arXiv:2104.04473, section 2.2",
+        "arXiv:1811.06965 (four or more microbatches per stage); arXiv:2104.04473, section 2.2",
     )
 
 
@@ -275,15 +276,15 @@ def wrong_axis_across_slices(crossing: str, number: int, seconds: Mapping[str, f
     if seconds[crossing] <= 2 * seconds[other]:
         return None
     sent = {
-        "data": "the gradients of the whole model, once a step, exposed",
-        "pipeline": "the residual stream of every microbatch, and its gradient",
+        "data": "the gradients of the whole model, once per step, without overlap",
+        "pipeline": "the residual stream of every microbatch and its gradient",
     }
     return Caution(
         f"mesh.{crossing} crosses {number} slices or hosts over slow links, and mesh.{other} would send less",
-        f"{crossing} sends {sent[crossing]}: {seconds[crossing]:.3g} s of a step; {other} in its place would send "
-        f"{sent[other]}: {seconds[other]:.3g} s",
+        f"{crossing} sends {sent[crossing]}: {seconds[crossing]:.3g} s per step; {other} would send {sent[other]}: "
+        f"{seconds[other]:.3g} s",
         f"multiply mesh.{other} by {number}, and divide mesh.{crossing} by it",
-        "our threshold: twice as long; bytes by the sharding, bandwidth by jaxscale/kernels/hardware.py",
+        "our threshold: a factor of 2; bytes from the sharding, bandwidth from jaxscale/kernels/hardware.py",
     )
 
 
@@ -293,8 +294,8 @@ def too_few_positions(context: int, seq_len: int, least: int = MIN_POSITIONS) ->
         return None
     fewer = max(1, 2 ** int(math.log2(max(1, seq_len // least))))
     return Caution(
-        f"mesh.context={context} leaves a device {seq_len // context:,} positions of a row of {seq_len:,}",
-        "a layer's matmuls shrink with the positions, but the remote keys and values do not: devices wait for them",
+        f"mesh.context={context} leaves {seq_len // context:,} positions per device of a row of {seq_len:,}",
+        "matmuls shrink with the positions per device, but the remote keys and values do not: devices wait for them",
         f"set mesh.context={fewer}, and use fsdp or tensor for the other devices",
         f"our threshold: {least:,} positions",
     )
@@ -305,26 +306,26 @@ def dtype_mismatch(dtype: str, chip: Chip) -> Caution | None:
     if dtype == "float16" and chip.bfloat16:
         return Caution(
             f"model.compute_dtype='float16' on {chip.name}, which has bfloat16 at the same speed",
-            "float16 ends at 65,504 and needs loss scaling; bfloat16 has float32's range and needs none",
+            "float16 overflows above 65,504 and needs loss scaling; bfloat16 has float32's range and does not",
             "set model.compute_dtype='bfloat16'",
             "arXiv:1905.12322; cloud.google.com/tpu/docs/bfloat16",
         )
     if dtype == "bfloat16" and not chip.bfloat16:
         return Caution(
             f"model.compute_dtype='bfloat16' on {chip.name}, which has no matrix units for it",
-            "its peak is that of float16; bfloat16 is converted or computed far more slowly",
-            "leave model.compute_dtype at 'auto', which is "
+            "its peak is for float16; bfloat16 is converted or computed much more slowly",
+            "set model.compute_dtype='auto', which selects "
             + ("float16 with a dynamic loss scale" if has_matrix_units(chip) else "float32"),
             chip.source,
         )
     if dtype == "float32" and chip.fp32_flops is not None and has_matrix_units(chip):
         shorter = "bfloat16" if chip.bfloat16 else "float16"
-        float32 = f"at most {chip.fp32_flops / 1e12:.3g} in float32"
-        slower = "as TF32 at half of that at best" if chip.bfloat16 else float32
+        float32 = f"and at most {chip.fp32_flops / 1e12:.3g} in float32"
+        slower = "and at most half of that as TF32" if chip.bfloat16 else float32
         return Caution(
             f"model.compute_dtype='float32' on {chip.name}",
-            f"its matrix units do {chip.peak_flops / 1e12:.0f} TFLOP/s in {shorter}, {slower}; activations take twice "
-            "as much memory",
+            f"its matrix units reach {chip.peak_flops / 1e12:.0f} TFLOP/s in {shorter}, {slower}; activations take "
+            "twice as much memory",
             f"set model.compute_dtype='{shorter}'",
             f"{chip.source}; jax.lax.Precision",
         )
@@ -341,11 +342,11 @@ def pass_too_short(pass_seconds: float, least: float = 0.001) -> Caution | None:
     if pass_seconds >= least:
         return None
     return Caution(
-        f"a device's matmuls of one pass take {1e3 * pass_seconds:.2g} ms at its peak",
-        "the MFU range is of large models; it omits launch overhead and waits, which may take longer than these "
-        "matmuls: time and money above are lower bounds",
+        f"the matmuls of one pass take only {1e3 * pass_seconds:.2g} ms per device at peak FLOP/s",
+        "the MFU range is from large models and excludes launch overhead and waits, which may take longer than these "
+        "matmuls, so time and cost above are lower bounds",
         "give --mfu, or measure the step on such a machine: jaxscale bench step --save, then --topology=here",
-        f"our threshold: {1e3 * least:g} ms; no run with shorter passes was published",
+        f"our threshold: {1e3 * least:g} ms; no published run has shorter passes",
     )
 
 
@@ -354,8 +355,8 @@ def too_many_epochs(epochs: float, most: float = 4.0) -> Caution | None:
     if epochs <= most:
         return None
     return Caution(
-        f"the data would be read {units.digits(epochs)} times",
-        f"up to about {most:g} epochs, repeated tokens are worth nearly as much as new ones; beyond that less and less",
+        f"training would repeat the data for {units.digits(epochs)} epochs",
+        f"up to about {most:g} epochs, repeated tokens are worth nearly as much as new ones, and then less",
         "add data, or shorten the run",
         "arXiv:2305.16264",
     )

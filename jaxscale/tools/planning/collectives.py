@@ -148,7 +148,7 @@ def routing_assumption(program: Program) -> str:
             "neither memory nor traffic"
         )
     return (
-        f"balanced: every expert has the same number of rows, and one round of {CAPACITY_FACTOR:g} x an equal share "
-        "suffices. Uneven routing needs the same memory, but each further round sends as much again, and all devices "
-        "wait for the busiest"
+        f"balanced: every expert has the same number of rows, and one all-to-all round with {CAPACITY_FACTOR:g} x an "
+        "equal share is enough. Uneven routing needs the same memory, but each further round sends the same amount "
+        "again, and all devices wait for the busiest"
     )

@@ -12,9 +12,9 @@ GOODPUT_SOURCE = "arXiv:2407.21783, section 3.3.4: more than 90% of the time on 
 FAILURES_PER_CHIP_HOUR = 419 / (54 * 24 * 16_384)
 FAILURES_SOURCE = "arXiv:2407.21783, table 5: 419 unexpected interruptions in 54 days on 16,384 H100"
 LARGE_SITES = 1.56, "1.56, the average of operators' largest sites (Uptime Institute's survey of 2024)"
-PUE = {"tpu": (1.10, "1.10, Google's data centres (cnbc.com, 2022-04-13)"), "gpu": LARGE_SITES, "cpu": LARGE_SITES}
+PUE = {"tpu": (1.10, "1.10, Google's data centers (cnbc.com, 2022-04-13)"), "gpu": LARGE_SITES, "cpu": LARGE_SITES}
 STORAGE_DOLLARS_PER_GB_MONTH = 0.020
-STORAGE_SOURCE = "$0.020 a GB and month: cloud.google.com/storage/pricing, standard storage in us-central1"
+STORAGE_SOURCE = "$0.020 per GB and month: cloud.google.com/storage/pricing, standard storage in us-central1"
 SAVE_BYTES_PER_SECOND = 1e9  # of one host, assumed
 
 

@@ -52,19 +52,19 @@ def curve_shape(rungs: Sequence[LadderRun], schedule: ScheduleShape) -> CurveSha
     same = lambda other: other.ends_as(schedule) and abs(other.warmup - schedule.warmup) <= WARMUP_TOLERANCE
     if other := [rung for rung in rungs if not same(rung.schedule)]:
         raise BadInput(
-            f"the curve of {other[0].name} followed {other[0].schedule}, and the run to be forecast follows "
-            f"{schedule}; a band over its curve needs the same shape of schedule in all"
+            f"the schedule of {other[0].name} is {other[0].schedule}, and that of the run to forecast is {schedule}; a "
+            "band for the training loss needs the same schedule shape in all runs"
         )
     if (begin := float(PARTS[0]) - SMOOTHED) < schedule.warmup:
         raise BadInput(
-            f"the warmup is {schedule.warmup:.0%} of the run, and the band begins at {begin:.0%}; the shape of curves "
-            "is known after the warmup alone"
+            f"the warmup is {schedule.warmup:.0%} of the run, but the band starts at {begin:.0%}, and the shape of the "
+            "curve is known only after warmup"
         )
     curves = [curve for rung in rungs if (curve := smoothed(rung)) is not None]
     if len(curves) < MIN_CURVES:
         raise BadInput(
-            f"{len(curves)} runs have training metrics in every twentieth of the run; a band "
-            f"needs {MIN_CURVES}: lower monitor.log_every_steps in the ladder"
+            f"{len(curves)} runs have training metrics in every twentieth of the run, and a band needs {MIN_CURVES}; "
+            "decrease monitor.log_every_steps in the ladder"
         )
     return student_interval(np.array(curves))
 

@@ -115,7 +115,7 @@ class Problem(NamedTuple):
             active = active[~ended]
             if not len(active):
                 return thetas, losses
-        raise RuntimeError(f"{len(active)} of {len(thetas)} descents did not converge in {MAX_STEPS} steps")
+        raise RuntimeError(f"{len(active)} of {len(thetas)} fits did not converge in {MAX_STEPS} steps")
 
     def model(
         self, thetas: np.ndarray, weights: np.ndarray, pulls: np.ndarray, targets: np.ndarray

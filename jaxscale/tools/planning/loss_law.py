@@ -96,7 +96,7 @@ class LossLaw:
         first = self.points[0]
         if self.form == "tokens" and abs(math.log(params / first.params)) > SAME:
             raise BadInput(
-                f"the ladder has one size, {count(first.params)} parameters, and does not determine the loss of "
+                f"all runs of the ladder have {count(first.params)} parameters, which does not determine the loss of "
                 f"{count(params)}; add runs of another size"
             )
         if self.form == "params":
@@ -104,9 +104,8 @@ class LossLaw:
             expected = math.exp(self.line[0] + self.line[1] * math.log(params))
             if abs(math.log(tokens / expected)) > math.log(1.25):
                 raise BadInput(
-                    f"in the ladder the tokens follow from the size, and at {count(params)} parameters are "
-                    f"{count(expected)}; it does not determine the loss at {count(tokens)}: add runs of one size and "
-                    "other tokens"
+                    f"the ladder has one token count per size ({count(expected)} at {count(params)} parameters), which "
+                    f"does not determine the loss at {count(tokens)} tokens; add runs with other token counts"
                 )
 
     def reach(self, params: float, tokens: float, flops: float | None = None) -> float:
@@ -173,14 +172,14 @@ def run_names(points: Sequence[Point]) -> list[str]:
 def check_enough(points: Sequence[Point], noise: SeedNoise | None) -> None:
     """Raises BadInput if there are too few runs for a valid interval, or a loss is invalid."""
     if bad := [point for point in points if not (point.loss > 0 and math.isfinite(point.loss))]:
-        raise BadInput(f"the loss of {bad[0].run or 'a run'} is {bad[0].loss}; leave it out")
+        raise BadInput(f"the loss of {bad[0].run or 'a run'} is {bad[0].loss}; exclude it")
     runs = len(set(run_names(points)))
     if runs < (MIN_RUNS if noise is None else MIN_RUNS_WITH_NOISE):
         raise BadInput(
-            f"a law needs {MIN_RUNS} finished runs or more, and the ladder has {runs}: fewer are close to any law, and "
-            "their interval would cover less than it states; three sizes with three token counts each are a good "
-            f"start. {MIN_RUNS_WITH_NOISE} suffice if the noise between seeds is known: give --noise=0.005 (half a "
-            "percent), or repeat some runs with other seeds"
+            f"a loss law needs {MIN_RUNS} or more finished runs, and the ladder has {runs}; fewer runs fit almost any "
+            "law, and the interval would be too narrow. Use for example three sizes with three token counts each. "
+            f"{MIN_RUNS_WITH_NOISE} runs are enough if the noise between seeds is known: give --noise=0.005 (0.5%), or "
+            "repeat some runs with other seeds"
         )
 
 
@@ -189,8 +188,8 @@ def choose_form(points: Sequence[Point]) -> tuple[Form, tuple[float, float] | No
     sizes, amounts = distinct([p.params for p in points]), distinct([p.tokens for p in points])
     if sizes < MIN_SIZES and amounts < 3:
         raise BadInput(
-            f"the ladder has {sizes} size and {amounts} amount{'s' * (amounts > 1)} of tokens; a law in both needs 2 "
-            "sizes or more, one in tokens alone 3 amounts"
+            f"the ladder has {sizes} size and {amounts} token count{'s' * (amounts > 1)}; a law in parameters and "
+            "tokens needs 2 or more sizes, a law in tokens alone needs 3 token counts"
         )
     if sizes < MIN_SIZES:
         return "tokens", None
@@ -199,7 +198,7 @@ def choose_form(points: Sequence[Point]) -> tuple[Form, tuple[float, float] | No
     if np.abs(log_tokens - start - slope * log_params).max() < 0.1:  # tokens are a function of parameters
         if sizes < 3:
             raise BadInput(
-                f"the ladder has {sizes} sizes, each with one amount of tokens; a law needs 3 sizes, or a second amount"
+                f"the ladder has {sizes} sizes with one token count each; a law needs 3 sizes, or a second token count"
             )
         return "params", (float(start), float(slope))
     return "both", None

@@ -49,9 +49,9 @@ def usable_memory(topology: Topology) -> tuple[int, str]:
             except ValueError:
                 fraction = math.nan
             if not 0 < fraction <= 1:
-                raise BadInput(f"{name}={text!r} must be a number above 0, at most 1, such as 0.9")
+                raise BadInput(f"{name}={text!r} must be above 0 and at most 1, such as 0.9")
             return int(hbm_bytes * fraction), f"jax preallocates {name}={text} of it"
-    fix = f"for more, set {GPU_FRACTION_VARIABLES[0]}=0.92 here and in training"
+    fix = f"to use more, set {GPU_FRACTION_VARIABLES[0]}=0.92 here and in training"
     return int(hbm_bytes * GPU_FRACTION), f"jax preallocates {GPU_FRACTION:.0%} of a GPU's memory; {fix}"
 
 
@@ -78,10 +78,10 @@ def memory_rows(program: Program, need: MemoryNeed) -> tuple[MemoryRow, ...]:
     else:
         rows.append(MemoryRow("gradients", need.grads, f"4 B x {trainable}{divided_by(state_shards[0])}, at most"))
     if need.accumulated:
-        source = f"4 B x {trainable}{divided_by(all_shards)}: microbatches"
+        source = f"4 B x {trainable}{divided_by(all_shards)}: summed over microbatches"
         rows.append(MemoryRow("accumulated gradients", need.accumulated, source))
     if need.padding:
-        rows.append(MemoryRow("padding", need.padding, "of the above, to TPU tiles of 8 x 128 elements"))
+        rows.append(MemoryRow("padding", need.padding, "arrays above padded to TPU tiles of 8 x 128 elements"))
     num_rows, tokens = (
         units.plural(device_rows(program), "row"),
         f"{cfg.row_lengths.row:,}{divided_by(plan.context.size)}",
@@ -95,10 +95,10 @@ def memory_rows(program: Program, need: MemoryNeed) -> tuple[MemoryRow, ...]:
 def moments_formula(optim: OptimConfig, trainable: str) -> str:
     """Returns the formula of the optimizer state for this many parameters."""
     if optim.name == "adafactor":
-        return f"4 B for each row and column of the matrices of {trainable}"
+        return f"4 B per row and column of the matrices of {trainable}"
     a_moment = f"{MOMENT_BYTES[optim.moment_dtype]} B" + " and scales" * (optim.moment_dtype == "int8")
     if optim.name == "muon":
-        return f"{a_moment} x {trainable}, and again outside the blocks' matrices,"
+        return f"({a_moment} x {trainable}, twice outside the blocks' matrices)"
     return f"{MOMENT_LABELS[optim.name]} x {a_moment} x {trainable}"
 
 
@@ -114,7 +114,7 @@ def stage_rows(program: Program, need: MemoryNeed) -> list[MemoryRow]:
     layers = units.plural(saved_input_bytes(program) // schedule.num_slots // hop_bytes(program), "layer")
     inputs = f"{schedule.num_slots} of {runs} in flight x {layers} x {units.size(hop_bytes(program))}"
     return [
-        MemoryRow("gathered weights", need.weights, f"{compute_bytes(program)} B x {numbers[0]} {suffix}: once a step"),
+        MemoryRow("gathered weights", need.weights, f"{compute_bytes(program)} B x {numbers[0]} {suffix}: per step"),
         MemoryRow("gradients", need.grads, f"4 B x {numbers[1]} {suffix}: accumulated over the step"),
         MemoryRow("layer inputs", saved_input_bytes(program), inputs),
     ]

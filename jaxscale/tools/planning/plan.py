@@ -157,8 +157,8 @@ def plan_money(options: PlanOptions, topology: Topology, num_chips: float, wall:
     """Returns chip-hours, dollars and energy of this wall time, if known."""
     chip, (pue, source) = topology.chip, cost.PUE[topology.platform]
     if options.pue:
-        pue, source = options.pue, "as given by --pue"
-    price = chip.price if options.price is None else Price(options.price, "now", "as given by --price")
+        pue, source = options.pue, "from --pue"
+    price = chip.price if options.price is None else Price(options.price, "now", "from --price")
     hours = wall and wall.times(num_chips / cost.HOUR)
     power = cost.megawatt_hours(chip.watts, num_chips, 1.0, pue) if chip.watts else None
     return Money(
@@ -176,12 +176,12 @@ def plan_money(options: PlanOptions, topology: Topology, num_chips: float, wall:
 def save_rate(options: PlanOptions, machine: PlannedMachine, measured: list[Measured]) -> tuple[float, str]:
     """Returns (bytes/s to storage of all hosts together, source)."""
     if options.save_bytes_per_second:
-        return options.save_bytes_per_second, "as given by --save_bandwidth"
+        return options.save_bytes_per_second, "from --save_bandwidth"
     if with_rate := [(one, rate) for one in measured if (rate := one.save_bytes_per_second)]:
         last, rate = max(with_rate, key=lambda pair: pair[0].date)
         rate = rate * machine.num_devices / last.num_devices
-        return rate, f"measured by {last.by} with {last.num_devices} devices, {last.date}, and scaled by their number"
-    assumed = "1 GB/s of each host, assumed; jaxscale qualify and jaxscale rehearse measure it"
+        return rate, f"measured by {last.by} with {last.num_devices} devices, {last.date}; scaled by device count"
+    assumed = "1 GB/s per host, assumed; measure it with jaxscale qualify or jaxscale rehearse"
     return cost.SAVE_BYTES_PER_SECOND * machine.num_hosts, assumed
 
 
@@ -264,17 +264,17 @@ def machine_cautions(
 def count_tokens(cfg: DataConfig, vocab_size: int) -> tuple[int | None, str]:
     """Returns (tokens of one pass over the training data, source), or (None, why they are unknown)."""
     if cfg.name == "synthetic":
-        return None, "synthetic data has no end"
+        return None, "synthetic data is unlimited"
     if cfg.name == "hf":
-        return None, "unknown: data sets of the hub are counted when they are prepared"
+        return None, "unknown: jaxscale prepare counts Hugging Face datasets"
     (files, _), problems = corpus_files(cfg)
     if problems:
         return None, f"unknown: {problems[0]}"
     if any(is_remote(file.path) for file in files):
-        return None, "unknown: data in a bucket is not read by plan"
+        return None, "unknown: jaxscale plan does not read data in a bucket"
     if cfg.name == "tokens":
         try:
-            return sum(token_count(file, cfg, vocab_size) for file in files), "by the files' headers and sizes"
+            return sum(token_count(file, cfg, vocab_size) for file in files), "from file headers and sizes"
         except (BadInput, OSError) as error:
             return None, f"unknown: {error}"
     if cfg.tokenizer not in ("", "bytes"):
@@ -283,7 +283,7 @@ def count_tokens(cfg: DataConfig, vocab_size: int) -> tuple[int | None, str]:
         return None, "unknown until the files are unpacked: jaxscale prepare counts it"
     train_fraction = 1 - cfg.val_fraction if not cfg.val_files else 1.0
     tokens = sum(Path(file.path).stat().st_size + 1 for file in files) * train_fraction
-    return round(tokens), "by file sizes, one token per byte, without held-out text"
+    return round(tokens), "from file sizes, one token per byte, without held-out text"
 
 
 def token_count(file: SourceFile, cfg: DataConfig, vocab_size: int) -> int:
@@ -296,5 +296,5 @@ def token_count(file: SourceFile, cfg: DataConfig, vocab_size: int) -> int:
     if header is not None:
         return header["num_tokens"]
     if not file.path.endswith(".bin"):
-        raise BadInput(f"{file.path} has no header with its number of tokens")
+        raise BadInput(f"{file.path} has no header with its token count")
     return Path(file.path).stat().st_size // np.dtype(raw_dtype(cfg, vocab_size)).itemsize

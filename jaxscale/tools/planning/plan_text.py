@@ -27,14 +27,14 @@ def plan_lines(plan: RunPlan) -> list[str]:
     lines += wrapped(f"expert: {machine.exchange}", INDENT, INDENT * 2) if machine.exchange else []
     for title, body in (
         ("model and tokens", table(model_rows(plan))),
-        ("other sizes (loss in nats by a published fit, to compare sizes with and for nothing else)", size_lines(plan)),
-        ("memory of one device", memory_lines(plan)),
+        ("other sizes (loss in nats from a published fit, only to compare sizes)", size_lines(plan)),
+        ("memory per device", memory_lines(plan)),
         ("time", table(time_rows(plan))),
-        ("money and energy", table(money_rows(plan))),
+        ("cost and energy", table(money_rows(plan))),
         ("checkpoints", table(checkpoint_rows(plan))),
         ("data", table(data_rows(plan))),
         ("cautions", caution_lines(plan)),
-        ("assumed", assumption_lines(plan)),
+        ("assumptions", assumption_lines(plan)),
     ):
         lines += ["", title, *body]
     return [*lines, "", verdict_line(plan)]
@@ -46,36 +46,37 @@ def model_rows(plan: RunPlan) -> Rows:
     ratio, sparse = work.tokens / work.params, work.active_params < work.params
     if sparse:
         per_active = digits(work.tokens / work.active_params)
-        word = f"of all; {per_active} of active ones; published optima are of dense models"
+        word = f"{per_active} per active parameter; published optima are for dense models"
     elif work.optimal is None:
-        word = "no optimum was published for this kind of model"
+        word = "no published optimum for this kind of model"
     else:
         best = work.optimal.tokens / work.optimal.params
         word = f"{digits(best)} is compute-optimal" + (": over-trained, cheaper to serve" if ratio > 2 * best else "")
-    active = f"{work.params:,} in all, all active: a dense model"
+    active = f"{work.params:,}, all active: a dense model"
     if sparse:
-        active = f"{work.params:,} in all, {work.active_params:,} active per token (FLOPs and MFU)"
-    number = "6 N of these" if sparse else "6 N"
-    basis = "of active parameters, " if sparse else "by the model's formula, "
-    formula = f"{basis}attention included; {number} = {scientific(work.flops_per_token_6n)}"
+        active = f"{work.params:,} total, {work.active_params:,} active per token (for FLOPs and MFU)"
+    number = "6 N (active)" if sparse else "6 N"
+    basis = "active parameters, " if sparse else "the model's formula, "
+    formula = f"{basis}including attention; {number} = {scientific(work.flops_per_token_6n)}"
     rows = f"{work.rows:,} rows of {work.seq_len:,} tokens in {plural(work.num_microbatches, 'microbatch')}"
-    by_length = ", each length by itself" if work.seq_len_ramp else ""
+    by_length = ", summed over sequence lengths" if work.seq_len_ramp else ""
     batch, warmup_tokens = count(work.batch_tokens), count(work.warmup_tokens)
     begins = lambda stages: ", ".join(f"{first:,}" for first, _ in stages[1:4]) + ", ..." * (len(stages) > 4)
     ramps = []
     if stages := work.ramp:
-        note = f"from {count(stages[0][1])} tokens, larger from batch {begins(stages)}"
-        ramps.append(("batch ramp", plural(len(stages), "size"), f"{note}; memory and speed are of the largest"))
+        note = f"starts at {count(stages[0][1])} tokens, grows at batch {begins(stages)}"
+        ramps.append(("batch ramp", plural(len(stages), "size"), f"{note}; memory and speed are for the largest"))
     if stages := work.seq_len_ramp:
-        note = f"from {stages[0][1]:,}, longer from batch {begins(stages)}"
-        ramps.append(("tokens in a row", plural(len(stages), "length"), f"{note}; memory and speed are of the longest"))
+        note = f"starts at {stages[0][1]:,}, grows at batch {begins(stages)}"
+        note += "; memory and speed are for the longest"
+        ramps.append(("sequence length", plural(len(stages), "length"), note))
     return [
         ("parameters", count(work.params), active),
         ("FLOPs per token", scientific(work.flops_per_token), formula),
         ("tokens", count(work.tokens), f"{work.total_steps:,} steps of {'up to ' * bool(work.ramp)}{batch} tokens"),
         ("tokens per parameter", digits(ratio), word),
         ("FLOPs of training", scientific(work.train_flops), f"FLOPs per token x tokens{by_length}"),
-        ("batch", batch, f"{rows}; {plural(work.rows_per_pass, 'row')} a device and pass"),
+        ("batch", batch, f"{rows}; {plural(work.rows_per_pass, 'row')} per device and pass"),
         *ramps,
         ("warmup", f"{work.warmup_steps:,} steps", f"{warmup_tokens} tokens"),
     ]
@@ -85,21 +86,21 @@ def size_lines(plan: RunPlan) -> list[str]:
     """Returns this size, the compute-optimal one, and smaller ones of the same loss."""
     work = plan.work
     if work.active_params < work.params:
-        return [f"{INDENT}{NOT_KNOWN}: the rule and the fit are of dense models, with one number of parameters"]
+        return [f"{INDENT}{NOT_KNOWN}: the published rule and fit cover only dense models"]
     if work.optimal is None:
-        return [f"{INDENT}{NOT_KNOWN}: the rule and the fit are of decoders that predict the next token"]
+        return [f"{INDENT}{NOT_KNOWN}: the published rule and fit cover only decoders that predict the next token"]
     this = scaling.Alternative(work.params, work.tokens, work.flops_per_token_6n * work.tokens, work.loss)
     best = work.optimal
-    by = "by the rule; no fit covers smaller models" if best.loss is None else "lowest loss for these FLOPs, by the fit"
+    by = "no fit covers smaller models" if best.loss is None else "lowest loss for these FLOPs in the fit"
     named = [
         ("this plan", this, ""),
-        ("compute-optimal", best, f"{by}: {digits(best.tokens / best.params)} a parameter"),
+        ("compute-optimal", best, f"{by}: {digits(best.tokens / best.params)} per parameter"),
     ]
     for one in work.serving:
-        paid = f"pays off after {count(one.served_tokens)} tokens served" if one.served_tokens else ""
-        named.append(("cheaper to serve", one, paid or "cheaper to train too"))
+        paid = f"cheaper after {count(one.served_tokens)} served tokens" if one.served_tokens else ""
+        named.append(("cheaper to serve", one, paid or "also cheaper to train"))
     kaplan = scaling.kaplan_alternative(this.flops)._replace(loss=None)  # its loss is on another text and tokenizer
-    named.append(("best after Kaplan", kaplan, "arXiv:2001.08361, of 2020: for comparison"))
+    named.append(("optimal by Kaplan", kaplan, "arXiv:2001.08361 (2020), for comparison"))
     rows = [("", "parameters", "tokens", "FLOPs (6ND)", "loss", "")]
     for name, one, note in named:
         loss = NOT_KNOWN if one.loss is None else f"{one.loss:.3f}"
@@ -116,7 +117,7 @@ def memory_lines(plan: RunPlan) -> list[str]:
     if device.kept is not None:
         rows.append(("by the compiler", size(device.kept.peak_bytes), f"jaxscale preflight, {device.kept.date}"))
     if device.host_bytes:
-        rows.append(("in host memory", size(device.host_bytes), "per device, in addition"))
+        rows.append(("in host memory", size(device.host_bytes), "additional, per device"))
     return [*table(rows, right=(1,)), *wrapped(f"{plan.machine.chip}: {device.usable_why}", INDENT, INDENT)]
 
 
@@ -129,8 +130,8 @@ def time_rows(plan: RunPlan) -> Rows:
     rate = "measured FLOP/s" if speed.measured else "(MFU x peak x devices)"
     rows = [
         ("step", span(speed.step_seconds, seconds), f"FLOPs of a step / {rate}"),
-        ("MFU", mfu, "" if speed.mfu else "this device has no peak in the table"),
-        ("tokens/s", span(speed.tokens_per_second, count), "of all devices"),
+        ("MFU", mfu, "" if speed.mfu else "peak FLOP/s of this device unknown"),
+        ("tokens/s", span(speed.tokens_per_second, count), "all devices"),
         ("wall time", span(time.wall_seconds, duration), f"steps / {time.goodput:.0%} goodput"),
     ]
     if speed.compute_seconds is not None:
@@ -139,7 +140,7 @@ def time_rows(plan: RunPlan) -> Rows:
         if speed.link_seconds:
             sent = f"communication {seconds(speed.link_seconds)}, {seconds(exposed)} of it exposed"
         idle = f"pipeline idle {seconds(speed.idle_seconds)}, " if speed.bubble else ""
-        least = f"matmuls {seconds(speed.compute_seconds)}, {idle}{sent}; recomputation included"
+        least = f"matmuls {seconds(speed.compute_seconds)}, {idle}{sent}; includes recomputation"
         whole = speed.compute_seconds + speed.idle_seconds + exposed
         rows.append(("lower bound", seconds(whole), least))
         if speed.sent_bytes:
@@ -161,15 +162,15 @@ def money_rows(plan: RunPlan) -> Rows:
         return [("chip-hours", NOT_KNOWN, "no step time")]
     rows = [("chip-hours", span(money.chip_hours, digits), f"{cost.chips(plan.machine.num_chips)} x wall time")]
     if money.price is None or money.dollars is None:
-        rows.append(("dollars", NOT_KNOWN, f"no price of {chip} is known: give --price=DOLLARS a chip and hour"))
+        rows.append(("dollars", NOT_KNOWN, f"no known price of {chip}; give --price=DOLLARS per chip-hour"))
     else:
-        price = f"{dollars(money.price.dollars_per_hour)} a chip and hour"
+        price = f"{dollars(money.price.dollars_per_hour)} per chip-hour"
         rows.append(("dollars", span(money.dollars, dollars), price))
     if money.budget_dollars is not None and money.dollars is not None:
         rows.append(("budget", dollars(money.budget_dollars), limit_check(money.dollars, money.budget_dollars)))
     if money.megawatt_hours is None:
         return [*rows, ("energy", NOT_KNOWN, f"the power of {chip} is unknown")]
-    power = f"{money.watts:g} W a chip x chips x wall time x PUE {money.pue:.2f}; hosts left out"
+    power = f"{money.watts:g} W per chip x chips x wall time x PUE {money.pue:.2f}; excludes hosts"
     return [*rows, ("energy", span(money.megawatt_hours, energy), power)]
 
 
@@ -177,12 +178,12 @@ def checkpoint_rows(plan: RunPlan) -> Rows:
     """Returns size, time and interval of checkpoints, and their storage."""
     saves, chips = plan.saves, cost.chips(plan.machine.num_chips)
     every = NOT_KNOWN if saves.save_interval_seconds is None else span(saves.save_interval_seconds, duration)
-    stay = f"{plural(saves.kept_checkpoints, 'checkpoint')}, {dollars(saves.storage_dollars_per_month)} a month"
+    stay = f"{plural(saves.kept_checkpoints, 'checkpoint')}, {dollars(saves.storage_dollars_per_month)} per month"
     return [
-        ("one", size(saves.checkpoint_bytes), "parameters, moments and counters in float32, each once"),
+        ("one", size(saves.checkpoint_bytes), "parameters, moments and counters in float32, one copy"),
         ("save", duration(saves.save_seconds), "size / bandwidth; overlaps training"),
-        ("every", every, f"best by Young and Daly: {duration(saves.best_interval_seconds)}"),
-        ("interruptions", f"every {duration(saves.between_failures_seconds)}", f"{chips} at a public rate"),
+        ("every", every, f"optimal (Young and Daly): {duration(saves.best_interval_seconds)}"),
+        ("interruptions", f"every {duration(saves.between_failures_seconds)}", f"{chips} at a published failure rate"),
         ("at the end", size(saves.kept_bytes), stay),
     ]
 
@@ -190,7 +191,7 @@ def checkpoint_rows(plan: RunPlan) -> Rows:
 def data_rows(plan: RunPlan) -> Rows:
     """Returns required tokens, their rate, and epochs."""
     data, tokens = plan.data, plan.work.tokens
-    rows = [("needed", size(data.data_bytes), f"{count(tokens)} tokens x {data.data_bytes // tokens} B an id")]
+    rows = [("needed", size(data.data_bytes), f"{count(tokens)} tokens x {data.data_bytes // tokens} B per token")]
     if data.data_bytes_per_second is not None and plan.time.speed.tokens_per_second is not None:
         rate = span(data.data_bytes_per_second, lambda number: digits(number / 1e6))
         rows.append(("read at", f"{rate} MB/s", f"{span(plan.time.speed.tokens_per_second, count)} tokens/s"))
@@ -202,13 +203,13 @@ def data_rows(plan: RunPlan) -> Rows:
 
 
 def caution_lines(plan: RunPlan) -> list[str]:
-    """Returns the cautions with reason, fix and source; or that there are none."""
+    """Returns the cautions with reason, fix and source, or a line without any."""
     if not plan.cautions:
-        return [f"{INDENT}nothing: warmup, rate, batch, tokens, checkpoints and dtypes are within published ranges"]
+        return [f"{INDENT}none: warmup, learning rate, batch, tokens, checkpoints and dtypes are in published ranges"]
     lines, indent = [], INDENT + "   "
     for number, one in enumerate(plan.cautions, 1):
         lines += wrapped(f"{number}. {one.what}", INDENT, indent)
-        for text in (f"why: {one.why}", f"do: {one.way_out}", f"source: {one.source}"):
+        for text in (f"why: {one.why}", f"fix: {one.way_out}", f"source: {one.source}"):
             lines += wrapped(text, indent, indent + " " * (text.index(":") + 2))
     return lines
 
@@ -227,10 +228,9 @@ def assumption_lines(plan: RunPlan) -> list[str]:
         found.append(f"price ({price.date}): {price.source}")
     if plan.work.optimal is not None:
         found += [
-            f"loss fit: E + A / N^a + B / D^b with E {fit.E}, A {fit.A}, B {fit.B}, a {fit.alpha}, b {fit.beta}; from "
-            f"{count(scaling.SMALLEST_FITTED)} parameters on: {scaling.BESIROGLU_SOURCE}",
-            "compute-optimal: where that fit is lowest for 6 N D FLOPs; below those sizes the rule of 20 tokens a "
-            "parameter: arXiv:2203.15556",
+            f"loss fit: E + A / N^a + B / D^b with E {fit.E}, A {fit.A}, B {fit.B}, a {fit.alpha}, b {fit.beta}; for "
+            f"{count(scaling.SMALLEST_FITTED)} or more parameters: {scaling.BESIROGLU_SOURCE}",
+            "compute-optimal: the minimum of that fit at 6 N D FLOPs; for smaller models, D = 20 N: arXiv:2203.15556",
         ]
     found += [
         f"interruptions: {cost.FAILURES_SOURCE}",
@@ -241,30 +241,30 @@ def assumption_lines(plan: RunPlan) -> list[str]:
         found.append(f"PUE: {plan.money.pue_source}")
     if plan.device.kept is None:
         found.append(
-            "memory: the state is exact; activations and padding are estimates: the total was within 15% of the "
-            "compiler's for the shipped configs that were compared, and up to 44% above it for TPU programs of a few "
-            "hundred MiB (docs/plan.md)"
+            "memory: the state is exact, activations and padding are estimates. The total was within 15% of the "
+            "compiler's for the configs that were compared, and up to 44% above it for TPU programs of a few hundred "
+            "MiB (docs/plan.md)"
         )
     return [line for text in found for line in wrapped(text, INDENT, INDENT + "  ")]
 
 
 def verdict_line(plan: RunPlan) -> str:
-    """Returns 'fits by the estimate: ...', or the fix."""
+    """Returns 'fits by estimate; ...', or the fix."""
     device, name = plan.device, plan.machine.topology
     if device.kept and device.fits:
-        return f"fits, as compiled by jaxscale preflight on {device.kept.date}"
+        return f"fits, compiled by jaxscale preflight on {device.kept.date}"
     if device.fits:
         family = name.partition(":")[0]
         if family == THIS_MACHINE:
-            return "fits by the estimate; jaxscale rehearse tries it here"
-        compiles = f"; jaxscale preflight --topology={name} compiles the step"
-        return f"fits by the estimate{'' if family in PLANNED_ONLY else compiles}"
+            return "fits by estimate; to test it here, run jaxscale rehearse"
+        compiles = f"; to compile the step, run jaxscale preflight --topology={name}"
+        return f"fits by estimate{'' if family in PLANNED_ONLY else compiles}"
     parts = device.fitting_microbatches
     if parts is not None and not device.kept:
-        return f"does not fit by the estimate; --config.train.num_microbatches={parts} would fit"
+        return f"does not fit by estimate; use --config.train.num_microbatches={parts}, which fits"
     if device.least_devices > plan.machine.num_devices:
         return (
-            f"does not fit: parameters, moments and gradients alone fill {device.least_devices:,} such devices; use "
+            f"does not fit: parameters, moments and gradients alone need {device.least_devices:,} such devices; use "
             "more devices, or a smaller model"
         )
     return "does not fit: use more chips, mesh.fsdp=-1 with rules=zero3, model.remat=full, or a smaller model"
@@ -273,10 +273,10 @@ def verdict_line(plan: RunPlan) -> str:
 def limit_check(needed: Range, limit: float) -> str:
     """Returns the comparison of a limit with both ends of a range."""
     if needed.high <= limit:
-        return "enough at both ends"
+        return "sufficient over the whole range"
     if needed.low <= limit:
-        return "enough only at the better end"
-    return f"not enough: {digits(needed.low / limit)} times as much"
+        return "sufficient only at the low end of the range"
+    return f"not sufficient: at least {digits(needed.low / limit)} times as much is needed"
 
 
 def wrapped(text: str, first: str, indent: str) -> list[str]:
@@ -312,11 +312,11 @@ def proposal_lines(proposal: Proposal) -> list[str]:
     batch = "0.2920 C^0.3271 tokens (arXiv:2401.02954), at most the critical batch"
     rows = [
         ("optimal", count(proposal.rule.params), f"on {count(proposal.rule.tokens)} tokens"),
-        ("parameters", count(params), f"{params:,}: the nearest shape of whole heads"),
-        ("tokens", count(tokens), f"{tokens / params:.3g} a parameter; {proposal.total_steps:,} steps"),
+        ("parameters", count(params), f"{params:,}: nearest shape with whole heads"),
+        ("tokens", count(tokens), f"{tokens / params:.3g} per parameter; {proposal.total_steps:,} steps"),
         ("FLOPs (6ND)", scientific(proposal.flops), ""),
         ("shape", f"{model['num_layers']} x {model['embed_dim']:,}", heads),
         ("batch", f"{proposal.rows} x {proposal.seq_len:,}", batch),
-        ("peak rate", f"{proposal.peak_lr:.2g}", f"0.3118 C^-0.1250 (arXiv:2401.02954); warmup {warmup(proposal)}"),
+        ("learning rate", f"{proposal.peak_lr:.2g}", f"0.3118 C^-0.1250 (arXiv:2401.02954); warmup {warmup(proposal)}"),
     ]
     return ["proposed", *table(rows), *wrapped(proposal.reason, INDENT, INDENT)]

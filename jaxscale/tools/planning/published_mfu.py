@@ -73,7 +73,7 @@ ROWS = (
     MfuRow("A100 80GB", "LLaMA 13B", 0.514, 0.514, LLAMA),
     MfuRow("A100 80GB", "LLaMA 33B", 0.459, 0.459, LLAMA),
     MfuRow("A100 80GB", "LLaMA 65B, 2,048 cards", 0.476, 0.476,
-            "6 N x 380 tokens/s a card: arXiv:2302.13971, section 2.4"),
+            "6 N x 380 tokens/s per GPU: arXiv:2302.13971, section 2.4"),
     MfuRow("A100 80GB", "Llama 2 7B", 0.391, 0.391, LLAMA2),
     MfuRow("A100 80GB", "Llama 2 13B", 0.377, 0.377, LLAMA2),
     MfuRow("A100 80GB", "Llama 2 34B", 0.347, 0.347, LLAMA2),
@@ -105,11 +105,11 @@ def published_mfu(chip: Chip, mixture: bool = False) -> tuple[Range, str]:
     rows = published_rows(chip, mixture)
     if not rows:
         assumed = (
-            f"no published MFU of {kind} on {chip.name} is known; {ASSUMED.low:.0%} to {ASSUMED.high:.0%} is assumed"
+            f"no published MFU is known for {kind} on {chip.name}; {ASSUMED.low:.0%} to {ASSUMED.high:.0%} is assumed"
         )
         return ASSUMED, f"{assumed}: measure it with `jaxscale bench step --save` there, or give --mfu"
     low, high = min(rows, key=lambda row: row.low), max(rows, key=lambda row: row.high)
-    source = f"{low.low:.1%} to {high.high:.1%}: published of {kind} on {rows[0].chip}"
+    source = f"{low.low:.1%} to {high.high:.1%}: published for {kind} on {rows[0].chip}"
     if rows[0].chip != chip.name:
-        source += f", of the same architecture as {chip.name}"
+        source += f", which has the architecture of {chip.name}"
     return Range(low.low, high.high), f"{source}; {low.run} ({low.source}) and {high.run} ({high.source})"

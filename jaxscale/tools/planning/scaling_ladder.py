@@ -138,7 +138,7 @@ def find_runs(patterns: str) -> list[str]:
         folder, wildcards = paths.as_path(base), "/".join(parts[wild:])
         matched = sorted(str(path) for path in folder.glob(wildcards) if path.is_dir()) if wildcards else [str(folder)]
         if not matched:
-            raise BadInput(f"--runs={pattern} matches no folder; name work folders of finished runs, quoted")
+            raise BadInput(f"--runs={pattern} matches no folder; give work folders of finished runs, in quotes")
         found += [name for name in matched if name not in found]
     if not found:
         raise BadInput("--runs must name work folders, such as --runs='runs/ladder/*'")
@@ -147,13 +147,13 @@ def find_runs(patterns: str) -> list[str]:
 
 def read_ladder(folders: Sequence[str], target: RunConfig, budget: Budget, target_folder: str | None = None) -> Ladder:
     """Returns the ladder for this config, without target_folder. Raises BadInput as check_covered(), not for others."""
-    check_covered(target, budget, "the run to be forecast")
+    check_covered(target, budget, "the run to forecast")
     settings, schedule = comparable(target), schedule_of(target, budget)
     rungs, left_out = [], []
     for folder in folders:
         try:
             if target_folder is not None and paths.absolute(folder) == paths.absolute(target_folder):
-                raise BadInput("it is the run to be forecast")
+                raise BadInput("it is the run to forecast")
             rungs.append(read_run(folder, settings, schedule))
         except BadInput as error:
             left_out.append((folder, str(error)))
@@ -167,12 +167,12 @@ def read_run(folder: str, settings: dict[str, Any], target: ScheduleShape) -> La
     check_covered(cfg, budget, "it")
     for name, value in comparable(cfg).items():
         if value != settings[name]:
-            raise BadInput(f"{name} is {short(value)}, not {short(settings[name])} as in the config")
+            raise BadInput(f"{name} is {short(value)}, but {short(settings[name])} in the config")
     schedule = schedule_of(cfg, budget)
     if not schedule.ends_as(target):
-        raise BadInput(f"its schedule is {schedule}, not {target}")
+        raise BadInput(f"its schedule is {schedule}, but that of the run to forecast is {target}")
     if history.config.get("ancestry"):
-        raise BadInput("it started from the parameters of another run, so its tokens are not all of its training")
+        raise BadInput("it started from the parameters of another run, so its token count excludes earlier training")
     last = history.last_step
     is_constant = schedule.decay == "constant"
     if last < budget.total_steps and not is_constant:
@@ -181,13 +181,13 @@ def read_run(folder: str, settings: dict[str, Any], target: ScheduleShape) -> La
     params, flops = cfg.model.num_params, cfg.flops_per_token
     evals = [row for row in history.rows if LOSS in row]
     if not evals:
-        raise BadInput("it has no held-out loss; runs of a ladder need eval.num_rows above 0 and held-out text")
+        raise BadInput("it has no held-out loss; ladder runs need eval.num_rows above 0 and held-out text")
     bad = [row["step"] for row in evals if row[LOSS] is None]
     if bad:
         raise BadInput(f"it diverged: its held-out loss at step {bad[0]} is not finite")
     end = evals[-1]
     if not is_constant and end["step"] != budget.total_steps:
-        raise BadInput(f"its last held-out loss is at step {end['step']}, but it ends at {budget.total_steps}")
+        raise BadInput(f"its last held-out loss is at step {end['step']}, but its last step is {budget.total_steps}")
     steps, losses = (np.array(values, float) for values in history.series("loss"))
     check_healthy(steps, losses, max(int(end["step"]), 1))
     settled = WARMUP_FACTOR * max(1, budget.warmup_steps)
@@ -218,14 +218,14 @@ def check_covered(cfg: RunConfig, budget: Budget, what: str) -> None:
     if is_mixture(cfg.model):
         raise BadInput(
             f"{what} is a mixture of experts (model.experts), with {units.count(cfg.model.num_params)} parameters, "
-            f"{units.count(cfg.model.active_params)} active: the law covers dense models only; forecast a dense one"
+            f"{units.count(cfg.model.active_params)} active: the loss law covers only dense models; use a dense model"
         )
     for name, ramp, reason in (
-        ("seq_len_ramp", budget.seq_len_ramp, "losses at different sequence lengths are not one curve"),
+        ("seq_len_ramp", budget.seq_len_ramp, "losses at different sequence lengths are not comparable"),
         ("batch_ramp", budget.ramp, "curves are compared by step, and its steps differ in tokens"),
     ):
         if ramp:
-            raise BadInput(f"{what} has a {name}: {reason}; forecast and compare runs without it")
+            raise BadInput(f"{what} has a {name}: {reason}; use runs without it")
 
 
 def read_settings(history: History) -> tuple[RunConfig, Budget]:
@@ -236,9 +236,9 @@ def read_settings(history: History) -> tuple[RunConfig, Budget]:
         cfg = schema.from_dict(RunConfig, history.config["config"])
         return cfg, Budget(**history.config["budget"])
     except (KeyError, TypeError) as error:
-        raise BadInput(f"its config.json lacks what a run writes there ({error})") from None
+        raise BadInput(f"its config.json is incomplete ({error})") from None
     except BadInput as error:
-        raise BadInput(f"its config.json is of another version: {error}") from None
+        raise BadInput(f"its config.json is from another version: {error}") from None
 
 
 def comparable(cfg: RunConfig) -> dict[str, Any]:
@@ -275,7 +275,7 @@ def check_rate(history: History, cfg: RunConfig, budget: Budget) -> None:
         at = int(np.argmax(differs))
         raise BadInput(
             f"its learning rate at step {steps[at]:.0f} was {rates[at]:.3g}, but its schedule has {scheduled[at]:.3g}: "
-            "the number of steps changed during the run, or recovery reduced the rate"
+            "the number of steps changed during the run, or recovery reduced the learning rate"
         )
 
 
@@ -284,7 +284,7 @@ def check_healthy(steps: np.ndarray, losses: np.ndarray, last: int) -> None:
     means = [losses[(steps > part * last) & (steps <= (part + 0.05) * last)] for part in np.arange(0.1, 1, 0.05)]
     means = [float(part.mean()) for part in means if len(part)]
     if means and means[-1] > MAX_RISE * min(means):
-        raise BadInput(f"it diverged: its training loss ends at {means[-1]:.4g} after {min(means):.4g}")
+        raise BadInput(f"it diverged: its training loss rose from {min(means):.4g} to {means[-1]:.4g}")
 
 
 def target_budget(cfg: RunConfig, tokens: str | None) -> tuple[RunConfig, Budget]:

@@ -79,14 +79,14 @@ def plan_speed(
     communication = communication_time(program, topology)
     peak = chip.peak_flops * num_devices
     if requested_mfu is not None:
-        mfu, source = Range(requested_mfu, requested_mfu), "as given by --mfu"
+        mfu, source = Range(requested_mfu, requested_mfu), "from --mfu"
     else:
         pass_flops = step_flops / cfg.train.num_microbatches
         mfu, source = expected_mfu(topology, measured, pass_flops, is_mixture(cfg.model))
         max_mfu = step_flops / peak / estimate.cost[0]
-        reason = f"by the chip's peak{', bubble' if estimate.idle_s else ''} and links for this layout"
+        reason = f"from the chip's peak{', bubble' if estimate.idle_s else ''} and links for this layout"
         if ceiling is not None and ceiling < max_mfu:
-            max_mfu, reason = ceiling, "by the compiled step of jaxscale preflight"
+            max_mfu, reason = ceiling, "from the step that jaxscale preflight compiled"
         fraction, dtype_reason = peak_fraction(chip, topology.platform, cfg.model)
         if fraction < max_mfu:
             max_mfu, reason = fraction, dtype_reason
@@ -119,7 +119,7 @@ def expected_mfu(
     target = math.log(pass_flops / len(topology.devices)) if pass_flops else max(sizes.values())
     nearest = min(measured, key=lambda one: abs(sizes[id(one)] - target))
     mfu = nearest.flops_per_second / (topology.chip.peak_flops * nearest.num_devices)
-    source = f"{mfu:.1%} of {nearest.spec} on {nearest.num_devices} such chips, measured by {nearest.by}"
+    source = f"{mfu:.1%} of {nearest.spec} on {nearest.num_devices} of these chips, measured by {nearest.by}"
     return Range(0.85 * mfu, min(1.0, 1.15 * mfu)), f"{source}, {nearest.date}, +-15%"
 
 

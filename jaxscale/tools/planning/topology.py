@@ -128,7 +128,7 @@ def open_topology(text: str) -> Topology:
         devices = tpu_devices(name) if name.platform == "tpu" else gpu_devices(name)
     except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
         line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise BadInput(f"topology {text!r}: the compiler refuses {name}: {line}") from error
+        raise BadInput(f"topology {text!r}: the compiler rejects {name}: {line}") from error
     chip = CHIPS[devices[0].device_kind]
     hosts = len({device.process_index for device in devices})
     return Topology(str(name), name.platform, chip, devices, name.num_slices, hosts)
@@ -137,7 +137,7 @@ def open_topology(text: str) -> Topology:
 def tpu_devices(name: TopologyName) -> list[Any]:
     """Returns the devices of a TPU topology from libtpu's compiler. Starts no TPU, queries no metadata server."""
     if not packages.is_installed("libtpu") and "TPU_LIBRARY_PATH" not in os.environ:
-        raise BadInput(f"{name} is compiled for by libtpu, which is not installed: pip install 'jaxscale[tpu]'")
+        raise BadInput(f"{name} needs the compiler in libtpu, which is not installed: pip install 'jaxscale[tpu]'")
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # else a second process waits for a lock file
     closed = [wraps(FAMILIES[name.family].dims, name.shape, size) for size in name.shape]
@@ -158,10 +158,10 @@ def gpu_devices(name: TopologyName) -> list[Any]:
     """Returns the devices of GPU hosts from the CUDA plugin's compiler."""
     if not any(packages.is_installed(f"jax_cuda{version}_plugin") for version in (12, 13)):
         raise BadInput(
-            f"{name} is compiled for by jax's CUDA plugin, which is not installed: pip install 'jaxscale[cuda12]'"
+            f"{name} needs the compiler in jax's CUDA plugin, which is not installed: pip install 'jaxscale[cuda12]'"
         )
     if jax.config.jax_platforms != "cpu":  # pyright: ignore[reportAttributeAccessIssue]  jax sets it at import
-        raise BadInput(f"{name} can only be compiled for where jax runs on the CPU alone: set JAX_PLATFORMS=cpu")
+        raise BadInput(f"compiling for {name} needs jax on the CPU only; set JAX_PLATFORMS=cpu")
     hosts, cards = name.shape
     target = target_config(FAMILIES[name.family].device_kind)
     layout = f"{name.num_slices}x{hosts}x{cards}"
@@ -216,22 +216,22 @@ def parse_topology(text: str, *, planned: bool = False) -> TopologyName:
         more = f"; plan also knows {', '.join(PLANNED_ONLY)}" if planned else ""
         raise BadInput(f"topology {text!r}: unknown chip {chip!r}{meant} (known: {', '.join(known)}){more}")
     if num_slices < 1:
-        raise BadInput(f"topology {text!r}: 0 slices hold no chip; write {text.split('*')[1]}")
+        raise BadInput(f"topology {text!r}: the number of slices must be at least 1; write {text.split('*')[1]}")
     if not sizes:
         shapes = {0: [(1, 8), (8, 8)], 2: [(4, 4), (16, 16)], 3: [(2, 2, 4), (4, 4, 8)]}[PLANNED[family].dims]
         examples = ", ".join(str(TopologyName(family, shape)) for shape in shapes)
-        raise BadInput(f"topology {text!r}: how many? write {examples}")
+        raise BadInput(f"topology {text!r}: no number of chips; write {examples}")
     shape = tuple(int(size) for size in sizes.split("x"))
     if PLANNED[family].dims == 0:
         hosts, cards = gpu_shape(text, family, shape, counted=mark == "-")
         if num_slices > 1:
             whole = TopologyName(family, (min(MAX_HOSTS, num_slices * hosts), cards))
-            raise BadInput(f"topology {text!r}: GPU hosts are joined by one network, not in slices; write {whole}")
+            raise BadInput(f"topology {text!r}: GPU topologies have no slices; write {whole}")
         return TopologyName(family, (hosts, cards))
     shape = counted_shape(text, family, shape) if mark == "-" else checked_shape(text, family, shape)
     if num_slices * math.prod(shape) > MAX_CHIPS:
         most = TopologyName(family, shape, MAX_CHIPS // math.prod(shape))
-        raise BadInput(f"topology {text!r}: {MAX_CHIPS:,} chips are the most that one job has; write {most}")
+        raise BadInput(f"topology {text!r}: a job has at most {MAX_CHIPS:,} chips; write {most}")
     return TopologyName(family, shape, num_slices)
 
 
@@ -242,14 +242,14 @@ def gpu_shape(text: str, family: str, shape: tuple[int, ...], *, counted: bool) 
         total = math.prod(shape)
         hosts = min(MAX_HOSTS, max(1, round(total / most)))
         nearest = TopologyName(family, (hosts, min(total, most)))
-        raise BadInput(f"topology {text!r}: GPUs are named by hosts x cards of a host; write {nearest}")
+        raise BadInput(f"topology {text!r}: GPU topologies are hosts x GPUs per host; write {nearest}")
     ends = list(shape)  # of one number or two
     hosts, cards = math.prod(ends[:-1]), ends[-1]
     if not (1 <= cards <= most and 1 <= hosts <= MAX_HOSTS):
         total = max(1, math.prod(shape))
         fit = (min(MAX_HOSTS, -(-total // most)), min(total, most))
         raise BadInput(
-            f"topology {text!r}: a host holds 1 to {most} cards, and {MAX_HOSTS} hosts are the most; "
+            f"topology {text!r}: a host has 1 to {most} GPUs, and a job at most {MAX_HOSTS} hosts; "
             f"write {TopologyName(family, fit)}"
         )
     return hosts, cards
@@ -260,9 +260,7 @@ def counted_shape(text: str, family: str, shape: tuple[int, ...]) -> tuple[int, 
     (count, *more), cores = shape, PLANNED[family].cores
     unit = "TensorCores" if cores > 1 else "chips"
     if more:
-        raise BadInput(
-            f"topology {text!r}: '-' is followed by a number of {unit}, a shape by ':'; write {text.replace('-', ':')}"
-        )
+        raise BadInput(f"topology {text!r}: '-' takes a number of {unit}, ':' a shape; write {text.replace('-', ':')}")
     # legal_shapes lists the most cubic of a size first; reversed, it is the one that the dict keeps
     shapes = {math.prod(known): known for known in reversed(legal_shapes(family))}
     if count % cores or count // cores not in shapes:
@@ -287,7 +285,7 @@ def checked_shape(text: str, family: str, shape: tuple[int, ...]) -> tuple[int, 
     rule = "x".join("ABC"[: PLANNED[family].dims])
     raise BadInput(
         f"topology {text!r}: no {family} slice ({rule}, at most {PLANNED[family].max_chips} chips) has this shape; "
-        f"the nearest is {TopologyName(family, nearest)} (of {math.prod(nearest)})"
+        f"the nearest is {TopologyName(family, nearest)} ({math.prod(nearest)} chips)"
     )
 
 

@@ -20,7 +20,7 @@ QUIET_SECONDS = 180.0  # saves, validation and a bucket's uploads lie between tw
 RECORDS = 10  # or the time of this number of reports
 STARTING_SECONDS = 3600.0  # before the first one, while it compiles: the default of hang.compile_seconds
 BEGINS = ("started", "resumed")
-PRICE_FLAG = "as given by --price"
+PRICE_FLAG = "from --price"
 
 
 class State(NamedTuple):
