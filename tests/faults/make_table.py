@@ -21,7 +21,7 @@ ORDER = ("failed", "skipped", "passed")  # of a test with many parameters, the w
 
 
 def read_results(files: Iterable[pathlib.Path]) -> dict[str, str]:
-    """{test: the worst that any of its parameters came to}."""
+    """Returns {test: the worst result of its parameters}."""
     found: dict[str, str] = {}
     for file in files:
         for line in file.read_text().splitlines():
@@ -32,17 +32,18 @@ def read_results(files: Iterable[pathlib.Path]) -> dict[str, str]:
 
 
 def page(covered: Mapping[str, Sequence[str]], outcomes: Mapping[str, str], made: str) -> str:
-    """The page. made: when and with what the tests ran."""
+    """Returns the page. made: date and environment of the test run."""
     lines = [
         "# Fault tests",
         "",
         "This page lists the faults and security threats that jaxscale handles, the guaranteed behavior and the tests.",
         "`tests/faults/make_table.py` generates it from a test run; do not edit it. Each test declares its faults with",
-        '`@pytest.mark.fault("F4")`, and the test suite fails if a row has no test.',
+        """`@pytest.mark.fault("F4")`; `grep -rn 'fault(.*"F4"' tests` lists the tests of a row. A test fails if a""",
+        "row has no test.",
         "",
         f"Environment: {made}.",
         "Multi-process tests ran on one machine and buckets were emulated. No TPU or GPU was used.",
-        "Listed tests passed unless marked. Tests that take minutes or need a missing package were skipped or not run.",
+        "Tests that take minutes or need a missing package were skipped or not run.",
         "",
     ]
     for title, rows in (("Faults", FAULTS), ("Security threats", THREATS)):
@@ -51,34 +52,16 @@ def page(covered: Mapping[str, Sequence[str]], outcomes: Mapping[str, str], made
             result = verdict(covered.get(fault, ()), outcomes)
             lines.append(f"| {fault} | {row.what} | {row.promise} | {result} |")
         lines.append("")
-    lines += ["## Tests", ""]
-    for fault in (*FAULTS, *THREATS):
-        lines.append(f"**{fault}**")
-        for test in covered.get(fault, ()):
-            outcome = outcomes.get(test, "not run")
-            lines.append(f"- `tests/{test}`" + ("" if outcome == "passed" else f": {outcome}"))
-        lines.append("")
     return "\n".join(lines)
 
 
 def verdict(tests: Sequence[str], outcomes: Mapping[str, str]) -> str:
-    """What a row's tests came to, in a few words."""
+    """Summarizes the results of a row's tests."""
     if not tests:
         return "**NO TEST**"
     counts = Counter(outcomes.get(test, "not run") for test in tests)
     told = ", ".join(f"{counts[word]} {word}" for word in ("passed", "failed", "skipped", "not run") if counts[word])
     return f"**FAILED**: {told}" if counts["failed"] else told
-
-
-def tests_told(text: str) -> dict[str, list[str]]:
-    """{fault: tests} as a page lists them."""
-    found: dict[str, list[str]] = {}
-    for line in text.partition("## Tests")[2].splitlines():
-        if line.startswith("**"):
-            found[fault := line.strip("*")] = []
-        elif line.startswith("- `tests/"):
-            found[fault].append(line.removeprefix("- `tests/").partition("`")[0])
-    return found
 
 
 def made_with() -> str:
