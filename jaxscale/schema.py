@@ -1,4 +1,5 @@
-"""Converts a plain dict of settings, from a config file and a command line, to frozen dataclasses, or raises an error.
+"""Converts a dict of settings to frozen dataclasses. The dict comes from a config file and a command line; an invalid
+one raises an error.
 
 A setting is a dataclass field made with `setting(default, help)`. Types come from the annotations: bool, int, float,
 str, Literal, tuple[X, ...], dict[str, X], X | None, unions of those, nested dataclasses, and unions of dataclasses

@@ -1,4 +1,4 @@
-"""Parses and formats amounts: tokens, '2000 steps', '1%', '1 epoch', '512 rows'; numbers and tables."""
+"""Parses and formats amounts such as '2000 steps', '1%' or '1 epoch', and tables."""
 
 import bisect
 import dataclasses

@@ -17,13 +17,10 @@ LOW = (  # parts of core/ and kernels/ that are below the rest of both
 )  # fmt: skip
 HEAD = """# Architecture
 
-This page shows how the packages of `jaxscale/` depend on each other, the call path from the command to the compiled
-step, and the contents of the files in `core/`.
-
 ![Packages by import level, with those that import most at the top](architecture.svg)
 
-A package imports only packages from lower levels. `tests/test_layers.py` enforces this order. After a change of
-imports, regenerate this page with `python docs/build.py --gather`.
+A package imports only packages from lower levels. `tests/test_layers.py` enforces this order. After a change of imports
+or docstrings, regenerate this page with `python docs/build.py --gather`.
 """
 READ = """
 ## Call path of a training run
@@ -47,7 +44,7 @@ READ = """
 
 ## Packages
 
-Highest level first. The last column omits imports that another listed import implies.
+Highest level first. The last column omits indirect imports.
 
 """
 

@@ -1,4 +1,4 @@
-"""The Python API, for notebooks and programs: the functions that the command line calls.
+"""The Python API: the functions that the command line calls.
 
 `import jaxscale` exports all of them and imports their modules on use; see docs/python_api.md. User errors raise
 BadInput with one line; other ends of a training raise Stop with an exit code (both of jaxscale.system.exits).

@@ -1,4 +1,4 @@
-"""The command `jaxscale VERB ...`: a table of verbs, each a module with main(argv), imported on use.
+"""The command line: a table of verbs. Each is a module with main(argv), imported on use.
 
 `python -m jaxscale.cli VERB` is the same (also `python -m jaxscale.main` for train). This module does not import jax.
 """

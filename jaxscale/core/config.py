@@ -1,4 +1,5 @@
-"""Settings of the mesh and its axes, and of a step: microbatches, losses, loss scale, guard and EMA; spike limits."""
+"""Settings of the mesh and of a training step. These are axes, microbatches, losses, loss scale, guard, EMA and
+spike limits."""
 
 import dataclasses
 from collections.abc import Callable

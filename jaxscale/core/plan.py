@@ -1,4 +1,4 @@
-"""The parallel plan: how a model is laid out over a mesh and which implementation computes each part, with the reasons.
+"""The parallel plan: the layout of a model and the implementation of each part, with reasons.
 
 resolve_plan() makes every such decision, once. Models, training, evaluation, sampling, planning and preflight read it.
 """

@@ -1,5 +1,5 @@
-"""Sharding rules from logical axes to mesh axes (no other file knows both), and the shardings of parameter trees,
-batches and rows that follow from them."""
+"""Sharding rules from logical axes to mesh axes, and the shardings that follow from them. No other file knows both
+kinds of axes."""
 
 import dataclasses
 import functools

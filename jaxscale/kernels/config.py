@@ -1,5 +1,4 @@
-"""Settings of kernels (attention, matmul dtype, RoPE scaling, router), requirements of models on attention, and the
-choices of a plan."""
+"""Settings of kernels, requirements of models on attention, and choices of a plan."""
 
 import dataclasses
 from typing import Literal, NamedTuple

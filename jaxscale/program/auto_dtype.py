@@ -1,4 +1,4 @@
-"""Resolves dtypes that are 'auto' for a device, or to the dtype that a run has recorded."""
+"""Resolves dtypes that are 'auto', for a device or from a run's record."""
 
 import dataclasses
 from collections.abc import Mapping

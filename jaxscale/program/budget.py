@@ -1,4 +1,4 @@
-"""Converts the amounts of a run to numbers: tokens, steps, batch sizes, and learning-rate schedule steps."""
+"""Resolves tokens, steps, batch sizes and schedule steps of a run."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""Checks before compilation, with all problems reported together: mesh, kernel, data, memory."""
+"""Checks mesh, kernels, data and memory before compilation, and reports all problems together."""
 
 import dataclasses
 import os

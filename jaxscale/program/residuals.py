@@ -1,4 +1,4 @@
-"""Residuals saved for the backward pass by each block without remat (remat="none"), array by array.
+"""Arrays that each block saves for the backward pass without remat (remat="none").
 
 Derived from the model's code: the operands of each derivative, in their dtype. They match the arrays carried by the
 layer loops of quickstart, masked_lm, span_corruption and gpt2_124m as XLA:TPU compiled them (its buffer assignment,

@@ -1,4 +1,5 @@
-"""Renamed settings: their old names are accepted in configs, on command lines and in the records of older runs."""
+"""Renamed settings, whose old names are still accepted. This covers configs, command lines and records of older
+runs."""
 
 import functools
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Data and FSDP parallelism inside shard_map: all-gather weights, reduce-scatter and all-reduce gradients.
+"""Data and FSDP parallelism: all-gathers weights, and reduces gradients, inside shard_map.
 
 Left alone, the SPMD partitioner all-reduces over the data axis once per microbatch; once per step is enough.
 """

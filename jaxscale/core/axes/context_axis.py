@@ -1,4 +1,4 @@
-"""Context parallelism inside shard_map: devices shard the positions of a row, with their queries, keys and values.
+"""Context parallelism inside shard_map: devices shard the positions of a row.
 
 A causal query attends to all keys before it, so contiguous shards would do unequal work. In zigzag order a row is
 divided into twice as many chunks as devices; each device has one early and one late chunk (first and last, second and

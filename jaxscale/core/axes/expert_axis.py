@@ -1,4 +1,4 @@
-"""Expert parallelism inside shard_map: each device has its own rows and some of the experts.
+"""Expert parallelism inside shard_map: each device has some of the experts.
 
 Either every device all-gathers the experts of a layer, as over fsdp (gather), or tokens are sent to their experts'
 devices and back (send).

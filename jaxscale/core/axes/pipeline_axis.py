@@ -1,4 +1,4 @@
-"""Pipeline parallelism inside shard_map: each stage has some of the layers and sends activations to the next.
+"""Pipeline parallelism inside shard_map: each stage has some of the layers.
 
 If the layers divide evenly and each stage has one chunk, each stage stores its own layers. Otherwise every array with a
 residual dimension is sharded there over fsdp and pipeline, and once per step the stages exchange what each needs: any

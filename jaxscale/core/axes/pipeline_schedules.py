@@ -1,4 +1,5 @@
-"""Pipeline schedules as tables of integers: what each stage does at each tick, checked before anything runs.
+"""Pipeline schedules as tables of integers. A table lists what each stage does at each tick, and is checked before
+anything runs.
 
 The layers of a model are split into P * V consecutive chunks; stage s holds chunks s, P + s, 2 P + s, ... At each tick
 every stage runs at most one forward pass of a chunk, then at most one backward pass. All stages run a tick together:

@@ -1,4 +1,4 @@
-"""Tensor parallelism inside shard_map: each device has some heads and a shard of the MLP and of the vocabulary.
+"""Tensor parallelism inside shard_map: shards heads, MLP and vocabulary.
 
 Between matmuls a device holds some positions of the residual stream (sequence parallelism, arXiv:2205.05198): it
 all-gathers them before a matmul with column-sharded weights, and reduce-scatters after one with row-sharded weights. A

@@ -1,5 +1,5 @@
-"""Settings shared by all models, of experts and of latent attention, and the parameter counts, shapes and saved
-activations derived from them. The table of models is in `__init__.py`."""
+"""Settings shared by all models, and quantities derived from them. These include experts and latent attention,
+parameter counts, shapes and saved activations. The table of models is in `__init__.py`."""
 
 import dataclasses
 import difflib

@@ -1,4 +1,4 @@
-"""Multi-head latent attention (arXiv:2405.04434, section 2.1): keys and values of all heads are projected from one
+"""Multi-head latent attention (arXiv:2405.04434, section 2.1). Keys and values of all heads are projected from one
 latent per position, and queries from another.
 
 Queries and keys of a head have a part without position and a part rotated by RoPE, which all heads share in keys.

@@ -1,4 +1,4 @@
-"""Layers that all models share: parameters with logical axes, scanned or unrolled stacks of blocks, and remat.
+"""Parameters with logical axes, stacks of blocks, and remat, for all models. Stacks are scanned or unrolled.
 
 Models mark activations with jax.ad_checkpoint.checkpoint_name under the names of core/models/config.py; a remat policy
 saves some on the device, offloads some to host memory, and has the others recomputed.

@@ -1,4 +1,4 @@
-"""Low-rank adapters for matrices of the blocks (LoRA, arXiv:2106.09685), trained while other parameters are frozen.
+"""LoRA adapters for matrices of the blocks (arXiv:2106.09685). Other parameters are frozen.
 
 The correction is a separate product: x W + scale (x A) B. Adding A B to W first would need fewer forward FLOPs, but the
 backward pass would compute the gradient of all of W, a third of a training step's FLOPs that a frozen weight saves; it

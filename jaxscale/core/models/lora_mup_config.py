@@ -1,5 +1,5 @@
-"""Settings of LoRA, and of muP, the maximal update parametrisation: hyperparameters tuned on a narrow model transfer to
-a wide one.
+"""Settings of LoRA and of muP. With muP, the maximal update parametrisation, hyperparameters tuned on a narrow model
+transfer to a wide one.
 
 muP's rules: arXiv:2203.03466, tables 3 and 8; for depth, arXiv:2505.01618. docs/explanation/mup.md has them in one
 table. All factors are 1 at the base model's sizes.

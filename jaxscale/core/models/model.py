@@ -1,5 +1,5 @@
-"""Model construction, logits, and the training objective of a batch: cross-entropy and named auxiliary losses, as sums
-over tokens."""
+"""Model construction, logits, and the training objective of a batch. The objective is cross-entropy and named
+auxiliary losses, as sums over tokens."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol

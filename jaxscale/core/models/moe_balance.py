@@ -1,5 +1,5 @@
-"""Router metrics and auxiliary losses, summed over mixture-of-experts layers, and load balancing without auxiliary
-losses (arXiv:2408.15664): router biases updated from token counts, without gradients.
+"""Router metrics, auxiliary losses and load balancing of mixtures of experts. Balancing without auxiliary losses
+(arXiv:2408.15664) updates router biases from token counts, without gradients.
 
 L layers  E experts  Q rounds of an all-to-all exchange
 """

@@ -1,4 +1,4 @@
-"""A model sharded over a mesh: parameter shardings, construction, losses, and the functions of pipeline stages.
+"""A model sharded over a mesh: construction, losses and pipeline stages.
 
 B batch  T position  D embed
 """

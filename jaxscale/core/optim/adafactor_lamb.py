@@ -1,4 +1,4 @@
-"""Update rules that scale by statistics of whole tensors, of each layer and expert: Adafactor and LAMB."""
+"""Adafactor and LAMB. They scale by statistics of whole tensors, of each layer and expert."""
 
 from typing import Any
 

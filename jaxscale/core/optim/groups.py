@@ -1,5 +1,5 @@
-"""Parameter groups by name and logical axes (learning-rate multiplier, weight decay, frozen), and the stacked (layers,
-experts), row and column dimensions of each parameter."""
+"""Parameter groups, and the row and column dimensions of each parameter. Groups are by name and logical axes
+(learning-rate multiplier, weight decay, frozen); layers and experts are stacked dimensions."""
 
 import dataclasses
 import re

@@ -1,4 +1,4 @@
-"""Optimizer moments stored in bfloat16 or int8 between steps, with stochastic rounding, or in host memory.
+"""Optimizer moments in bfloat16 or int8 with stochastic rounding, or in host memory.
 
 Rounding to nearest drops any change below half a unit in the last place: with b2 = 0.999 a second moment in bfloat16
 never falls. The random bits are a hash of the step and of the element's index, the same on every mesh.

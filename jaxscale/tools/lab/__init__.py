@@ -1,1 +1,1 @@
-"""Experiments that compare recipes: runs that differ in a few settings, and results with error bars."""
+"""Sweeps of small runs, and results with confidence intervals."""

@@ -1,1 +1,1 @@
-"""Estimates of cost, time and memory from a config and the name of a machine, without a compiler."""
+"""Estimates cost, time and memory of a run without a compiler."""

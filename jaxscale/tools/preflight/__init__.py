@@ -1,1 +1,1 @@
-"""Programs compiled for devices that are not attached: memory, time and traffic as reported by the compiler."""
+"""Memory, time and communication of steps compiled for devices that are not attached."""

@@ -1,1 +1,1 @@
-"""Measures a machine: matrix products, memory, links, kernels, a training step and storage."""
+"""Measures matmuls, memory, links, kernels, a training step and storage of a machine."""
