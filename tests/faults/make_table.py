@@ -36,13 +36,12 @@ def page(covered: Mapping[str, Sequence[str]], outcomes: Mapping[str, str], made
     lines = [
         "# Fault tests",
         "",
-        "This page lists the faults and security threats that jaxscale handles, the guaranteed behavior and the tests.",
-        "`tests/faults/make_table.py` generates it from a test run; do not edit it. Each test declares its faults with",
-        """`@pytest.mark.fault("F4")`; `grep -rn 'fault(.*"F4"' tests` lists the tests of a row. A test fails if a""",
-        "row has no test.",
+        "This page lists the faults and threats that jaxscale handles, the guaranteed behavior and the tests.",
+        "`tests/faults/make_table.py` generates it from a test run. A test declares its faults with "
+        """`@pytest.mark.fault("F4")`; `grep -rn 'fault(.*"F4"' tests` lists the tests of a row.""",
         "",
         f"Environment: {made}.",
-        "Multi-process tests ran on one machine and buckets were emulated. No TPU or GPU was used.",
+        "All processes ran on one machine, and buckets were emulated. No TPU or GPU was used.",
         "Tests that take minutes or need a missing package were skipped or not run.",
         "",
     ]
