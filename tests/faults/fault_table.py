@@ -77,7 +77,7 @@ FAULTS = {
         "never used; foreign files are not touched",
     ),
     "F20": Row("a damaged record next to the arrays", "detected by its sha256"),
-    "F21": Row("a machine freezes and wakes up", "the others exit; it cannot write"),
+    "F21": Row("a machine freezes and wakes up", "the others exit; that machine cannot write after it wakes"),
     "F22": Row("the first process dies", "the others exit with 13 and name it"),
     "F23": Row(
         "a data worker dies or the trainer is killed",
