@@ -46,7 +46,7 @@ def page(covered: Mapping[str, Sequence[str]], outcomes: Mapping[str, str], made
         "",
     ]
     for title, rows in (("Faults", FAULTS), ("Security threats", THREATS)):
-        lines += [f"## {title}", "", "| | fault | guaranteed behavior | tests |", "|---|---|---|---|"]
+        lines += [f"## {title}", "", "| | fault | guaranteed behavior | tests passed |", "|---|---|---|---|"]
         for fault, row in rows.items():
             result = verdict(covered.get(fault, ()), outcomes)
             lines.append(f"| {fault} | {row.what} | {row.promise} | {result} |")
@@ -59,8 +59,9 @@ def verdict(tests: Sequence[str], outcomes: Mapping[str, str]) -> str:
     if not tests:
         return "**NO TEST**"
     counts = Counter(outcomes.get(test, "not run") for test in tests)
-    told = ", ".join(f"{counts[word]} {word}" for word in ("passed", "failed", "skipped", "not run") if counts[word])
-    return f"**FAILED**: {told}" if counts["failed"] else told
+    others = ", ".join(f"{counts[word]} {word}" for word in ("failed", "skipped", "not run") if counts[word])
+    result = f"{counts['passed']}" + (f", {others}" if others else "")
+    return f"**FAILED**: {result}" if counts["failed"] else result
 
 
 def made_with() -> str:
