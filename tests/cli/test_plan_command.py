@@ -116,7 +116,7 @@ def test_a_measured_step_is_kept_for_plans(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     small = ["--config.model.num_layers=1", "--config.model.vocab_size=64", "--config.batch_tokens=2048"]
     bench.main(["step", "--save", "--spec=T", "--steps=1", "--warmup=0", *small])
-    assert f"kept in {tmp_path / 'jaxscale' / 'measured.json'}" in capsys.readouterr().out
+    assert f"saved in {tmp_path / 'jaxscale' / 'measured.json'}" in capsys.readouterr().out
     (found,) = measured.read_measured()
     assert found.spec == "T" and found.platform == "cpu" and found.flops_per_second > 0 and found.versions["jax"]
     assert plan.main(
