@@ -73,7 +73,7 @@ def test_what_is_sent_is_told_by_kind_and_axis(report):
 def test_the_lines_hold_every_figure_once(report):
     lines = report_lines(report)
     for text in ("tiny on simulated:8: 8 x simulated CPU on 1 host; mesh fsdp=8", "parameters", "moments", "gradients",
-                 "activations, temporaries", "by the model's formula", "link ici:fsdp", "MFU is at most"):  # fmt: skip
+                 "activations, temporaries", "model's formula", "link ici:fsdp", "MFU is at most"):  # fmt: skip
         assert sum(text in line for line in lines) == 1, text
     assert lines[-1].startswith("go: ")
 
@@ -101,12 +101,12 @@ def test_stages_are_told_in_the_head_of_the_report_and_at_the_start_of_a_run(rep
 def test_a_smaller_chip_is_a_no_go_with_what_is_missing(program, compiled):
     report = make_report("tiny", program, ahead_of_time.topology(compiled.memory.peak - 1), compiled)
     assert not report.fits
-    assert report_lines(report)[-1] == "no-go: 1 B of each device are missing"
+    assert report_lines(report)[-1] == "no-go: 1 B missing per device"
     enough = ahead_of_time.topology(compiled.memory.peak)
     assert make_report("tiny", program, enough, compiled).fits
     with_code = dataclasses.replace(compiled, memory=dataclasses.replace(compiled.memory, code=100))
     lines = report_lines(make_report("tiny", program, enough, with_code))
-    assert lines[-1] == "no-go: 100 B of each device are missing" and told("in addition to the peak", lines)
+    assert lines[-1] == "no-go: 100 B missing per device" and told("in addition to the peak", lines)
 
 
 def test_a_device_that_the_compiler_finds_too_small_is_a_table(program, topology, compiled):
@@ -117,7 +117,7 @@ def test_a_device_that_the_compiler_finds_too_small_is_a_table(program, topology
     assert sum(row.num_bytes for row in report.memory) == report.peak_bytes == shortage.needed
     lines = report_lines(report)
     assert told("300% of 1.0 GiB", lines) and told("f32[512,512]", lines) and told("Ran out of memory on HBM", lines)
-    assert lines[-1] == "no-go: 2.0 GiB of each device are missing"
+    assert lines[-1] == "no-go: 2.0 GiB missing per device"
 
 
 def test_too_little_on_chip_memory_is_not_called_a_lack_of_device_memory(program, topology, compiled):

@@ -42,7 +42,7 @@ def test_what_does_not_fit_is_a_no_go_with_a_change_that_was_compiled_and_does(t
     less = topology(first["report"]["peak_bytes"] - 1)  # XLA:CPU tells no size of code
     assert answer(cfg, less, request) is Exit.NO_GO == 3
     out = capsys.readouterr().out
-    assert "cached result of" in out and "no-go: 1 B of each device are missing" in out
+    assert "cached result of" in out and "no-go: 1 B missing per device" in out
     others = json.loads(request.json.read_text())["others"]
     assert [one["report"]["fits"] for one in others if not one["changes"]] == [False]
     fits = [one for one in others if one["report"]["fits"]]

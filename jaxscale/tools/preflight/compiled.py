@@ -211,7 +211,7 @@ def write_result(key: str, result: Compiled, say: Callable[[str], None]) -> None
         file.parent.mkdir(exist_ok=True)
         write_json(file, dataclasses.asdict(result))
     except OSError as error:
-        say(f"this result is not cached: {file.parent}: {error.strerror or error}; set XDG_CACHE_HOME")
+        say(f"result not cached: {file.parent}: {error.strerror or error}; set XDG_CACHE_HOME to a writable folder")
 
 
 def read_result(key: str, say: Callable[[str], None]) -> Compiled | None:
@@ -222,7 +222,7 @@ def read_result(key: str, say: Callable[[str], None]) -> Compiled | None:
     except FileNotFoundError:
         return None
     except BadInput as error:
-        say(f"ignored a cached result that cannot be read ({error}): {file}")
+        say(f"ignored an unreadable cached result ({error}): {file}")
         return None
 
 

@@ -52,12 +52,12 @@ def make_layout(
     size = math.prod(mesh_shape.values())
     slices = tuple(slice_of) if slice_of is not None else (0,) * size
     if len(slices) != size:
-        raise ValueError(f"slice_of names {len(slices)} devices, and the mesh {dict(mesh_shape)} has {size}")
+        raise ValueError(f"slice_of has {len(slices)} devices, but the mesh {dict(mesh_shape)} has {size}")
     # XLA:TPU compiles one slice's program for several slices; its device numbers then count within the slice.
     first = tuple(position for position in range(size) if slices[position] == slices[0])
     partitions = num_partitions or 1
     if partitions not in (1, size, len(first)):
-        raise ValueError(f"the program has {partitions} partitions, and the mesh {dict(mesh_shape)} has {size} devices")
+        raise ValueError(f"the program has {partitions} partitions, but the mesh {dict(mesh_shape)} has {size} devices")
     return PartitionLayout(mesh_shape, slices, first if partitions == len(first) else tuple(range(size)), torus)
 
 
@@ -71,7 +71,7 @@ def read_span(instruction: Instruction, layout: PartitionLayout) -> GroupSpan:
     if groups.size == 0:
         return GroupSpan((), 1, 1)
     if groups.max() >= len(layout.positions):
-        raise ValueError(f"a collective names device {groups.max()}, and the mesh has {dict(layout.mesh_shape)}")
+        raise ValueError(f"a collective refers to device {groups.max()}, but the mesh is {dict(layout.mesh_shape)}")
     positions = np.array(layout.positions)[groups]
     slices = np.array(layout.slice_of)[positions]
     coordinates = np.unravel_index(positions, tuple(layout.mesh_shape.values()))

@@ -175,7 +175,7 @@ def memory_rows(program: Program, compiled: Compiled, peak: int | None) -> tuple
 def notes(program: Program, bounds: Roofline | None) -> tuple[str, ...]:
     """Returns the limits of the figures."""
     sizes = batch_sizes(program.configs)
-    lines = [f"batches: the figures are of the last of {sizes}"] if sizes else []
+    lines = [f"batches: values are for the last of {sizes}"] if sizes else []
     attention = program.plan.attention
     if attention.reason:
         lines.append(f"attention is {attention.name}: {attention.reason}")
@@ -183,7 +183,7 @@ def notes(program: Program, bounds: Roofline | None) -> tuple[str, ...]:
     model = program.cfg.model
     if model.active_params != model.num_params:
         active, params = units.count(model.active_params), units.count(model.num_params)
-        lines.append(f"FLOPs and MFU are of the {active} active parameters, memory of all {params}")
+        lines.append(f"FLOPs and MFU count {active} active parameters, memory counts all {params}")
     if program.plan.expert_exchange.name == "send":
-        lines.append(f"counted with {routing_assumption(program)}")
-    return (*lines, *(f"not in the times: {line}" for line in (bounds.unpriced if bounds else ())))
+        lines.append(f"routing is assumed {routing_assumption(program)}")
+    return (*lines, *(f"times exclude {line}" for line in (bounds.unpriced if bounds else ())))

@@ -73,9 +73,9 @@ def roofline(
     flops = facts.dot_flops_by_type or {"bf16": facts.dot_flops}
     compute = facts.kernel_flops / chip.peak_flops + work_seconds(flops, chip)
     if facts.silent_kernels:
-        unpriced.append(f"FLOPs of {facts.silent_kernels} kernel runs that declare none")
+        unpriced.append(f"FLOPs of {facts.silent_kernels} kernel runs without declared FLOPs")
     if facts.unknown_trips:
-        unpriced.append(f"all but one trip of {facts.unknown_trips} loops")
+        unpriced.append(f"all but one iteration of {facts.unknown_trips} loops with unknown trip counts")
     if facts.host_bytes:
         unpriced.append(f"{facts.host_bytes:.3g} bytes to and from host memory")
     links: dict[str, float] = collections.defaultdict(int)
@@ -83,7 +83,7 @@ def roofline(
     for collective in facts.collectives:
         for stage, (link, seconds) in zip(collective.stages, link_seconds(collective, chip)):
             if seconds is None:
-                unpriced.append(f"{link}: no bandwidth is known for {chip.name}")
+                unpriced.append(f"{link}: bandwidth of {chip.name} is unknown")
                 continue
             links[link] += seconds * collective.times
             for queue in stage.queues:

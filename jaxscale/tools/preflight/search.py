@@ -67,12 +67,12 @@ def search_candidates(cfg: RunConfig, topology: Topology, say: Callable[[str], N
 
 
 def choices_text(found: Sequence[Candidate]) -> str:
-    """Returns '; schedules 1f1b, zero_bubble; experts are gathered to rows, or sent rows', as far as applicable."""
+    """Returns '; schedules 1f1b, zero_bubble; experts: weights gathered or tokens sent', as far as applicable."""
     staged = [one.cfg.pipeline.schedule for one in found if one.cfg.mesh.pipeline != 1]
     forms = [one.estimate.exchange for one in found if one.estimate.exchange]
-    words = {"gather": "gathered to rows", "send": "sent rows"}
+    words = {"gather": "weights gathered", "send": "tokens sent"}
     text = f"; schedules {', '.join(dict.fromkeys(staged))}" if staged else ""
-    return text + (f"; experts are {' or '.join(words[form] for form in dict.fromkeys(forms))}" if forms else "")
+    return text + (f"; experts: {' or '.join(words[form] for form in dict.fromkeys(forms))}" if forms else "")
 
 
 def fastest_lines(found: Sequence[Candidate], usable: float) -> list[str]:
@@ -87,9 +87,9 @@ def fastest_lines(found: Sequence[Candidate], usable: float) -> list[str]:
         return f"{one.label}, {units.size(estimate.memory())}, {estimate.cost[0] * 1e3:.4g} ms: {parts}"
 
     if fits is best:
-        return [f"the fastest estimate, which fits: {text(best)}"]
-    second = f"of those that fit: {text(fits)}" if fits else f"none fits into {units.size(usable)}"
-    return [f"the fastest estimate, whether it fits or not: {text(best)}", second]
+        return [f"fastest estimate, which fits: {text(best)}"]
+    second = f"fastest estimate that fits: {text(fits)}" if fits else f"none fits in {units.size(usable)}"
+    return [f"fastest estimate, fitting or not: {text(best)}", second]
 
 
 def repair_candidates(cfg: RunConfig, topology: Topology) -> list[Candidate]:
@@ -184,8 +184,8 @@ def explore(
             break
         if clock() - begin + longest > seconds:
             count = len(promising) or LAST_TRIES - tries
-            took = f"and the longest took {longest:.0f} s"
-            say(f"time is up ({seconds:.0f} s): {count} more could be compiled, {took}; --search_seconds gives more")
+            took = f"the longest took {longest:.0f} s"
+            say(f"time limit reached ({seconds:.0f} s): {count} not compiled, {took}; increase --search_seconds")
             break
         if promising:
             chosen = min(promising, key=lambda one: one.order)
@@ -200,7 +200,7 @@ def explore(
         longest = max(longest, clock() - started)
         tried.append((chosen, report))
         size = units.size(report.peak_bytes) if report.peak_bytes is not None else "more than available"
-        fit = f"fits: {size}, at least {bounds_of(report).at_least_s * 1e3:.4g} ms a step" if report.fits else ""
+        fit = f"fits: {size}, at least {bounds_of(report).at_least_s * 1e3:.4g} ms per step" if report.fits else ""
         say(f"  {fit or f'does not fit: {size}'}")
     return tried
 
@@ -272,18 +272,18 @@ def winner(tried: Tried) -> tuple[Candidate, PreflightReport] | None:
 def winner_lines(tried: Tried) -> list[str]:
     """Returns the time of the best by part, compared with the next and the unchanged config."""
     best, *others = fitting(ranked(tried))
-    lines = [f"{best[0].label} wins: {breakdown_text(bounds_of(best[1]))}"]
+    lines = [f"best: {best[0].label}: {breakdown_text(bounds_of(best[1]))}"]
     unchanged = [pair for pair in tried if not pair[0].changes and pair is not best]
     for one, report in [*(pair for pair in others[:1] if pair[0].changes), *unchanged]:
-        name = f"next, {one.label}" if one.changes else "the unchanged config"
+        name = f"next best: {one.label}" if one.changes else "the unchanged config"
         lines.append(f"{name}: {breakdown_text(bounds_of(report)) if report.fits else 'does not fit'}")
     return lines
 
 
 def breakdown_text(line: Roofline) -> str:
-    """Returns 'at least 12 ms a step: matmuls 9 ms, bubble 1 ms, exposed communication 2 ms'."""
+    """Returns 'at least 12 ms per step: matmuls 9 ms, bubble 1 ms, exposed communication 2 ms'."""
     parts = {"matmuls": line.compute_s, "bubble": line.bubble_s, "exposed communication": sum(line.exposed_s.values())}
-    return f"at least {line.at_least_s * 1e3:.4g} ms a step: {parts_text(parts) or 'no counted work'}"
+    return f"at least {line.at_least_s * 1e3:.4g} ms per step: {parts_text(parts) or 'no counted work'}"
 
 
 def parts_text(parts: dict[str, float]) -> str:

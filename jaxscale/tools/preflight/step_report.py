@@ -124,7 +124,7 @@ def report_lines(report: PreflightReport) -> list[str]:
         lines += ["", *roofline_lines(report)]
     lines += [f"note: {note}" for note in report.notes]
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
-    took = f"compiled in {report.compile_seconds:.1f} s (and {report.lower_seconds:.1f} s to trace): {versions}"
+    took = f"compiled in {report.compile_seconds:.1f} s (plus {report.lower_seconds:.1f} s of tracing): {versions}"
     return [*lines, "", f"cached result of {report.date}, " * report.kept + took, verdict_line(report)]
 
 
@@ -135,15 +135,15 @@ def memory_lines(report: PreflightReport) -> list[str]:
         share = report.peak_bytes / report.usable_bytes
         rows.append(("peak", units.size(report.peak_bytes), f"{share:.0%} of {units.size(report.usable_bytes)}"))
     if report.code_bytes:
-        rows.append(("code", units.size(report.code_bytes), "as compiled, in addition to the peak"))
-    lines = ["memory of one device", *table(rows, right=(1,))]
+        rows.append(("code", units.size(report.code_bytes), "compiled, in addition to the peak"))
+    lines = ["memory per device", *table(rows, right=(1,))]
     lines.append(f"{INDENT}{report.chip} has {units.size(report.chip_bytes)}: {report.usable_why}")
     if report.host_bytes:
-        lines.append(f"{INDENT}and {units.size(report.host_bytes)} per device in host memory")
+        lines.append(f"{INDENT}plus {units.size(report.host_bytes)} per device in host memory")
     if report.shortage is not None:
-        lines.append(f"{INDENT}the compiler: {report.shortage.said}")
+        lines.append(f"{INDENT}compiler: {report.shortage.said}")
         if report.shortage.largest:
-            lines.append(f"{INDENT}its largest arrays")
+            lines.append(f"{INDENT}largest arrays")
             largest = [(units.size(size), shape) for size, shape in report.shortage.largest[:5]]
             lines += [INDENT + line for line in table(largest, right=(0,))]
     return lines
@@ -154,10 +154,10 @@ def flops_lines(report: PreflightReport) -> list[str]:
     assert report.compiled_flops is not None, "the report has facts"
     excess = report.compiled_flops / report.model_flops - 1
     rows = [
-        ("as compiled", f"{report.compiled_flops / 1e12:,.4g} TFLOP", "matmuls, times loop trips"),
-        ("by the model's formula", f"{report.model_flops / 1e12:,.4g} TFLOP", f"difference: {excess:+.1%}"),
+        ("compiled", f"{report.compiled_flops / 1e12:,.4g} TFLOP", "matmuls x loop trip counts"),
+        ("model's formula", f"{report.model_flops / 1e12:,.4g} TFLOP", f"difference: {excess:+.1%}"),
     ]
-    return ["floating-point operations of one device and step", *table(rows, right=(1,))]
+    return ["FLOPs per device and step", *table(rows, right=(1,))]
 
 
 def traffic_lines(report: PreflightReport) -> list[str]:
@@ -171,7 +171,7 @@ def traffic_lines(report: PreflightReport) -> list[str]:
         rows.append((row.kind, ",".join(row.axes) or "none", f"{row.times:,}", *sizes))
     sums = [sum(getattr(row, name) for row in report.traffic) / 1e6 for name in ("fast_bytes", "slow_bytes")]
     rows.append(("all", "", f"{sum(row.times for row in report.traffic):,}", *(f"{number:,.1f}" for number in sums)))
-    return ["sent by one device in a step", *table(rows, right=(2, 3, 4))]
+    return ["sent per device and step", *table(rows, right=(2, 3, 4))]
 
 
 def roofline_lines(report: PreflightReport) -> list[str]:
@@ -185,17 +185,17 @@ def roofline_lines(report: PreflightReport) -> list[str]:
     if roofline.bubble:
         times.append(("bubble", roofline.bubble_s, f"{roofline.bubble} of the stages' time"))
     times += [
-        ("at least, in program order", roofline.at_least_s, "matmuls and exposed communication"),
-        ("full overlap (the longest)", roofline.overlapped_s, "if the order allowed it"),
+        ("lower bound, in program order", roofline.at_least_s, "matmuls and exposed communication"),
+        ("full overlap (maximum)", roofline.overlapped_s, "if the program order allowed it"),
         ("no overlap (the sum)", roofline.serial_s, ""),
     ]
     rows = [(name, milliseconds(seconds), note) for name, seconds, note in times]
-    lines = ["roofline: lower bound of a step at the chip's peak rates, nothing measured", *table(rows, right=(1,))]
+    lines = ["roofline: lower bound of the step time at the chip's peak rates, not measured", *table(rows, right=(1,))]
     if report.collectives:
         between, covered, hidden = overlap(report.collectives)
         lines.append(
-            f"{INDENT}{between:.1%} of the bytes are sent asynchronously, {covered:.1%} during matmuls that take as "
-            f"long; {hidden:.1%} of the time on links is hidden"
+            f"{INDENT}{between:.1%} of the bytes are sent asynchronously, {covered:.1%} during matmuls that take at "
+            f"least as long; {hidden:.1%} of the link time is hidden"
         )
     lines.append(f"{INDENT}MFU is at most {roofline.mfu_ceiling:.1%}")
     return lines
@@ -204,12 +204,12 @@ def roofline_lines(report: PreflightReport) -> list[str]:
 def verdict_line(report: PreflightReport) -> str:
     """Returns 'go: ...' or 'no-go: ...'."""
     if report.fits and report.left_bytes is not None:
-        return f"go: {units.size(report.left_bytes)} of each device are free"
+        return f"go: {units.size(report.left_bytes)} free per device"
     if report.shortage is not None and report.shortage.space != "hbm":
         return f"no-go: the on-chip memory {report.shortage.space} is too small"
     if report.left_bytes is None:
-        return "no-go: the compiler found too little memory"
-    return f"no-go: {units.size(-report.left_bytes)} of each device are missing"
+        return "no-go: the compiler reported too little memory"
+    return f"no-go: {units.size(-report.left_bytes)} missing per device"
 
 
 def summary_rows(reports: Sequence[tuple[str, PreflightReport]]) -> list[str]:
@@ -281,8 +281,8 @@ def collective_lines(rows: Sequence[CollectiveRow]) -> list[str]:
         milliseconds = tuple(f"{seconds * 1e3:.3f}" for seconds in (row.link_s, row.cover_s, row.exposed_s))
         state, size = "blocking" if row.is_blocking else "async", f"{row.sent_bytes / 1e6:.1f}"
         found.append((state, row.kind, row.operation, f"{row.times:g}", row.axes, row.stages, size, *milliseconds))
-    lines = ["collectives in program order, each of one run", *table(found, right=(3, 6, 7, 8, 9))]
+    lines = ["collectives in program order, each row for one run", *table(found, right=(3, 6, 7, 8, 9))]
     if small := [row for row in rows if row.sent_bytes * row.times < SMALL * sent]:
         exposed = sum(row.exposed_s * row.times for row in small)
-        lines.append(f"  and {len(small)} of less than {SMALL:.1%} of the bytes each, {exposed * 1e3:.3f} ms exposed")
+        lines.append(f"  and {len(small)} with less than {SMALL:.1%} of the bytes each, {exposed * 1e3:.3f} ms exposed")
     return lines
