@@ -124,7 +124,7 @@ def processes(**slow):
 def test_a_slow_host_is_named_with_what_is_slow(measure):
     (line,) = slow_ones(processes(**{f"{measure}_s": 9.0}))
     usual = {"product": 1, "copy": 2, "permute": 3}[measure]
-    assert line == f"host-2 (process 2): its {measure} takes {9 / usual:.2f} times"
+    assert line == f"host-2 (process 2): {measure} takes {9 / usual:.2f} times"
     assert slow_ones(processes(product_s=1.2, copy_s=2.4)) == []
     assert len(slow_ones(processes(product_s=2.0)[1:3])) == 1  # of two
 
@@ -132,22 +132,22 @@ def test_a_slow_host_is_named_with_what_is_slow(measure):
 @pytest.mark.slow
 def test_people_are_told_the_figure_of_the_table_and_who_is_slow(record):
     row = record["collectives"][0] | {"table_bytes_per_s": 6e11, "seconds": 0.001, "bytes_per_s": 3e11}
-    found = {"collectives": [row], "num_processes": 4, "slow": ["host-2 (process 2): its copy takes 4.50 times"]}
+    found = {"collectives": [row], "num_processes": 4, "slow": ["host-2 (process 2): copy takes 4.50 times"]}
     text = "\n".join(collective_lines(record | found))
     assert "1.000 ms    300.000 GB/s within one slice; of 600 GB/s in the chip table" in text
-    assert "slow: host-2 (process 2): its copy takes 4.50 times the median" in text
+    assert "slow: host-2 (process 2): copy takes 4.50 times the median" in text
     assert "no host is slow" in "\n".join(collective_lines(record | {"num_processes": 2, "slow": []}))
 
 
 @pytest.mark.slow
 def test_one_device_has_nothing_to_exchange(record):
     assert {row["axis"] for row in record["collectives"]} == {"data", "fsdp"} and record["processes"][0]["host"]
-    assert "nothing to exchange" in "\n".join(collective_lines(record | {"collectives": []}))
+    assert "one device, so no collectives" in "\n".join(collective_lines(record | {"collectives": []}))
 
 
 @pytest.mark.parametrize("text", ["", "big", "1,", "0", "-1", "0.0001"])
 def test_sizes_that_are_none_are_refused(text):
-    with pytest.raises(ValueError, match="must be sizes in MiB with commas between"):
+    with pytest.raises(ValueError, match="must be comma-separated sizes in MiB"):
         read_sizes(text)
 
 

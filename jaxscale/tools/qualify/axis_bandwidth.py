@@ -43,7 +43,7 @@ def read_mesh(arguments: Arguments) -> MeshConfig:
     if arguments.config:
         return config_file.load_config(arguments.config, arguments.overrides).mesh
     if other := [name for name in arguments.overrides if not name.startswith("mesh.")]:
-        raise BadInput(f"--config.{other[0]} needs --config=FILE; without one there is --config.mesh.AXIS=N only")
+        raise BadInput(f"--config.{other[0]} needs --config=FILE; without it, give only --config.mesh.AXIS=N")
     values = {name.removeprefix("mesh."): value for name, value in arguments.overrides.items()}
     return schema.from_dict(MeshConfig, values, "mesh")
 
@@ -55,7 +55,7 @@ def read_sizes(text: str) -> list[int]:
     except (ValueError, OverflowError):  # OverflowError: inf
         sizes = []
     if not sizes or min(sizes) < 1024:
-        raise BadInput(f"--megabytes={text} must be sizes in MiB with commas between, such as 1,16,256")
+        raise BadInput(f"--megabytes={text} must be comma-separated sizes in MiB, such as 1,16,256")
     return sizes
 
 
@@ -197,7 +197,7 @@ def slow_ones(processes: Sequence[dict[str, Any]]) -> list[str]:
         for process in processes:
             if process[f"{measure}_s"] > SLOW * usual:
                 times = process[f"{measure}_s"] / usual
-                found.append(f"{process['host']} (process {process['process']}): its {measure} takes {times:.2f} times")
+                found.append(f"{process['host']} (process {process['process']}): {measure} takes {times:.2f} times")
     return found
 
 
@@ -205,24 +205,24 @@ def collective_lines(record: dict[str, Any]) -> list[str]:
     """Formats the record for a terminal."""
     lines = [
         f"{record['devices']}, {record['num_processes']} process(es), mesh {record['mesh']}; median of "
-        f"{record['repeats']} calls; GB/s is what one device sends"
+        f"{record['repeats']} calls; GB/s counts what one device sends"
     ]
     if not record["collectives"]:
-        lines.append("  one device has nothing to exchange")
+        lines.append("  one device, so no collectives")
     for row in record["collectives"]:
         table = row["table_bytes_per_s"]
-        comparison = f"of {table / 1e9:g} GB/s in the chip table" if table else "the chip table has no figure"
+        comparison = f"of {table / 1e9:g} GB/s in the chip table" if table else "no value in the chip table"
         lines.append(
             f"  {row['axis']:8} x {row['devices']:<5} {row['collective']:15} {units.size(row['bytes']):>9}  "
             f"{row['seconds'] * 1e3:9.3f} ms  {row['bytes_per_s'] / 1e9:9.3f} GB/s {row['link']}; {comparison}"
         )
     if record["table_source"]:
-        lines.append(f"  the table's figure is for all links of a device together: {record['table_source']}")
+        lines.append(f"  the chip table's value is for all links of a device together: {record['table_source']}")
     for process in record["processes"]:
         lines.append(
-            f"  process {process['process']} on {process['host']}: slowest device {process['product_s'] * 1e3:.3f} ms "
-            f"for products, {process['copy_s'] * 1e3:.3f} ms for 16 MiB from the host; "
-            f"permute of 1 MiB {process['permute_s'] * 1e3:.3f} ms"
+            f"  process {process['process']} on {process['host']}: slowest device "
+            f"{process['product_s'] * 1e3:.3f} ms per matmul, {process['copy_s'] * 1e3:.3f} ms for 16 MiB from the "
+            f"host; permute of 1 MiB {process['permute_s'] * 1e3:.3f} ms"
         )
     if record["num_processes"] > 1:
         lines += [f"  slow: {line} the median" for line in record["slow"]] or ["  no host is slow"]
@@ -236,7 +236,7 @@ def measure_links(machine: Machine, sizes: Sequence[int] | None = None) -> Probe
     applies along each dimension and not to all devices together. Times are those of the slowest process.
     """
     if len(machine.devices) == 1:
-        return Probe(name="links", notes=("one device has nothing to exchange",))
+        return Probe(name="links", notes=("one device, so no collectives",))
     sizes = sizes or default_sizes(machine.devices[0])
     figures: list[Reading] = []
     for mesh in (found := meshes(machine.devices)):

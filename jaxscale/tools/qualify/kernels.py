@@ -65,7 +65,7 @@ def measure_kernels(machine: Machine) -> Probe:
                 continue
             for what, error, most in (("value", value, case.value_most), ("gradients", gradient, case.gradient_most)):
                 figures.append(Reading(name=f"{case.name}: {what}", value=error, unit="share", most=most))
-    notes.append(f"errors are root mean squares over those of the exact result; operands in {dtype}")
+    notes.append(f"errors are RMS, relative to the RMS of the exact result; operands in {dtype}")
     return Probe(name="kernels", figures=tuple(figures), notes=tuple(notes), problem="; ".join(problems))
 
 
@@ -111,17 +111,17 @@ def attention_cases(machine: Machine, dtype: str) -> Iterator[Case | str]:
     heads = (4, 2) if machine.on_cpu else (8, 2)
     needs_of = functools.partial(AttentionNeeds, head_dim=64 if machine.on_cpu else 128, dtype=dtype)
     variants = [(needs_of(), "", length) for length in lengths]
-    variants.append((needs_of(window=100), ", window of 100", lengths[0]))
+    variants.append((needs_of(window=100), ", window 100", lengths[0]))
     variants.append((needs_of(softcap=20.0), ", softcap", lengths[0]))
     for form in ATTENTIONS:
         if form in HARDWARE and PLATFORM_DEFAULT.get(machine.platform) != form:
             continue
         for needs, words, length in variants:
-            name = f"{form} attention of {length}{words}"
+            name = f"{form} attention, length {length}{words}"
             try:
                 attend, *_ = resolve_attention(form, machine.platform, needs, device)
             except BadInput as error:
-                yield f"{name}: left out, {error}"
+                yield f"{name}: skipped, {error}"
                 continue
             exact = xla.make_attend(softcap=needs.softcap, window=needs.window)
             (N, K), H = heads, needs.head_dim  # two rows of three documents each
@@ -146,7 +146,7 @@ def loss_case(machine: Machine, dtype: str) -> Iterator[Case]:
 
     kernel = lambda h_BTD, w_DV: summed_cross_entropy(h_BTD, w_DV, targets_BT, weights_BT, cfg).total
     operands = (normal(6, B, T, D), normal(7, D, V) * D**-0.5)
-    yield Case(f"cross-entropy over {V} words", kernel, exact, operands, dtype, *TOLERANCE[dtype])
+    yield Case(f"cross-entropy, vocabulary {V}", kernel, exact, operands, dtype, *TOLERANCE[dtype])
 
 
 def small_cases(machine: Machine, dtype: str) -> Iterator[Case]:
@@ -192,9 +192,9 @@ def product_cases(machine: Machine, dtype: str) -> Iterator[Case | str]:
     has["fp8"] = machine.on_cpu or (machine.chip and machine.chip.fp8_flops)
     for name in EIGHT_BIT:
         if not has[name]:
-            yield f"projection in {name}: left out, the datasheet has no such products"
+            yield f"projection in {name}: skipped, the datasheet lists no {name} matmuls"
         elif not packages.is_installed("qwix"):
-            yield f"projection in {name}: left out, qwix is not installed: pip install 'jaxscale[quant]'"
+            yield f"projection in {name}: skipped, qwix is not installed: pip install 'jaxscale[quant]'"
         else:
             kernel = functools.partial(quantized_project(project, name), spec)
             yield Case(f"projection in {name}", kernel, exact, operands, dtype, *EIGHT_BIT[name])

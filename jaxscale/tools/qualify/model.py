@@ -42,7 +42,7 @@ SEQ_LEN, VOCAB_SIZE, HEAD_DIM = 4096, 32_768, 128
 WAYS = [(8, "none"), (4, "none"), (8, "minimal"), (4, "minimal"), (2, "none"), (4, "full"), (1, "full")]
 USABLE = 0.9  # share of device memory; leaves room for errors of the estimate, the compiler and other probes
 WARMUP, LEAST_STEPS, MOST_STEPS, TRACED_STEPS = 2, 3, 20, 3
-BY_6N = "MFU, counted as 6 FLOPs a parameter and token alone"  # omits attention and counts the embedding lookup
+BY_6N = "MFU, counting only 6 FLOPs per parameter and token"  # omits attention and counts the embedding lookup
 TIMED_SHARE = 1 / 8  # of the time limit of all probes
 
 
@@ -53,7 +53,7 @@ def measure_model(machine: Machine) -> tuple[Probe, Measured | None]:
         in_all_processes = gathered(next_key("fits"), compiled is not None, made_of=all)
         if compiled is not None and in_all_processes:
             return measure_program(name, *compiled, machine)
-    return Probe(name="step", problem="no step of the smallest model fits into the memory of a device"), None
+    return Probe(name="step", problem="the step of the smallest model does not fit in device memory"), None
 
 
 def compile_step(cfg: RunConfig, machine: Machine) -> tuple[Program, Any] | None:
@@ -104,7 +104,7 @@ def measure_program(name: str, program: Program, executable: Any, machine: Machi
     try:
         overlap, notes = overlap_figures(executable.as_text(), lambda: runner.run(TRACED_STEPS))
     except (BadInput, OSError, RuntimeError) as error:
-        overlap, notes = [], [f"overlap: cannot be told, {first_words(error)}"]
+        overlap, notes = [], [f"overlap: not measured, {first_words(error)}"]
     cfg = program.cfg
     what = (
         f"{name}: {units.count(cfg.model.num_params)} parameters, {cfg.rows_per_step} rows of {cfg.seq_len} tokens, "
@@ -149,10 +149,10 @@ def speed_figures(
     step, low, high = statistics.median(timed), min(timed), max(timed)
     tokens = cfg.tokens_per_step
     slow, fast = tokens / high, tokens / low
-    found = [Reading(name="speed of the step", value=tokens / step, unit="tokens/s", low=slow, high=fast)]
-    time = Reading(name="time of a step", value=step, unit="s", low=low, high=high)
+    found = [Reading(name="step throughput", value=tokens / step, unit="tokens/s", low=slow, high=fast)]
+    time = Reading(name="step time", value=step, unit="s", low=low, high=high)
     if report is not None and report.roofline is not None:
-        bound, source = report.roofline.at_least_s, "the least by the roofline, as preflight shows it"
+        bound, source = report.roofline.at_least_s, "lower bound of the roofline, as in jaxscale preflight"
         time = dataclasses.replace(time, against=bound, source=source)
     found.append(time)
     if machine.chip is not None:
@@ -174,8 +174,8 @@ def memory_figures(
     said, within = report.peak_bytes, machine.floors.memory_within
     return [
         Reading(
-            name="peak memory of a device", value=peak, unit="bytes", against=said,
-            source="the compiler's, as preflight shows it", least=said * (1 - within), most=said * (1 + within),
+            name="peak memory per device", value=peak, unit="bytes", against=said,
+            source="the compiler's, as in jaxscale preflight", least=said * (1 - within), most=said * (1 + within),
         )
     ]  # fmt: skip
 

@@ -103,7 +103,7 @@ def read_overlap(events: Iterable[TraceEvent], roles: Roles) -> TraceOverlap:
         totals["covered"] += length(common(whole, products))
         for op, span in spans:
             exposed[op] += (span[1] - span[0]) - length(common([span], products))
-    text = f"{len(unpaired)} asynchronous collectives whose start is in another part of the program"
+    text = f"{len(unpaired)} asynchronous collectives that start in another computation"
     by_time = sorted(exposed.items(), key=lambda item: -item[1])[:MOST_NAMED]
     longest = tuple((op, nanoseconds / 1e9) for op, nanoseconds in by_time if nanoseconds > 0)
     seconds = {name: value / 1e9 for name, value in totals.items()}
@@ -191,19 +191,19 @@ def overlap_figures(text: str, run: Callable[[], Any]) -> tuple[list[Reading], l
     events = trace(run)
     ours = [event for event in events if event.op in known]
     if not ours:
-        return [], ["overlap: cannot be told, for the trace names no instruction of the step (CUDA graphs hide them)"]
+        return [], ["overlap: not measured, the trace has no instructions of the step (CUDA graphs hide them)"]
     found = read_overlap(ours, roles)
-    notes = [f"overlap: cannot be told of {line}" for line in found.untold]
+    notes = [f"overlap: excludes {line}" for line in found.untold]
     if missing := sorted(known - {event.op for event in events}):
         notes.append(
-            f"overlap: {len(missing)} products and collectives of the step are not in the trace: {missing[0]}, ..."
+            f"overlap: {len(missing)} matmuls and collectives of the step are not in the trace: {missing[0]}, ..."
         )
     if found.exposed:
         longest = ", ".join(f"{op} {seconds * 1e3:,.3g} ms" for op, seconds in found.exposed)
-        notes.append(f"overlap: the longest that nothing covered, over the traced steps and all devices: {longest}")
+        notes.append(f"overlap: longest exposed collectives, over traced steps and all devices: {longest}")
     covered = found.covered / found.collective if found.collective else 0.0
     figures = [
-        Reading(name="overlap: collectives, of the time of both", value=found.collective / found.busy, unit="share"),
-        Reading(name="overlap: collective time in which products run", value=covered, unit="share"),
+        Reading(name="overlap: collective share of busy time", value=found.collective / found.busy, unit="share"),
+        Reading(name="overlap: collective time that overlaps matmuls", value=covered, unit="share"),
     ]
     return figures, notes

@@ -36,16 +36,17 @@ def measure_products(machine: Machine) -> Probe:
         except (jax.errors.JaxRuntimeError, NotImplementedError, TypeError) as error:
             if dtype not in RESULTS:  # all machines must support the other dtypes
                 raise
-            notes.append(f"products in {dtype}: not measured, {first_words(error)}")
+            notes.append(f"matmuls in {dtype}: not measured, {first_words(error)}")
             continue
-        name = f"products in {dtype}"
+        name = f"matmuls in {dtype}"
         figures.append(reading_of(found.rate(flops), name, "FLOP/s", peak, machine.floors.products, source))
     num_bytes = CPU_MEMORY_BYTES if device.platform == "cpu" else MEMORY_BYTES
     x = jax.device_put(np.ones(num_bytes // 4, np.float32), device)
     found, moved = timed(lambda: over(x), REPEATS), QUEUED * 2.0 * num_bytes  # read and written
     datasheet = chip.hbm_bandwidth if chip else None
     rate = found.rate(moved)
-    figures.append(reading_of(rate, "memory, read and written", "bytes/s", datasheet, machine.floors.bandwidth, source))
+    name = "memory, read and write"
+    figures.append(reading_of(rate, name, "bytes/s", datasheet, machine.floors.bandwidth, source))
     return Probe(name="products", figures=tuple(figures), notes=tuple(notes))
 
 
@@ -112,9 +113,9 @@ def measure_devices(machine: Machine, time_device: Callable[[Device], float] = p
     time_one = lambda d: (f"{name_of(d)} on {socket.gethostname()}", jax.process_index(), time_device(d))
     mine = in_all(lambda: [time_one(d) for d in (local[:1] if shared else local)], machine.wait_seconds)
     rows = [row for rows in gathered(next_key("devices"), mine) for row in rows]
-    notes = ["simulated devices share the processor: one of each process was timed"] if shared else []
+    notes = ["simulated devices share the processor, so one per process was timed"] if shared else []
     if len(rows) == 1:
-        return Probe(name="devices", notes=(*notes, "one device has none to be slower than"))
+        return Probe(name="devices", notes=(*notes, "one device, so there is nothing to compare"))
     return Probe(name="devices", figures=beside_median(rows, machine.floors.slow), notes=tuple(notes))
 
 
@@ -124,7 +125,7 @@ def beside_median(rows: Sequence[tuple[str, int, float]], most: float) -> tuple[
     times = sorted(rows, key=lambda row: -row[2])
     slow = {f"{label} (process {n}) is slow": seconds for label, n, seconds in times if seconds > most * usual}
     fastest, slowest = times[-1][2], times[0][2]
-    name = f"a product, median of {len(rows)} devices"
+    name = f"one matmul, median of {len(rows)} devices"
     shown = slow or {f"slowest, {times[0][0]}": slowest}
     return (
         Reading(name=name, value=usual, unit="s", low=fastest, high=slowest),

@@ -11,12 +11,12 @@ from jaxscale.units import duration, plural
 from jaxscale.units import table as text_table
 
 TITLES = {
-    "products": "Products and memory",
+    "products": "Matmuls and memory",
     "devices": "Devices compared",
     "links": "Links",
     "kernels": "Kernels compared with float32",
     "step": "A training step",
-    "storage": "Saves and restores",
+    "storage": "Checkpoint save and restore",
 }
 SHOWN = {"passed": "finished", "below": "failed", "failed": "failed", "left out": "stopped", "measured": "running"}
 HEAD = ("", "measured", "from", "to", "compared with", "share", "", "limit", "")
@@ -31,7 +31,7 @@ def make_page(result: Qualification) -> str:
         ("hosts", str(len(result.hosts)), ", ".join(result.hosts[:4])),
         ("processes", str(result.num_processes), ""),
         *headlines(result),
-        ("took", duration(result.seconds), result.date[:16].replace("T", " ") + " UTC"),
+        ("duration", duration(result.seconds), result.date[:16].replace("T", " ") + " UTC"),
     ]
     items = "".join(
         f"<div><dt>{escape(name)}</dt><dd>{escape(value)}<small>{escape(more)}</small></dd></div>"
@@ -45,27 +45,27 @@ def make_page(result: Qualification) -> str:
     )
     sections = [Section(probe.name, TITLES[probe.name], probe_html(probe)) for probe in result.probes]
     versions = [(name, version) for name, version in result.versions.items() if version]
-    floors = table(("flag", "floor", ""), floor_rows(result.floors)) + table(("version of", ""), versions)
+    floors = table(("flag", "floor", ""), floor_rows(result.floors)) + table(("package", "version"), versions)
     sections.append(Section("floors", "Floors and versions", floors))
-    end = f"Made {result.date} by jaxscale qualify. Figures are medians; from and to are the slowest and fastest call."
+    end = f"Created {result.date} by jaxscale qualify. Values: medians; from and to are the slowest and fastest call."
     return whole_page(f"{result.devices}: {word}", head, sections, end, {"plots": []})
 
 
 def verdict(result: Qualification) -> tuple[str, str]:
     """Returns (the verdict in words, its CSS class)."""
     if result.unfinished:
-        return f"under way, {', '.join(result.unfinished)} to come", "running"
+        return f"in progress, pending: {', '.join(result.unfinished)}", "running"
     if not result.passed:
         return f"NOT QUALIFIED: {plural(len(result.failures), 'finding')}", "failed"
     missing = [probe.name for probe in result.probes if probe.left_out]
-    return ("QUALIFIED" + (f", but for {', '.join(missing)}, left out" if missing else "")), "finished"
+    return ("QUALIFIED" + (f", except {', '.join(missing)} (skipped)" if missing else "")), "finished"
 
 
 def headlines(result: Qualification) -> Iterator[tuple[str, str, str]]:
     """Yields (name, value, share of the datasheet) for the figures at the top of the page."""
     for probe in result.probes:
         for figure in probe.figures:
-            if figure.name in ("speed of the step", "MFU", "overlap: collective time in which products run") or (
+            if figure.name in ("step throughput", "MFU", "overlap: collective time that overlaps matmuls") or (
                 probe.name == "products" and figure is probe.figures[0]
             ):
                 more = f"{figure.share:.1%} of the datasheet" if figure.share is not None else ""
@@ -108,11 +108,11 @@ def floor_rows(floors: Floors) -> list[tuple[str, str, str]]:
     mfu = "none" if floors.mfu is None else f"{floors.mfu:.0%}"
     links_help = "of the datasheet's link bandwidth, largest size, along one dimension"
     return [
-        ("--products_floor", f"{floors.products:.0%}", "of the datasheet's FLOP/s, in each type"),
+        ("--products_floor", f"{floors.products:.0%}", "of the datasheet's FLOP/s, for each dtype"),
         ("--bandwidth_floor", f"{floors.bandwidth:.0%}", "of the datasheet's memory bandwidth"),
         ("--links_floor", f"{floors.links:.0%}", links_help),
-        ("--mfu_floor", mfu, "of the datasheet's FLOP/s, by the training step"),
-        ("--memory_within", f"{floors.memory_within:.0%}", "of the compiler's figure, either way, for the step's peak"),
+        ("--mfu_floor", mfu, "of the datasheet's FLOP/s, in the training step"),
+        ("--memory_within", f"{floors.memory_within:.0%}", "difference of the step's peak memory from the compiler's"),
         ("--slow", f"{floors.slow:g}", "times the median device"),
     ]
 

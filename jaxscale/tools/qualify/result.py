@@ -11,7 +11,7 @@ from jaxscale.runtime.hosts.agree import WAIT_SECONDS
 from jaxscale.runtime.hosts.watchdog import Watchdog
 from jaxscale.tools.planning.published_mfu import published_mfu
 
-NO_DATASHEET = "no datasheet for this machine: its figures are compared with nothing"
+NO_DATASHEET = "no datasheet for this machine, so results are not compared"
 PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 Rate = tuple[float, float, float]  # (median, low, high)
 
@@ -123,7 +123,7 @@ class Probe:
         for one in self.figures:
             if one.passed is False:
                 share = f", {one.share:.1%} of {amount(one.against, one.unit)}" if one.against else ""
-                found.append(f"{one.name}: {amount(one.value, one.unit)}{share}; wanted {limits(one)}")
+                found.append(f"{one.name}: {amount(one.value, one.unit)}{share}; required: {limits(one)}")
         return tuple(found)
 
     @property

@@ -49,9 +49,9 @@ def qualify(
     for name, function in zip(PROBES, functions):
         elapsed = agreed(lambda: clock() - began)
         if name not in only:
-            found.append(Probe(name=name, left_out=True, notes=("not asked for",)))
+            found.append(Probe(name=name, left_out=True, notes=("not requested",)))
         elif elapsed > machine.seconds:
-            found.append(Probe(name=name, left_out=True, notes=(f"no time was left after {duration(elapsed)}",)))
+            found.append(Probe(name=name, left_out=True, notes=(f"time limit reached after {duration(elapsed)}",)))
         else:
             number = wanted.index(name) + 1
             say(f"[{number}/{len(wanted)}] {name}: {to_go(wanted[: number - 1], wanted[number - 1 :], elapsed)}")
@@ -70,9 +70,9 @@ def qualify(
 
 
 def to_go(done: Collection[str], ahead: Collection[str], elapsed: float) -> str:
-    """Returns the time estimate, such as 'about 3m20s to go', from the expected times and the pace so far."""
+    """Returns the time estimate, such as 'about 3m20s left', from the expected times and the pace so far."""
     pace = elapsed / sum(EXPECTED[name] for name in done) if done else 1.0
-    return f"about {duration(pace * sum(EXPECTED[name] for name in ahead))} to go"
+    return f"about {duration(pace * sum(EXPECTED[name] for name in ahead))} left"
 
 
 def attempt(name: str, function: Callable[[Machine], Probe], machine: Machine, clock: Callable[[], float]) -> Probe:
@@ -96,7 +96,7 @@ def attempt(name: str, function: Callable[[Machine], Probe], machine: Machine, c
     try:
         answers = gathered(key, [probe.problem, list(probe.outside)], machine.wait_seconds)
     except TimeoutError as error:
-        raise Stop(Exit.PEER_LOST, f"{name}: {error}; start all again") from None
+        raise Stop(Exit.PEER_LOST, f"{name}: {error}; restart all processes") from None
     if any(problem for problem, _ in answers):
         align_keys(f"{key}/numbers")
     problems, outside = [probe.problem] if probe.problem else [], []

@@ -64,14 +64,14 @@ class SpecFlags:
 
     spec: str | None = flag(
         None,
-        "S: 8 layers, d 512, vocabulary 8192, 8 x 512 tokens; T: 4 layers, d 256, vocabulary 256, 16 x 256 tokens; "
-        "both Llama, untied, AdamW, clipped; M: a Mixtral of 4 layers, d 512, 8 experts of 768, top 2, "
-        "vocabulary 8192, 8 x 512 tokens",
+        "S: 8 layers, width 512, vocabulary 8192, 8 x 512 tokens; T: 4 layers, width 256, vocabulary 256, "
+        "16 x 256 tokens; both Llama, untied embeddings, AdamW, gradient clipping; M: Mixtral, 4 layers, width 512, "
+        "8 experts of width 768, top 2, vocabulary 8192, 8 x 512 tokens",
         "S",
     )
-    config: str = flag("", "a run's config instead", "FILE")
+    config: str = flag("", "config of a run, instead of --spec", "FILE")
     settings: dict[str, str] = flag(
-        dict, "sets any setting of either, such as --config.train.num_microbatches=4", "VALUE", name="config.NAME"
+        dict, "sets any setting, such as --config.train.num_microbatches=4", "VALUE", name="config.NAME"
     )
     dtype: str | None = flag(None, "compute dtype", "float32")
 
@@ -83,11 +83,11 @@ def read_config(arguments: Arguments, *, usual: str = "S") -> tuple[str, RunConf
         overrides["model.compute_dtype"] = flags.dtype
     if arguments.config:
         if flags.spec:
-            raise BadInput("--spec and --config each name a model; give one of them")
+            raise BadInput("--spec and --config both select a model; give only one")
         return config_name(arguments.config), config_file.load_config(arguments.config, overrides)
     spec = flags.spec or usual
     if spec not in SPECS:
-        raise BadInput(f"--spec={spec} is not known; there is {units.or_list(list(SPECS))}, or --config=FILE")
+        raise BadInput(f"--spec={spec} is unknown; give {units.or_list(list(SPECS))}, or --config=FILE")
     return spec, schema.from_dict(RunConfig, schema.merge(SPECS[spec], COMMON | overrides))
 
 
@@ -234,7 +234,7 @@ def loss_problem(first: float | None, last: float | None, log_vocab: float, vari
     low, high = log_vocab - NEAR_NATS, log_vocab + variance / 2 + NEAR_NATS
     for what, loss in (("first", first), ("last", last)):
         if loss is not None and not low < loss < high:
-            return f"the {what} loss is {loss:.4g} and should be from {low:.4g} to {high:.4g}, of random tokens"
+            return f"the {what} loss is {loss:.4g}, but random tokens should give {low:.4g} to {high:.4g}"
     return None
 
 
@@ -248,21 +248,21 @@ def step_lines(record: dict[str, Any]) -> list[str]:
     problem = loss_problem(*(record[name] for name in LOSSES))
     active = ""
     if record["active_params"] != record["params"]:  # a mixture of experts
-        active = f" ({units.count(record['active_params'])} for a token, which FLOPs and MFU count)"
+        active = f" ({units.count(record['active_params'])} active per token, counted in FLOPs and MFU)"
     commit = record["git_commit"]
     return [
-        f"{record['spec']}, {record['dtype']}: {record['rows']} x {record['seq_len']} random tokens a step, "
+        f"{record['spec']}, {record['dtype']}: {record['rows']} x {record['seq_len']} random tokens per step, "
         f"{units.count(record['params'])} parameters{active}, layers {layers}, "
         f"{record['attention']} attention, {record['num_microbatches']} microbatch(es); "
         f"{record['devices']}, {record['cpus']} CPUs" + (", huge pages" if record["huge_pages"] else ""),
-        f"  {record['tok_s']:,.0f} tokens/s, {record['gflops']:,.0f} GFLOP/s by the model's own formula{mfu}; "
-        f"products alone reach {record['product_gflops']:,.0f} here",
-        f"  step {record['step_s']:.4g} s, median of {record['steps']} ({low:.4g} to {high:.4g}); processor time "
+        f"  {record['tok_s']:,.0f} tokens/s, {record['gflops']:,.0f} GFLOP/s from the model's formula{mfu}; "
+        f"matmuls alone reach {record['product_gflops']:,.0f} GFLOP/s here",
+        f"  step {record['step_s']:.4g} s, median of {record['steps']} ({low:.4g} to {high:.4g}); CPU time "
         f"{record['cpu_s']:.4g} s",
-        f"  compile {record['compile_s']} s ({'' if record['compile_from_cache'] else 'not '}from the cache), the "
-        f"step was compiled {times}; first step done {first} after process start",
+        f"  compile {record['compile_s']} s ({'' if record['compile_from_cache'] else 'not '}from the cache), "
+        f"compiled {times}; first step finished {first} after process start",
         f"  peak memory {record['rss_mb']:,} MiB"
-        + ("" if record["device_peak_mb"] is None else f", on a device {record['device_peak_mb']:,} MiB"),
+        + ("" if record["device_peak_mb"] is None else f", per device {record['device_peak_mb']:,} MiB"),
         f"  loss {record['loss0']} to {record['lossN']}, log(vocabulary) {record['log_vocab']}: {problem or 'sane'}",
         "  "
         + ", ".join(f"{name} {version}" for name, version in record["versions"].items() if version)

@@ -38,9 +38,9 @@ def measure_storage(machine: Machine) -> Probe:
         whole = agreed(lambda: min(most * processes, int(tried / sum(seconds) * machine.seconds * TIME_SHARE)))
         saved_bytes, blocked, saved, restored = save_and_restore(folder / "timed", mesh, max(whole, tried), machine)
     figures = (
-        Reading(name="save, written, synced and read back", value=saved_bytes / saved, unit="bytes/s"),
+        Reading(name="save (written, synced, read back)", value=saved_bytes / saved, unit="bytes/s"),
         Reading(name="restore", value=saved_bytes / restored, unit="bytes/s"),
-        Reading(name="a save blocks the step's thread for", value=blocked, unit="s"),
+        Reading(name="time that a save blocks training", value=blocked, unit="s"),
     )
     note = f"{size(saved_bytes)} by {plural(processes, 'process')} to {machine.save_folder}"
     return Probe(name="storage", figures=figures, notes=(note,))
