@@ -87,13 +87,17 @@ def test_a_frame_fits_every_terminal(width, height, unicode):
     [
         (seen(), "running", "green"),
         (seen(written_at=NOW - 1000), "silent for 16m40s", "red"),
-        (seen(records=[], events=[], written_at=None, config={}), "no start and no step noted yet", "yellow"),
+        (seen(records=[], events=[], written_at=None, config={}), "no start or step was logged yet", "yellow"),
         (
             seen(events=[STARTED, event("stopped", -1, code=0)]),
-            "stopped before its last step, on request",
+            "stopped on request before its last step",
             "yellow",
         ),
-        (seen(records=[training(1000)], events=[STARTED, event("stopped", -1, code=0)]), "all steps are done", "green"),
+        (
+            seen(records=[training(1000)], events=[STARTED, event("stopped", -1, code=0)]),
+            "completed all steps",
+            "green",
+        ),
         (seen(events=[STARTED, event("stopped", -1, code=17, why="x")]), "exit 17, training diverged", "red"),
         (seen(events=[STARTED, event("stopped", -1, code=10, why="x")]), "exit 10, saved on a signal", "yellow"),
         (seen(events=[STARTED, event("stopped", -1, code=130)]), "exit 130, SIGINT", "yellow"),
@@ -136,11 +140,11 @@ def test_text_is_cut_by_the_columns_that_it_takes():
 @pytest.mark.parametrize(
     ("of", "words"),
     [
-        (event("rewind", 0, 90, to=60, why="replicas"), "step 90: went back to step 60, 30 steps are abandoned"),
+        (event("rewind", 0, 90, to=60, why="replicas"), "step 90: rewound to step 60, 30 steps discarded"),
         (event("saved", 0, 5, seconds=2.0, verified=False), "step 5: checkpoint saved, 2.0s; NOT verified: 5"),
         (event("alert", 0, 7, what="loss_spike", seen="it rose"), "step 7: loss spike: it rose"),
-        (event("alert", 0, 9, what="loss_spike", over=True, seen="it fell"), "step 9: loss spike is over: it fell"),
-        (event("save_failed", 0, 7, cause="no room"), "step 7: a save failed: no room"),
+        (event("alert", 0, 9, what="loss_spike", over=True, seen="it fell"), "step 9: loss spike ended: it fell"),
+        (event("save_failed", 0, 7, cause="no room"), "step 7: checkpoint save failed: no room"),
         (event("stopped", 0, code=15), "exit 15, nothing moved for too long"),
         (event("stopped", 0, code=130), "exit 130, SIGINT"),
     ],

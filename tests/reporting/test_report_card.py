@@ -45,7 +45,7 @@ def row(card, name):
 def test_runs_stand_beside_each_other():
     card = make_card([BASE, CHAT], now=NOW)
     assert card.startswith("# base and chat: report card\n")
-    assert row(card, "model") == ["llama, 4 layers of 256"] * 2 and row(card, "validation loss") == ["3.25"] * 2
+    assert row(card, "model") == ["llama, 4 layers, width 256"] * 2 and row(card, "validation loss") == ["3.25"] * 2
     assert row(card, "held: bits per byte") == ["1.25 ± 0.125", "-"]
     assert row(card, "questions: accuracy") == ["-", "0.5"]
     assert "MFU" not in card and "nats per token" not in card  # nothing is known of it; told by bits per byte
@@ -54,7 +54,7 @@ def test_runs_stand_beside_each_other():
 
 def test_a_run_without_anything_is_a_card_too():
     card = make_card([History(workdir="runs/new")], now=NOW)
-    assert card.startswith("# new: report card") and "Measured" not in card and "What it writes" not in card
+    assert card.startswith("# new: report card") and "Evaluations" not in card and "Samples" not in card
 
 
 def test_a_bar_in_a_cell_is_no_new_column():

@@ -43,7 +43,7 @@ def test_what_was_trained_validated_and_measured_at_one_step_all_counts(tmp_path
 def test_pages_show_curves_and_numbers_and_escape_names(tmp_path):
     one, other = run_in(tmp_path / "one"), run_in(tmp_path / "other")
     alone = make_evals_page(one, now=0.0)
-    assert "Evaluations: accuracy" in alone and "0.4 ± 0.02" in alone and "Made 1970" in alone
+    assert "Evaluations: accuracy" in alone and "0.4 ± 0.02" in alone and "Created 1970" in alone
     page, both = make_page([one]), make_page([one, other])
     assert 'href="#evals"' in page and "Evaluations: accuracy" in page
     assert "wiki: accuracy" in both

@@ -50,14 +50,14 @@ def test_each_layer_has_a_row_and_each_expert_a_column_also_of_hundreds(tmp_path
     page = make_page([read_history(made(tmp_path / "run", 58, 256, first_layer=3))], now=0.0)
     drawn = figures(page)
     assert [title for title in drawn if "Experts" in title or "expert" in title] == [
-        "Busiest expert", "Effective number of experts", "Experts without a token", "Busiest expert by layer",
-        "Tokens of each expert in steps 201 to 300",
+        "Busiest expert", "Effective number of experts", "Experts without tokens", "Busiest expert by layer",
+        "Tokens per expert in steps 201 to 300",
     ]  # fmt: skip
-    by_expert = drawn["Tokens of each expert in steps 201 to 300"]
+    by_expert = drawn["Tokens per expert in steps 201 to 300"]
     assert cells(by_expert)["empty"] == 1 and ">no token<" in by_expert.replace("</i> ", "</i>>").replace(
         "</span>", "<"
     )
-    assert "1 expert had no token: 255 of layer 3." in by_expert and '<span class="xn">expert</span>' in by_expert
+    assert "1 expert without tokens: 255 of layer 3." in by_expert and '<span class="xn">expert</span>' in by_expert
     heats = [
         plot["heat"]
         for plot in json.loads(re.search('"plot-data"[^>]*>(.*?)</script>', page)[1])["plots"]
@@ -73,7 +73,7 @@ def test_each_layer_has_a_row_and_each_expert_a_column_also_of_hundreds(tmp_path
 def test_few_layers_are_lines_and_an_even_spread_is_in_the_middle_of_the_colours(tmp_path):
     drawn = figures(make_page([read_history(made(tmp_path / "run", 2, 8))], now=0.0))
     assert "heat" not in drawn["Busiest expert by layer"] and "layer 1" in drawn["Busiest expert by layer"]
-    colours = cells(drawn["Tokens of each expert in steps 201 to 300"])
+    colours = cells(drawn["Tokens per expert in steps 201 to 300"])
     assert set(colours) == {"empty", "h5", "h6", "h8"}, "a tenth more or less, none, and twice"
 
 
@@ -87,11 +87,7 @@ def test_the_terminals_frame_has_a_line_of_them(tmp_path):
 def test_runs_beside_each_other_have_their_own_tables_and_runs_without_experts_no_section(tmp_path):
     one, other = (read_history(made(tmp_path / name, 4, 8)) for name in "ab")
     page = part_of(make_page([one, other], now=0.0))
-    assert (
-        page.count("<b>Tokens of each expert") == 2
-        and page.count("<h3>") == 2
-        and page.count("<b>Busiest expert<") == 1
-    )
+    assert page.count("<b>Tokens per expert") == 2 and page.count("<h3>") == 2 and page.count("<b>Busiest expert<") == 1
     (tmp_path / "a" / "experts.jsonl").unlink()
     alone = part_of(make_page([read_history(tmp_path / "a")], now=0.0))
     assert "monitor.statistics_every_steps=100" in alone and "Tokens of each expert" not in alone

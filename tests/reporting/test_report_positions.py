@@ -33,14 +33,14 @@ def test_the_table_goes_from_few_tokens_to_many_with_the_first_and_the_newest_lo
     metrics = position_metrics([run])
     assert list(metrics.values()) == list(map(metric_of, RANGES))  # as numbers: 9 comes before 17
     rows = cells(positions_table([run], metrics))
-    assert rows[0] == ["tokens read before", "first", "newest"]
+    assert rows[0] == ["context tokens", "first", "newest"]
     assert rows[1] == ["1", "5", "4"] and rows[3] == ["3 to 4", "7", "6"] and rows[-1] == ["257 to 300", "14", "13"]
 
 
 def test_runs_stand_beside_each_other_also_where_their_rows_differ_in_length():
     short, long = history("short", 5.0, RANGES[:4]), history("long", 6.0)
     rows = cells(positions_table([short, long], position_metrics([short, long])))
-    assert rows[0] == ["tokens read before", "short", "long"]
+    assert rows[0] == ["context tokens", "short", "long"]
     assert rows[4] == ["5 to 8", "7", "8"] and rows[5] == ["9 to 16", "n/a", "9"]
 
 

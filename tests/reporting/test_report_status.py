@@ -48,7 +48,7 @@ def test_the_time_to_go_has_validations_share_and_a_run_without_an_end_no_cost_t
     devices = {"kind": "TPU v5", "number": 1}
     run = History(workdir="run", rows=rows, config={"devices": devices, "budget": {"total_steps": 30}})
     assert status_of(run, BEGAN).left_seconds == pytest.approx(20 * 1.0 * 2)  # half of the time so far was validation
-    assert cost_fact(status_of(run, BEGAN, 3600.0)) == ("cost so far", "$20.00", "$60.00 in all at its end")
+    assert cost_fact(status_of(run, BEGAN, 3600.0)) == ("cost so far", "$20.00", "$60.00 at the end")
     endless = dataclasses.replace(run, config={"devices": devices})
     assert cost_fact(status_of(endless, BEGAN, 3600.0)) == ("cost so far", "$20.00", "")
 

@@ -195,8 +195,8 @@ def test_a_run_decays_early_and_ends_at_the_smallest_rate_on_record(ended):
     np.testing.assert_allclose([found[n] for n in range(begin + 1, until + 1)], np.linspace(1e-2, 1e-3, 6), rtol=1e-6)
     assert found[until] == np.float32(1e-3)
     kinds = {event["event"]: event_message(event) for event in read_events(folder)}
-    assert kinds["overrun"].startswith("limit.deadline=40s will not be kept, ")
-    assert kinds["early_decay"] == f"the decay begins early, and the run ends at step {until}: limit.deadline=40s"
+    assert kinds["overrun"].startswith("limit.deadline=40s will be exceeded; ")
+    assert kinds["early_decay"] == f"the decay starts early, and the run ends at step {until}: limit.deadline=40s"
     written = json.loads((folder / "config.json").read_text())
     assert (written["budget"]["total_steps"], written["budget"]["decay_start"]) == (until, begin)
     assert written["changed"] == []

@@ -22,21 +22,21 @@ def make_card(histories: Sequence[History], *, price: float | None = None, now: 
     facts = [[name, *cells] for name, cells in fact_rows(histories, statuses) if any(cell != NONE for cell in cells)]
     parts = [f"# {' and '.join(map(in_markdown, heads[1:]))}: report card", table(heads, facts)]
     if rows := measured_rows(histories):
-        parts += ["## Measured", table(heads, rows), "Each with its standard error, on what was not trained on."]
+        parts += ["## Evaluations", table(heads, rows), "Values with standard errors, on data not used in training."]
     if written := [history for history in histories if history.samples]:
-        parts.append("## What it writes")
+        parts.append("## Samples")
         for history in written:
             sample = block_in_markdown(history.samples[-1].text[:SAMPLE_CHARACTERS])  # nothing in it can end the block
             parts.append(f"### {in_markdown(history.name)}\n\n{sample}")
     total = sum(status.cost for status in statuses if status.cost is not None)
     wall = sum(status.wall_seconds or 0.0 for status in statuses)
     cost = f", {money(total)}" if any(status.cost is not None for status in statuses) else ""
-    parts.append(f"All in all: {units.duration(wall)} of training{cost}; {clock(now)}.")
+    parts.append(f"Total: {units.duration(wall)} of training{cost}; {clock(now)}.")
     return "\n\n".join(parts) + "\n"
 
 
 def fact_rows(histories: Sequence[History], statuses: Sequence[Status]) -> list[tuple[str, list[str]]]:
-    """(name, a cell for each run) of what a run is."""
+    """Returns (name, a cell for each run) of state, model, progress and cost."""
     each = list(zip(histories, statuses))
     known = lambda value, show: NONE if value is None else show(value)
     return [
@@ -56,10 +56,10 @@ def fact_rows(histories: Sequence[History], statuses: Sequence[Status]) -> list[
 
 
 def model_words(history: History) -> str:
-    """'llama, 4 layers of 256'."""
+    """'llama, 4 layers, width 256'."""
     model = history.part("config", "model")
     layers, width = model.get("num_layers"), model.get("embed_dim")
-    return f"{model.get('name', '?')}, {layers} layers of {width}" if layers and width else NONE
+    return f"{model.get('name', '?')}, {layers} layers, width {width}" if layers and width else NONE
 
 
 def measured_rows(histories: Sequence[History]) -> list[list[str]]:

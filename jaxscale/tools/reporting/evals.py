@@ -14,8 +14,8 @@ SHOWN = re.compile(r"evals(?:_ema)?/.+/([a-z_]+)")  # the metric of an evaluator
 METRICS = {  # in page order; other metrics are errors and counts
     "bits_per_byte": "bits per byte",
     "acc": "accuracy",
-    "acc_norm": "accuracy, likelihood per character",
-    "acc_bytes": "accuracy, likelihood per byte",
+    "acc_norm": "accuracy, normalized by characters",
+    "acc_bytes": "accuracy, normalized by bytes",
     "perplexity": "perplexity",
     "loss": "nats per token",
 }

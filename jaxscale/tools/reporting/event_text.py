@@ -35,7 +35,7 @@ class Incident(NamedTuple):
 
 
 def incidents(events: Sequence[Mapping[str, Any]]) -> tuple[list[Incident], int]:
-    """(what happened, newest last; how many older lines are left out). Saves, and skips, in a row are one line."""
+    """(incidents, newest last; number of older ones omitted). Consecutive saves, and skips, are one line."""
     found = []
     for kind, group in itertools.groupby(events, key=lambda event: event["event"]):
         members = list(group)
@@ -44,7 +44,7 @@ def incidents(events: Sequence[Mapping[str, Any]]) -> tuple[list[Incident], int]
         elif kind == "skipped" and len(members) > 1:
             steps = [event["step"] for event in members if is_number(event.get("step"))]
             reasons = ", ".join(dict.fromkeys(str(event.get("why")) for event in members))
-            what = f"{len(members)} steps not applied: {reasons}"
+            what = f"{len(members)} steps skipped: {reasons}"
             found.append(Incident(when(members[-1]), span(steps), what, True))
         else:
             for event in members:
@@ -104,17 +104,18 @@ def event_message(event: Mapping[str, Any]) -> str:
         case "restored":
             return f"checkpoint restored{facts_text(event)}"
         case "branch":
-            return f"branched off {described(get('ancestor'))}"
+            return f"branched from {described(get('ancestor'))}"
         case "saved":
             return several_saves([event]).what
         case "save_failed":
-            return f"a save failed: {cause}" + (f" ({get('in_row')} in a row)" if is_number(get("in_row")) else "")
+            repeated = f" ({get('in_row')} in a row)" if is_number(get("in_row")) else ""
+            return f"checkpoint save failed: {cause}{repeated}"
         case "fallback":
-            return f"the checkpoint could not be read back; went on from step {get('to')}: {cause}"
+            return f"the checkpoint could not be restored; resumed from step {get('to')}: {cause}"
         case "set_aside":
-            return f"the checkpoint was set aside ({get('why')})" + (f": {cause}" if cause else "")
+            return f"checkpoint moved aside ({get('why')})" + (f": {cause}" if cause else "")
         case "skipped":
-            return f"step not applied: {get('why')}{'; ' + numbers if numbers else ''}{batch}"
+            return f"step skipped: {get('why')}{'; ' + numbers if numbers else ''}{batch}"
         case "spike":
             return f"loss spike: {numbers}{batch}"
         case "alarm":
@@ -124,14 +125,14 @@ def event_message(event: Mapping[str, Any]) -> str:
         case "alert":
             return alert_text(event)
         case "lr_cut":
-            return f"learning rate times {described(get('factor'))} until step {get('until')}"
+            return f"learning rate multiplied by {described(get('factor'))} until step {get('until')}"
         case "overrun":
             late = get("over_seconds")
-            over = f", {units.duration(late)} after it" if is_number(late) else ""
-            ends = "its decay is to begin early" if get("decays") is True else "the run continues"
-            return f"{get('limit')} {'has passed' if get('passed') is True else 'will not be kept'}{over}: {ends}"
+            over = f"; forecast end {units.duration(late)} after it" if is_number(late) else ""
+            ends = "the decay will start early" if get("decays") is True else "the run continues"
+            return f"{get('limit')} {'has passed' if get('passed') is True else 'will be exceeded'}{over}; {ends}"
         case "early_decay":
-            return f"the decay begins early, and the run ends at step {get('until')}: {get('why')}"
+            return f"the decay starts early, and the run ends at step {get('until')}: {get('why')}"
         case "rewind":
             return rewind_text(event)
         case "stopped":
@@ -139,11 +140,11 @@ def event_message(event: Mapping[str, Any]) -> str:
             ending = meaning(code) if isinstance(code, int) else "ended"
             return ending if str(get("why")) in ("", "None", "done") else f"{ending}: {get('why')}"
         case "hang":
-            return f"nothing moved: {cause}"
+            return f"no progress: {cause}"
         case "replicas_differ":
-            return f"copies of the state differ between devices: {get('verdict')}"
+            return f"replicas of the state differ between devices: {get('verdict')}"
         case "lock_stolen":
-            return f"the folder's lock changed hands ({get('why')}): {get('holder')}"
+            return f"another process took the folder's lock ({get('why')}): {get('holder')}"
         case "signal":
             return f"signal {get('name') or get('signal') or cause}"
         case kind:
@@ -155,10 +156,10 @@ def rewind_text(event: Mapping[str, Any]) -> str:
     skips = as_list(event.get("skip_batches"))
     ranges = ", ".join(f"{part[0]} to {part[1] - 1}" for part in skips if is_pair(part))
     to = event.get("to")
-    lost = f", {event['step'] - to:,} steps are abandoned" if is_number(to) and is_number(event.get("step")) else ""
-    reasons = {"skipped": "too many steps were not applied", "replicas": "copies of the state differed"}
+    lost = f", {event['step'] - to:,} steps discarded" if is_number(to) and is_number(event.get("step")) else ""
+    reasons = {"skipped": "too many steps were skipped", "replicas": "replicas of the state differed"}
     reason = reasons.get(str(event.get("why")), event.get("why"))
-    return f"went back to step {to}{lost}: {reason}" + (f"; batches {ranges} are left out" if ranges else "")
+    return f"rewound to step {to}{lost}: {reason}" + (f"; batches {ranges} will be skipped" if ranges else "")
 
 
 def is_pair(part: Any) -> bool:
@@ -167,10 +168,10 @@ def is_pair(part: Any) -> bool:
 
 
 def alert_text(event: Mapping[str, Any]) -> str:
-    """A finding of the health rules: what was seen, its likely causes with their evidence, what to try."""
+    """A finding of the health rules: observation, likely causes with evidence, advice."""
     kind = str(event.get("what") or "alert").replace("_", " ")
     if event.get("over"):
-        return f"{kind} is over: {event.get('seen') or ''}".rstrip(": ")
+        return f"{kind} ended: {event.get('seen') or ''}".rstrip(": ")
     causes = [
         f"{cause.get('what')} ({cause['evidence']})" if cause.get("evidence") else str(cause.get("what"))
         for cause in as_list(event.get("causes"))
@@ -184,7 +185,7 @@ def alert_text(event: Mapping[str, Any]) -> str:
 
 
 def is_trouble(event: Mapping[str, Any]) -> bool:
-    """True for what went wrong."""
+    """True for problems."""
     if event["event"] == "stopped":
         return is_failure(event.get("code"))
     return event["event"] in TROUBLE and not is_harmless(event)
@@ -218,7 +219,7 @@ def changes_text(changes: Any) -> str:
 
 
 def facts_text(event: Mapping[str, Any]) -> str:
-    """': name value, ...' of what else a line holds."""
+    """': name value, ...' of the other fields of an event."""
     facts = {name: value for name, value in event.items() if name not in ("time", "event", "step")}
     return f": {described(facts)}" if facts else ""
 

@@ -99,10 +99,10 @@ def with_unique_names(histories: Sequence[History]) -> list[History]:
 
 
 def footer(now: float, by: str) -> str:
-    """When the page was made, by which command, and how it is used."""
+    """Returns creation time, command and help on plots."""
     return (
-        f"Made {clock(now)} by {by}. Drag across a plot to look closer, double click for the whole run; "
-        "with the keyboard: arrows, + and -, Escape."
+        f"Created {clock(now)} by {by}. Drag across a plot to zoom in, double-click to zoom out; "
+        "keyboard: arrows, + and -, Escape."
     )
 
 
@@ -114,7 +114,7 @@ def problem_list(histories: Sequence[History]) -> str:
 
 
 def run_header(history: History, status: Status) -> str:
-    """Name, state and the numbers that are asked for first."""
+    """Returns name, state and the main metrics of a run as HTML."""
     chips = f"{plain(status.chips)} x {status.chip}" if status.chips else ""
     parts = [str(history.part("config", "model").get("name") or ""), chips, history.workdir]
     done = status.step / status.total_steps if status.total_steps else None
@@ -123,15 +123,15 @@ def run_header(history: History, status: Status) -> str:
     starts = "in one start" if status.starts == 1 else f"in {status.starts} starts"
     facts = [
         ("step", f"{status.step:,}", f"of {status.total_steps:,} ({percent(done)})" if done is not None else ""),
-        ("loss", plain(status.loss), "nats per token, last report"),
+        ("loss", plain(status.loss), "nats per token, latest"),
         ("validation loss", plain(status.validation_loss), f"{plain(bits)} bits per byte" if bits is not None else ""),
-        ("tokens", count(status.tokens), f"{count(speed)} a second lately" if speed is not None else ""),
-        ("time", duration(status.wall_seconds), starts if status.starts else "by the steps' own time"),
+        ("tokens", count(status.tokens), f"{count(speed)} per second recently" if speed is not None else ""),
+        ("time", duration(status.wall_seconds), starts if status.starts else "sum of step times"),
     ]
     if status.state.name != "finished":
-        facts.append(("to go", duration(status.left_seconds), "at the speed of the last reports"))
+        facts.append(("remaining", duration(status.left_seconds), "at the recent speed"))
     if status.mfu is not None:
-        facts.append(("MFU", percent(status.mfu), "lately"))
+        facts.append(("MFU", percent(status.mfu), "recent"))
     facts.append(cost_fact(status))
     items = "".join(
         f"<div><dt>{escape(name)}</dt><dd>{escape(value)}<small>{escape(more)}</small></dd></div>"
@@ -165,15 +165,15 @@ def runs_header(histories: Sequence[History], statuses: Sequence[Status]) -> str
             n(duration(s.wall_seconds)), n("" if s.state.name == "finished" else duration(s.left_seconds)),
         ]  # fmt: skip
         rows.append([*cells, *([n(money(s.cost)), n(money(s.cost_to_end))] if has_cost else [])])
-    head = ["run", "state", "step", "of", "loss", "validation", "tokens", "tokens/s", "MFU", "time", "to go"]
-    head += ["cost", "cost at its end"] if has_cost else []
+    head = ["run", "state", "step", "of", "loss", "validation", "tokens", "tokens/s", "MFU", "time", "remaining"]
+    head += ["cost", "cost at the end"] if has_cost else []
     return f'<div class="top"><h1>{len(histories)} runs</h1></div>{table(head, rows)}{fine_print(statuses)}'
 
 
 def differences(histories: Sequence[History]) -> str:
     """Settings in which several runs differ."""
     each = {tokens for history in histories if (tokens := tokens_per_step(history))}
-    note = "A step is not as many tokens in each run, and the plots are over steps: see batch_tokens."
+    note = "The runs differ in tokens per step (batch_tokens), but the plots are over steps."
     return difference_table(histories) + (left_out(note) if len(each) > 1 else "")
 
 
@@ -193,8 +193,8 @@ def samples(history: History) -> str:
     found = [f"<h3>{escape(title(s))}</h3><pre>{escape(s.text)}</pre>" for s in reversed(history.samples)]
     if not found:
         return left_out(
-            "There is no sample yet: one is written when the run has done all steps (sample.num_tokens), and on the "
-            "way where sample.every_steps says so."
+            "No samples yet. One is written at the end of the run (sample.num_tokens), and every sample.every_steps "
+            "steps if that is set."
         )
     older = f"<details><summary>{len(found) - 3} older</summary>{''.join(found[3:])}</details>"
     return "".join(found[:3]) + (older if len(found) > 3 else "")
@@ -207,15 +207,15 @@ def settings(history: History) -> str:
     facts = [("git commit", config.get("git_commit")), ("versions", described(versions))]
     for ancestor in as_list(config.get("ancestry")):
         if isinstance(ancestor, dict):
-            made = f", made into experts ({ancestor['upcycled']})" if ancestor.get("upcycled") else ""
+            made = f", upcycled to experts ({ancestor['upcycled']})" if ancestor.get("upcycled") else ""
             what = "branch of" if ancestor.get("what") == "run" else "weights from"
             facts.append((what, f"{ancestor.get('path')}, step {ancestor.get('step')}{made}"))
     peak = history.part("peak")
     if peak.get("name"):
-        facts.append(("MFU against", f"{peak.get('name')}: {peak.get('source')}"))
+        facts.append(("MFU relative to", f"{peak.get('name')}: {peak.get('source')}"))
     if history.part("config").get("model", {}).get("experts"):
-        facts.append(("FLOPs and MFU", "of the parameters that a token goes through; memory is of all"))
-    parts = [table(("made with", ""), [(name, Cell(escape(value), "mono")) for name, value in facts if value])]
+        facts.append(("FLOPs and MFU", "count the active parameters; memory counts all"))
+    parts = [table(("environment", ""), [(name, Cell(escape(value), "mono")) for name, value in facts if value])]
     changes = change_table(history)
     unchanged = left_out("No setting changed during the run.")
     parts.append(f"<h3>Settings changed during the run</h3>{changes}" if changes else unchanged)

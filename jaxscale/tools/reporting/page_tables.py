@@ -1,4 +1,4 @@
-"""The tables of the page: what was seen, where the time went, settings and their changes, the log of incidents."""
+"""Tables of the page: time by activity, settings and their changes, and incidents."""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -16,9 +16,9 @@ MOST_CHANGES = 200
 MOST_COLUMNS = 6  # runs
 MISSING = object()
 KIND_WORDS = {
-    "step": "training steps that count", "compile": "compiling", "restore": "restoring", "data": "waiting for data",
-    "save": "saving", "eval": "validation and samples", "statistics": "statistics of the layers",
-    "lost": "steps that were run again", "idle": "between starts", "other": "all else: imports, checks, opening data",
+    "step": "training steps", "compile": "compiling", "restore": "restoring", "data": "waiting for data",
+    "save": "saving", "eval": "validation and samples", "statistics": "layer statistics",
+    "lost": "repeated steps", "idle": "between starts", "other": "other: imports, checks, opening data",
 }  # fmt: skip
 
 
@@ -62,7 +62,7 @@ def mono(value: Any) -> Cell:
 
 
 def left_out(text: str) -> str:
-    """A line in place of what is not there."""
+    """Returns a line that explains missing data."""
     return f'<p class="left">{escape(text)}</p>'
 
 
@@ -82,17 +82,17 @@ def goodput_table(histories: Sequence[History]) -> str:
             shares = [n(percent(found.seconds[kind] / found.wall_seconds)) for kind in kinds]
             rows.append((run_name(histories[place], place), *shares, n(units.duration(found.wall_seconds))))
         words = [KIND_WORDS[kind].partition(":")[0] for kind in kinds]
-        return table(("where the time went", *words, "wall time"), rows)
+        return table(("run", *words, "wall time"), rows)
     rows = []
     for _, found in known:
         parts = [(KIND_WORDS[kind], value) for kind, value in found.seconds.items() if value > 0]
         for words, value in (*parts, ("wall time", found.wall_seconds)):
             rows.append((words, n(units.duration(value)), n(percent(value / found.wall_seconds))))
-    return table(("where the time went", "time", "share"), rows)
+    return table(("activity", "time", "share"), rows)
 
 
 def supervised_table(histories: Sequence[History]) -> str:
-    """The starts that a supervisor made."""
+    """Starts by the supervisor."""
     parts = []
     for place, history in enumerate(histories):
         ends = [record for record in history.supervised if record.get("event") == "end"]
@@ -113,7 +113,7 @@ def supervised_table(histories: Sequence[History]) -> str:
         if rows:
             name = f", {run_name(history, place).html}" if len(histories) > 1 else ""
             words = f"<p>{escape('; '.join(filter(None, summary)))}</p>" if last else ""
-            head = ("start", "ended (UTC)", "ran", "steps won", "run in vain", "end")
+            head = ("start", "ended (UTC)", "duration", "new steps", "lost steps", "result")
             parts.append(f"<h3>Starts by the supervisor{name}</h3>{words}{table(head, rows)}")
     return "".join(parts)
 
@@ -127,17 +127,17 @@ def incident_table(history: History) -> str:
 
 
 def change_table(history: History) -> str:
-    """Settings that were changed on the way, and what that did to the numbers."""
+    """Settings changed during the run, and the effect of each change."""
     written = history.config.get("changed", history.config.get("allowed_changes"))  # the name before 2026-11-22
     changes = [change for change in as_list(written) if isinstance(change, dict)]
     rows = []
     for change in changes[-MOST_CHANGES:]:
-        rates, effect = as_list(change.get("learning_rate")), "numbers follow it" if change.get("alters") else ""
+        rates, effect = as_list(change.get("learning_rate")), "changes the results" if change.get("alters") else ""
         if len(rates) == 2 and all(map(is_number, rates)):
-            effect = f"the learning rate went from {rates[0]:.4g} to {rates[1]:.4g}"
+            effect = f"learning rate changed from {rates[0]:.4g} to {rates[1]:.4g}"
         values = (mono(change.get(name)) for name in ("name", "old", "new"))
         rows.append((n(integer_text(change.get("step"))), *values, Cell(effect, "w")))
-    return table(("from step", "setting", "before", "after", "and so"), rows)
+    return table(("from step", "setting", "before", "after", "effect"), rows)
 
 
 def difference_table(histories: Sequence[History]) -> str:
@@ -147,7 +147,7 @@ def difference_table(histories: Sequence[History]) -> str:
     names = list(dict.fromkeys(name for _, facts in known for name in facts))
     differing = [name for name in names if len({repr(facts.get(name, MISSING)) for _, facts in known}) > 1]
     if not differing:
-        return left_out("The settings are the same, the machines and the versions too.")
+        return left_out("Settings, machines and versions are the same.")
     cell = lambda facts, name: mono(facts[name]) if name in facts else Cell("–", "t")
     if len(known) > MOST_COLUMNS:
         return table(("run", *differing), [(run, *(cell(facts, name) for name in differing)) for run, facts in known])

@@ -128,10 +128,10 @@ def draw(plot: Plot, across: Axis, number: int, below: str = STEPS) -> tuple[str
     once = {(line.label, line.color): line for line in reversed(plot.drawn) if line.style != "gone"}  # not its mean too
     beyond = [value for line in once.values() for value in line.values if value > up.high]
     if beyond:
-        amount = f"{len(beyond):,} points lie" if len(beyond) > 1 else "One point lies"
+        amount = f"{len(beyond):,} points are" if len(beyond) > 1 else "One point is"
         notes.append(f"{amount} above the axis; the largest is {NUMBERS[plot.numbers](max(beyond))}.")
     if plot.log and (hidden := sum(value <= 0 for value in seen)):
-        notes.append(f"{hidden} points are 0 or less, which a logarithmic axis does not have.")
+        notes.append(f"{hidden} points are 0 or less and cannot be shown on a logarithmic axis.")
     grid = "".join(f"M0 {y_of(at, up)}H{WIDTH}" for at in ticks)
     drawn = f'<path class="grid" d="{grid}"/>{marks}{"".join(lines)}'
     left = "".join(left_label(1 - up.place(at), text) for at, text in zip(ticks, tick_texts(ticks, plot.numbers)))
@@ -302,7 +302,7 @@ def draw_heat(heat: HeatMap, across: Axis, number: int) -> tuple[str, dict[str, 
     low, high = (escape(plain(end)) for end in scale)
     empty = f'<span class="scale"><i class="{EMPTY}"></i> {escape(heat.empty)}</span>' if EMPTY in paths else ""
     legend = f'<span class="legend">{empty}<span class="scale">{low} {levels} {high}</span></span>'
-    unit = ", ".join(filter(None, (heat.unit, "colours logarithmic")))
+    unit = ", ".join(filter(None, (heat.unit, "colors: logarithmic")))
     span = f"from {plain(min(positive))} to {plain(max(positive))}" if positive else "all 0"
     words = f"{heat.title}: {len(names)} rows, {units.plural(len(heat.steps), heat.across or 'step')}, {span}"
     parts = FigureParts("plot heat wide", heat.title, unit, legend, words, drawn, left, heat.note, heat.across or STEPS)

@@ -23,15 +23,15 @@ IN_USE = ("faint", "line")  # of several runs, of one, which has a colour for it
 MOST_LINES = 12  # in one plot of a page of one run
 STATISTICS = (
     ("activation_rms", "Activations", "root mean square"),
-    ("attention_rms", "What attention adds", "root mean square"),
-    ("mlp_rms", "What the MLP adds", "root mean square"),
+    ("attention_rms", "Attention output", "root mean square"),
+    ("mlp_rms", "MLP output", "root mean square"),
     ("attention_logit_max", "Largest attention logit", ""),
-    ("attention_logit_bound", "Bound of the largest attention logit", "max|q| max|k|"),
+    ("attention_logit_bound", "Upper bound of attention logits", "max|q| max|k|"),
     ("grad_norm", "Gradient norm by group", ""),
-    ("zero_grad", "Parameters whose gradient is exactly zero", ""),
+    ("zero_grad", "Parameters with zero gradient", ""),
     ("update_ratio", "Update-to-weight ratio by group", ""),
-    ("update_norm", "Norm of the update by group", ""),
-    ("weight_norm", "Norm of the weights by group", ""),
+    ("update_norm", "Update norm by group", ""),
+    ("weight_norm", "Weight norm by group", ""),
 )
 MOST_LAYERED = 4  # runs whose layers are shown on one page
 HEAT_FROM = 4  # layers: fewer are lines
@@ -39,20 +39,20 @@ MOST_NAMED = 8  # experts without a token
 # Minimum color ranges, so that an even load does not look uneven.
 FROM_EVEN, AROUND_EVEN = (1.0, 4.0), (0.25, 4.0)
 NO_COUNTS = (
-    "How often each expert was chosen is not recorded, or not yet: --config.monitor.statistics_every_steps=100 writes "
-    "it from the next start on."
+    "No expert counts were recorded yet. Set --config.monitor.statistics_every_steps=100 to record them from the next "
+    "start."
 )
 IN_STEPS = f"in {DEAD_STEPS} steps"
-OVER_MEAN = "over the mean of the layer"
+OVER_MEAN = "relative to the layer mean"
 # (title, unit, metrics with their labels)
 EXPERT_METRICS = (
     ("Busiest expert", f"{OVER_MEAN}, in the worst layer", (("experts_busiest", "busiest"),)),
     ("Effective number of experts", "in the most uneven layer", (("experts_effective", "experts"),)),
-    ("Experts without a token", "in all layers", (("experts_idle", "in the step"), ("experts_dead", IN_STEPS))),
-    ("Entropy of the router", "nats", (("router_entropy", "mean"), ("router_entropy_lowest", "lowest layer"))),
-    ("Range of the biases", "over that of a token's scores", (("router_bias_to_scores", "worst layer"),)),
-    ("Choices without room", "in all layers", (("experts_dropped", "left out by the limit"),)),
-    ("Rounds of an exchange of rows", "", (("expert_rounds", "most"), ("expert_rounds_mean", "mean"))),
+    ("Experts without tokens", "in all layers", (("experts_idle", "in the step"), ("experts_dead", IN_STEPS))),
+    ("Router entropy", "nats", (("router_entropy", "mean"), ("router_entropy_lowest", "lowest layer"))),
+    ("Router bias range", "relative to the range of a token's scores", (("router_bias_to_scores", "worst layer"),)),
+    ("Dropped expert choices", "in all layers", (("experts_dropped", "above capacity"),)),
+    ("All-to-all rounds", "", (("expert_rounds", "most"), ("expert_rounds_mean", "mean"))),
 )
 
 
@@ -93,7 +93,7 @@ def loss(canvas: Canvas) -> str:
         validation += with_points(canvas.lines_of(history, other, "validation/loss", name, style))
         bands += forecast_of(history, canvas.single)
     smoothed = any(line.style == "faint" for line in train)
-    notes = ["Bold: the mean over a fortieth of the reports; faint: every one."] if smoothed else []
+    notes = ["Bold: moving average over 1/40 of the values; faint: all values."] if smoothed else []
     note = " ".join(filter(None, [*notes, not_finite(canvas, "loss")]))
     abandoned_first = lambda lines: sorted(lines, key=lambda line: line.style != "gone")  # so below the others
     until = max((band.steps[-1] for band in bands), default=None)
@@ -106,13 +106,13 @@ def loss(canvas: Canvas) -> str:
             plot("Training loss", abandoned_first(train), note=note, explained=True),
             plot("Validation loss", abandoned_first(validation)),
         ]
-    return plots(*drawn) or left_out("No loss has been reported yet.")
+    return plots(*drawn) or left_out("No loss was logged yet.")
 
 
 def not_finite(canvas: Canvas, name: str) -> str:
     """A note about reports without a point, because their value was not finite."""
     count = sum(name in row.get("nonfinite", ()) for h in canvas.histories for row in h.rows)
-    return f"{units.plural(count, 'report')} had a value that is not finite, and no point here." if count else ""
+    return f"{units.plural(count, 'non-finite value')} not shown." if count else ""
 
 
 def forecast_of(history: History, single: bool) -> list[PlotBand]:
@@ -153,7 +153,7 @@ def by_name(canvas: Canvas, title: str, unit: str, names: list[str], prefix: str
 
 
 def position_metrics(histories: Sequence[History]) -> dict[str, str]:
-    """{'513 to 1,024': its metric} of ranges of tokens that were read before what is predicted, from few to many."""
+    """{'513 to 1,024': its metric} of ranges of the number of preceding tokens, in ascending order."""
     names = dict.fromkeys(name for history in histories for name in history.names())
     found = sorted((int(match[1]), int(match[2]), name) for name in names if (match := POSITIONS.fullmatch(name)))
     return {f"{first:,}" if first == last else f"{first:,} to {last:,}": name for first, last, name in found}
@@ -180,7 +180,7 @@ def positions_table(histories: Sequence[History], metrics: Mapping[str, str]) ->
         values = histories[0].series(name)[1] if is_single else [history.latest(name) for history in histories]
         rows.append([words, *(n(plain(value)) for value in (values[:1] + values[-1:] if is_single else values))])
     head = ["first", "newest"] if is_single else [history.name for history in histories]
-    return table(["tokens read before", *head], rows)
+    return table(["context tokens", *head], rows)
 
 
 def optimizer(canvas: Canvas) -> str:
@@ -189,7 +189,7 @@ def optimizer(canvas: Canvas) -> str:
     for place, history in enumerate(canvas.histories):
         lines += canvas.lines_of(history, place, "grad_norm", "gradient norm" if canvas.single else "")
         skipped = [row for row in history.rows if row.get("skipped") and is_number(row.get("grad_norm"))]
-        label = "not applied" if canvas.single else f"{history.name}, not applied"
+        label = "skipped" if canvas.single else f"{history.name}, skipped"
         steps, norms = ([row[name] for row in skipped] for name in ("step", "grad_norm"))
         lines.append(PlotLine(label, steps, norms, "trouble", "dots"))
     note = not_finite(canvas, "grad_norm")
@@ -208,21 +208,21 @@ def speed(canvas: Canvas) -> str:
     drawn = [
         canvas.plot("Throughput", rate, unit="tokens/s", numbers="count", zero=True),
         mfu,
-        canvas.metric("step_seconds", "Time of a step", numbers="seconds", zero=True),
-        canvas.metric("data_wait_seconds", "Wait for data", unit="of each step", numbers="seconds", zero=True),
+        canvas.metric("step_seconds", "Step time", numbers="seconds", zero=True),
+        canvas.metric("data_wait_seconds", "Data wait", unit="of each step", numbers="seconds", zero=True),
     ]
     shares = [share for history in canvas.histories for share in history.series("host_other_share")[1]]
     if any(share >= OTHER_WORK for share in shares):
-        settings = dict(unit="of the first host's processors", numbers="percent", zero=True)
+        settings = dict(unit="of the first host's CPUs", numbers="percent", zero=True)
         drawn.append(canvas.metric("host_other_share", "Other programs", "share", **settings))
     html = plots(*drawn)
     if html and not mfu:
-        html += left_out("MFU is not shown: no peak of these devices is known (kernels/hardware.py has the chips).")
+        html += left_out("MFU is not shown: the peak FLOP/s of these devices is unknown (see kernels/hardware.py).")
     return html
 
 
 def memory(canvas: Canvas) -> str:
-    """Peaks of device and host memory, and what the devices say of themselves."""
+    """Peaks of device and host memory, and other device metrics."""
     names = list(dict.fromkeys(name for h in canvas.histories for name in h.names()))
     lines = []
     for place, history in enumerate(canvas.histories):
@@ -246,7 +246,7 @@ def goodput(canvas: Canvas) -> str:
     drawn = canvas.metric("goodput/fraction", "Goodput", unit="of each start", numbers="percent", zero=True)
     times, starts = goodput_table(canvas.histories), supervised_table(canvas.histories)
     if not (drawn or times or starts):
-        return left_out("No goodput was recorded, and `jaxscale supervise` has left no ledger.")
+        return left_out("No goodput was recorded, and there is no ledger of `jaxscale supervise`.")
     table_cell = f"<div>{times}</div>" if canvas.single and times else ""  # one run's table is narrow
     return plots(drawn, table_cell) + ("" if table_cell else times) + starts
 
@@ -254,7 +254,7 @@ def goodput(canvas: Canvas) -> str:
 def layers(canvas: Canvas) -> str:
     """Statistics of layers and groups: a heat map where there are many, else lines."""
     if len(canvas.histories) > MOST_LAYERED:
-        return left_out(f"The layers are on the page of each run alone: here are more than {MOST_LAYERED} runs.")
+        return left_out(f"Layer statistics are shown for up to {MOST_LAYERED} runs. Make a page of fewer runs.")
     drawn = ""
     for history in canvas.histories:
         groups: dict[str, list[str]] = {}
@@ -269,8 +269,8 @@ def layers(canvas: Canvas) -> str:
         heading = "" if canvas.single or not any(made) else f"<h3>{escape(history.name)}</h3>"
         drawn += heading + plots(*made)
     return drawn or left_out(
-        "Statistics of the layers were not recorded: --config.monitor.statistics_every_steps=100 writes them from the "
-        "next start on."
+        "No layer statistics were recorded. Set --config.monitor.statistics_every_steps=100 to record them from the "
+        "next start."
     )
 
 
@@ -293,7 +293,7 @@ def experts_section(canvas: Canvas) -> str:
     if not counted:
         return plots(*step_plots) + (left_out(NO_COUNTS) if any(step_plots) else "")
     if len(counted) > MOST_LAYERED:
-        note = f"Layers and experts are on the page of each run alone: here are more than {MOST_LAYERED} runs with any."
+        note = f"Expert counts are shown for up to {MOST_LAYERED} runs with experts. Make a page of fewer runs."
         return plots(*step_plots) + left_out(note)
     tables = {history.name: [by_layer(canvas, found), canvas.heat(by_expert(found))] for history, found in counted}
     if canvas.single:
@@ -332,7 +332,7 @@ def by_expert(counts: ExpertCounts) -> HeatMap:
         for layer, layer_counts in zip(counts.layers, counts.counts, strict=True)
     }
     step, steps = counts.newest.step, counts.newest.steps
-    title = f"Tokens of each expert in steps {step - steps + 1:,} to {step:,}"
+    title = f"Tokens per expert in steps {step - steps + 1:,} to {step:,}"
     idle = [
         f"{expert} of layer {layer}"
         for layer, layer_counts in zip(counts.layers, counts.counts, strict=True)
@@ -340,6 +340,6 @@ def by_expert(counts: ExpertCounts) -> HeatMap:
         if count == 0
     ]
     more = f" and {len(idle) - MOST_NAMED:,} more" if len(idle) > MOST_NAMED else ""
-    note = f"{units.plural(len(idle), 'expert')} had no token: {', '.join(idle[:MOST_NAMED])}{more}." if idle else ""
+    note = f"{units.plural(len(idle), 'expert')} without tokens: {', '.join(idle[:MOST_NAMED])}{more}." if idle else ""
     experts = range(len(counts.counts[0]))
     return HeatMap(title, OVER_MEAN, experts, rows, AROUND_EVEN, across="expert", empty="no token", note=note)

@@ -40,17 +40,17 @@ def data_words(history: History) -> str:
         if data.get("tokenizer"):
             parts.append(f"tokenizer {data['tokenizer']}")
     if is_number(config.get("seq_len")):
-        parts.append(f"rows of {config['seq_len']:,} tokens")
+        parts.append(f"sequence length {config['seq_len']:,}")
     tokens = history.latest("tokens_seen")
     if tokens is not None:
         parts.append(f"{units.count(tokens)} tokens seen ({tokens:,.0f})")
     (steps, unpadded), batches = history.series("train/real_tokens"), history.batches
     if unpadded and batches is not None and (all_tokens := sum(batches.size(step - 1) for step in steps)):
-        parts.append(f"{percent(sum(unpadded) / all_tokens)} of them real, the rest padding (of the steps reported)")
+        parts.append(f"{percent(sum(unpadded) / all_tokens)} of them are not padding (in the logged steps)")
     if gated := history.latest("gated_rows_total"):
         parts.append(f"{gated:,.0f} rows gated since the last start")
     if skips := data.get("skip_batches"):
-        parts.append(f"left out by data.skip_batches: {described(skips)}")
+        parts.append(f"skipped by data.skip_batches: {described(skips)}")
     return f"<p>{escape('; '.join(parts))}.</p>" if parts else ""
 
 

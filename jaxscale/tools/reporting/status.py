@@ -106,18 +106,18 @@ def state_of(history: History, now: float, total: float | None) -> State:
         code = code if isinstance(code, int) else Exit.ERROR
         when, reason = clock(unix_time(last.get("time"))), str(last.get("why") or "")
         if code == Exit.DONE and (total is None or history.reached_step >= total):
-            return State("finished", "all steps are done", when)
-        words = "stopped before its last step, on request" if code == Exit.DONE else meaning(code)
+            return State("finished", "completed all steps", when)
+        words = "stopped on request before its last step" if code == Exit.DONE else meaning(code)
         more = "; ".join(part for part in ("" if reason == "done" else reason, when) if part)
         return State("failed" if is_failure(code) else "stopped", words, more)
     if last is None and not history.rows:
-        return State("begun", "no start and no step noted yet")
+        return State("begun", "no start or step was logged yet")
     if history.written_at is None:
-        return State("begun", "when it was last written is not known")
+        return State("begun", "the time of the last write is unknown")
     quiet = units.duration(now - history.written_at)
     began_at = last["step"] if last and is_number(last.get("step")) else 0
     if now - history.written_at > patience_seconds(history.rows, began_at):
-        return State("silent", f"silent for {quiet}", "no end was noted: it was killed, or it hangs")
+        return State("silent", f"silent for {quiet}", "no end was logged: it was killed, or it hangs")
     if not any("loss" in row and row["step"] > began_at for row in reversed(history.rows)):
         began = unix_time(last.get("time")) if last else None
         return State("starting", f"starting for {units.duration(now - (now if began is None else began))}")
@@ -183,9 +183,9 @@ def cost_fact(status: Status) -> tuple[str, str, str]:
     """(name, amount, more): 'no price' where none is known."""
     name = "cost so far"
     if status.price is None:
-        return (name, "no price", f"of {status.chip} is known") if status.chip else (name, NONE, "")
+        return (name, "no price", f"known for {status.chip}") if status.chip else (name, NONE, "")
     known = status.state.name != "finished" and status.cost_to_end is not None
-    return name, money(status.cost), f"{money(status.cost_to_end)} in all at its end" if known else ""
+    return name, money(status.cost), f"{money(status.cost_to_end)} at the end" if known else ""
 
 
 def price_words(statuses: Sequence[Status]) -> str:
@@ -193,10 +193,10 @@ def price_words(statuses: Sequence[Status]) -> str:
     lines = []
     for chip, price in dict.fromkeys((status.chip, status.price) for status in statuses if status.chip):
         if price is None:
-            lines.append(f"no price of {chip} is known")
+            lines.append(f"no price known for {chip}")
             continue
         origin = f"list price of {price.date} ({price.source})" if price.date else price.source
-        lines.append(f"{chip} at {money(price.dollars_per_hour)} a chip-hour, {origin}")
+        lines.append(f"{chip} at {money(price.dollars_per_hour)} per chip-hour, {origin}")
     given = any(status.price and not status.price.date for status in statuses)
-    way_out = "" if given else " --price=DOLLARS gives what an hour of one chip really costs."
+    way_out = "" if given else " Set your price per chip-hour with --price=DOLLARS."
     return f"Cost: {'; '.join(lines)}.{way_out}" if lines else ""
