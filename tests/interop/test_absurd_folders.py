@@ -30,16 +30,16 @@ def bring_in(folder, workdir):
         (LLAMA, "num_hidden_layers", 10**400, "num_hidden_layers=a number of 1,329 bits is too large"),
         (LLAMA, "num_hidden_layers", -1, "num_hidden_layers=-1 must be an integer, 1 or more"),
         (LLAMA, "num_hidden_layers", "x" * 9999, "must be an integer, 1 or more"),
-        (LLAMA, "vocab_size", ABSURD, "vocab_size=1000000000 is too large: the longest axis of a tensor has 96"),
+        (LLAMA, "vocab_size", ABSURD, "vocab_size=1000000000 is too large: the longest tensor axis is 96"),
         (LLAMA, "hidden_size", ABSURD, "hidden_size=1000000000 is too large"),
         (LLAMA, "intermediate_size", ABSURD, "intermediate_size=1000000000 is too large"),
         (LLAMA, "num_attention_heads", 0, "num_attention_heads=0 must be an integer, 1 or more"),
         (LLAMA, "num_key_value_heads", 1.5, "num_key_value_heads=1.5 must be an integer"),
         (LLAMA, "max_position_embeddings", [], r"max_position_embeddings=\[\] must be an integer"),
         (LLAMA, "max_position_embeddings", 1 << 60, "is too large: no model has a longer context"),
-        (GPT2, "n_positions", ABSURD, "n_positions=1000000000 is too large: the longest axis of a tensor has 96"),
+        (GPT2, "n_positions", ABSURD, "n_positions=1000000000 is too large: the longest tensor axis is 96"),
         (GPT2, "n_layer", ABSURD, "n_layer=1000000000 is too large"),
-        (SMALL_MIXTRAL, "num_local_experts", ABSURD, "=1000000000 is too large: the longest first axis of a router"),
+        (SMALL_MIXTRAL, "num_local_experts", ABSURD, "=1000000000 is too large: the largest router has"),
         (SMALL_MIXTRAL, "num_experts", ABSURD, "num_experts=1000000000 is too large"),
         (SMALL_MIXTRAL, "num_local_experts", 0, "num_local_experts=0 must be an integer, 1 or more"),
         (LLAMA, "rope_theta", "x" * 9999, "rope_theta='x.* must be a number"),
@@ -108,7 +108,7 @@ BROKEN = {
         spec(decoder={"type": "Strip", "content": "a", "start": 5, "stop": 5}), "index out of bounds"
     ),
     "no end": (spec(**words(vocab={"a": 0})), "has none of the usual end-of-document tokens"),
-    "too many ids": (spec(**words(vocab={"a": 0, "</s>": 9999})), "has 10000 ids, and the model of .* only 257"),
+    "too many ids": (spec(**words(vocab={"a": 0, "</s>": 9999})), "has 10000 ids, but the model of .* only 257"),
     "no JSON": ("{", "cannot be read as a tokenizer.json"),
 }  # fmt: skip
 

@@ -31,7 +31,7 @@ def test_one_file_is_read_and_not_an_older_index_next_to_it(tmp_path, capsys, sh
     write_file(folder / WEIGHTS, values)
     assert_same(read_all(folder), values)
     assert convert.main([f"--from={folder}", f"--workdir={tmp_path / 'run'}"]) == 0
-    assert f"{WEIGHTS} is read, as transformers does, and {INDEX} next to it is not" in capsys.readouterr().err
+    assert f"{WEIGHTS} is read and {INDEX} is ignored, as in transformers" in capsys.readouterr().err
     assert convert.main([f"--workdir={tmp_path / 'run'}", f"--to={tmp_path / 'out'}", "--dtype=float32"]) == 0
     assert_same(read_file(tmp_path / "out" / WEIGHTS), values)
 
@@ -107,14 +107,14 @@ def test_what_is_not_brought_along_of_a_tokenizer_is_told(tmp_path, capsys):
     (folder / "additional_chat_templates/tool_use.jinja").write_text("t")
     assert convert.main([f"--from={folder}", f"--workdir={tmp_path / 'run'}"]) == 0
     told = capsys.readouterr().err
-    assert "additional_chat_templates/ is not copied (tool_use.jinja): to use another" in told
-    assert "tokenizer_config.json names custom tokenizer code (auto_map), which is not run" in told
+    assert "additional_chat_templates/ is not copied (tool_use.jinja): to use a chat template other" in told
+    assert "tokenizer_config.json has custom tokenizer code (auto_map), which is not run" in told
 
 
 def test_a_tokenizer_for_some_versions_of_transformers_is_refused_by_name(tmp_path):
     about = {"eos_token": "<|endoftext|>", "fast_tokenizer_files": ["tokenizer.json", "tokenizer.4.0.0.json"]}
     folder = with_tokenizer(tmp_path / "hf", **{"tokenizer_config.json": json.dumps(about)})
-    with pytest.raises(BadInput, match="tokenizer_config.json: fast_tokenizer_files=.* names other files than"):
+    with pytest.raises(BadInput, match="tokenizer_config.json: fast_tokenizer_files=.* selects other files than"):
         convert.main([f"--from={folder}", f"--workdir={tmp_path / 'run'}"])
 
 

@@ -136,20 +136,20 @@ def test_experts_of_a_layer_in_one_tensor_are_the_same_as_each_by_itself(tmp_pat
     ("change", "told"),
     [
         (lambda t: t.update({"model.layers.1.mlp.experts.down_proj": np.zeros((4, 16, 12), "f4")}),
-         r"down_proj has shape \[4, 16, 12\], and by config.json it is of 5 experts: \[experts, out"),
+         r"down_proj has shape \[4, 16, 12\], but config.json requires 5 experts: \[experts, out"),
         (lambda t: t.update({"model.layers.1.mlp.experts.gate_up_proj": np.zeros((5, 16, 24), "f4")}),
-         r"experts.0.gate_proj.weight has shape \[8, 24\], and by config.json it is \[12, 16\]"),  # turned
+         r"experts.0.gate_proj.weight has shape \[8, 24\], but config.json requires \[12, 16\]"),  # turned
         (lambda t: t.update({"model.layers.1.mlp.experts.gate_up_proj": np.zeros((5, 23, 16), "f4")}),
-         r"has shape \[5, 23, 16\], and by config.json it is of 5 experts, 2 matrices of each"),
+         r"has shape \[5, 23, 16\], but config.json requires 5 experts, 2 matrices of each"),
         (lambda t: t.update({"model.layers.1.mlp.experts.gate_up_proj": np.zeros((5,), "f4")}), r"has shape \[5\]"),
         (lambda t: t.update({"model.layers.1.mlp.experts.4.up_proj.weight": np.zeros((12, 16), "f4")}),
-         "has model.layers.1.mlp.experts.4.up_proj.weight twice, under two names or both alone and fused"),
+         "has model.layers.1.mlp.experts.4.up_proj.weight twice, under two names or both separate and fused"),
         (lambda t: t.update({"model.layers.0.mlp.experts.down_proj": np.zeros((5, 16, 12), "f4")}),
-         "has model.layers.0.mlp.experts.0.down_proj.weight.* and 2 more, which a qwen3_moe with this config.json has"),
+         "has model.layers.0.mlp.experts.0.down_proj.weight.* and 2 more, which qwen3_moe with this config.json does"),
         (lambda t: t.pop("model.layers.2.mlp.experts.gate_up_proj"),
-         "has no model.layers.2.mlp.experts.0.gate_proj.weight, .* and 7 more, which config.json calls for"),
+         "has no model.layers.2.mlp.experts.0.gate_proj.weight, .* and 7 more, which config.json requires"),
         (lambda t: t.update({"model.layers.1.mlp.shared_expert_gate.weight": np.zeros((1, 16), "f4")}),
-         "has model.layers.1.mlp.shared_expert_gate.weight, which a qwen3_moe with this config.json has not"),
+         "has model.layers.1.mlp.shared_expert_gate.weight, which qwen3_moe with this config.json does not have"),
     ],
 )  # fmt: skip
 def test_experts_that_are_not_those_of_the_config_are_refused(tmp_path, change, told):
@@ -259,7 +259,7 @@ def test_adapters_of_attention_stay_beside_and_those_of_joined_experts_are_refus
     assert sorted(read_folder(tmp_path / "out")) == sorted(read_folder(tmp_path / "adapter"))
     file = tmp_path / "adapter" / "adapter_config.json"  # as PEFT 0.21 has it of transformers 5
     file.write_text(json.dumps(json.loads(file.read_text()) | {"target_parameters": ["gate.weight", "gate_up_proj"]}))
-    with pytest.raises(ValueError, match="target_parameters=.* is not supported; merge it with PEFT's"):
+    with pytest.raises(ValueError, match="target_parameters=.* is not supported; use PEFT's"):
         convert.main([*flags, f"--workdir={tmp_path / 'joined'}"])
 
 

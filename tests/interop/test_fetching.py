@@ -109,9 +109,12 @@ def test_a_repository_comes_in_by_its_name_or_address_and_only_what_is_read_is_f
 @pytest.mark.soak
 def test_what_the_hub_does_not_give_is_told_in_a_line_without_the_token(server, tmp_path):
     done = bring_in(server, tmp_path, "--from=org/private")
-    assert done.returncode == 2 and "--from=org/private: the Hub has none, or HF_TOKEN may not read it" in done.stderr
+    assert (
+        done.returncode == 2
+        and "--from=org/private does not exist on the Hub, or HF_TOKEN has no access" in done.stderr
+    )
     done = bring_in(server, tmp_path, "--from=org/name", "--revision=none", HF_TOKEN=TOKEN)
-    assert done.returncode == 2 and "org/name at none: the Hub has none" in done.stderr
+    assert done.returncode == 2 and "org/name at none does not exist on the Hub" in done.stderr
     assert TOKEN not in done.stderr and "Traceback" not in done.stderr
     done = bring_in(server, tmp_path, "--from=hf://org/private", HF_TOKEN=TOKEN)
     assert done.returncode == 0, done.stderr
@@ -119,7 +122,7 @@ def test_what_the_hub_does_not_give_is_told_in_a_line_without_the_token(server, 
     server.server_close()
     done = bring_in(server, tmp_path, "--from=org/other", HF_TOKEN=TOKEN)
     assert (
-        done.returncode == 14 and "--from=org/other was not fetched" in done.stderr and "Traceback" not in done.stderr
+        done.returncode == 14 and "--from=org/other: download failed" in done.stderr and "Traceback" not in done.stderr
     )
 
 
@@ -137,7 +140,7 @@ def test_what_names_a_repository_and_what_is_a_path(tmp_path, monkeypatch):
         assert hub.repository(name) == ("org/name", revision)
     for path in ("runs/name", "name", "./org/name", "/org/name", "org/name/more", "gs://org/name", "s3://org/name"):
         assert hub.repository(path) is None
-    with pytest.raises(BadInput, match="--revision=v1 is of a repository of the Hub, and --from=runs/name is none"):
+    with pytest.raises(BadInput, match="--revision=v1 needs a repository on the Hub, but --from=runs/name is a path"):
         convert.main(["--from=runs/name", "--workdir=run", "--revision=v1"])
 
 
@@ -148,5 +151,5 @@ def test_without_the_package_and_with_an_open_line_it_is_refused(monkeypatch):
         hub.fetch("org/name", None, "--from")
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     monkeypatch.setattr("importlib.metadata.distribution", no_distribution)
-    with pytest.raises(BadInput, match=r"--from=org/name is fetched .* pip install 'jaxscale\[hub\]'"):
+    with pytest.raises(BadInput, match=r"--from=org/name: huggingface_hub .* pip install 'jaxscale\[hub\]'"):
         hub.fetch("org/name", None, "--from")

@@ -19,24 +19,24 @@ HERE = pathlib.Path(__file__).parent
 SIDE = HERE / "file_choices.py"
 THEIRS = {version: json.loads((HERE / f"file_choices_{version}.json").read_text()) for version in "45"}
 CASES = file_choices.cases()
-PICKLED = "is pickled: loading it can run code in it"
+PICKLED = "is pickled and is never read, because unpickling can run code"
 NO_WEIGHTS = "has neither model.safetensors nor model.safetensors.index.json"
-GONE = "model.safetensors.index.json: weight_map puts .* into {}, which is missing; fetch it"
+GONE = "model.safetensors.index.json: weight_map maps .* to {}, which is missing; fetch it"
 NO_DEFAULT = (
-    "additional_chat_templates has tool_use.jinja and no default.jinja, and transformers then ignores the "
-    "chat_template of {}; write the intended one into .*chat_template.jinja"
+    "additional_chat_templates has tool_use.jinja but no default.jinja, so transformers ignores the "
+    "chat_template of {}; write the template to use into .*chat_template.jinja"
 )
 TWO_MODELS = (
-    "adapter in .*adapter is for .*base, and there is also {} in its folder: transformers 5 reads it with the one, "
-    "transformers 4 and PEFT with the other; give --base"
+    "adapter in .*adapter is for .*base, but its folder also has {0}: transformers 5 applies it to {0}, "
+    "transformers 4 and PEFT to .*base; give --base"
 )
 REFUSED = {
     "weights": {
         "shards without an index": f"{NO_WEIGHTS}; there is model-00001-of-00002.safetensors",
         "index whose shards are gone": GONE.format(file_choices.SHARDS[0]),
         "index whose second shard is gone": GONE.format(file_choices.SHARDS[1]),
-        "a tensor in another shard than the index says": "gate_proj.weight' into model-00002-of-00002.safetensors, "
-        "which does not have it",
+        "a tensor in another shard than the index says": "gate_proj.weight' to model-00002-of-00002.safetensors, "
+        "which does not contain it",
         "a tensor in both shards with other numbers": "lm_head.weight in model-00001-of-00002.safetensors and in "
         "model-00002-of-00002.safetensors differ",
         "pickled": f"has pytorch_model.bin, which {PICKLED}",
@@ -52,7 +52,7 @@ REFUSED = {
     },
     "config": {"config.json for some versions": "configuration_files=.'config.4.0.0.json'. is not supported"},
     "tokenizer": {
-        "tokenizer.json and one for some versions": "fast_tokenizer_files=.* names other files than tokenizer.json"
+        "tokenizer.json and one for some versions": "fast_tokenizer_files=.* selects other files than tokenizer.json"
     },
     "end": {},
     "template": {
@@ -66,8 +66,8 @@ REFUSED = {
         "adapter with a whole model": TWO_MODELS.format("model.safetensors"),
         "adapter with a whole model in shards": TWO_MODELS.format("model.safetensors.index.json"),
         "settings of an adapter with a whole model": "has no adapter_model.safetensors; fetch it",
-        "adapter without its settings, with a whole model": "--adapter is for an adapter of PEFT's",
-        "adapter of an adapter": "first holds no config.json",
+        "adapter without its settings, with a whole model": "--adapter needs a PEFT adapter",
+        "adapter of an adapter": "first has no config.json",
     },
 }
 DIFFERENT = {  # where they differ from each other, or we from them, and why
@@ -136,7 +136,7 @@ def test_base_says_which_of_two_models_an_adapter_is_added_to(tmp_path, base, nu
     file_choices.write(tmp_path, "adapter", CASES["adapter", "adapter with a whole model"])
     found = open_source_model(str(tmp_path / "adapter"), str(tmp_path / base), keep=True)
     assert file_choices.plain({name: tensor.read() for name, tensor in found.tensors.items()}) == [[number], 2.0]
-    assert any("and not with model.safetensors" in note for note in found.notes) == (base == "base")
+    assert any("; model.safetensors next to it is ignored" in note for note in found.notes) == (base == "base")
 
 
 def ask(*arguments):
@@ -165,4 +165,4 @@ def test_a_model_that_transformers_saved_over_another_one_is_read_as_transformer
         assert found.tensors.keys() == set(loaded)
         for name, tensor in found.tensors.items():
             np.testing.assert_array_equal(tensor.read(), loaded[name])
-    assert any("model.safetensors is read, as transformers does" in note for note in found.notes)
+    assert any("model.safetensors is read and" in note for note in found.notes)

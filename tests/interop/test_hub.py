@@ -117,7 +117,7 @@ def test_a_hub_that_refuses_is_told_in_a_line_without_the_token(server, tmp_path
         monkeypatch.setenv(name, value)
     (tmp_path / "config.json").write_text("{}")
     server.state["refuse"] = True
-    with pytest.raises(Stop, match="is whole, and org/name on the Hub did not take it: .*; run the same") as caught:
+    with pytest.raises(Stop, match="is complete, but the upload to org/name failed: .*; run the same") as caught:
         hub.push_folder(tmp_path, "org/name", "message")
     assert TOKEN not in str(caught.value) and "\n" not in str(caught.value) and caught.value.code == Exit.STORAGE
 
@@ -131,9 +131,7 @@ def test_the_same_command_after_a_hub_that_refused_goes_on_with_the_push(server,
     server.state["refuse"] = True
     command = [f"--workdir={tmp_path / 'run'}", f"--to={tmp_path / 'out'}"]
     for _ in range(2):
-        with pytest.raises(
-            Stop, match="out is whole, and org/name on the Hub did not take it: .*; run the same command"
-        ):
+        with pytest.raises(Stop, match="out is complete, but the upload to org/name failed: .*; run the same command"):
             convert.main([*command, "--push=org/name"])
         assert (tmp_path / "out" / "config.json").exists() and not is_finished(tmp_path / "out")
     asked = len(server.state["asked"])

@@ -171,18 +171,21 @@ def test_a_run_goes_on_from_an_adapter_with_its_scale_and_no_other(tmp_path, lla
     "changes, told",
     [
         (dict(use_dora=True), "use_dora=True is not supported"),
-        (dict(bias="all"), "bias='all' is not supported; it may be 'none'"),
+        (dict(bias="all"), "bias='all' is not supported; supported: 'none'"),
         (dict(modules_to_save=["lm_head"]), "modules_to_save="),
         (dict(layers_to_transform=[0]), "layers_to_transform="),
-        (dict(peft_type="IA3"), "peft_type='IA3' is not supported; it may be 'LORA'"),
+        (dict(peft_type="IA3"), "peft_type='IA3' is not supported; supported: 'LORA'"),
         (dict(init_lora_weights="pissa"), "init_lora_weights='pissa'"),
         (dict(something_new={"a": 1}), "something_new="),
-        (dict(r=3), "q_proj.lora_A.weight has shape .4, 16., and by adapter_config.json .* it is .3, 16."),
-        (dict(r=0), "a rank is 0, and must be a whole number from 1 on"),
-        (dict(lora_alpha=float("inf")), "an alpha is inf, and must be a number of at most 1.80e.308"),
-        pytest.param(dict(alpha_pattern={"q": 10**400}), "an alpha is a number of 1,329 bits, and must", id="huge"),
-        (dict(lora_alpha="a\nb"), r"an alpha is 'a\\nb'"),
-        (dict(target_modules=["q_proj"]), "has tensors of model.layers.0.self_attn.v_proj, and target_modules"),
+        (dict(r=3), "q_proj.lora_A.weight has shape .4, 16., but adapter_config.json .* require .3, 16."),
+        (dict(r=0), "rank 0 must be an integer, 1 or more"),
+        (dict(lora_alpha=float("inf")), "alpha inf must be a number of at most 1.80e.308"),
+        pytest.param(dict(alpha_pattern={"q": 10**400}), "alpha a number of 1,329 bits must", id="huge"),
+        (dict(lora_alpha="a\nb"), r"alpha 'a\\nb'"),
+        (
+            dict(target_modules=["q_proj"]),
+            "has tensors of model.layers.0.self_attn.v_proj, which contradicts target_modules",
+        ),
         (dict(target_modules=["q_proj", "v_proj", "o_proj"]), "has no tensors of model.layers.0.self_attn.o_proj"),
         (dict(target_modules="(a+)+b"), "may take unbounded time to match; list the module names instead"),
         (dict(target_modules=".?" * 40 + "X"), "may take unbounded time to match"),
@@ -190,7 +193,7 @@ def test_a_run_goes_on_from_an_adapter_with_its_scale_and_no_other(tmp_path, lla
         (dict(rank_pattern={"(.|.)" * 40: 8}), "may take unbounded time to match"),
         (dict(target_modules="(?x)(a+) +b"), "may take unbounded time to match"),
         (dict(target_modules="[q"), "is not a valid regular expression"),
-        (dict(target_modules={"q": 1}), "target_modules is neither a pattern nor a list"),
+        (dict(target_modules={"q": 1}), "target_modules must be a pattern or a list"),
         (dict(rank_pattern=["q"]), "rank_pattern must map"),
         (
             dict(base_model_name_or_path="org/name"),
@@ -201,7 +204,7 @@ def test_a_run_goes_on_from_an_adapter_with_its_scale_and_no_other(tmp_path, lla
             "is an adapter of gs://bucket/base, which is not a local folder",
         ),
         (dict(base_model_name_or_path="s3://b/base"), "is an adapter of s3://b/base, which is not a local folder"),
-        (dict(base_model_name_or_path=None), "is an adapter that names no base model; give --base=FOLDER"),
+        (dict(base_model_name_or_path=None), "is an adapter without the name of its base model; give --base=FOLDER"),
     ],
     ids=str,
 )
@@ -218,8 +221,8 @@ def test_what_we_do_not_compute_is_refused_by_name_and_nothing_is_written(tmp_pa
 @pytest.mark.parametrize(
     "changes, told",
     [
-        (dict(alpha_pattern={"q_proj": 3}), "has several ranks or scales, and a run with adapters has one"),
-        ({}, "adapts blocks/attention/wq in 2 of 3 layers, and a run with adapters"),
+        (dict(alpha_pattern={"q_proj": 3}), "has several ranks or scales, but a LoRA run has one"),
+        ({}, "adapts blocks/attention/wq in 2 of 3 layers, but a LoRA run"),
     ],
 )
 def test_what_a_run_cannot_go_on_from_is_told_with_the_way_out(tmp_path, llama, changes, told):
@@ -238,11 +241,11 @@ def test_flags_that_mean_nothing_here_are_refused(tmp_path, llama):
     _, _, (adapter, base) = llama
     run = f"--workdir={tmp_path / 'run'}"
     for flags, told in (
-        ([base.replace("base", "from", 1), run, "--adapter"], "--adapter is for an adapter of PEFT's"),
-        ([base.replace("base", "from", 1), run, base], "--base is for an adapter of PEFT's"),
+        ([base.replace("base", "from", 1), run, "--adapter"], "--adapter needs a PEFT adapter"),
+        ([base.replace("base", "from", 1), run, base], "--base needs a PEFT adapter"),
         ([run, f"--to={tmp_path / 'out'}", base], "--base names the base model of an adapter; give --adapter too"),
         ([run, f"--to={tmp_path / 'out'}", "--adapter", "--shard_bytes=9"], "PEFT reads from one"),
-        ([adapter, adapter.replace("from", "base", 1), run], "--base=.*adapter holds no config.json"),
+        ([adapter, adapter.replace("from", "base", 1), run], "--base=.*adapter has no config.json"),
     ):
         with pytest.raises(BadInput, match=told):
             convert.main(flags)

@@ -64,7 +64,7 @@ def test_what_a_length_chose_goes_out_as_it_was_chosen_for_rows_of_every_length(
         anew = dataclasses.replace(back, rope_scaling=scaling)
         np.testing.assert_allclose(turned(anew, 1)[0], turned(chosen, 1)[0], rtol=1e-12)
         assert turned(anew, 1)[1] == turned(chosen, 1)[1]
-    with pytest.raises(ValueError, match="no Hugging Face family has model.rope_scaling"):
+    with pytest.raises(ValueError, match="no Hugging Face model type supports model.rope_scaling"):
         families.family_for(chosen)
 
 

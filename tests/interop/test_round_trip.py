@@ -57,7 +57,7 @@ def test_a_mistral_without_a_window_goes_out_as_one_and_so_does_what_was_trained
     make_folder(tmp_path / "hf", mistral | dict(auto_map={"AutoModel": "code.Mine"}, sliding_windows=3))
     checkpoints = bring_in(tmp_path / "hf", tmp_path / "run")
     said = capfd.readouterr().err
-    assert "sliding_windows, which mistral does not read" in said and "auto_map, custom code" in said
+    assert "sliding_windows, which mistral does not use" in said and "custom code (auto_map)" in said
     take_out(tmp_path / "run", tmp_path / "out")
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (written["model_type"], written["architectures"]) == ("mistral", ["MistralForCausalLM"])
@@ -174,7 +174,7 @@ def test_a_bit_that_changed_on_the_disk_is_found_before_the_export_counts(tmp_pa
     content = bytearray(data.read_bytes())
     content[len(content) // 3] ^= 16
     data.write_bytes(content)
-    with pytest.raises(Stop, match="the bits of params/.* are not those that were saved") as caught:
+    with pytest.raises(Stop, match="params/.* differs from the fingerprint") as caught:
         convert.main([f"--workdir={tmp_path / 'run'}", f"--to={tmp_path / 'out'}"])
     assert caught.value.code == Exit.CHECKPOINT_CORRUPT and not (tmp_path / "out" / "config.json").exists()
 
@@ -182,10 +182,10 @@ def test_a_bit_that_changed_on_the_disk_is_found_before_the_export_counts(tmp_pa
 def test_a_folder_in_use_is_never_written_to(tmp_path):
     make_folder(tmp_path / "hf")
     bring_in(tmp_path / "hf", tmp_path / "run")
-    with pytest.raises(ValueError, match="run is in use, it holds checkpoints; name a new folder"):
+    with pytest.raises(ValueError, match="run is not empty, it has checkpoints; give a new folder"):
         bring_in(tmp_path / "hf", tmp_path / "run")
     take_out(tmp_path / "run", tmp_path / "out")
-    with pytest.raises(ValueError, match="out is in use, it holds config.json; name a new folder"):
+    with pytest.raises(ValueError, match="out is not empty, it has config.json; give a new folder"):
         take_out(tmp_path / "run", tmp_path / "out")
 
 
@@ -206,7 +206,7 @@ def test_it_is_no_run_to_go_on_with(tmp_path):
         (["--from=a", "--workdir=b", "--dtype=float32"], "--dtype is for an export, with --to"),
         (["--from=a", "--workdir=b", "--ema"], "--ema is for an export, with --to"),
         (["--workdir=a", "--to=b", "--dtype=float8"], "--dtype=float8 must be bfloat16 or float32"),
-        (["--workdir=nothing", "--to=b"], "nothing holds no checkpoint; give the work folder of a run"),
+        (["--workdir=nothing", "--to=b"], "nothing has no checkpoint; give the work folder of a run"),
         (["--workdir=a", "--to=b", "--config=c"], "model's config.json describes it"),
         (["--workdir=a", "--to=b", "--push=alone"], "push='alone' must be a repository of the Hub, written OWNER/NAME"),
     ],
@@ -222,7 +222,7 @@ def test_steps_weights_and_sizes_that_are_not_there_are_named(tmp_path):
     to = [f"--workdir={tmp_path / 'run'}", f"--to={tmp_path / 'out'}"]
     for flag, told in (
         ("--step=5", "--step=5: no such step; the steps are 0"),
-        ("--ema", "step 0 has no ema; train.ema.decay keeps one"),
+        ("--ema", "step 0 has no ema; set train.ema.decay"),
         ("--shard_bytes=5,0e9", "--shard_bytes=5,0e9 must be a number of bytes, such as 5e9"),
         ("--shard_bytes=0", "--shard_bytes=0 must be a number of bytes, such as 5e9"),
     ):

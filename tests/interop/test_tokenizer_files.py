@@ -118,15 +118,15 @@ def test_older_post_processors_keep_what_they_put_behind_a_text(kind):
 def test_what_transformers_cannot_do_is_said_and_the_model_goes_along(made, tmp_path, monkeypatch):
     monkeypatch.setattr(tokenizer_files, "unigram", lambda path: made["bpe"].read_text())  # other ids
     texts = tokenizer_files.export_files(tmp_path, run_with(str(made["unigram"])))
-    assert sorted(texts.files) == ["tokenizer.model"] and "the .model goes along" in texts.notes[0]
+    assert sorted(texts.files) == ["tokenizer.model"] and "its .model file is exported" in texts.notes[0]
 
 
 @pytest.mark.parametrize(
     ("run", "told"),
     [
-        (run_with("/nowhere/tokenizer.json"), "no tokenizer goes along: /nowhere/tokenizer.json is not there"),
-        (run_with("", name="tokens"), "its config names none"),
-        (run_with("") | {"converted": {"kept": {}}}, "its config names none"),
+        (run_with("/nowhere/tokenizer.json"), "no tokenizer is exported: neither /nowhere/tokenizer.json nor"),
+        (run_with("", name="tokens"), "its config sets none"),
+        (run_with("") | {"converted": {"kept": {}}}, "its config sets none"),
     ],
 )
 def test_one_that_is_not_there_is_told(tmp_path, run, told):

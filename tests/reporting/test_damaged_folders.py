@@ -112,7 +112,7 @@ def test_a_folder_in_which_a_run_has_just_begun(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("")
     page = make_page([read_history(tmp_path)], now=time.time())
     assert "No loss was logged yet." in page and "No samples yet" in page
-    assert "no start and no step noted yet" in frame(tmp_path) and "no metrics yet" in frame(tmp_path)
+    assert "no start or step was logged yet" in frame(tmp_path) and "no metrics yet" in frame(tmp_path)
 
 
 @pytest.mark.soak

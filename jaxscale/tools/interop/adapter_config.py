@@ -70,10 +70,10 @@ def read(values: Mapping[str, Any]) -> AdapterConfig:
     for key, allowed in ALLOWED.items():
         if key in values and values[key] not in allowed:
             known = " or ".join(repr(value) for value in allowed)
-            raise BadInput(f"{FILE}: {key}={short(values[key])} is not supported; it may be {known}")
+            raise BadInput(f"{FILE}: {key}={short(values[key])} is not supported; supported: {known}")
     for key, value in values.items():
         if key not in READ | WITHOUT_EFFECT and value not in (None, False, "", [], {}, ()):
-            raise BadInput(f"{FILE}: {key}={short(value)} is not supported; merge it with PEFT's merge_and_unload")
+            raise BadInput(f"{FILE}: {key}={short(value)} is not supported; use PEFT's merge_and_unload")
     rank, alpha = values.get("r", 8), values.get("lora_alpha", 8)
     ranks, alphas = values.get("rank_pattern") or {}, values.get("alpha_pattern") or {}
     for key, table in (("rank_pattern", ranks), ("alpha_pattern", alphas)):
@@ -81,10 +81,10 @@ def read(values: Mapping[str, Any]) -> AdapterConfig:
             raise BadInput(f"{FILE}: {key} must map patterns to numbers; fetch it again")
     for value in (rank, *ranks.values()):
         if type(value) is not int or value < 1:
-            raise BadInput(f"{FILE}: a rank is {short(value)}, and must be a whole number from 1 on")
+            raise BadInput(f"{FILE}: rank {short(value)} must be an integer, 1 or more")
     for value in (alpha, *alphas.values()):
         if type(value) not in (int, float) or not abs(value) <= LARGEST:  # False for NaN too
-            raise BadInput(f"{FILE}: an alpha is {short(value)}, and must be a number of at most {LARGEST:.2e}")
+            raise BadInput(f"{FILE}: alpha {short(value)} must be a number of at most {LARGEST:.2e}")
     base, targets = values.get("base_model_name_or_path"), modules(values, "target_modules")
     base = base if isinstance(base, str) and base else None
     exclude, rslora = modules(values, "exclude_modules"), values.get("use_rslora") is True
@@ -99,7 +99,7 @@ def modules(values: Mapping[str, Any], key: str) -> str | tuple[str, ...]:
     if value is None or isinstance(value, str):
         return value or ()
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise BadInput(f"{FILE}: {key} is neither a pattern nor a list of names; fetch it again")
+        raise BadInput(f"{FILE}: {key} must be a pattern or a list of names; fetch it again")
     return tuple(value)
 
 

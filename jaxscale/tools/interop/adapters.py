@@ -86,18 +86,19 @@ def match_adapter(
         known.add(head_copy)
         if not same_bytes(base[f"{HEAD}.weight"], adapter.tensors[head_copy]):
             raise BadInput(
-                f"{where}: {head_copy} differs from {HEAD}.weight of the base model; give the adapter's own base model"
+                f"{where}: {head_copy} differs from {HEAD}.weight of the base model; give the base model that the "
+                "adapter was trained on"
             )
     module_of = lambda name: name.removeprefix(PEFT_PREFIX).removesuffix(A_SUFFIX).removesuffix(B_SUFFIX)
     if others := {name for name in names - known if not matches_any(f"{module_of(name)}.weight", family.left_out)}:
         raise BadInput(
             f"{where} has {first_names(sorted(others))}, which are not LoRA matrices of a "
-            f"{family.model_type}; if PEFT reads it, merge it there with merge_and_unload"
+            f"{family.model_type}; if PEFT can read the adapter, merge it with merge_and_unload"
         )
     for module in modules:
         if (module in found) != adapter.config.has(module):
-            said = "has tensors of" if module in found else "has no tensors of"
-            raise BadInput(f"{where} {said} {module}, and target_modules in {adapter_config.FILE} says otherwise")
+            presence = "has tensors of" if module in found else "has no tensors of"
+            raise BadInput(f"{where} {presence} {module}, which contradicts target_modules in {adapter_config.FILE}")
     if not found:
         raise BadInput(f"{where} has no LoRA matrices")
     for module, pair in found.items():
@@ -105,8 +106,8 @@ def match_adapter(
         for ending, shape in ((A_SUFFIX, (rank, ins)), (B_SUFFIX, (outs, rank))):
             if (hf_name := adapter.tensors[f"{PEFT_PREFIX}{module}{ending}"].shape) != shape:
                 raise BadInput(
-                    f"{where}: {module}{ending} has shape {list(hf_name)}, and by {adapter_config.FILE} and the base "
-                    f"model it is {list(shape)}; is it the adapter of another model?"
+                    f"{where}: {module}{ending} has shape {list(hf_name)}, but {adapter_config.FILE} and the base "
+                    f"model require {list(shape)}; give the base model of this adapter as --base"
                 )
     return found
 
@@ -204,17 +205,17 @@ def run_from_adapter(
     """Returns the settings and tensors of a LoRA run that continues an adapter. Raises BadInput if it cannot."""
     scales = {(adapter.config.rank_of(module), adapter.config.scale_of(module)) for module in found}
     where = f"--adapter: {adapter.folder}"
-    way_out = "a run with adapters has one rank and scale, and adapts a matrix in all layers; merge it instead"
+    fix = "but a LoRA run has one rank and scale, and adapts a matrix in all layers; merge it instead"
     if len(scales) > 1:
-        raise BadInput(f"{where} has several ranks or scales, and {way_out}")
+        raise BadInput(f"{where} has several ranks or scales, {fix}")
     ((rank, scale),) = scales
     if any(pair.expert is not None for pair in found.values()):
         raise BadInput(f"{where} adapts experts, which a run cannot train; merge it instead")
     for name, number in collections.Counter(strip_layer(pair.leaves[0]) for pair in found.values()).items():
         if not name.startswith("blocks/"):
-            raise BadInput(f"{where} adapts {name}, and a run adapts only the blocks; merge it instead")
+            raise BadInput(f"{where} adapts {name}, but a LoRA run adapts only the blocks; merge it instead")
         if number != cfg.num_layers:
-            raise BadInput(f"{where} adapts {name} in {number} of {cfg.num_layers} layers, and {way_out}")
+            raise BadInput(f"{where} adapts {name} in {number} of {cfg.num_layers} layers, {fix}")
     pairs = [one for module, pair in found.items() for one in adapter_pairs(module, pair, rank)]
     names = sorted({name for pair in found.values() for name in map(strip_layer, pair.leaves)})
     targets = tuple(re.escape(name.removeprefix("blocks/").replace("/", ".")) + "$" for name in names)
@@ -237,20 +238,20 @@ def adapter_of_run(
             continue
         if pair.expert is not None:
             raise BadInput(
-                f"{adapted[0]} is an adapter of experts, which are not exported alone: PEFT's names for fused "
-                "experts depend on its version; merge it with jaxscale ckpt merge_lora, and export that"
+                f"{adapted[0]} is an adapter of experts, which cannot be exported separately: PEFT's names for fused "
+                "experts depend on its version; merge it with jaxscale ckpt merge_lora and export the result"
             )
         if len(adapted) < len(pair.leaves):
             raise BadInput(
-                f"{adapted[0]} has an adapter and not all of {module} has, which PEFT cannot represent; merge it"
+                f"{adapted[0]} has an adapter, but not all of {module}, which PEFT cannot represent; merge it"
             )
         pairs += adapter_pairs(module, pair, lora.rank, out=True)
         joint[".".join(module.split(".")[-2:])] = len(pair.leaves)
         transposed = pair.row.transposed
     if pairs and len(cfg.layer_stacks) > 1:
         raise BadInput(
-            "the first layers, without experts, have no adapters, and target_modules would include them; merge them "
-            "with jaxscale ckpt merge_lora, and export that"
+            "the first layers, without experts, have no adapters, and target_modules would include them; merge "
+            "with jaxscale ckpt merge_lora and export the result"
         )
     return pairs, adapter_config.write(lora.rank, lora.alpha, list(joint), base, joint, transposed)
 
@@ -259,13 +260,13 @@ def base_model_folder(adapter: Adapter, given: str | None) -> str:
     """Returns the folder of an adapter's base model. Raises BadInput if it is unknown, ambiguous or not local."""
     base = given or adapter.config.base
     if base is None:
-        raise BadInput(f"{adapter.folder} is an adapter that names no base model; give --base=FOLDER")
+        raise BadInput(f"{adapter.folder} is an adapter without the name of its base model; give --base=FOLDER")
     model = next((name for name in (hf_checkpoint.WEIGHTS, hf_checkpoint.INDEX) if name in adapter.files), None)
     ambiguous = given is None and model and hf_checkpoint.CONFIG in adapter.files
     if ambiguous and paths.absolute(base) != paths.absolute(adapter.folder):
         raise BadInput(
-            f"the adapter in {adapter.folder} is for {base[:200]}, and there is also {model} in its folder: "
-            "transformers 5 reads it with the one, transformers 4 and PEFT with the other; give --base=FOLDER"
+            f"the adapter in {adapter.folder} is for {base[:200]}, but its folder also has {model}: transformers 5 "
+            f"applies it to {model}, transformers 4 and PEFT to {base[:200]}; give --base=FOLDER"
         )
     if given is None and (paths.is_remote(base) or not paths.as_path(base).is_dir()):
         fetched = f"--base={base[:200]}, which fetches it from the Hub, or " if HUB_NAME.fullmatch(base) else ""

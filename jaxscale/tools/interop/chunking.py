@@ -68,7 +68,7 @@ def plan_units(pairs: Sequence[TensorPair]) -> dict[str, list[TensorPair]]:
     units = {}
     for row in rows.values():
         leading, one = [max(at) + 1 for at in zip(*row)], next(iter(row.values()))
-        assert len(row) == math.prod(leading), f"layers or experts are missing of {one.leaves}"
+        assert len(row) == math.prod(leading), f"layers or experts of {one.leaves} are missing"
         for box in grid_boxes(leading, leading_chunk_shape(one, leading)):
             group = [row[place] for place in itertools.product(*(range(side.start, side.stop) for side in box))]
             units[f"{group[0].hf_name}+{len(group) - 1}"] = group
@@ -82,8 +82,8 @@ def check_tensors(pairs: Sequence[TensorPair], tensors: Mapping[str, Tensor]) ->
         where = f"{tensor.file.path}: {pair.hf_name}"
         if tensor.shape != pair.hf_shape:
             raise BadInput(
-                f"{where} has shape {list(tensor.shape)}, and by config.json it is {list(pair.hf_shape)}; "
-                "the two belong to different models: fetch both again"
+                f"{where} has shape {list(tensor.shape)}, but config.json requires {list(pair.hf_shape)}; "
+                "they are from different models: fetch both again"
             )
         if tensor.dtype_name not in DTYPES:
             raise BadInput(f"{where} is {tensor.dtype_name}; {conversion_hint(tensor.dtype_name)}")

@@ -42,7 +42,7 @@ BLOCK_BYTES = 32 << 20  # of a tensor made contiguous at a time
 FORMATS = {"bfloat16": DTYPES["BF16"], "float32": DTYPES["F32"]}
 Format = Literal["bfloat16", "float32"]
 WeightsName = Literal["params", "ema"]
-MISSING_HINTS = dict(params="", ema="; train.ema.decay keeps one")
+MISSING_HINTS = dict(params="", ema="; set train.ema.decay to train with an EMA")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +89,7 @@ def open_step(
     """Returns (step, its source); None: the newest. adapter: of a LoRA run alone, for `base`. Raises BadInput."""
     steps = checkpoints.all_steps()
     if not steps:
-        raise BadInput(f"{checkpoints.directory.parent} holds no checkpoint; give the work folder of a run")
+        raise BadInput(f"{checkpoints.directory.parent} has no checkpoint; give the work folder of a run")
     if step is not None and step not in steps:
         raise BadInput(f"--step={step}: no such step; the steps are {', '.join(map(str, steps))}")
     step = newest_readable_step(checkpoints, print_stderr) if step is None else step
@@ -98,13 +98,13 @@ def open_step(
     checkpoints.log_changed_files(step, print_stderr, small=True)
     values = record["run"].get("config", {}).get("model")
     if values is None:
-        raise BadInput(f"step {step} does not say which model it is of; it was not saved by a run")
+        raise BadInput(f"step {step} has no model config; it was not saved by a training run")
     lora = schema.convert(record["run"]["config"].get("lora") or {}, LoraConfig, "lora")
     if lora.on and not adapter:
         raise BadInput(
-            f"step {step} has LoRA adapters apart from its weights, and other tools would read only the weights; merge "
-            f"them with jaxscale ckpt merge_lora --workdir={checkpoints.directory.parent} --to=FOLDER, and export "
-            "that, or --adapter exports the adapters alone, for PEFT"
+            f"step {step} has LoRA adapters next to its weights, and other tools would read only the weights; merge "
+            f"them with jaxscale ckpt merge_lora --workdir={checkpoints.directory.parent} --to=FOLDER and export the "
+            "result, or export only the adapters for PEFT with --adapter"
         )
     cfg = with_static_rope(schema.convert(values, AnyModelConfig, "model"))
     origin = hf_origin(record["run"])
@@ -113,7 +113,7 @@ def open_step(
     folder = checkpoints.directory / str(step)
     if adapter:
         if not lora.on:
-            fix = "leave it out, or name a run with lora.rank above 0"
+            fix = "omit it, or give a run with lora.rank above 0"
             raise BadInput(f"--adapter: step {step} has no adapters; {fix}")
         has = weight_leaves(record["leaves"], what).__contains__
         pairs, config = adapters.adapter_of_run(family, cfg, lora, has, base or origin.get("from"))
@@ -143,9 +143,9 @@ def check_leaves(
         saved = leaves.get(named.get(name))
         if saved is None or saved[:2] != [list(shape), "float32"]:
             found = "missing" if saved is None else f"{saved[1]}{saved[0]}"
-            raise BadInput(f"step {step}: {what}/{name} is {found}, and by its config it is float32{list(shape)}")
+            raise BadInput(f"step {step}: {what}/{name} is {found}, but its config requires float32{list(shape)}")
     if extra := sorted(named.keys() - shapes.keys()):
-        raise BadInput(f"step {step} has {named[extra[0]]}, which is not part of its config's model")
+        raise BadInput(f"step {step} has {named[extra[0]]}, which is not in the model of its config")
 
 
 def export_step(
@@ -180,8 +180,8 @@ def export_step(
             if mark != source.record["leaves"][source.leaves[name]][2]:
                 raise Stop(
                     Exit.CHECKPOINT_CORRUPT,
-                    f"{source.folder}: the bits of {source.leaves[name]} are not those that were saved; the export in "
-                    f"{folder} is not finished: remove it, and export another step",
+                    f"{source.folder}: {source.leaves[name]} differs from the fingerprint taken when it was saved; the "
+                    f"export in {folder} is incomplete: remove it and export another step",
                 )
         files = dict(texts)
         if len(shards) > 1:
@@ -266,7 +266,7 @@ def write_tensor(
         parts.append(part if factor == 1.0 else (part * np.float32(factor)).astype(dtype))
         sums[name] = (sums.get(name, 0) + mark) % 2**32
     tensor = pair.to_hf(parts)
-    assert tensor.shape == pair.hf_shape and tensor.dtype == dtype, f"{pair.hf_name} has another shape or dtype"
+    assert tensor.shape == pair.hf_shape and tensor.dtype == dtype, f"unexpected shape or dtype of {pair.hf_name}"
     rows = max(1, BLOCK_BYTES // max(1, tensor[:1].nbytes)) if tensor.ndim else 1
     for row in range(0, len(tensor) if tensor.ndim else 1, rows):
         block = contiguous(tensor[row : row + rows] if tensor.ndim else tensor)

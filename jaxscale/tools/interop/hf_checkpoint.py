@@ -55,16 +55,16 @@ def open_checkpoint(name: str, flag: str = "--from") -> HfCheckpoint:
     """Opens a folder, local or gs://, and checks every header. Raises BadInput, one line. flag: for errors."""
     if name.endswith(PICKLED) or name.endswith(".safetensors"):
         pickled = name.endswith(PICKLED)
-        raise BadInput(f"{flag}={name} " + (pickle_message(name) if pickled else "is a file: give its folder"))
+        raise BadInput(f"{flag}={name} " + (pickle_message(name) if pickled else "is a file; give its folder"))
     folder = paths.as_path(name)
     files = stop_if_unreachable(lambda: list_files(folder), folder)
     if not files:
-        hint = f"; to fetch it: hf download {name} --local-dir FOLDER" if HUB_NAME.fullmatch(name) else ""
+        hint = f"; to download it: hf download {name} --local-dir FOLDER" if HUB_NAME.fullmatch(name) else ""
         raise BadInput(f"{flag}={name} is not a folder with files{hint}")
     if CONFIG not in files:
-        raise BadInput(f"{flag}={name} holds no {CONFIG}: it is not the folder of a Hugging Face model")
+        raise BadInput(f"{flag}={name} has no {CONFIG}; give the folder of a Hugging Face model")
     config = read_object(folder, CONFIG, files)
-    both = f"{WEIGHTS} is read, as transformers does, and {INDEX} next to it is not"
+    both = f"{WEIGHTS} is read and {INDEX} is ignored, as in transformers"
     notes = (both,) if WEIGHTS in files and INDEX in files else ()
     return HfCheckpoint(folder, config, find_tensors(f"{flag}={name}", folder, files), files, notes)
 
@@ -80,7 +80,7 @@ def find_tensors(flag: str, folder: Any, files: dict[str, int]) -> dict[str, Ten
     missing = f"{flag} has neither {WEIGHTS} nor {INDEX}"
     if variants := sorted((file for file in files if VARIANT.fullmatch(file)), key=lambda file: ".index." not in file):
         raise BadInput(
-            f"{missing}; there is {variants[0]}, a variant, which is read only on request, as in transformers; "
+            f"{missing}; there is {variants[0]}, a variant, which is not read by default, as in transformers; "
             f"rename it to {INDEX if '.index.' in variants[0] else WEIGHTS}"
         )
     others = [file for file in files if file.endswith((".safetensors", ".gguf", ".h5", ".msgpack"))]
@@ -95,7 +95,7 @@ def read_index(folder: Any, files: dict[str, int]) -> dict[str, Tensor]:
         raise BadInput(f"{where} must map tensor names to files; fetch it again")
     found: dict[str, dict[str, Tensor]] = {}
     for tensor, file in weight_map.items():
-        put = f"{where} puts {tensor!r} into"
+        put = f"{where} maps {tensor!r} to"
         if not isinstance(file, str) or not PLAIN_NAME.fullmatch(file):
             raise BadInput(f"{put} {str(file)[:120]!r}, which is not a .safetensors file in its folder")
         if file not in files:
@@ -103,13 +103,13 @@ def read_index(folder: Any, files: dict[str, int]) -> dict[str, Tensor]:
         if file not in found:
             found[file] = tensors_of(folder, file)
         if tensor not in found[file]:
-            raise BadInput(f"{put} {file}, which does not have it; fetch both again")
+            raise BadInput(f"{put} {file}, which does not contain it; fetch both again")
     tensors: dict[str, Tensor] = {}
     for file, inside in sorted(found.items()):
         for name, tensor in inside.items():
             if name in tensors and not same_bytes(tensors[name], tensor):
                 raise BadInput(
-                    f"{folder}: {name} in {tensors[name].file.name} and in {file} differ; remove the file that is old"
+                    f"{folder}: {name} in {tensors[name].file.name} and in {file} differ; remove the outdated file"
                 )
             tensors[name] = tensor
     return tensors | {tensor: found[file][tensor] for tensor, file in weight_map.items()}
@@ -139,7 +139,7 @@ def pickle_message(name: str) -> str:
     folder = name.rpartition("/")[0] if name.endswith(PICKLED) else name
     made = "; ".join(f"{which}.from_pretrained('{folder or '.'}').save_pretrained('FOLDER')" for which in "mt")
     return (
-        "is pickled: loading it can run code in it, so it is never read. If you trust it: "
+        "is pickled and is never read, because unpickling can run code. If you trust it: "
         'python -c "from transformers import AutoModelForCausalLM as m, AutoTokenizer as t; '
         f'{made}", then --from=FOLDER'
     )
@@ -153,8 +153,8 @@ def check_counts(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> No
     max_experts = max((shape[0] for shape in routers if shape), default=longest)
     rules = [
         (LAYERS, min(len(tensors), MAX_LAYERS), f"there are {len(tensors):,} tensors"),
-        (SIZES, longest, f"the longest axis of a tensor has {longest:,}"),
-        (EXPERTS, min(max_experts, MAX_EXPERTS), f"the longest first axis of a router has {max_experts:,}"),
+        (SIZES, longest, f"the longest tensor axis is {longest:,}"),
+        (EXPERTS, min(max_experts, MAX_EXPERTS), f"the largest router has {max_experts:,} experts"),
         (TOKEN_COUNTS, MAX_TOKENS, "no model has a longer context"),
     ]
     inner = config.get("text_config")

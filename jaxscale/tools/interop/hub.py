@@ -47,12 +47,12 @@ def fetch(name: str, revision: str | None, flag: str) -> Fetched | None:
     """Downloads a repository; None for a path. Raises BadInput if it is not readable, else Stop (STORAGE)."""
     if (asked := repository(name, revision)) is None:
         if revision is not None and flag == "--from":
-            raise BadInput(f"--revision={revision} is of a repository of the Hub, and {flag}={name} is none")
+            raise BadInput(f"--revision={revision} needs a repository on the Hub, but {flag}={name} is a path; omit it")
         return None
     name, revision = asked
     check_hub_name(flag.removeprefix("--"), name)
     if not packages.is_installed("huggingface_hub"):
-        raise BadInput(f"{flag}={name} is fetched from the Hub by huggingface_hub: pip install 'jaxscale[hub]'")
+        raise BadInput(f"{flag}={name}: huggingface_hub is not installed: pip install 'jaxscale[hub]'")
     token = os.environ.get(TOKEN, "").strip()
     check_endpoint(bool(token))
     import huggingface_hub
@@ -71,9 +71,10 @@ def fetch(name: str, revision: str | None, flag: str) -> Fetched | None:
         )
     except refused as error:
         at, reason = f" at {revision}" if revision else "", cause(error)[:200]
-        raise BadInput(f"{flag}={name}{at}: the Hub has none, or {TOKEN} may not read it: {reason}") from None
+        raise BadInput(f"{flag}={name}{at} does not exist on the Hub, or {TOKEN} has no access: {reason}") from None
     except Exception as error:  # of whatever client the package has below it
-        raise Stop(Exit.STORAGE, f"{flag}={name} was not fetched: {cause(error)}; run the same command again") from None
+        reason = f"{flag}={name}: download failed: {cause(error)}; run the same command again"
+        raise Stop(Exit.STORAGE, reason) from None
     return Fetched(name, pathlib.Path(folder).name, folder)
 
 
@@ -96,6 +97,6 @@ def push_folder(folder: Any, name: str, message: str) -> str:
             repo_id=name, folder_path=os.fspath(folder), commit_message=message, ignore_patterns=[PRIVATE]
         )
     except Exception as error:  # of whatever client the package has below it
-        reason = f"{folder} is whole, and {name} on the Hub did not take it: {cause(error)}; run the same command again"
+        reason = f"{folder} is complete, but the upload to {name} failed: {cause(error)}; run the same command again"
         raise Stop(Exit.STORAGE, reason) from None
     return str(getattr(done, "commit_url", done))

@@ -67,7 +67,7 @@ def import_tensors(
                 try:
                     write.check_room(folder, total)
                 except write.NoRoom as error:
-                    raise Stop(Exit.STORAGE, f"{folder}: {error}; make room, or name another folder") from None
+                    raise Stop(Exit.STORAGE, f"{folder}: {error}; free some space, or give another folder") from None
             resumed_bytes = write_units(partial, journal, pairs, tensors, total, on_bytes)
             marks = journal.fingerprints("marks")
             leaves = {chunking.PARAMS_PREFIX + name: [list(shapes[name]), "float32", marks[name]] for name in shapes}
@@ -76,7 +76,8 @@ def import_tensors(
             except DamagedCheckpoint as damage:
                 remove_tree(partial)
                 journal.remove()
-                raise Stop(Exit.STORAGE, f"read-back differs from what was written: {damage}; run it again") from None
+                reason = f"data read back differ from the data written: {damage}; run the command again"
+                raise Stop(Exit.STORAGE, reason) from None
         journal.remove()
     not_finite = tuple(sorted(name for noted in journal.done.values() for name in noted["odd"]))
     return dict(num_leaves=len(shapes), num_bytes=total, kept_bytes=resumed_bytes, not_finite=not_finite)

@@ -19,7 +19,7 @@ def open_journal(folder: Any, name: str, identity: str, flag: str) -> tuple["Jou
     journal = Journal(folder / name, identity)
     existing = [path.name for path in folder.iterdir()] if folder.exists() and not journal.path.exists() else []
     if existing:
-        raise BadInput(f"{flag} is in use, it holds {min(existing)}; name a new folder")
+        raise BadInput(f"{flag} is not empty, it has {min(existing)}; give a new folder")
     paths.make_run_dir(folder)
     return journal, stop_if_unwritable(journal.begin, folder)
 
@@ -30,7 +30,7 @@ class Journal:
     def __init__(self, path: Any, identity: str):
         self.path, self.identity = path, identity
         self.done: dict[str, Any] = {}
-        self.pending: dict[str, Any] = {}  # done, and not yet durable: recorded by the next flush
+        self.pending: dict[str, Any] = {}  # done, but not durable yet; recorded by the next flush
         self.last_write = 0.0
         self.close: Callable[[], Any] = lambda: None  # releases the folder lock
 
@@ -44,8 +44,8 @@ class Journal:
             if found.get("what") != self.identity:
                 self.close()
                 raise BadInput(
-                    f"{self.path} is of another conversion, or of files that have changed since; name a new folder, "
-                    f"or remove {self.path.parent} to begin again"
+                    f"{self.path} is from another conversion, or the files have changed since; give a new folder, "
+                    f"or remove {self.path.parent} to start again"
                 )
             self.done = dict(found.get("done", {}))
             return True

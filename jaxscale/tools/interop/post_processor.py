@@ -22,7 +22,7 @@ def begin_with(begin: Sequence[str], text: str) -> str | None:
     ids: list[Any] = list(map(tokenizer.token_to_id, begin))
     if None in ids:
         name = begin[ids.index(None)]
-        raise BadInput(f"tokenizer.json has no token {name!r:.80}, with which the run's documents begin")
+        raise BadInput(f"tokenizer.json has no token {name!r:.80}, which starts the run's documents")
     if whole.ids[:first] == ids:
         return None
     post_processor = spec.get("post_processor") or {}

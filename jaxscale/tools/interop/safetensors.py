@@ -56,13 +56,13 @@ class File:
         """Fills a buffer from offset `start`. Raises BadInput if the file is shorter or was replaced, OSError."""
         view = memoryview(out).cast("B")
         if start + len(view) > self.size:
-            raise BadInput(f"{self.path} ends at byte {self.size}, before byte {start + len(view)} that is wanted")
+            raise BadInput(f"{self.path} ends at byte {self.size}, before the requested byte {start + len(view)}")
         if not paths.is_remote(self.path):
             raw: Any = foreign.open_file(self.path)  # unbuffered, may read less than is asked for
             with io.BufferedReader(raw) as file:
                 file.seek(start)
                 if file.readinto(view) != len(view):
-                    raise BadInput(f"{self.path} became shorter while it was read; is something still writing it?")
+                    raise BadInput(f"{self.path} became shorter while it was read; run the command when it is complete")
             return
         parts = [(begin, view[begin : begin + PART_BYTES]) for begin in range(0, len(view), PART_BYTES)]
         with concurrent.futures.ThreadPoolExecutor(REQUESTS) as pool:
@@ -84,7 +84,7 @@ class File:
                 view[done : done + len(piece)] = piece
                 done += len(piece)
         except FileNotFoundError:
-            raise BadInput(f"{url} was replaced or removed while it was read; run it again") from None
+            raise BadInput(f"{url} was replaced or removed while it was read; run the command again") from None
 
 
 def stat_file(path: Any) -> File:
@@ -144,21 +144,21 @@ def same_bytes(one: Tensor, other: Tensor) -> bool:
 
 def conversion_hint(dtype_name: str) -> str:
     """Returns a hint for a dtype that is not converted."""
-    known = f"only {', '.join(DTYPES)} are converted: "
+    known = f"only {', '.join(DTYPES)} are supported: "
     if dtype_name.startswith("F8") or dtype_name in ("I8", "U8"):
-        return f"{known}use the unquantized weights of that model"
+        return f"{known}use the unquantized model"
     return f"{known}load it with transformers, call .to(torch.float32) and save_pretrained"
 
 
 def read_header(file: File) -> dict[str, Tensor]:
     """Returns {name: tensor} of a file. Raises BadInput, one line, for any violation of the format."""
     if file.size < LENGTH_BYTES + 2:
-        raise invalid_file(file, f"it has {file.size} bytes, too few for a header")
+        raise invalid_file(file, f"it has {file.size} bytes, too small for a header")
     length = int.from_bytes(file.read(0, LENGTH_BYTES), "little")
     if length > LONGEST_HEADER:
         raise invalid_file(file, f"the header length is {length} bytes, more than the limit of {LONGEST_HEADER}")
     if LENGTH_BYTES + length > file.size:
-        raise invalid_file(file, f"the header length is {length} bytes, of a file of {file.size} bytes")
+        raise invalid_file(file, f"the header length is {length} bytes, but the file has {file.size} bytes")
     try:
         header = parse_json(file.read(LENGTH_BYTES, LENGTH_BYTES + length), object_pairs_hook=reject_duplicates)
     except BadInput as error:
@@ -177,7 +177,7 @@ def reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         counts = collections.Counter(name for name, _ in pairs)
-        raise BadInput(f"{clip(counts.most_common(1)[0][0])!r} is there twice")
+        raise BadInput(f"{clip(counts.most_common(1)[0][0])!r} appears twice")
     return found
 
 
@@ -185,7 +185,7 @@ def parse_entry(file: File, name: str, described: Any, begin: int) -> Tensor:
     """Parses a tensor's header entry. begin: byte offset of the data."""
     where = f"{clip(name)!r}"
     if not isinstance(described, dict) or set(described) != {"dtype", "shape", "data_offsets"}:
-        raise invalid_file(file, f"{where} is not described by dtype, shape and data_offsets alone")
+        raise invalid_file(file, f"{where} must have exactly dtype, shape and data_offsets")
     dtype_name, shape, offsets = described["dtype"], described["shape"], described["data_offsets"]
     if dtype_name not in tuple(ELEMENT_BYTES):  # a tuple, because a hostile value may not be hashable
         raise invalid_file(file, f"{where} has dtype {short(dtype_name)}, which is none of {', '.join(ELEMENT_BYTES)}")
@@ -195,9 +195,9 @@ def parse_entry(file: File, name: str, described: Any, begin: int) -> Tensor:
         raise invalid_file(file, f"{where} has data_offsets {short(offsets)}, which are not [begin, end]")
     size, (start, stop) = math.prod(shape) * ELEMENT_BYTES[dtype_name], (begin + offset for offset in offsets)
     if stop - start != size:
-        raise invalid_file(file, f"{where}, {dtype_name}{short(shape)}, needs {size} bytes and has {stop - start}")
+        raise invalid_file(file, f"{where}, {dtype_name}{short(shape)}, needs {size} bytes but has {stop - start}")
     if stop > file.size:
-        raise invalid_file(file, f"{where} ends at byte {stop} of a file of {file.size}: it was cut short")
+        raise invalid_file(file, f"{where} ends at byte {stop} but the file has {file.size} bytes: it is truncated")
     return Tensor(name, file, dtype_name, tuple(shape), start, stop)
 
 
@@ -211,7 +211,7 @@ def check_covered(file: File, tensors: Iterable[Tensor], begin: int) -> None:
     end, before = begin, "the header"
     for tensor in sorted(tensors, key=lambda tensor: (tensor.start, tensor.stop)):
         if tensor.start != end:
-            what = "overlap" if tensor.start < end else f"leave {tensor.start - end} bytes between them"
+            what = "overlap" if tensor.start < end else f"have a gap of {tensor.start - end} bytes"
             raise invalid_file(file, f"{clip(before)} and {clip(tensor.name)!r} {what}")
         end, before = tensor.stop, repr(tensor.name)
     if end != file.size:

@@ -48,7 +48,7 @@ def open_source_model(name: str, base: str | None = None, keep: bool = False) ->
     if adapter is None:
         if base is not None or keep:
             raise BadInput(
-                f"--{'adapter' if keep else 'base'} is for an adapter of PEFT's, and --from={name} holds none"
+                f"--{'adapter' if keep else 'base'} needs a PEFT adapter, but --from={name} has none; omit it"
             )
         return open_model(name, "--from")
     model = open_model(adapters.base_model_folder(adapter, base), "--base")
@@ -78,11 +78,11 @@ def adapter_notes(adapter: adapters.Adapter, base: str, adapter_files: Mapping[s
     notes = []
     weights = [name for name in (WEIGHTS, INDEX) if name in adapter.files]
     if weights and paths.absolute(base) != paths.absolute(adapter.folder):
-        notes.append(f"its adapter is read with the model in {base}, and not with {weights[0]} next to it")
+        notes.append(f"the adapter is applied to the model in {base}; {weights[0]} next to it is ignored")
     if adapter_files and not tokenizer_files.main_file(adapter_files):
         notes.append(
-            f"the tokenizer is the model's; the adapter's folder has none, and its "
-            f"{', '.join(adapter_files)} is not read"
+            f"the tokenizer is that of the base model; the adapter's folder has none, and its "
+            f"{', '.join(adapter_files)} is ignored"
         )
     return notes
 
@@ -105,8 +105,8 @@ def open_model(name: str, named: str) -> SourceModel:
             table = next(tensors[pair.hf_name] for pair in pairs if pair.leaves == ("embedding",))
             if not same_bytes(table, tensors[copy]):
                 raise BadInput(
-                    f"{tensors[copy].file.path}: {copy} is not the same as {table.name}, though config.json says "
-                    "tie_word_embeddings; set that to false there"
+                    f"{tensors[copy].file.path}: {copy} differs from {table.name}, but config.json has "
+                    "tie_word_embeddings=true; set it to false"
                 )
     load_pairs, load = initial_router_load(cfg)
     files = tokenizer_files.with_generation(tokenizer_files.read_files(found.folder, found.files), passthrough)
@@ -129,7 +129,7 @@ def split_fused_experts(family: HfFamily, cfg: AnyModelConfig, tensors: Mapping[
                 parts = list(split_experts(rows, inner, tensor, cfg.experts.number))
         for part in parts:
             if part.name in found:
-                raise BadInput(f"the checkpoint has {part.name} twice, under two names or both alone and fused")
+                raise BadInput(f"the checkpoint has {part.name} twice, under two names or both separate and fused")
             found[part.name] = part
     return found
 
@@ -141,8 +141,8 @@ def split_experts(rows: Sequence[str], name: re.Match[str], tensor: Tensor, numb
     if len(inputs) != 1 or experts != number or outputs % count:
         halves = f", {count} matrices of each" if count > 1 else ""
         raise BadInput(
-            f"{tensor.file.path}: {tensor.name} has shape {list(tensor.shape)}, and by config.json it is of {number} "
-            f"experts{halves}: [experts, outputs, inputs]; the two belong to different models: fetch both again"
+            f"{tensor.file.path}: {tensor.name} has shape {list(tensor.shape)}, but config.json requires {number} "
+            f"experts{halves}: [experts, outputs, inputs]; they are from different models: fetch both again"
         )
     size = (tensor.stop - tensor.start) // (number * count)
     shape = (outputs // count, *inputs)

@@ -52,7 +52,7 @@ def read_files(folder: Any, names: Mapping[str, int]) -> dict[str, bytes]:
     for name in FILES:
         if name in names:
             if names[name] > LARGEST:
-                raise BadInput(f"{folder / name} has {names[name]} bytes: too large for a tokenizer file; move it away")
+                raise BadInput(f"{folder / name} has {names[name]} bytes, too large for a tokenizer file; remove it")
             found[name] = foreign.read_bytes(folder / name, LARGEST)
     return found | default_template(folder, found) if main_file(found) else found
 
@@ -71,8 +71,8 @@ def default_template(folder: Any, files: Mapping[str, bytes]) -> dict[str, bytes
     ignored = [name for name in (CONFIG, load.TEMPLATE_JSON) if "chat_template" in read_object(files.get(name, b""))]
     if names and ignored and load.TEMPLATE not in files:
         raise BadInput(
-            f"{more} has {', '.join(names)} and no {DEFAULT}, and transformers then ignores the chat_template of "
-            f"{ignored[0]}; write the intended one into {folder / load.TEMPLATE}"
+            f"{more} has {', '.join(names)} but no {DEFAULT}, so transformers ignores the chat_template of "
+            f"{ignored[0]}; write the template to use into {folder / load.TEMPLATE}"
         )
     return {}
 
@@ -95,8 +95,8 @@ def check_tokenizer(files: Mapping[str, bytes], vocab_size: int, folder: Any) ->
     settings = settings_of(files)
     if settings.get("fast_tokenizer_files", [FAST]) != [FAST]:
         raise BadInput(
-            f"{folder / CONFIG}: fast_tokenizer_files={short(settings['fast_tokenizer_files'])} names other files than "
-            f"{FAST} for some versions of transformers; put the intended one into {FAST} and remove that line"
+            f"{folder / CONFIG}: fast_tokenizer_files={short(settings['fast_tokenizer_files'])} selects other files "
+            f"than {FAST} for some versions of transformers; rename the file to use to {FAST} and remove that line"
         )
     with tempfile.TemporaryDirectory() as scratch:
         try:
@@ -107,19 +107,19 @@ def check_tokenizer(files: Mapping[str, bytes], vocab_size: int, folder: Any) ->
             raise BadInput(f"{message}; repair it, or remove {main} to convert only the weights") from None
     if not fits(tokenizer, vocab_size):
         raise BadInput(
-            f"{folder / main} has {tokenizer.vocab_size} ids, and the model of config.json only {vocab_size}: they do "
-            f"not belong together; use the right one, or remove {main} to convert only the weights"
+            f"{folder / main} has {tokenizer.vocab_size} ids, but the model of config.json only {vocab_size}; use "
+            f"the tokenizer of this model, or remove {main} to convert only the weights"
         )
     notes = [f"{main} {line}"] if (line := describe_unused(tokenizer, vocab_size)) else []
     if tokenizer.loss_reason:
-        notes.append(f"{main} loses text: {tokenizer.loss_reason}")
+        notes.append(f"{main} does not preserve all text: {tokenizer.loss_reason}")
     code = settings.get("auto_map")
     if isinstance(code, list) or isinstance(code, Mapping) and any(name.endswith("Tokenizer") for name in code):
-        notes.append(f"{CONFIG} names custom tokenizer code (auto_map), which is not run; {main} is read")
+        notes.append(f"{CONFIG} has custom tokenizer code (auto_map), which is not run; {main} is used")
     if more := [name for name in list_files(folder / MORE_TEMPLATES) if name != DEFAULT]:
         notes.append(
-            f"{MORE_TEMPLATES}/ is not copied ({', '.join(more)}): to use another than the default chat template, name "
-            "its file in data.chat.template"
+            f"{MORE_TEMPLATES}/ is not copied ({', '.join(more)}): to use a chat template other than the default, set "
+            "data.chat.template to its file"
         )
     return notes
 
@@ -190,7 +190,7 @@ def missing_tokenizer(files: Mapping[str, bytes], folder: Any) -> str:
     if "vocab.json" in files:
         command = f"m.from_pretrained('{folder}').save_pretrained('{folder}')"
         return (
-            "it has vocab.json and no tokenizer.json, which is required; transformers makes one: "
+            "it has vocab.json but no tokenizer.json, which is required; create it with transformers: "
             f'python -c "from transformers import AutoTokenizer as m; {command}"'
         )
     return "it has no tokenizer.json and no tokenizer.model; give --tokenizer=FILE to sample and evaluate"
@@ -214,12 +214,12 @@ def export_files(workdir: Any, run: Mapping[str, Any]) -> TokenizerFiles:
     if main := main_file(files):
         return with_begin_tokens(convert_tokenizer(files, main, eos_token, seq_len), noted)
     if name == "" and (run.get("converted") or (data.get("name") and not default_tokenizer(data))):
-        return TokenizerFiles(files, ("no tokenizer goes along: the work folder has none and its config names none",))
+        return TokenizerFiles(files, ("no tokenizer is exported: the work folder has none, and its config sets none",))
     if name in ("", "bytes"):
         return with_tokenizer_json(load_tokenizer("bytes"), byte_level(), EOS_NAME, seq_len, files)
     path = pathlib.Path(name).expanduser()
     if not path.is_file():
-        return TokenizerFiles(files, (f"no tokenizer goes along: {name} is not there, nor {folder}",))
+        return TokenizerFiles(files, (f"no tokenizer is exported: neither {name} nor {folder} exists",))
     main = {".model": MODELS[0], ".txt": WORDPIECE}.get(path.suffix, FAST)
     tokenizer = load_tokenizer(name, eos_token, data.get("bos_token", load.NO_BOS))
     texts = convert_tokenizer(files | {main: foreign.read_named(path, LARGEST)}, main, tokenizer.eos_token, seq_len)
@@ -236,7 +236,7 @@ def with_trained_eos(files: dict[str, bytes], eos_token: str) -> TokenizerFiles:
         return TokenizerFiles(files, (), ends)
     ends |= {"eos_token_id": [*known, learned]}
     generation = read_object(files.get(GENERATION, b"")) | {"eos_token_id": ends["eos_token_id"]}
-    said = f"{GENERATION} also stops at {eos_token}, the end of this run's documents"
+    said = f"{GENERATION} also stops at {eos_token}, which ends this run's documents"
     return TokenizerFiles(files | {GENERATION: as_json(generation)}, (said,), ends)
 
 
@@ -270,7 +270,7 @@ def with_begin_tokens(texts: TokenizerFiles, begin: Sequence[str] | None) -> Tok
         files[load.SPECIAL] = as_json(read_object(files[load.SPECIAL]) | {"bos_token": begin[0]})
     if begin and GENERATION in files and "bos_token_id" in ends:
         files[GENERATION] = as_json(read_object(files[GENERATION]) | {"bos_token_id": ends["bos_token_id"]})
-    said = f"the tokenizer begins texts with {''.join(begin) or 'nothing'}, as in this run's documents"
+    said = f"the tokenizer starts texts with {''.join(begin) or 'nothing'}, as in this run's documents"
     return TokenizerFiles(files, (*texts.notes, said), ends)
 
 
@@ -302,7 +302,7 @@ def with_tokenizer_json(
     import tokenizers
 
     if text is None or not same_ids(tokenizer, made := tokenizers.Tokenizer.from_str(text)):
-        note = "transformers has no tokenizer that gives the ids of this SentencePiece model; the .model goes along"
+        note = "tokenizer.json cannot represent this SentencePiece model; its .model file is exported instead"
         return TokenizerFiles(files, (note,), ends)
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     about |= {"eos_token": eos_token or made.id_to_token(int(tokenizer.eos_id))}

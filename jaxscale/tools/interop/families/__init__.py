@@ -53,7 +53,7 @@ def family_of(hf: Mapping[str, Any]) -> HfFamily:
         if isinstance(model_type, str) and model_type in UNSUPPORTED:
             raise BadInput(f"config.json: model_type={model_type!r} is not supported: it has {UNSUPPORTED[model_type]}")
         raise BadInput(
-            f"config.json: model_type={short(model_type)} is not supported; it may be {or_list(sorted(FAMILIES))}"
+            f"config.json: model_type={short(model_type)} is not supported; supported: {or_list(sorted(FAMILIES))}"
         )
     family = FAMILIES[model_type]
     architectures = hf.get("architectures") or []
@@ -62,7 +62,7 @@ def family_of(hf: Mapping[str, Any]) -> HfFamily:
     for architecture in architectures:
         if architecture not in family.architectures:
             known = or_list(list(family.architectures))
-            raise BadInput(f"config.json: architecture {short(architecture)} is not supported; it may be {known}")
+            raise BadInput(f"config.json: architecture {short(architecture)} is not supported; supported: {known}")
     return family
 
 
@@ -70,7 +70,7 @@ def read(hf: Mapping[str, Any]) -> tuple[HfFamily, AnyModelConfig, dict[str, Any
     """Returns (family, our settings, passed-through keys) of a config.json. Raises BadInput if unsupported."""
     family = family_of(hf)
     if hf.get("quantization_config"):
-        raise BadInput("config.json: quantization_config is not supported; convert the model's unquantized weights")
+        raise BadInput("config.json: quantization_config is not supported; convert the unquantized model")
     try:
         refuse_unread(family, hf)
         cfg = family.read_config(hf)
@@ -80,7 +80,7 @@ def read(hf: Mapping[str, Any]) -> tuple[HfFamily, AnyModelConfig, dict[str, Any
         raise BadInput(f"config.json: {error}") from None
     except (KeyError, TypeError, AttributeError, ArithmeticError) as error:  # the file is untrusted
         raise BadInput(
-            f"config.json is not that of a {family.model_type} ({type(error).__name__}: {error}); fetch it again"
+            f"config.json is not a valid {family.model_type} config ({type(error).__name__}: {error}); fetch it again"
         ) from None
     return family, cfg, {key: values[key] for key in PASSTHROUGH if key in values}
 
@@ -89,11 +89,11 @@ def notes(hf: Mapping[str, Any]) -> list[str]:
     """Returns lines to print about a config.json."""
     family, text = family_of(hf), hf.get("text_config") or {}
     found = unread(family, hf) + unread(FAMILIES[family.exported_as or family.model_type], text)
-    lines = [f"config.json has {first_names(found)}, which {family.model_type} does not read: ignored"] if found else []
+    lines = [f"config.json has {first_names(found)}, which {family.model_type} does not use; ignored"] if found else []
     if hf.get("auto_map"):
         lines.append(
-            f"config.json has auto_map, custom code, which is never run. The model is read as transformers' "
-            f"{family.model_type}, and differs if that code computes something else"
+            f"config.json has custom code (auto_map), which is never run. The model is read as transformers' "
+            f"{family.model_type}; results differ if the code changes the model"
         )
     return lines
 
@@ -115,7 +115,7 @@ def family_for(cfg: AnyModelConfig, origin: str | None = None) -> HfFamily:
         if lost is not None and (nearest is None or len(lost) < len(nearest)):
             nearest = lost
     named = ", ".join(f"model.{name}={value!r}" for name, value in (nearest or {"name": cfg.name}).items())
-    raise BadInput(f"no Hugging Face family has {named}; the families are {or_list(sorted(FAMILIES))}")
+    raise BadInput(f"no Hugging Face model type supports {named}; supported model types: {or_list(sorted(FAMILIES))}")
 
 
 def lost_settings(family: HfFamily, cfg: AnyModelConfig) -> dict[str, Any] | None:
@@ -215,17 +215,17 @@ def match(family: HfFamily, cfg: AnyModelConfig, names: Collection[str]) -> tupl
         patterns += (r"(.*\.)?lm_head\.weight",)  # some files store the tied embedding twice
     left_out = sorted(name for name in names - known if matches_any(name, patterns))
     if missing := sorted(known - names):
-        raise BadInput(f"the checkpoint has no {first_names(missing)}, which config.json calls for")
+        raise BadInput(f"the checkpoint has no {first_names(missing)}, which config.json requires; fetch it again")
     unknown = sorted(names - known - set(left_out))
     layer_of = lambda name: int(found[1]) if (found := re.match(r"(?:.*\.)?layers\.(\d+)\.", name)) else -1
     if extra_layers := [name for name in unknown if family.extra_layers and layer_of(name) >= cfg.num_layers]:
         raise BadInput(
             f"the checkpoint has {first_names(extra_layers)}: {family.extra_layers}, which are not supported and would "
-            "be lost; to convert the model without them, take their names out of model.safetensors.index.json"
+            "be lost; to convert the model without them, remove their names from model.safetensors.index.json"
         )
     if unknown:
         raise BadInput(
-            f"the checkpoint has {first_names(unknown)}, which a {family.model_type} with this config.json has not"
+            f"the checkpoint has {first_names(unknown)}, which {family.model_type} with this config.json does not have"
         )
     return pairs, left_out
 

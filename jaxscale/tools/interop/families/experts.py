@@ -47,7 +47,7 @@ def read_experts(hf: Mapping[str, Any], keys: Mapping[str, str], usual: int, **m
     """Settings of experts; `usual` without their number. Raises BadInput if the number's two names differ."""
     numbers = [hf[name] for name in NAMES if hf.get(name) is not None]
     if len(numbers) == 2 and numbers[0] != numbers[1]:
-        raise BadInput(f"{NAMES[0]}={short(numbers[0])} and {NAMES[1]}={short(numbers[1])} must be the same")
+        raise BadInput(f"{NAMES[0]}={short(numbers[0])} and {NAMES[1]}={short(numbers[1])} must be equal")
     found = {setting: hf[key] for setting, key in keys.items() if setting != "number"}
     return dict(experts=ExpertsConfig(number=numbers[0] if numbers else usual, **found, **more))
 
@@ -86,8 +86,8 @@ def qwen3_moe_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
     dense = hf["mlp_only_layers"] or []
     if not isinstance(dense, list) or sorted(dense) != list(range(len(dense))):
         raise BadInput(
-            f"mlp_only_layers={short(dense)} is not supported for {hf.get('model_type')}: they must be "
-            "the first layers, as in [0, 1]"
+            f"mlp_only_layers={short(dense)} is not supported for {hf.get('model_type')}; it must "
+            "list the first layers, such as [0, 1]"
         )
     experts = read_experts(hf, QWEN3_KEYS, 128, first_dense=len(dense))
     return dict(qk_norm=True, attention_window=window) | experts
@@ -176,13 +176,13 @@ def latent_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
     nope, rope, heads = hf["qk_nope_head_dim"], hf["qk_rope_head_dim"], hf["num_attention_heads"]
     refuse_unless(hf, num_key_value_heads=(None, heads), head_dim=(None, rope), qk_head_dim=(None, nope + rope))
     if hf["q_lora_rank"] == 0:
-        raise BadInput("q_lora_rank=0 is not supported; null stands for none")
+        raise BadInput("q_lora_rank=0 is not supported; use null for a full-rank query projection")
     yarn = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     name = yarn.get("rope_type", yarn.get("type", "default"))
     if yarn.get("mscale_all_dim") and name != "default":  # else computed differently by our YaRN
         if name != "yarn" or not yarn.get("mscale") or yarn.get("attention_factor") is not None:
             raise BadInput(
-                f"mscale_all_dim={short(yarn['mscale_all_dim'])} is only supported for rope_type 'yarn' "
+                f"mscale_all_dim={short(yarn['mscale_all_dim'])} is supported only for rope_type 'yarn' "
                 "with mscale and without attention_factor"
             )
     ranks = dict(kv_rank=hf["kv_lora_rank"], q_rank=hf["q_lora_rank"] or 0)
@@ -195,7 +195,7 @@ def expert_settings(hf: Mapping[str, Any], **more: Any) -> ExpertsConfig:
     shared = hf["n_shared_experts"]
     refuse_unless(hf, **dict.fromkeys(NAMES, (None, hf["n_routed_experts"])))  # aliases in transformers
     if not shared:
-        raise BadInput(f"n_shared_experts={short(shared)} is not supported: it must be 1 or more")
+        raise BadInput(f"n_shared_experts={short(shared)} is not supported; it must be 1 or more")
     found = {setting: hf[key] for setting, key in DEEPSEEK_KEYS.items()}
     return ExpertsConfig(**found, shared_dim=shared * hf["moe_intermediate_size"], **more)
 
@@ -204,7 +204,7 @@ def group_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Settings of expert groups. Raises BadInput for null."""
     for key in ("n_group", "topk_group"):
         if hf[key] is None:
-            raise BadInput(f"{key}=null is not supported where experts are chosen within groups")
+            raise BadInput(f"{key}=null is not supported with grouped routing")
     return dict(groups=hf["n_group"], groups_chosen=hf["topk_group"])
 
 

@@ -94,7 +94,7 @@ class TensorPair:
     def check(self, name: str, shape: Shape, expected: Shape) -> None:
         """Raises BadInput unless the shapes are equal."""
         if tuple(shape) != expected:
-            raise BadInput(f"{name} has shape {list(shape)}, and by the config it is {list(expected)}")
+            raise BadInput(f"{name} has shape {list(shape)}, but the config requires {list(expected)}")
 
 
 @dataclasses.dataclass(frozen=True)

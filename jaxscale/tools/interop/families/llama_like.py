@@ -193,7 +193,7 @@ def phi3_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
     if name in ("su", "yarn"):  # this class computes longrope for both
         name = "longrope"
     if name not in ("default", "longrope"):
-        raise BadInput(f"RoPE scaling {name!r} is not supported for phi3; it may be 'default', 'longrope'")
+        raise BadInput(f"RoPE scaling {name!r} is not supported for phi3; supported: 'default', 'longrope'")
     base, scaling = read_rope({**hf, "rope_scaling": None, "rope_parameters": {**rope, "rope_type": name}})
     return dict(rope_base=base, rope_scaling=scaling)
 

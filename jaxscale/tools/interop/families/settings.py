@@ -44,19 +44,19 @@ IGNORED = {
 }  # fmt: skip
 # Frequently requested models that are not supported, with the missing feature.
 INDEXED = "sparse attention with an indexer"
-UNCOMPARED = "the attention of DeepSeek-V3, and was not compared with its reference code"
-HYBRID = "layers that are not attention (a hybrid)"
+UNCOMPARED = "the attention of DeepSeek-V3 and was not verified against its reference code"
+HYBRID = "layers without attention (a hybrid model)"
 RECURRENT = "no attention"
-PART = "RoPE over a part of a head"
-SHARED_GATE = "a gate on its shared expert"
+PART = "partial RoPE (over part of each head)"
+SHARED_GATE = "a gated shared expert"
 UNSUPPORTED = dict(
-    gpt_oss="sinks in its attention, and biases and limits in its experts",
-    llama4="layers without RoPE, and experts whose inputs are multiplied by the router's scores",
-    llama4_text="layers without RoPE, and experts whose inputs are multiplied by the router's scores",
-    qwen2_moe=SHARED_GATE, phimoe="another router (SparseMixer)", dbrx="LayerNorm, and clipped queries",
-    granitemoe="factors on what each block adds", granitemoeshared="factors on what each block adds",
+    gpt_oss="attention sinks, and biases and clamping in its experts",
+    llama4="layers without RoPE, and experts with inputs scaled by router scores",
+    llama4_text="layers without RoPE, and experts with inputs scaled by router scores",
+    qwen2_moe=SHARED_GATE, phimoe="another router (SparseMixer)", dbrx="LayerNorm and clipped queries, keys and values",
+    granitemoe="scaled residual connections", granitemoeshared="scaled residual connections",
     deepseek_v32=INDEXED, kimi_k2=UNCOMPARED, glm4_moe_lite=UNCOMPARED,
-    glm4_moe=PART, minimax_m2=PART, jetmoe="experts in its attention",
+    glm4_moe=PART, minimax_m2=PART, jetmoe="experts in attention",
     qwen3_next=HYBRID, qwen3_5=HYBRID, qwen3_5_text=HYBRID, qwen3_5_moe=HYBRID, qwen3_5_moe_text=HYBRID, jamba=HYBRID,
     bamba=HYBRID, nemotron_h=HYBRID, falcon_h1=HYBRID, zamba2=HYBRID, granitemoehybrid=HYBRID, lfm2=HYBRID,
     lfm2_moe=HYBRID, minimax=HYBRID, olmo_hybrid=HYBRID, mamba=RECURRENT, mamba2=RECURRENT,
@@ -78,7 +78,7 @@ def refuse_unless(hf: Mapping[str, Any], **allowed: tuple) -> None:
     for key, values in allowed.items():
         if key in hf and hf[key] not in values:
             known = or_list([repr(value) for value in values])
-            raise BadInput(f"{key}={short(hf[key])} is not supported for {hf.get('model_type')}; it may be {known}")
+            raise BadInput(f"{key}={short(hf[key])} is not supported for {hf.get('model_type')}; supported: {known}")
 
 
 def number(values: Mapping[str, Any], key: str) -> float:
@@ -98,20 +98,20 @@ def read_windows(hf: Mapping[str, Any], types: Sequence[str], usual: int | None 
     """Returns attention_window, global_every (default `usual`), global_first. Raises BadInput for other layer_types."""
     types, length = list(types), hf["num_hidden_layers"]
     if len(types) != length:
-        raise BadInput(f"layer_types has {len(types)} entries and num_hidden_layers is {length}")
+        raise BadInput(f"layer_types has {len(types)} entries, but num_hidden_layers is {length}")
     if types == [FULL] * length:
         return {}
     window = hf.get("sliding_window")
     if window is None:
-        raise BadInput("layer_types has sliding_attention, and sliding_window gives no width for it")
+        raise BadInput("layer_types has sliding_attention, but sliding_window is missing; set it")
     first = types.index(SLIDING) if SLIDING in types else 0
     settings = dict(attention_window=window) | (dict(global_first=first) if first else {})
     for every in (usual, None, *range(2, length + 1)):
         if types == expected_layer_types(length, first, every):
             return settings if every is None else settings | dict(global_every=every)
     raise BadInput(
-        "layer_types is not supported: full_attention must be the first layers, each n-th one, or both, "
-        "and here it is layers " + ", ".join(str(layer) for layer, name in enumerate(types, 1) if name != SLIDING)
+        "layer_types is not supported: full_attention must be in the first layers, every n-th layer, or both, "
+        "but is in layers " + ", ".join(str(layer) for layer, name in enumerate(types, 1) if name != SLIDING)
     )
 
 
@@ -137,12 +137,12 @@ def read_rope(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     scaling, parameters = hf.get("rope_scaling") or {}, hf.get("rope_parameters") or {}
     rope = {"rope_theta": hf["rope_theta"], **(scaling or parameters)}
     if nested := [key for key, value in rope.items() if isinstance(value, Mapping)]:
-        raise BadInput(f"rope_parameters of {nested[0]} alone are not supported for {hf.get('model_type')}")
+        raise BadInput(f"rope_parameters of only {nested[0]} are not supported for {hf.get('model_type')}")
     found, unread = parse_rope(rope, hf), parameters.get("rope_theta", rope["rope_theta"])
     if scaling and "rope_theta" not in scaling and unread != rope["rope_theta"]:
         raise BadInput(
-            f"rope_scaling overrides rope_parameters, whose rope_theta={short(unread)} transformers "
-            f"then does not read: it takes {short(rope['rope_theta'])}; write one of the two, with rope_theta in it"
+            f"rope_scaling overrides rope_parameters, so transformers ignores its rope_theta={short(unread)} and uses "
+            f"{short(rope['rope_theta'])}; keep only one of the two, with rope_theta in it"
         )
     return found
 
@@ -152,8 +152,8 @@ def read_layer_type_rope(hf: Mapping[str, Any], layers: str) -> tuple[float, Rop
     parameters = hf.get("rope_parameters") or {}
     if misplaced := [key for key in parameters if key not in (FULL, SLIDING)]:
         raise BadInput(
-            f"rope_parameters has {misplaced[0]} next to the layer types, where transformers does not "
-            f"read it for {hf.get('model_type')}; put it into {FULL} and {SLIDING}"
+            f"rope_parameters has {misplaced[0]} next to the layer types, where transformers "
+            f"ignores it for {hf.get('model_type')}; move it into {FULL} and {SLIDING}"
         )
     usual = {"rope_theta": hf["rope_theta" if layers == FULL else "rope_local_base_freq"]}
     added = (hf.get("rope_scaling") or {}) if layers == FULL else {}
@@ -168,16 +168,15 @@ def parse_rope(rope: Mapping[str, Any], hf: Mapping[str, Any]) -> tuple[float, R
     base, name = number(rope, "rope_theta"), rope.get("rope_type", rope.get("type", "default"))
     if rope.get("type", name) != name:
         raise BadInput(
-            f"RoPE has type={short(rope['type'])}, and transformers reads its rope_type={short(name)}; "
-            "write rope_type alone"
+            f"RoPE has type={short(rope['type'])}, but transformers uses its rope_type={short(name)}; remove type"
         )
     if rope.get("partial_rotary_factor", hf.get("partial_rotary_factor")) not in (None, 1.0):
-        raise BadInput("partial_rotary_factor is not supported: RoPE rotates whole heads")
+        raise BadInput("partial_rotary_factor is not supported; only full heads are rotated")
     if name == "default":
         return base, None
     if name not in SCALINGS:
         known = or_list([repr(one) for one in ("default", *get_args(RopeName))])
-        raise BadInput(f"RoPE scaling {short(name)} is not supported; it may be {known}")
+        raise BadInput(f"RoPE scaling {short(name)} is not supported; supported: {known}")
     return base, RopeScaling(name=name, **read_scaling(name, rope, hf))
 
 
@@ -203,7 +202,7 @@ def read_scaling(name: str, rope: Mapping[str, Any], hf: Mapping[str, Any]) -> d
     elif hf.get(MAX_POSITIONS) is not None:
         found["factor"] = hf[MAX_POSITIONS] / found[LENGTH]
     else:
-        raise BadInput(f"RoPE scaling has no factor, and no {MAX_POSITIONS} to derive it from")
+        raise BadInput(f"RoPE scaling has no factor, and config.json has no {MAX_POSITIONS} to derive it from")
     if rope.get("attention_factor") is not None:
         found["attention_factor"] = number(rope, "attention_factor")
     if name == "longrope":
@@ -222,7 +221,7 @@ def original_of(rope: Mapping[str, Any], hf: Mapping[str, Any]) -> int:
     if name == "longrope":  # Phi-3's files have it only outside
         original = rope.get(ORIGINAL_POSITIONS, hf.get(ORIGINAL_POSITIONS, hf.get(MAX_POSITIONS)))
     if original is None or hf.get(ORIGINAL_POSITIONS, original) != original:
-        raise BadInput(f"RoPE scaling {name!r} needs {ORIGINAL_POSITIONS}, in rope_scaling and nowhere else")
+        raise BadInput(f"RoPE scaling {name!r} needs {ORIGINAL_POSITIONS}, only in rope_scaling")
     return original
 
 
