@@ -99,7 +99,7 @@ def test_examples_are_trained_on_and_their_weights_give_the_same_set_in_any_numb
         and trained["recipe"]["classifier"]["weights"] == ""
     )
     report = (tmp_path / "trained" / "report.html").read_text()
-    assert "what thresholds keep" in report and "bad examples" in report and TOO_LOW in report
+    assert "documents above each threshold" in report and "bad examples" in report and TOO_LOW in report
     with Emulator() as gcs:  # what was learned goes to a bucket with the set
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", gcs.endpoint)
         corpora.prepare(recipe(), "gs://b/set", work_dir=str(tmp_path / "trained"))
@@ -112,10 +112,10 @@ def test_examples_are_trained_on_and_their_weights_give_the_same_set_in_any_numb
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (lambda content: b"PK\x03\x04" + content, "is neither a file that prepare wrote"),
+        (lambda content: b"PK\x03\x04" + content, "is neither a file written by prepare"),
         (lambda content: content[:-4], "is incomplete"),
         (lambda content: content.replace(b'"bits": 12', b'"bits": 13'), "is incomplete"),
-        (lambda content: content[:-4] + b"\x00\x00\xc0\x7f", "holds numbers that are not finite"),
+        (lambda content: content[:-4] + b"\x00\x00\xc0\x7f", "has non-finite values"),
     ],
 )
 def test_weights_that_are_damaged_are_refused(weights, tmp_path, change, told):
@@ -126,7 +126,7 @@ def test_weights_that_are_damaged_are_refused(weights, tmp_path, change, told):
 
 
 def test_examples_that_are_too_few_or_on_both_sides_are_refused_or_left_out():
-    with pytest.raises(ValueError, match="classifier.bad has 19 different texts that the other does not have"):
+    with pytest.raises(ValueError, match="classifier.bad has 19 distinct texts that are not in the other set"):
         train_classifier(GOOD, [*BAD[:19], *BAD[:19], *GOOD[:30]], CFG)
     assert train_classifier(GOOD, [*BAD, GOOD[0]], CFG)[1]["in_both"] == 1
     for values, told in (
@@ -136,7 +136,7 @@ def test_examples_that_are_too_few_or_on_both_sides_are_refused_or_left_out():
     ):
         with pytest.raises(ValueError, match=told):
             ClassifierConfig(**values)
-    with pytest.raises(ValueError, match="stages has 'classifier', and no model"):
+    with pytest.raises(ValueError, match="stages has 'classifier' without a model"):
         schema.from_dict(PrepareConfig, {"sources": {"text": {"files": "a"}}, "stages": ("classifier",)})
 
 

@@ -137,7 +137,7 @@ def test_each_short_text_of_an_item_is_found_whole_or_never(tmp_path):
     settings = ContaminationConfig(files=(file,))
     assert count_items(settings) == {"items": 3 + MAX_ITEMS + 1, "too_short": 1}
     assert evaluation_warnings(settings, count_items(settings)) == [
-        f"1 of {4 + MAX_ITEMS} evaluation items are too short to be looked for: no text of theirs has 5 words"
+        f"1 of {4 + MAX_ITEMS} evaluation items are too short to search for: none of their texts has 5 words"
     ]
 
 
@@ -145,7 +145,7 @@ def test_no_item_is_named_and_nothing_is_looked_for_but_that_is_said():
     settings = ContaminationConfig(files=("none",))
     assert make_contamination(settings)([Document("a")])[0].document.text == "a"
     (told,) = evaluation_warnings(settings, count_items(settings))
-    assert "none were looked for" in told
+    assert "no search was made" in told
 
 
 def test_a_sequence_that_two_items_have_names_both_and_many_names_are_cut_short(tmp_path):
@@ -182,7 +182,7 @@ def test_every_kind_of_file_is_read_and_items_are_counted_from_one(tmp_path):
     [
         ("a.csv", b"x", "must be .jsonl"),
         ("a.jsonl", b'{"q": 1}\n{"q"', "a.jsonl line 2 is not JSON"),
-        ("a.jsonl", b'{"q": 1}\n', "holds no text"),
+        ("a.jsonl", b'{"q": 1}\n', "has no text"),
         ("a.jsonl.gz", gzip.compress(b'{"q": "x"}\n', mtime=0)[:-6], "is cut short"),
         ("a.txt", b"\xff\xfe", "line 1 is not UTF-8"),
         ("a.parquet", b"PAR1", "not whole Parquet"),

@@ -151,11 +151,11 @@ def test_wrong_settings_are_told():
     for wrong, told in [
         ({"min_probability": 1.5}, "0 to 1"),
         ({"head_chars": -1}, "head_chars"),
-        ({"keep": ("EN",)}, "small letters"),
+        ({"keep": ("EN",)}, "lower-case letters"),
     ]:
         with pytest.raises(ValueError, match=told):
             LanguageConfig(**wrong)
-    with pytest.raises(ValueError, match=r"does not know \['eng'\]"):
+    with pytest.raises(ValueError, match=r"does not support \['eng'\]"):
         make_language(LanguageConfig(keep=("eng",)))
 
 

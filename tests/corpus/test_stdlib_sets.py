@@ -93,5 +93,5 @@ def test_too_little_is_told_in_one_line(tmp_path):
     with pytest.raises(ValueError, match="too few for training and held-out data") as error:
         stdlib_sets.write_sets(tmp_path, 2000)
     assert isinstance(error.value, BadInput)
-    with pytest.raises(ValueError, match="--output must be given"):
+    with pytest.raises(ValueError, match="--output=FOLDER is required"):
         stdlib_sets.main(["--most_bytes=1000"])

@@ -53,15 +53,15 @@ def test_a_word_counts_as_a_whole_and_documents_without_an_address_are_kept_or_d
     assert outcomes(urls, words=words) == [(WORD, "casino"), (WORD, "bet"), ("", ""), ("", "")]
     assert outcomes(urls[2:], words=words, unknown="drop") == [("", ""), (UNKNOWN, "")]
     (tmp_path / "odd").write_text("free-stuff\n")
-    with pytest.raises(ValueError, match="'free-stuff', which no address holds as one word"):
+    with pytest.raises(ValueError, match="'free-stuff', which is not a single word of a URL"):
         outcomes(urls, words=str(tmp_path / "odd"))
 
 
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        (b"# nothing\n", "holds no address"),
-        (b"good.example\ntwo words\n", "line 2 is not an address: 'two words'"),
+        (b"# nothing\n", "has no URLs"),
+        (b"good.example\ntwo words\n", "line 2 is not a URL: 'two words'"),
         (b"\xff\xfe", "line 1 is not UTF-8"),
     ],
 )

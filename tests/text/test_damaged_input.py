@@ -100,7 +100,7 @@ def test_damaged_input_is_told_by_its_name_or_read(tmp_path, name, change):
     flags = ["--config.read.record_format=json"]
     code, line = prepared(path, *flags)
     assert code in (0, 2) and "\n" not in line
-    assert not line or name in line or "no document is left after pass 1: reading" in line
+    assert not line or name in line or "no documents are left after pass 1: reading" in line
     if code == 2 and name in line and "damaged='skip'" in line:
         code, line = prepared(path, *flags, "--config.read.damaged=skip")
         report = path.parent / "out" / "report.json"
@@ -118,12 +118,12 @@ LEFT_OUT = {  # files, what the line says, and the way out that it names
         "reading left out 40 of 60 documents (66.7%), 17.6 KiB of 24.3 KiB: 40 invalid UTF-8 in ",
         "set read.invalid_utf8='repair'",
     ),
-    "Latin-1 alone": ({"a.txt": LATIN}, "no document is left.*1 of 1 documents", "set read.invalid_utf8='repair'"),
+    "Latin-1 alone": ({"a.txt": LATIN}, "no documents are left.*1 of 1 documents", "set read.invalid_utf8='repair'"),
     "a damaged gz": ({"a.jsonl.gz": bytes(STORED)}, "a.jsonl.gz is broken .*incorrect data check", "damaged='skip'"),
     "gz without its name": ({"a.jsonl": gzip.compress(LINES)}, "a.jsonl is packed, by its first", "a.jsonl.gz"),
     "one long line": (
         {"a.jsonl": b'{"text": "' + b"a" * (34 << 20) + b'"}'},
-        "no document is left.*1 of 1 documents .*, 34.0 MiB of 34.0 MiB: 1 longer than max_line_bytes in a.jsonl",
+        "no documents are left.*1 of 1 documents .*, 34.0 MiB of 34.0 MiB: 1 longer than max_line_bytes in a.jsonl",
         "raise read.max_line_bytes",
     ),
     "a table": ({"a.csv": b"a,b\n1,2\n"}, "a.csv is a table by its name", ".jsonl or .parquet"),

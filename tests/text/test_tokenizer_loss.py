@@ -122,7 +122,7 @@ def prepared(tmp_path, path, texts, **options):
 
 def test_prepare_refuses_much_loss_with_strict_and_warns_without(tmp_path):
     path = byte_level(tmp_path / "tokenizer.json")
-    with pytest.raises(BadInput, match="tokenizer.name=.* loses text: .*without --strict the set would be made"):
+    with pytest.raises(BadInput, match="tokenizer.name=.* loses text: .*omit --strict to prepare the set anyway"):
         prepared(tmp_path, path, GERMAN, strict=True)
     assert not (tmp_path / "set" / "manifest.json").exists()
     (line,) = prepared(tmp_path, path, GERMAN)

@@ -44,7 +44,7 @@ def publish_indexes(folder: Path, cfg: RowsConfig, say: Callable[[str], None]) -
             place = publish_plan(folder, data, shards, seq_len=seq_len, seed=cfg.seed)
         except BadInput as error:
             raise BadInput(f"rows.seq_len={seq_len}: {error}") from None
-        say(f"{place}: the rows of {seq_len:,} tokens, planned")
+        say(f"{place}: row plan for seq_len={seq_len:,}")
 
 
 def publish(
@@ -69,7 +69,7 @@ def publish(
     if bucket.metadata(address) is not None:
         remote = read_remote_manifest(address, bucket)
         if remote.files != manifest.files:
-            raise BadInput(f"{address} lists another set; publish to an empty address, or delete that one first")
+            raise BadInput(f"{address} is the manifest of another set; publish to an empty URL, or delete that one")
     say(f"publishing {len(manifest.files):,} files to {url}")
 
     def send(name: str) -> bool:
@@ -89,5 +89,5 @@ def publish(
     with ThreadPoolExecutor(MAX_UPLOADS) as pool:
         sent = sum(pool.map(send, [*manifest.files, *extra_files, *(name for name in indexes if name not in headers)]))
     sent += sum(map(send, [*headers, NAME]))  # after the files that they list
-    say(f"  {sent:,} files sent, {len(manifest.files) + len(extra_files) + len(indexes) + 1 - sent:,} were there")
+    say(f"  {sent:,} files sent, {len(manifest.files) + len(extra_files) + len(indexes) + 1 - sent:,} already there")
     return address

@@ -31,13 +31,13 @@ class Flags:
 
     output: str = flag(
         "",
-        "text.jsonl (source of modules, to train on), held.jsonl (of other modules), chat.jsonl (what each function "
-        "and class is for, by the first line of its documentation), questions.jsonl (the same of the other "
-        "modules, each with three wrong answers: for `jaxscale evaluate`)",
+        "writes text.jsonl (module source, for training), held.jsonl (held-out modules), chat.jsonl (questions on "
+        "functions and classes, answered by the first line of their documentation) and questions.jsonl (the same for "
+        "the held-out modules, with three wrong answers, for `jaxscale evaluate`)",
         "FOLDER",
     )
     most_bytes: int | None = flag(
-        None, "of source, so that a small run has a small set; all unless given, about 12 MB", "N", least=1
+        None, "limit of source bytes, for a small set; default: all, about 12 MB", "N", least=1
     )
 
 
@@ -45,7 +45,7 @@ class Flags:
 def main(arguments: Arguments) -> None:
     """Writes the datasets."""
     if not arguments.flags.output:
-        raise BadInput("--output must be given: the folder for the sets")
+        raise BadInput("--output=FOLDER is required: the folder for the sets")
     folder = pathlib.Path(arguments.flags.output)
     counts = write_sets(folder, arguments.flags.most_bytes)
     put(f"{folder}: " + ", ".join(f"{count} lines in {name}" for name, count in counts.items()))
@@ -59,7 +59,7 @@ def write_sets(folder: pathlib.Path, most_bytes: int | None = None) -> dict[str,
     parts = (train.items(), validation.items())
     answers, asked = ([entry for item in part for entry in documented_names(*item)] for part in parts)
     if not train or not validation or len({line for _, line in asked}) <= WRONG:
-        raise BadInput(f"{len(sources)} modules are too few for training and held-out data; raise --most_bytes")
+        raise BadInput(f"{len(sources)} modules are too few for training and held-out data; increase --most_bytes")
     files = {
         "text.jsonl": [{"id": name, "text": text} for name, text in train.items()],
         "held.jsonl": [{"id": name, "text": text} for name, text in validation.items()],

@@ -42,7 +42,7 @@ def test_a_set_is_prepared_described_and_trained_on(raw, tmp_path, capsys):
     said = capsys.readouterr().out
     assert "complete" in said and f"--config.data.files={out}/manifest.json" in said
     report = (out / "report.html").read_text()
-    assert "becomes a candidate" in report and "0.924" in report  # at the threshold: the error curve
+    assert "probability of a candidate" in report and "0.924" in report  # at the threshold: the error curve
     assert "exact duplicate" in report and "no decontamination" in report
     corpus = corpus_of(out / "manifest.json", tmp_path)
     assert corpus.source_names == ("text",) and corpus.tokenizer.name == "bytes"
@@ -118,7 +118,7 @@ def test_the_plan_is_told_and_nothing_is_done(raw, tmp_path, capsys):
         (["--output=o", "--input=RAW", "--workers=0"], "--workers=0 must be a whole number"),
         (["--output=gs://b/x", "--input=RAW"], "give --work_dir=FOLDER"),
         (["--output=o", "--input=RAW", "--work_dir=w"], "--work_dir is for an output under gs://"),
-        (["--output=RAW", "--input=RAW"], "cannot be made"),
+        (["--output=RAW", "--input=RAW"], "cannot be created"),
         (["--output=gs://b/x", "--report"], "--report, --index and --export need a local folder"),
         (["--index", "--output=TMP", "--config.write.seed=1"], "--index reads rows.* alone"),
         (["--output=o", "--input=RAW", "--", "--project=p"], "flags after -- are for a Beam runner"),
@@ -127,7 +127,7 @@ def test_the_plan_is_told_and_nothing_is_done(raw, tmp_path, capsys):
             "needs the package apache-beam, which is not",
         ),
         (["--output=o", "--inptu=RAW"], "did you mean --input?"),
-        (["--report", "--output=TMP"], "no set was completed there"),
+        (["--report", "--output=TMP"], "so it is not a complete set"),
         (["--export=parquet:x", "--output=TMP"], "KIND one of megatron, array_record"),
         (["--output=o", "--input=RAW", "--config.tokenizer.name=none.json"], "none.json does not exist"),
         (["--output=o", "--input=RAW", "--config.near_dedup.threshold=2"], "near_dedup: threshold=2"),

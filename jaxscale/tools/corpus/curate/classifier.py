@@ -79,9 +79,7 @@ def fasttext_scorer(cfg: ClassifierConfig) -> Callable[[Sequence[Document]], lis
         raise BadInput(f"classifier.weights={cfg.weights} is not a fastText model: {error}") from None
     labels = lambda text: dict(zip(*model.predict(text, k=-1)))  # {label: probability}
     if cfg.label not in (known := labels("a")):
-        raise BadInput(
-            f"classifier.weights={cfg.weights} has no label {cfg.label}; name one of {', '.join(sorted(known)[:8])}"
-        )
+        raise BadInput(f"classifier.weights={cfg.weights} has no label {cfg.label}; use {', '.join(sorted(known)[:8])}")
 
     def score(documents: Sequence[Document]) -> list[float]:
         words = (document.text.split(None, cfg.max_words or -1)[: cfg.max_words or None] for document in documents)
@@ -119,8 +117,8 @@ def train_classifier(good: Iterable[str], bad: Iterable[str], cfg: ClassifierCon
     for name, kind in zip(("good", "bad"), chosen):
         if len(kind) < MIN_EXAMPLES:
             raise BadInput(
-                f"classifier.{name} has {len(kind)} different texts that the other does not have; "
-                f"{MIN_EXAMPLES} or more of each kind are needed, and thousands are usual"
+                f"classifier.{name} has {len(kind)} distinct texts that are not in the other set; give at "
+                f"least {MIN_EXAMPLES}, preferably thousands"
             )
     keys = [key for kind in chosen for key in kind]
     is_test = np.array([key % (1 << 32) < cfg.held_out * (1 << 32) for key in keys])  # not the bits that chose them
@@ -129,7 +127,7 @@ def train_classifier(good: Iterable[str], bad: Iterable[str], cfg: ClassifierCon
     good = np.arange(len(keys)) < len(chosen[0])
     for part in (good[~is_test], good[is_test]):
         if part.all() or not part.any():
-            raise BadInput(f"classifier.held_out={cfg.held_out} leaves examples of one kind alone; give more examples")
+            raise BadInput(f"classifier.held_out={cfg.held_out} leaves only one kind in a part; give more examples")
     weights, bias = fit([rows[i] for i in np.flatnonzero(~is_test)], good[~is_test], cfg)
     test_scores, test_good = scores([rows[i] for i in np.flatnonzero(is_test)], weights, bias), good[is_test]
     facts = {"good": len(chosen[0]), "bad": len(chosen[1]), "in_both": len(both)}
@@ -195,14 +193,14 @@ def read_model(path: str) -> tuple[np.ndarray, float, int, int]:
     except BadInput:
         header = None
     if not isinstance(header, dict) or header.get("format") != FORMAT:
-        raise BadInput(f"classifier.weights={path} is neither a file that prepare wrote nor a .bin or .ftz of fastText")
+        raise BadInput(f"classifier.weights={path} is neither a file written by prepare nor a fastText .bin or .ftz")
     sizes = [header.get(name) for name in ("bits", "ngram_words", "max_words")]
     is_complete = all(type(size) is int and size >= 0 for size in sizes) and isinstance(header.get("bias"), float)
     if not is_complete or header["bits"] > 24 or len(payload) != 4 << header["bits"]:
         raise BadInput(f"classifier.weights={path} is incomplete; restore it, or train it again")
     weights = np.frombuffer(payload, "<f4")
     if not np.isfinite(weights).all() or not math.isfinite(header["bias"]):
-        raise BadInput(f"classifier.weights={path} holds numbers that are not finite; train it again")
+        raise BadInput(f"classifier.weights={path} has non-finite values; train it again")
     return weights, header["bias"], max(1, min(header["ngram_words"], 9)), header["max_words"]
 
 

@@ -11,8 +11,8 @@ from jaxscale.system.exits import BadInput
 
 WordKind = Literal["whitespace", "spacy"]
 WORDS_HELP = (
-    "what a word is. whitespace: what stands between whitespace, as in the paper; spacy: as spaCy's English cuts them "
-    "and datatrove counts them, where each mark is a word too"
+    "word definition. whitespace: split at whitespace, as in the paper; spacy: spaCy's English tokenizer, as in "
+    "datatrove, where each punctuation mark is a word too"
 )
 
 
@@ -30,7 +30,7 @@ def check_least(cfg: Any, low: float, *names: str, remark: str = "") -> None:
     check_range(cfg, low, math.inf, *names, remark=remark)
 
 
-check_rules = functools.partial(check_range, remark=", or None for no such rule")
+check_rules = functools.partial(check_range, remark=", or None to turn off the rule")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,19 +38,19 @@ class RepairConfig:
     """Repairs of a text, and limits on its length. Repairs and removals are counted by kind."""
 
     normalise: Literal["NFC", "NFKC", "off"] = setting(
-        "NFC", "Unicode normal form; NFKC also unfolds ligatures and wide letters"
+        "NFC", "Unicode normal form; NFKC also replaces ligatures and full-width letters"
     )
-    mojibake: bool = setting(True, "undo wrong decodings with ftfy where their marks show ('Ã©', 'â€™')")
+    mojibake: bool = setting(True, "repair mojibake such as 'Ã©' and 'â€™' with ftfy")
     invalid: Literal["repair", "drop", "stop"] = setting(
         "repair",
-        "a text with control characters, half surrogates or U+FFFD, the mark of bytes that were none: take the "
-        "characters out, drop the document, or stop and name it",
+        "text with control characters, unpaired surrogates or U+FFFD (undecodable bytes): remove the characters, drop "
+        "the document, or stop with an error",
     )
-    max_chars: int = setting(5_000_000, "longest document; 0: any")
-    long_document: Literal["drop", "cut"] = setting("drop", "a longer document: drop it, or keep its beginning")
-    max_line_chars: int = setting(100_000, "longest line; 0: any")
+    max_chars: int = setting(5_000_000, "maximum document length; 0: no limit")
+    long_document: Literal["drop", "cut"] = setting("drop", "longer documents: drop, or keep the beginning")
+    max_line_chars: int = setting(100_000, "maximum line length; 0: no limit")
     long_line: Literal["drop", "cut", "split"] = setting(
-        "drop", "a longer line: drop the line, keep its beginning, or split it at spaces into lines that fit"
+        "drop", "longer lines: drop, keep the beginning, or split at spaces"
     )
 
     def __post_init__(self):
@@ -61,26 +61,24 @@ class RepairConfig:
 class LanguageConfig:
     """Languages to keep. The language and its probability are saved with every document."""
 
-    keep: tuple[str, ...] = setting(
-        (), "ISO 639 codes of the languages that are kept, such as ('en', 'de'); empty: all"
-    )
-    min_probability: float = setting(0.0, "a document whose language is less probable than this is dropped; 0: none is")
+    keep: tuple[str, ...] = setting((), "ISO 639 codes of the languages to keep, such as ('en', 'de'); empty: all")
+    min_probability: float = setting(0.0, "drop documents whose language has a lower probability; 0: none")
     head_chars: int = setting(
         400,
-        "how many characters at its start a document is judged by: of 5,000 English web and book documents, 99.55% "
-        "were right with 200, 99.71% with 400, 99.88% with 600, and the cost grows in proportion; 0: the whole text",
+        "characters from the start of the document used for identification; 0: all. Of 5,000 English web and book "
+        "documents, 99.55% were correct with 200, 99.71% with 400, 99.88% with 600. The cost is proportional",
     )
     known: Literal["overwrite", "trust"] = setting(
         "overwrite",
-        "a document whose file names its language by an ISO 639 code ('en', 'en-US'; see read.language_field): "
-        "identify it all the same, or take the file's word",
+        "documents with an ISO 639 language code in their file ('en', 'en-US'; see read.language_field): identify the "
+        "language anyway, or use the code",
     )
 
     def __post_init__(self):
         check_range(self, 0, 1, "min_probability")
         check_least(self, 0, "head_chars", remark=" characters; 0: the whole text")
         if not all(re.fullmatch("[a-z]{2,3}", code) for code in self.keep):
-            raise BadInput(f"keep={self.keep} must hold ISO 639 codes, of two or three small letters, such as 'en'")
+            raise BadInput(f"keep={self.keep} must be ISO 639 codes of two or three lower-case letters, such as 'en'")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,21 +86,21 @@ class RepetitionConfig:
     """The thresholds of arXiv:2112.11446, table A1; None switches a rule off. Characters are of the whole text."""
 
     words: WordKind = setting("whitespace", WORDS_HELP)
-    max_duplicate_lines: float | None = setting(0.30, "drop if a larger part of the lines occurred before")
-    max_duplicate_paragraphs: float | None = setting(0.30, "drop if a larger part of the paragraphs occurred before")
-    max_duplicate_line_chars: float | None = setting(0.20, "drop if repeated lines hold more of the characters")
-    max_duplicate_paragraph_chars: float | None = setting(0.20, "drop if repeated paragraphs hold more of them")
-    max_top_2gram: float | None = setting(0.20, "drop if the most frequent pair of words holds more of the characters")
-    max_top_3gram: float | None = setting(0.18, "the same for three words")
-    max_top_4gram: float | None = setting(0.16, "the same for four words")
-    max_duplicate_5gram: float | None = setting(
-        0.15, "drop if repeated sequences of 5 words hold more of the characters"
+    max_duplicate_lines: float | None = setting(0.30, "maximum fraction of lines that repeat an earlier line")
+    max_duplicate_paragraphs: float | None = setting(0.30, "the same for paragraphs")
+    max_duplicate_line_chars: float | None = setting(0.20, "maximum fraction of characters in duplicate lines")
+    max_duplicate_paragraph_chars: float | None = setting(
+        0.20, "maximum fraction of characters in duplicate paragraphs"
     )
-    max_duplicate_6gram: float | None = setting(0.14, "the same for 6 words")
-    max_duplicate_7gram: float | None = setting(0.13, "the same for 7 words")
-    max_duplicate_8gram: float | None = setting(0.12, "the same for 8 words")
-    max_duplicate_9gram: float | None = setting(0.11, "the same for 9 words")
-    max_duplicate_10gram: float | None = setting(0.10, "the same for 10 words")
+    max_top_2gram: float | None = setting(0.20, "maximum fraction of characters in the most frequent 2-gram")
+    max_top_3gram: float | None = setting(0.18, "the same for 3-grams")
+    max_top_4gram: float | None = setting(0.16, "the same for 4-grams")
+    max_duplicate_5gram: float | None = setting(0.15, "maximum fraction of characters in duplicate 5-grams")
+    max_duplicate_6gram: float | None = setting(0.14, "the same for 6-grams")
+    max_duplicate_7gram: float | None = setting(0.13, "the same for 7-grams")
+    max_duplicate_8gram: float | None = setting(0.12, "the same for 8-grams")
+    max_duplicate_9gram: float | None = setting(0.11, "the same for 9-grams")
+    max_duplicate_10gram: float | None = setting(0.10, "the same for 10-grams")
 
     def __post_init__(self):
         check_rules(self, 0, 1, *(field.name for field in dataclasses.fields(self) if field.name != "words"))
@@ -121,17 +119,17 @@ class GopherConfig:
     """
 
     words: WordKind = setting("whitespace", WORDS_HELP)
-    min_words: int | None = setting(50, "drop a document of fewer words")
-    max_words: int | None = setting(100_000, "drop a document of more words")
-    min_word_length: float | None = setting(3.0, "drop if words have fewer characters on average")
-    max_word_length: float | None = setting(10.0, "drop if words have more characters on average")
-    max_symbol_ratio: float | None = setting(0.1, "drop if there are more hash signs, or ellipses, for each word")
-    max_bullet_lines: float | None = setting(0.9, "drop if a larger part of the lines begins with a bullet")
-    max_ellipsis_lines: float | None = setting(0.3, "drop if a larger part of the lines ends in an ellipsis")
-    min_alphabetic_words: float | None = setting(0.8, "drop if a smaller part of the words has a letter")
-    min_stop_words: int | None = setting(2, "drop if fewer of stop_words are in it")
+    min_words: int | None = setting(50, "minimum words per document")
+    max_words: int | None = setting(100_000, "maximum words per document")
+    min_word_length: float | None = setting(3.0, "minimum mean word length in characters")
+    max_word_length: float | None = setting(10.0, "maximum mean word length in characters")
+    max_symbol_ratio: float | None = setting(0.1, "maximum hash signs, or ellipses, per word")
+    max_bullet_lines: float | None = setting(0.9, "maximum fraction of lines that start with a bullet")
+    max_ellipsis_lines: float | None = setting(0.3, "maximum fraction of lines that end with an ellipsis")
+    min_alphabetic_words: float | None = setting(0.8, "minimum fraction of words that contain a letter")
+    min_stop_words: int | None = setting(2, "minimum number of stop_words in the document")
     stop_words: tuple[str, ...] = setting(
-        ("the", "be", "to", "of", "and", "that", "have", "with"), "words that running English has (lower case)"
+        ("the", "be", "to", "of", "and", "that", "have", "with"), "common English words in lower case"
     )
 
     def __post_init__(self):
@@ -152,24 +150,24 @@ class C4Config:
     The paper's first version had 3 words and 5 sentences, as do datatrove and FineWeb, with ' as an end mark.
     """
 
-    terminal_punctuation: bool = setting(True, "keep only lines that end in one of end_marks, and not in ...")
-    end_marks: tuple[str, ...] = setting((".", "?", "!", '"'), "what terminal_punctuation takes for the end of a line")
-    min_line_words: int | None = setting(5, "keep only lines of at least this many words")
-    max_word_length: int | None = setting(1000, "keep only lines without a longer word")
-    javascript: bool = setting(True, "keep only lines that do not say JavaScript")
-    policies: bool = setting(True, "keep only lines that do not speak of cookies, privacy policy or terms of use")
-    citations: bool = setting(True, "take out [1], [edit] and [citation needed]")
-    lorem_ipsum: bool = setting(True, "drop a document that says lorem ipsum in a line that would be kept")
-    curly_bracket: bool = setting(True, "drop a document with { in a line that would be kept")
-    min_sentences: int | None = setting(3, "drop a document of which fewer sentences are left")
-    bad_words: str | None = setting(None, "local file, one word or phrase a line: drop a document with one of them")
+    terminal_punctuation: bool = setting(True, "keep only lines that end with one of end_marks, but not with ...")
+    end_marks: tuple[str, ...] = setting((".", "?", "!", '"'), "end marks for terminal_punctuation")
+    min_line_words: int | None = setting(5, "keep only lines with at least this many words")
+    max_word_length: int | None = setting(1000, "keep only lines without a longer word (characters)")
+    javascript: bool = setting(True, "remove lines that mention JavaScript")
+    policies: bool = setting(True, "remove lines about cookies, privacy policy or terms of use")
+    citations: bool = setting(True, "remove [1], [edit] and [citation needed]")
+    lorem_ipsum: bool = setting(True, "drop documents with lorem ipsum in a remaining line")
+    curly_bracket: bool = setting(True, "drop documents with { in a remaining line")
+    min_sentences: int | None = setting(3, "drop documents with fewer remaining sentences")
+    bad_words: str | None = setting(None, "local file, one word or phrase per line: drop documents that contain one")
 
     def __post_init__(self):
         check_rules(self, 1, math.inf, "min_line_words", "max_word_length", "min_sentences")
         if not self.end_marks or not all(mark.strip() for mark in self.end_marks):
             raise BadInput(
-                f"end_marks={self.end_marks!r} must name marks that are not blank; terminal_punctuation=False keeps "
-                "lines however they end"
+                f"end_marks={self.end_marks!r} must be non-blank marks; set terminal_punctuation=False to keep "
+                "all lines"
             )
 
 
@@ -177,11 +175,11 @@ class C4Config:
 class FineWebConfig:
     """The thresholds of arXiv:2406.17557; None switches a rule off. Blank lines are not counted as lines."""
 
-    min_punctuated_lines: float | None = setting(0.12, "drop if a smaller part of the lines ends a sentence")
-    max_short_lines: float | None = setting(0.67, "drop if a larger part of the lines is short")
-    short_line: int = setting(30, "characters of the longest short line")
-    max_duplicate_line_chars: float | None = setting(0.01, "drop if repeated lines hold more of the characters")
-    max_newlines_per_word: float | None = setting(0.3, "drop if there are more line ends for each word")
+    min_punctuated_lines: float | None = setting(0.12, "minimum fraction of lines that end a sentence")
+    max_short_lines: float | None = setting(0.67, "maximum fraction of short lines")
+    short_line: int = setting(30, "maximum characters of a short line")
+    max_duplicate_line_chars: float | None = setting(0.01, "maximum fraction of characters in duplicate lines")
+    max_newlines_per_word: float | None = setting(0.3, "maximum newlines per word")
 
     def __post_init__(self):
         check_rules(self, 0, 1, "min_punctuated_lines", "max_short_lines", "max_duplicate_line_chars")
@@ -193,31 +191,27 @@ class FineWebConfig:
 class LicenceConfig:
     """Licences to keep, by the name in the file; matching ignores case, and * and ? are wildcards."""
 
-    allow: tuple[str, ...] = setting(
-        (), "licences that are kept, such as ('cc-by-*', 'mit'); empty: all that are not denied"
-    )
-    deny: tuple[str, ...] = setting(
-        (), "licences that are dropped even if they are allowed, such as ('*-nc-*', '*-nd-*')"
-    )
+    allow: tuple[str, ...] = setting((), "licences to keep, such as ('cc-by-*', 'mit'); empty: all except denied ones")
+    deny: tuple[str, ...] = setting((), "licences to drop even if allowed, such as ('*-nc-*', '*-nd-*')")
     unknown: Literal["keep", "drop", "stop"] = setting(
-        "keep", "a document that names no licence (or 'unknown', 'none', 'other'): keep or drop it, or stop and name it"
+        "keep", "documents without a licence (or 'unknown', 'none', 'other'): keep, drop, or stop with an error"
     )
 
     def __post_init__(self):
         for name in ("allow", "deny"):
             if any(not pattern.strip() for pattern in getattr(self, name)):
-                raise BadInput(f"{name}={getattr(self, name)} holds an empty name; say what becomes of it by `unknown`")
+                raise BadInput(f"{name}={getattr(self, name)} has an empty name; use `unknown` for missing licences")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ToxicityConfig:
     """The score column "toxicity", and the thresholds for dropping documents."""
 
-    score: bool = setting(True, "note alt-profanity-check's probability as the score column 'toxicity'")
-    max_score: float | None = setting(None, "a document with a higher score is dropped; none: the score is only noted")
-    head_chars: int = setting(0, "how many characters at its start a document is scored by; 0: the whole text")
-    word_list: str = setting("", "file of words and phrases, one a line, # before remarks; empty: no list")
-    max_listed: int = setting(0, "a document with more different entries of the list than this is dropped")
+    score: bool = setting(True, "save alt-profanity-check's probability as the score column 'toxicity'")
+    max_score: float | None = setting(None, "drop documents with a higher score; none: only save the score")
+    head_chars: int = setting(0, "characters from the start of the document used for the score; 0: all")
+    word_list: str = setting("", "file of words and phrases, one per line, # starts a comment; empty: no list")
+    max_listed: int = setting(0, "drop documents with more distinct entries of the list")
 
     def __post_init__(self):
         check_rules(self, 0, 1, "max_score")
@@ -230,26 +224,24 @@ class ToxicityConfig:
 class ClassifierConfig:
     """Quality classifier: its score is the column "quality", from 0 to 1, high for text like `good`."""
 
-    good: tuple[str, ...] = setting(
-        (), "files of text that is wanted, read as those of sources are: the model is trained on them; globs allowed"
-    )
-    bad: tuple[str, ...] = setting((), "files of text that is not, such as a sample of the raw crawl")
+    good: tuple[str, ...] = setting((), "files of good training examples, read like those of sources; globs allowed")
+    bad: tuple[str, ...] = setting((), "files of bad training examples, such as a sample of the raw crawl")
     weights: str = setting(
-        "", "a model to use instead of training: the classifier.weights of an earlier set, or fastText's .bin or .ftz"
+        "", "model to use instead of training: classifier.weights of an earlier set, or a fastText .bin or .ftz"
     )
-    label: str = setting("__label__hq", "fastText: the label of text that is wanted; by default that of DCLM's model")
+    label: str = setting("__label__hq", "fastText: label of good text; the default is that of DCLM's model")
     min_score: float | None = setting(
-        None, "a document with a lower score is dropped; none: the score is only noted, and the report counts scores"
+        None, "drop documents with a lower score; none: only save the score and count scores in the report"
     )
     max_words: int = setting(
-        1000, "how many words at its start a document is judged by; 0: all; classifier.weights has its own"
+        1000, "words from the start of the document used for the score; 0: all; classifier.weights overrides it"
     )
-    ngram_words: int = setting(2, "training: the longest sequence of words that has a weight")
-    bits: int = setting(20, "training: 2^bits weights, which sequences of words share by their hashes")
-    epochs: int = setting(10, "training: how often each example is seen")
-    max_examples: int = setting(100_000, "training: maximum examples of each kind, chosen by their hashes")
-    held_out: float = setting(0.1, "training: share of the examples that is held out for evaluation")
-    seed: int = setting(0, "training: of the order of the examples")
+    ngram_words: int = setting(2, "training: maximum n-gram length, in words")
+    bits: int = setting(20, "training: 2^bits hashed n-gram weights")
+    epochs: int = setting(10, "training: passes over the examples")
+    max_examples: int = setting(100_000, "training: maximum examples per kind, selected by hash")
+    held_out: float = setting(0.1, "training: fraction of examples held out for evaluation")
+    seed: int = setting(0, "training: seed of the example order")
 
     def __post_init__(self):
         check_rules(self, 0, 1, "min_score")
@@ -257,9 +249,9 @@ class ClassifierConfig:
         check_least(self, 1, "ngram_words", "epochs", "max_examples")
         check_least(self, 0, "max_words", remark="; 0: all")
         if self.weights and (self.good or self.bad):
-            raise BadInput("weights names a model, and good and bad name examples to train one; set only one of them")
+            raise BadInput("weights selects a model, and good and bad are examples to train one; set only one of them")
         if not 0 < self.held_out < 1:
-            raise BadInput(f"held_out={self.held_out} must be between 0 and 1: the model is evaluated on this share")
+            raise BadInput(f"held_out={self.held_out} must be between 0 and 1; the model is evaluated on this fraction")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -268,27 +260,27 @@ class UrlConfig:
 
     lists: tuple[str, ...] = setting(
         (),
-        "files of addresses, one a line, also .gz: a domain stands for all below it, a domain with a path for what "
-        "begins so; lines of hosts files, ||domain^ and # remarks are understood; globs allowed",
+        "files of URLs, one per line, also .gz: a domain matches all its subdomains and pages, a domain with a path "
+        "everything with that prefix; hosts files, ||domain^ and # comments are supported; globs allowed",
     )
-    words: str = setting("", "file of words, one a line: no address may hold one of them as a whole word")
-    unknown: Literal["keep", "drop"] = setting("keep", "a document without an address")
+    words: str = setting("", "file of words, one per line: drop URLs that contain one as a whole word")
+    unknown: Literal["keep", "drop"] = setting("keep", "documents without a URL")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExactConfig:
     """Exact duplicates of whole documents. Whitespace is never compared."""
 
-    lower: bool = setting(False, "take upper and lower case for the same")
+    lower: bool = setting(False, "ignore case")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LineConfig:
     """Repeated lines: of all copies in the corpus only the first is kept. Whitespace is never compared."""
 
-    min_line_characters: int = setting(100, "leave shorter lines alone; characters that are no whitespace")
-    lower: bool = setting(False, "take upper and lower case for the same")
-    min_document_characters: int = setting(200, "drop a document that lost lines and has fewer characters left")
+    min_line_characters: int = setting(100, "minimum non-whitespace characters; shorter lines are kept")
+    lower: bool = setting(False, "ignore case")
+    min_document_characters: int = setting(200, "drop documents with removed lines and fewer remaining characters")
 
     def __post_init__(self):
         check_least(self, 1, "min_line_characters")
@@ -299,19 +291,19 @@ class LineConfig:
 class NearConfig:
     """Definition of near duplicates, and the size of the search."""
 
-    threshold: float = setting(0.75, "drop a document whose n-grams have this Jaccard similarity to those of another")
-    ngram_words: int = setting(5, "words in an n-gram")
-    permutations: int = setting(128, "numbers in a signature; the standard error of J is at most 0.5 / its root")
+    threshold: float = setting(0.75, "minimum Jaccard similarity of n-grams at which a document is dropped")
+    ngram_words: int = setting(5, "words per n-gram")
+    permutations: int = setting(128, "signature length; the standard error of J is at most 0.5 / sqrt(length)")
     bands: int | None = setting(None, "bands of the signature; none: chosen from the threshold")
-    rows: int | None = setting(None, "numbers in a band; none: chosen from the threshold")
+    rows: int | None = setting(None, "rows per band; none: chosen from the threshold")
     miss_weight: float = setting(
-        0.95, "where bands are chosen, how much a miss counts; a false candidate counts the rest"
+        0.95, "weight of misses when bands are chosen; false candidates have the remaining weight"
     )
-    seed: int = setting(1, "of the random orders")
+    seed: int = setting(1, "seed of the random permutations")
 
     def __post_init__(self):
         if not 0 < self.threshold <= 1:
-            raise BadInput(f"threshold={self.threshold} must be above 0 and at most 1: it is a Jaccard similarity")
+            raise BadInput(f"threshold={self.threshold} must be above 0 and at most 1 (Jaccard similarity)")
         check_least(self, 1, "ngram_words", "permutations", "bands", "rows")
         check_range(self, 0, (1 << 64) - 1, "seed")
         if not 0 < self.miss_weight < 1:
@@ -320,8 +312,8 @@ class NearConfig:
             raise BadInput(f"bands={self.bands} and rows={self.rows}: give both, or neither")
         if self.bands is not None and self.rows is not None and self.bands * self.rows > self.permutations:
             raise BadInput(
-                f"bands={self.bands} of rows={self.rows} need {self.bands * self.rows} numbers of a signature "
-                f"that has permutations={self.permutations}; give fewer"
+                f"bands={self.bands} of rows={self.rows} need a signature of {self.bands * self.rows} numbers, but "
+                f"permutations={self.permutations}; reduce bands or rows, or increase permutations"
             )
 
 
@@ -329,8 +321,8 @@ class NearConfig:
 class SubstringConfig:
     """Passages that occur verbatim several times in a block of about 16 MB."""
 
-    min_bytes: int = setting(200, "cut passages of at least this many bytes that were there before, in UTF-8")
-    min_document_characters: int = setting(200, "drop a document that lost passages and has fewer characters left")
+    min_bytes: int = setting(200, "remove repeated passages of at least this many UTF-8 bytes")
+    min_document_characters: int = setting(200, "drop documents with removed passages and fewer remaining characters")
 
     def __post_init__(self):
         check_least(self, 8, "min_bytes", remark=" (50 tokens are about 200)")
@@ -343,23 +335,19 @@ class ContaminationConfig:
 
     files: tuple[str, ...] = setting(
         (),
-        "evaluation files: .jsonl, .txt (also .gz, .zst), .parquet, .arrow; globs allowed; ('none',): nothing is "
-        "looked for, which is said",
+        "evaluation files: .jsonl, .txt (also .gz, .zst), .parquet, .arrow; globs allowed; ('none',): search for "
+        "nothing, with a warning",
     )
-    fields: tuple[str, ...] = setting(
-        (), "fields of an item to look for, such as question; none given: all that are text"
-    )
-    action: Literal["drop", "cut"] = setting(
-        "drop", "drop the document, or cut the words that match and what is around"
-    )
-    ngram_words: int = setting(13, "words in a row that make a match")
+    fields: tuple[str, ...] = setting((), "fields of an item to search for, such as question; empty: all text fields")
+    action: Literal["drop", "cut"] = setting("drop", "drop the document, or cut the match and its surroundings")
+    ngram_words: int = setting(13, "words per matching n-gram")
     short_words: int | None = setting(
-        5, "search for the whole text of a shorter item if it has at least this many words; none: never"
+        5, "search for shorter items as a whole if they have at least this many words; none: never"
     )
-    min_item_share: float = setting(0.0, "an item counts only if this share of its word sequences is in the document")
+    min_item_share: float = setting(0.0, "minimum fraction of an item's n-grams in the document")
     cut_characters: int = setting(200, "characters to cut before and after a match")
     min_piece_characters: int = setting(200, "minimum characters of a piece between cuts; shorter pieces are removed")
-    max_cuts: int = setting(10, "drop a document that would be cut in more places than this")
+    max_cuts: int = setting(10, "drop documents with more cuts")
 
     def __post_init__(self):
         check_least(self, 2, "ngram_words", remark="; 13 is usual, 8 is strict")

@@ -167,7 +167,7 @@ def load_evaluation(cfg: ContaminationConfig) -> Evaluation:
         if [other.name for other in paths].count(path.name) > 1:
             names[before:] = [str(path.parent / name) for name in names[before:]]
         if len(names) == before:
-            raise BadInput(f"{path} holds no text{f' in the fields {sorted(cfg.fields)}' if cfg.fields else ''}")
+            raise BadInput(f"{path} has no text{f' in the fields {sorted(cfg.fields)}' if cfg.fields else ''}")
     heads, wholes, sizes, owners = np.concatenate(columns, axis=1)
     short = np.flatnonzero(sizes < cfg.ngram_words)
     item_owners = np.unique(np.stack([wholes[short], owners[short]]), axis=1)
@@ -229,7 +229,7 @@ def list_evaluation_files(files: Sequence[str], say: Callable[[str], None] = ign
     """Returns the files that match the names or globs, sorted. Raises BadInput for a name without a match."""
     found, problems = list_files(tuple(files), "decontaminate.files", "items", say=say)
     if problems:
-        raise BadInput(f"{problems[0]}; nothing can be searched for")
+        raise BadInput(f"{problems[0]}; set decontaminate.files to evaluation files")
     return [Path(file.path) for file in found]
 
 

@@ -46,7 +46,7 @@ class LanguageModel(NamedTuple):
 @functools.cache
 def load_model() -> LanguageModel:
     """Returns py3langid's model (about 110 MB), cached per process. Raises BadInput if the package is missing."""
-    with importing("identifying languages", "py3langid", f"{PREPARE}, or leave the stage out"):
+    with importing("identifying languages", "py3langid", f"{PREPARE}, or remove the stage"):
         from py3langid.langid import MODEL_FILE, LanguageIdentifier
     model = LanguageIdentifier.from_model_file(MODEL_FILE)
     moves = np.frombuffer(model.tk_nextmove, dtype=f"u{model.tk_nextmove.itemsize}")
@@ -58,7 +58,7 @@ def load_model() -> LanguageModel:
     scaled = np.asarray(model.nb_ptc, np.float32) * SCALE
     likelihoods = scaled.astype(np.int16)
     if np.any(likelihoods != scaled):
-        raise BadInput("this py3langid's model has finer scores than can be summed exactly; use py3langid 0.4")
+        raise BadInput("the scores of this py3langid model cannot be summed exactly; use py3langid 0.4")
     return LanguageModel(packed[moves], int(rows[0]), likelihoods, np.asarray(model.nb_pc, np.float64), labels, first)
 
 
@@ -147,9 +147,8 @@ def make_language(cfg: LanguageConfig) -> Stage:
     """Returns a stage that adds each document's language and score column "language", and drops by language."""
     keep = frozenset(cfg.keep)
     if cfg.known != "trust" and (unknown := keep - set(load_model().labels)):  # labels from a file may include others
-        raise BadInput(
-            f"keep={cfg.keep}: the model does not know {sorted(unknown)}; it knows {sorted(set(load_model().labels))}"
-        )
+        supported = sorted(set(load_model().labels))
+        raise BadInput(f"keep={cfg.keep}: the model does not support {sorted(unknown)}; supported: {supported}")
 
     def judge(doc: Document, language: str, probability: float) -> Outcome:
         if keep and language not in keep:

@@ -68,7 +68,7 @@ def load_url_words(cfg: UrlConfig) -> list[str]:
     """Returns the listed words. Raises BadInput as read_words does, and for entries that are not one word."""
     words = read_words(cfg.words, "url_blocklist.words", "#") if cfg.words else []
     if odd := [word for word in words if not PARTS.fullmatch(word)]:
-        raise BadInput(f"url_blocklist.words has {odd[0]!r}, which no address holds as one word; split or remove it")
+        raise BadInput(f"url_blocklist.words has {odd[0]!r}, which is not a single word of a URL; split or remove it")
     return words
 
 
@@ -83,7 +83,7 @@ class Blocklist:
                 hashes.append(key_hash(entry))
                 self.depth = max(self.depth, entry.count("/"))
             if len(hashes) == before:
-                raise BadInput(f"{path} holds no address; put a domain on each line, or take the file out of the lists")
+                raise BadInput(f"{path} has no URLs; put one domain per line, or remove the file from the lists")
         self.hashes = np.unique(np.frombuffer(b"".join(hashes), "<u8"))
 
     def hits(self, urls: Sequence[str]) -> list[str]:
@@ -111,7 +111,7 @@ def entries(path: str) -> Iterator[str]:
             line = hosts[1]
         line = line.removeprefix("||").removesuffix("^")
         if len(line) > MAX_LINE_CHARS or any(map(str.isspace, line)) or not (found := normalize_url(line))[0]:
-            raise BadInput(f"{path}: line {number} is not an address: {line!r:.80}; correct it, or put # before it")
+            raise BadInput(f"{path}: line {number} is not a URL: {line!r:.80}; correct it, or comment it out with #")
         yield "/".join([found[0], *found[1]])
 
 
@@ -167,7 +167,7 @@ def make_licence(cfg: LicenceConfig) -> Stage:
         reason = drop_reason(doc.licence)
         if reason == UNKNOWN_LICENCE and cfg.unknown == "stop":
             raise BadInput(
-                f"{doc.file or 'a document'} at {doc.offset} names no licence ({doc.licence!r}); "
+                f"{doc.file or 'a document'} at {doc.offset} has no licence ({doc.licence!r}); "
                 "set unknown to 'keep' or 'drop' to continue"
             )
         return drop_if(doc, reason, doc.licence)

@@ -75,32 +75,32 @@ class PIIConfig:
 
     email: Action = setting("redact", "e-mail addresses")
     ip: Action = setting("redact", "IPv4 and IPv6 addresses")
-    iban: Action = setting("redact", "bank accounts: IBANs with right length and check digits")
-    card: Action = setting("redact", "payment cards: an issuer's beginning and length, Luhn's check digit")
-    national_id: Action = setting("redact", "national identity numbers of the countries named")
-    phone: Action = setting("redact", "telephone numbers, by their shape or next to a word that names them")
-    public_ips_only: bool = setting(True, "leave private, local and documentation addresses such as 192.168.0.1 alone")
+    iban: Action = setting("redact", "IBANs with valid length and check digits")
+    card: Action = setting("redact", "payment card numbers with valid prefix, length and Luhn check digit")
+    national_id: Action = setting("redact", "national identity numbers of `countries`")
+    phone: Action = setting("redact", "telephone numbers, by format or next to a word such as phone")
+    public_ips_only: bool = setting(True, "keep private, local and documentation addresses such as 192.168.0.1")
     countries: tuple[str, ...] = setting(
         tuple(NATIONAL_IDS),
         "national_id: us SSN, gb NINO, es DNI and NIE, de Steuer-ID, fr NIR, it codice fiscale, in Aadhaar",
     )
-    email_placeholder: str = setting("<EMAIL>", "stands for an e-mail address")
-    ip_placeholder: str = setting("<IP>", "stands for an IP address")
-    iban_placeholder: str = setting("<IBAN>", "stands for an IBAN")
-    card_placeholder: str = setting("<CARD>", "stands for a card number")
-    national_id_placeholder: str = setting("<ID>", "stands for a national identity number")
-    phone_placeholder: str = setting("<PHONE>", "stands for a telephone number")
+    email_placeholder: str = setting("<EMAIL>", "replaces e-mail addresses")
+    ip_placeholder: str = setting("<IP>", "replaces IP addresses")
+    iban_placeholder: str = setting("<IBAN>", "replaces IBANs")
+    card_placeholder: str = setting("<CARD>", "replaces card numbers")
+    national_id_placeholder: str = setting("<ID>", "replaces national identity numbers")
+    phone_placeholder: str = setting("<PHONE>", "replaces telephone numbers")
 
     def __post_init__(self):
         if unknown := sorted(set(self.countries) - set(NATIONAL_IDS)):
-            raise BadInput(f"countries={self.countries}: no rule for {unknown}; there are {', '.join(NATIONAL_IDS)}")
+            raise BadInput(f"countries={self.countries}: no rule for {unknown}; supported: {', '.join(NATIONAL_IDS)}")
         for kind in KINDS:
             placeholder = getattr(self, f"{kind}_placeholder")
             found = [(span.kind, placeholder[span.start : span.end]) for span in find_pii(placeholder, self.countries)]
             if found not in ([], [(kind, placeholder)]):  # the whole placeholder is not redacted again
                 raise BadInput(
-                    f"{kind}_placeholder={placeholder!r} holds personal data itself, {found}; "
-                    f"use a word in brackets, or one {kind} and nothing else"
+                    f"{kind}_placeholder={placeholder!r} is itself personal data: {found}; "
+                    f"use a word in brackets, or exactly one {kind}"
                 )
 
 

@@ -225,10 +225,10 @@ def read_words(file: str, setting: str, remark: str = "") -> list[str]:
     try:
         lines = [line for _, line in text_lines(os.path.expanduser(file))]
     except BadInput as error:
-        raise BadInput(f"{setting}={file!r}: {error}; name a UTF-8 file, a word a line") from None
+        raise BadInput(f"{setting}={file!r}: {error}; give a UTF-8 file with one word per line") from None
     words = sorted({(line.partition(remark)[0] if remark else line).strip().lower() for line in lines} - {""})
     if not words:
-        raise BadInput(f"{setting}={file!r} has no words; put one on each line, or leave the setting out")
+        raise BadInput(f"{setting}={file!r} has no words; put one word per line, or remove the setting")
     return words
 
 

@@ -125,8 +125,8 @@ def make_repair(cfg: RepairConfig) -> Stage:
         text, edits, reason = repair(doc.text, cfg)
         if reason == INVALID and cfg.invalid == "stop":
             raise BadInput(
-                f"{doc.file or 'a document'} at {doc.offset}: the text has control characters, half surrogates or "
-                "U+FFFD; set invalid to 'repair' or 'drop' to continue"
+                f"{doc.file or 'a document'} at {doc.offset}: the text has control characters, unpaired surrogates "
+                "or U+FFFD; set invalid to 'repair' or 'drop' to continue"
             )
         if reason:
             return Outcome(None, reason)

@@ -16,7 +16,7 @@ from jaxscale.runtime.text.sources.part import importing
 from jaxscale.system.paths import write_text_atomic
 from jaxscale.tools.corpus.prepare.lookup import numbered_path
 
-with importing("a --runner but local", "apache-beam", "pip install 'jaxscale[beam]', in a separate environment"):
+with importing("any --runner except local", "apache-beam", "pip install 'jaxscale[beam]', in a separate environment"):
     import apache_beam as beam
     from apache_beam.options.pipeline_options import PipelineOptions
 

@@ -26,7 +26,7 @@ class RecipeReadConfig(DocumentsConfig):
 
     where: ClassVar[str] = "read."
 
-    language_field: str = setting("language", "field or column of the document's language; for language.known='trust'")
+    language_field: str = setting("language", "field or column with the language, for language.known='trust'")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,9 +36,9 @@ class SourceConfig:
     files: str | tuple[str, ...] = setting(
         help="glob or globs: .txt .jsonl .parquet .arrow .warc .html, .gz, .zst, ..."
     )
-    licence: str = setting("", "of documents that have none in a licence field")
+    licence: str = setting("", "licence of documents without one in a licence field")
     synthetic: bool = setting(False, "the text was written by a model")
-    text_field: str | None = setting(None, "as read.text_field, for this source alone")
+    text_field: str | None = setting(None, "as read.text_field, for this source only")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,17 +46,17 @@ class TokenizerConfig:
     """Tokenizer of the shards."""
 
     name: str = setting(
-        TRAINED, "train: a new one, trained on the documents that remain; or 'bytes', a tokenizer.json, a .model"
+        TRAINED, "train: train a new one on the remaining documents; or 'bytes', a tokenizer.json, a .model"
     )
     eos_token: str = setting(
         "",
-        "the token that ends a document; "
-        "empty: eos_token of tokenizer_config.json next to the tokenizer, else a usual name",
+        "token at the end of each document; empty: eos_token of the tokenizer_config.json next to the tokenizer, "
+        "else a common name",
     )
     bos_token: str = setting(
         "",
-        "the token that begins a document; empty: as the tokenizer's own files say (Llama's and Gemma's have one, "
-        "GPT-2's and Qwen's none); none: nothing",
+        "token at the start of each document; empty: as in the tokenizer's files (Llama and Gemma have one, GPT-2 and "
+        "Qwen do not); none: no token",
     )
     train: TrainTokenizerConfig = setting(TrainTokenizerConfig)
     encode: EncodeConfig = setting(EncodeConfig)
@@ -75,8 +75,8 @@ class TokenizerConfig:
 class WriteConfig:
     """Settings of the shards."""
 
-    shard_tokens: int = setting(100_000_000, "approximate tokens of a shard, which is built in memory")
-    seed: int = setting(0, "of the shuffle")
+    shard_tokens: int = setting(100_000_000, "approximate tokens per shard; a shard is built in memory")
+    seed: int = setting(0, "seed of the shuffle")
 
     def __post_init__(self):
         if self.shard_tokens < 1:
@@ -88,11 +88,11 @@ class RowsConfig:
     """Row plans that are published with the shards: a run with these settings opens one at once. Other runs, and runs
     over several sets, plan their rows at their first start, about a microsecond per document, and cache them."""
 
-    seq_len: int | tuple[int, ...] = setting((), "of the runs; several: a plan for each; empty: none")
-    seed: int = setting(0, "of the runs")
+    seq_len: int | tuple[int, ...] = setting((), "seq_len of the runs; several: one plan each; empty: no plan")
+    seed: int = setting(0, "seed of the runs")
     packing: Literal["best_fit", "concat"] = setting("best_fit", "data.packing of the runs")
     val_fraction: float = setting(0.05, "data.val_fraction of the runs")
-    mixture: bool = setting(False, "the runs set data.mixture, whatever its weights")
+    mixture: bool = setting(False, "the runs set data.mixture, with any weights")
 
     def __post_init__(self):
         if bad := [seq_len for seq_len in self.seq_lens if seq_len < 1]:
@@ -108,9 +108,9 @@ class RowsConfig:
 class PrepareConfig:
     """A recipe: the same recipe, input and seed give the same shards, byte for byte, with any number of processes."""
 
-    sources: dict[str, SourceConfig] = setting({}, "name to files; --input=GLOB is short for one source named text")
+    sources: dict[str, SourceConfig] = setting({}, "files by source name; --input=GLOB defines one source named text")
     stages: tuple[str, ...] = setting(
-        ("repair", "language", "exact_dedup", "near_dedup"), f"in this order, of {', '.join((*STAGES, *JOINS))}"
+        ("repair", "language", "exact_dedup", "near_dedup"), f"stages in order, from {', '.join((*STAGES, *JOINS))}"
     )
     read: RecipeReadConfig = setting(RecipeReadConfig)
     url_blocklist: curate.UrlConfig = setting(curate.UrlConfig)
@@ -132,7 +132,7 @@ class PrepareConfig:
     tokenizer: TokenizerConfig = setting(TokenizerConfig)
     write: WriteConfig = setting(WriteConfig)
     rows: RowsConfig = setting(RowsConfig)
-    block_bytes: int = setting(16 << 20, "of text that a process works on at a time")
+    block_bytes: int = setting(16 << 20, "text that a process handles at a time")
 
     def __post_init__(self):
         if self.block_bytes < 1 << 10:
@@ -143,25 +143,25 @@ class PrepareConfig:
         for name in self.stages:
             if name not in known:
                 close = difflib.get_close_matches(name, known, n=1)
-                hint = f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(known)}"
+                hint = f"; did you mean {close[0]!r}?" if close else f"; stages: {', '.join(known)}"
                 raise BadInput(f"stages has {name!r}, which is not a stage{hint}")
         if twice := sorted({name for name in self.stages if self.stages.count(name) > 1}):
             raise BadInput(f"stages has {twice[0]!r} twice; each stage runs once")
         if "decontaminate" in self.stages and not self.decontaminate.files:
             raise BadInput(
-                "stages has 'decontaminate', and decontaminate.files is empty; name the evaluation files, write "
-                "('none',), or leave the stage out"
+                "stages has 'decontaminate', but decontaminate.files is empty; set it to the evaluation files or "
+                "('none',), or remove the stage"
             )
         if "url_blocklist" in self.stages and not (self.url_blocklist.lists or self.url_blocklist.words):
             raise BadInput(
-                "stages has 'url_blocklist', and no list: name files in url_blocklist.lists or url_blocklist.words, or "
-                "leave the stage out"
+                "stages has 'url_blocklist' without a list; set url_blocklist.lists or url_blocklist.words, or "
+                "remove the stage"
             )
         classifier = self.classifier
         if "classifier" in self.stages and not (classifier.weights or classifier.good and classifier.bad):
             raise BadInput(
-                "stages has 'classifier', and no model: name files in classifier.good and classifier.bad to train one, "
-                "or classifier.weights"
+                "stages has 'classifier' without a model; set classifier.good and classifier.bad to train one, or "
+                "classifier.weights"
             )
 
     @property

@@ -80,7 +80,7 @@ def make_plan(cfg: PrepareConfig) -> PreparePlan:
         choices = choose_fields([file for file in files if file.source == source], read_cfg)
         ids_files = [file.path for file, choice in choices.items() if choice.kind == "ids"]
         if ids_files and cfg.tokenizer.is_trained:
-            raise BadInput(f"{ids_files[0]} holds token ids; name the tokenizer that made them in tokenizer.name")
+            raise BadInput(f"{ids_files[0]} has token ids; set tokenizer.name to their tokenizer")
         notes += describe_choices(choices, read_cfg)
     parts = (split_file(file, cfg.read_cfg(file.source), cfg.block_bytes) for file in files)
     rows = (number for i, file_parts in enumerate(parts) for part in file_parts for number in (i, part.begin, part.end))
@@ -88,7 +88,7 @@ def make_plan(cfg: PrepareConfig) -> PreparePlan:
     min_blocks = max(len(pieces), sum(size_of(file.path) or 0 for file in files) // cfg.block_bytes)
     if min_blocks > MAX_BLOCKS and not {*JOINS}.isdisjoint(cfg.stages):
         raise BadInput(
-            f"the input is {min_blocks:,} blocks or more, and duplicates are found among at most {MAX_BLOCKS:,}; "
+            f"the input has at least {min_blocks:,} blocks, but deduplication supports at most {MAX_BLOCKS:,}; "
             f"{BLOCK_LIMIT_FIX}"
         )
     made_from = {
@@ -158,14 +158,14 @@ def prepare(
     try:
         make_private(output)
     except OSError as error:
-        raise BadInput(f"--output={output} cannot be made: {error.strerror or error}; name another folder") from None
+        raise BadInput(f"--output={output} cannot be created: {error.strerror or error}; give another folder") from None
     if not os.access(output, os.W_OK | os.X_OK):
-        raise BadInput(f"--output={output} cannot be written by this user; name another folder")
+        raise BadInput(f"--output={output} is not writable by this user; give another folder")
     for line in plan.notes:
         progress.say(line)
 
     def raise_in_use() -> NoReturn:
-        raise BadInput(f"another process is at work in {output}; wait for it, or stop it")
+        raise BadInput(f"another process is writing to {output}; wait for it, or stop it")
 
     with locked(output / LOCK, raise_in_use):
         versions_hash = hash_value({**versions(), "layout": LAYOUT})[:8]  # other versions may produce different bytes
@@ -212,7 +212,7 @@ def write_set(
         if step.ends == "sample":
             progress.begin("training the tokenizer", 1)
             train_on_blocks(cfg, blocks, pathlib.Path(tokenizer_path))
-    assert blocks is not None, "every plan has a pass"
+    assert blocks is not None, "every plan has at least one pass"
     names = write_shards(cfg, blocks, executor, progress)
     progress.end()
     write_text_atomic(output / MADE_FROM, plan.key + "\n")  # before the shards, whose names all recipes share
@@ -247,7 +247,7 @@ def report_loss(tokenizer: Tokenizer | None, tally: Tally, progress: PrepareProg
         name, reason = ("the set's tokenizer", "")
         if tokenizer:
             name, reason = f"tokenizer.name={tokenizer.name}", tokenizer.loss_reason
-        say_or_raise(progress, loss.line(name, reason), loss.is_much, strict, "without --strict the set would be made")
+        say_or_raise(progress, loss.line(name, reason), loss.is_much, strict, "omit --strict to prepare the set anyway")
 
 
 def say_or_raise(progress: PrepareProgress, line: str, is_much: bool, strict: bool, fix: str) -> None:
@@ -280,11 +280,11 @@ def run_pass(
             progress.add(result)
             tally.merge(Tally.from_json(result["tally"]))
             if step.joins and len(rows) // columns > MAX_BLOCKS:
-                raise BadInput(f"duplicates are found among at most {MAX_BLOCKS:,} blocks; {BLOCK_LIMIT_FIX}")
+                raise BadInput(f"deduplication supports at most {MAX_BLOCKS:,} blocks; {BLOCK_LIMIT_FIX}")
     if not rows:
         lost = tally.left_out(plan.cfg.read.where)
         reason = "; ".join(filter(None, [funnel_line(tally), lost.line if lost else ""])) or "the input is empty"
-        raise BadInput(f"no document is left after {pass_title(number, step)}: {reason}")
+        raise BadInput(f"no documents are left after {pass_title(number, step)}: {reason}")
     return lookup.write_blocks(str(folder), number, np.frombuffer(rows, np.int64).reshape(-1, columns))
 
 
@@ -315,11 +315,11 @@ def has_work(plan: PreparePlan, output: pathlib.Path, folder: pathlib.Path, say:
     found = read_bytes(made_from).strip() if made_from.exists() else None
     is_same_plan = found == plan.key.encode()
     if not is_same_plan and (found is not None or (output / MANIFEST).exists()):
-        whole = "another set" if (output / MANIFEST).exists() else "a part of another set"
-        raise BadInput(f"{output} holds {whole}, made from another recipe, input or version; choose another --output")
+        whole = "another set" if (output / MANIFEST).exists() else "part of another set"
+        raise BadInput(f"{output} has {whole}, prepared from another recipe, input or version; choose another --output")
     if (output / MANIFEST).exists():
         check_manifest(output / MANIFEST, deep=False)
-        say(f"{output} is complete: the same recipe, the same input")
+        say(f"{output} is already complete, with the same recipe and input")
         return False
     for other in sorted(output.glob("work-*")):
         if other != folder:

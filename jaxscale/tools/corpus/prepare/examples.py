@@ -31,13 +31,13 @@ def example_files(cfg: PrepareConfig, say: Callable[[str], None] = ignore_line) 
         return []
     if weights := cfg.classifier.weights:
         if not (path := pathlib.Path(weights).expanduser()).is_file():
-            raise BadInput(f"classifier.weights={weights} does not exist; name another, or examples to train on")
+            raise BadInput(f"classifier.weights={weights} does not exist; give another file, or examples to train on")
         return [str(path)]
     good, bad = ([file.path for file in list_examples(cfg, kind, say)] for kind in ("good", "bad"))
     same = {file_identity(path): path for path in good}
     for path in bad:
         if other := same.get(file_identity(path)):
-            raise BadInput(f"{path} of classifier.bad is in classifier.good, as {other}; remove it from one")
+            raise BadInput(f"{path} of classifier.bad is also in classifier.good, as {other}; remove it from one")
     return [*good, *bad]
 
 
@@ -63,7 +63,7 @@ def ensure_classifier(cfg: PrepareConfig, folder: pathlib.Path, progress: Prepar
             content, facts = train_classifier(good, bad, cfg.classifier)
         finally:
             if lost := summarize_losses(seen, seen["documents"], seen["bytes"], cfg.read.where):
-                progress.say(f"classifier: of its examples {lost.line}")
+                progress.say(f"classifier examples: {lost.line}")
         write_bytes_atomic(path, content)
         mark_done(done, facts, [path])
         progress.end()

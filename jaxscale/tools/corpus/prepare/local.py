@@ -41,7 +41,7 @@ class LocalExecutor(contextlib.AbstractContextManager):
             yield from run_windowed(self.pool, function, tasks, TASKS_AHEAD * self.workers)
         except BrokenProcessPool:
             raise BadInput(
-                "a worker process was killed, by a signal or for lack of memory; run the same command again to resume, "
+                "a worker process was killed by a signal or ran out of memory; run the same command again to resume, "
                 "with fewer --workers or a smaller --config.block_bytes if it happens again"
             ) from None
 

@@ -40,19 +40,19 @@ LARGE_SYNTHETIC = 0.5
 FEW_BYTES_PER_TOKEN = 2.0  # English text has about 4.4 with 32K ids
 QUALITY = ("gopher_quality", "gopher_repetition", "c4", "fineweb", "classifier")
 MISSING = (  # groups of stages, and the warning when none of the group runs
-    (("language",), "languages are not identified: text in any language is kept"),
+    (("language",), "no language identification: text in all languages is kept"),
     (QUALITY, "no quality rules: boilerplate, spam and lists are kept"),
     (("exact_dedup", "near_dedup"), "no deduplication: models memorize repeated text, and token counts are inflated"),
     (("decontaminate",), "no decontamination: evaluation items may be in the training text"),
-    (("pii",), "personal data are neither redacted nor dropped"),
-    (("toxicity",), "toxicity is not measured"),
+    (("pii",), "no handling of personal data: it is neither redacted nor dropped"),
+    (("toxicity",), "no toxicity scores"),
 )
 
 
 def rewrite_report(output: pathlib.Path) -> None:
     """Writes report.html from the manifest and report.json. Raises BadInput if the set is not complete."""
     if not (output / MANIFEST).exists():
-        raise BadInput(f"{output} has no {MANIFEST}: no set was completed there; prepare it first")
+        raise BadInput(f"{output} has no {MANIFEST}, so it is not a complete set; prepare it first")
     write_text_atomic(output / PAGE, report_page(read_facts(output) | {"manifest": read_json(output / MANIFEST)}))
 
 
@@ -78,13 +78,13 @@ def report_page(facts: Mapping[str, Any]) -> str:
         section("Funnel", funnel_table(tally, manifest["recipe"]["stages"])),
         section("Dropped documents", reasons_and_samples(tally, "dropped")),
         section("Edited documents", reasons_and_samples(tally, "edited")),
-        section("Left out, or repaired, while reading", table(("source", "what", "number"), reading)),
-        section("Lengths, as read", bars([(f"under {units.size(2**power)}", n) for power, n in lengths])),
-        section("Languages, as kept", bars(largest_first(languages))),
-        section("Languages, as dropped", bars(largest_first(tally.sums("detail", "language", by=3)))),
-        *(section(f"Groups of duplicates: {escape(join['name'])}", clusters(join)) for join in facts["clusters"]),
-        section("How surely near duplicates are found", detection(manifest["recipe"])),
-        section("Learned filter: what thresholds keep", classifier_tables(tally, facts.get("classifier"))),
+        section("Skipped or repaired while reading", table(("source", "kind", "count"), reading)),
+        section("Document lengths, as read", bars([(f"under {units.size(2**power)}", n) for power, n in lengths])),
+        section("Languages kept", bars(largest_first(languages))),
+        section("Languages dropped", bars(largest_first(tally.sums("detail", "language", by=3)))),
+        *(section(f"Duplicate groups: {escape(join['name'])}", clusters(join)) for join in facts["clusters"]),
+        section("Detection probability of near duplicates", detection(manifest["recipe"])),
+        section("Classifier: documents above each threshold", classifier_tables(tally, facts.get("classifier"))),
         section("Evaluation items found", table(("item", "documents"), hits)),
         section("Tokenizer, by source and language", fertility_table(facts["fertility"])),
     ]
@@ -127,10 +127,10 @@ def summary_table(manifest: Mapping[str, Any], tally: Tally) -> str:
     """Main numbers of the set."""
     read, lost = tally.total("in", "read"), tally.left_out(WHERE)
     documents, tokens = manifest["num_documents"], manifest["num_tokens"]
-    skipped = f"; {lost.documents:,} more were left out while reading" if lost else ""
+    skipped = f"; {lost.documents:,} more were skipped while reading" if lost else ""
     rows = [
         ("documents", f"{documents:,} of {read:,} read ({share(documents, read)}){skipped}"),
-        ("tokens", f"{tokens:,} ({units.count(tokens)}), end tokens included"),
+        ("tokens", f"{tokens:,} ({units.count(tokens)}), including end tokens"),
         ("text", units.size(manifest["text_bytes"])),
         ("shards", f"{len(manifest['shards']):,}"),
         ("tokenizer", f"{manifest['tokenizer']['name']}, {manifest['tokenizer']['vocab_size']:,} ids"),
@@ -198,11 +198,11 @@ def largest_first(numbers: Mapping[str, int]) -> list[tuple[str, int]]:
 
 def clusters(join: Mapping[str, Any]) -> str:
     """Histogram of the sizes of a join's groups of duplicates, and the largest groups."""
-    parts = [bars([(f"{size} alike", number) for size, number in join["sizes"]]) or "<p>None.</p>"]
+    parts = [bars([(f"{size} documents", number) for size, number in join["sizes"]]) or "<p>None.</p>"]
     for group in join["largest"]:
         where = f"{escape(group['file'])} at {group['offset']:,}"
         text = f"<pre>{escape(group['text'])}</pre>"
-        parts.append(f"<details><summary>{group['size']:,} alike; kept: {where}</summary>{text}</details>")
+        parts.append(f"<details><summary>{group['size']:,} documents; kept: {where}</summary>{text}</details>")
     return "".join(parts)
 
 
@@ -214,7 +214,7 @@ def detection(recipe: Mapping[str, Any]) -> str:
     shown = [
         (f"{jaccard:.2f}", f"{found:.3f}", f"{found * passed:.3f}") for jaccard, found, passed in detection_table(cfg)
     ]
-    head = ("Jaccard similarity", "becomes a candidate", "is dropped")
+    head = ("Jaccard similarity", "probability of a candidate", "probability of being dropped")
     return f"<p>{threshold_sentence(cfg)}</p>{table(head, shown)}"
 
 
@@ -227,9 +227,9 @@ def threshold_sentence(cfg: NearConfig) -> str:
     shared = 2 * cfg.threshold / (1 + cfg.threshold)
     changed = 1 - shared ** (1 / cfg.ngram_words)
     return (
-        f"threshold={cfg.threshold:g} of sequences of {cfg.ngram_words} words: a document is a near duplicate of "
-        f"another if no more than about {changed:.1%} of its words were changed here and there, or if it lacks one "
-        f"passage of no more than about {1 - cfg.threshold:.0%} of the other."
+        f"threshold={cfg.threshold:g} for {cfg.ngram_words}-grams of words: a document is a near duplicate of another "
+        f"if at most about {changed:.1%} of its words differ at random places, or if it lacks one passage of at most "
+        f"about {1 - cfg.threshold:.0%} of the other."
     )
 
 
@@ -275,7 +275,7 @@ def find_warnings(tally: Tally, manifest: Mapping[str, Any], facts: Mapping[str,
         if row["source"] != "all" and (row["bytes_per_token"] or 9) < FEW_BYTES_PER_TOKEN and row["documents"] >= 10:
             what = f"{row['source']} in {row['language'] or 'unknown language'}"
             lines.append(
-                f"the tokenizer has {row['bytes_per_token']:.2f} bytes a token for {what}: rows hold little text"
+                f"the tokenizer has {row['bytes_per_token']:.2f} bytes per token for {what}: rows contain little text"
             )
     return lines
 
@@ -283,13 +283,13 @@ def find_warnings(tally: Tally, manifest: Mapping[str, Any], facts: Mapping[str,
 def evaluation_warnings(cfg: ContaminationConfig, item_counts: Mapping[str, int] | None) -> list[str]:
     """Returns warnings about the evaluation items. item_counts: of count_items, or None without that stage."""
     if item_counts is not None and not cfg.is_named:
-        return ["decontaminate.files names no evaluation items, and none were looked for"]
+        return ["decontaminate.files has no evaluation items, so no search was made"]
     if item_counts is None or not item_counts["too_short"]:
         return []
     least = min(cfg.ngram_words, cfg.short_words or cfg.ngram_words)
     return [
-        f"{item_counts['too_short']:,} of {item_counts['items']:,} evaluation items are too short to be looked for: no "
-        f"text of theirs has {least} words"
+        f"{item_counts['too_short']:,} of {item_counts['items']:,} evaluation items are too short to search for: "
+        f"none of their texts has {least} words"
     ]
 
 
@@ -298,9 +298,9 @@ def retention_warnings(tally: Tally, manifest: Mapping[str, Any]) -> Iterator[st
     read = tally.total("in", "read")
     share_saved = manifest["num_documents"] / read if read else 1.0
     if share_saved < LOW_RETENTION:
-        yield f"only {share_saved:.1%} of the documents are kept; look at the largest drops below"
+        yield f"only {share_saved:.1%} of the documents are kept; check the largest drops below"
     if share_saved > HIGH_RETENTION and len(manifest["recipe"]["stages"]) > 1:
-        yield f"{share_saved:.1%} of the documents are kept: the text was clean already, or the rules do not match it"
+        yield f"{share_saved:.1%} of the documents are kept: the text was already clean, or the rules do not fit it"
     if languages := tally.sums("detail", "language", by=3):
         listed = ", ".join(f"{name} {n:,}" for name, n in largest_first(languages)[:MOST_LANGUAGES])
         yield f"documents dropped by language: {listed}; set language.keep to keep a language"
@@ -309,10 +309,10 @@ def retention_warnings(tally: Tally, manifest: Mapping[str, Any]) -> Iterator[st
         if before and 1 - after / before > MANY_DUPLICATES:
             yield f"{1 - after / before:.0%} of the documents before {join} were duplicates"
     if hits := tally.total("dropped", "decontaminate") + tally.total("edited", "decontaminate"):
-        yield f"{hits:,} documents held text of evaluation items; the list is below"
+        yield f"{hits:,} documents had text of evaluation items, listed below"
     languages = tally.sums("language", by=2)
     if "language" in manifest["recipe"]["stages"] and languages[""]:
-        yield f"the language of {languages['']:,} of {languages.total():,} kept documents is not known"
+        yield f"the language of {languages['']:,} of {languages.total():,} kept documents is unknown"
 
 
 def source_warnings(manifest: Mapping[str, Any]) -> Iterator[str]:
@@ -320,9 +320,9 @@ def source_warnings(manifest: Mapping[str, Any]) -> Iterator[str]:
     sources, tokens = manifest["recipe"]["sources"], manifest["num_tokens"]
     for name, source in manifest["sources"].items():
         if len(sources) > 1 and source["tokens"] > LARGE_SOURCE * tokens:
-            yield f"{name} has {source['tokens'] / tokens:.0%} of all tokens and will dominate what the model learns"
+            yield f"{name} has {source['tokens'] / tokens:.0%} of all tokens and will dominate training"
         if not source["documents"]:
-            yield f"no document of {name} is left"
+            yield f"no documents of {name} are left"
         if not sources[name]["licence"]:
             yield f"no licence is recorded for {name}; set sources.{name}.licence"
     synthetic = sum(manifest["sources"][name]["tokens"] for name, source in sources.items() if source["synthetic"])

@@ -149,7 +149,7 @@ class PrepareProgress:
             raise
         except OSError as error:
             self.stream = None
-            print_stderr(f"WARNING: no more progress on standard output: {error.strerror or error}")
+            print_stderr(f"WARNING: progress output on stdout has stopped: {error.strerror or error}")
 
     def wipe(self) -> None:
         """Clears the line on a terminal."""

@@ -71,7 +71,7 @@ class RecordRun(NamedTuple):
             file.seek(self.start)
             num_bytes = file.readinto(rows.data)
         if num_bytes != rows.nbytes:
-            raise BadInput(f"{self.path} has {num_bytes:,} bytes where {rows.nbytes:,} were written; prepare again")
+            raise BadInput(f"{self.path} has {num_bytes:,} bytes, but {rows.nbytes:,} were written; prepare again")
         rows[:, 1] |= np.uint64(self.item)
 
 
@@ -199,7 +199,7 @@ def open_run(path: pathlib.Path, begin: int, end: int, item: int = 0) -> RecordR
     """Returns the records of a file, uint64[n, width], with keys in [begin, end). item: see RecordRun."""
     records = open_array(path)
     if records.ndim != 2 or records.shape[1] < 2 or records.dtype != np.uint64:
-        raise BadInput(f"{path} holds {records.dtype}{list(records.shape)}, not keys and items; delete it")
+        raise BadInput(f"{path} has {records.dtype}{list(records.shape)}, not keys and items; delete it")
     keys = np.asarray(records)[:, 0]
     first = bisect.bisect_left(keys, begin)  # searchsorted would copy every key first
     count, width = records.shape

@@ -30,7 +30,7 @@ from jaxscale.system.paths import replacing
 from jaxscale.tools.corpus.curate.hashes import Sketch
 
 BLOCK_BITS, PLACE_BITS = 32, 32  # 64 PiB in blocks of 16 MiB; no block has 2^32 lines
-MAX_BLOCKS, BLOCK_LIMIT_FIX = 1 << BLOCK_BITS, "pack small files together, or take a larger block_bytes"
+MAX_BLOCKS, BLOCK_LIMIT_FIX = 1 << BLOCK_BITS, "merge small files, or increase block_bytes"
 MEMORY_BYTES = 256 << 20  # per process, for one partition of a join
 MEMORY_FACTOR = 4  # bytes of memory per byte of a partition
 PAIR_BYTES = 128  # of memory per pair, measured
@@ -42,7 +42,7 @@ EDGES = (2, 3, 4, 5, 10, 100, 1000, 1 << 62)  # of the histogram of group sizes
 def item_numbers(block: int, places: Any) -> np.ndarray:
     """Returns uint64[n], the items of a block. Raises BadInput if a number needs too many bits."""
     places = np.asarray(places, np.uint64)
-    for name, value, bits in (("block", block, BLOCK_BITS), ("place in a block", places.max(initial=0), PLACE_BITS)):
+    for name, value, bits in (("block", block, BLOCK_BITS), ("item in a block", places.max(initial=0), PLACE_BITS)):
         if not 0 <= int(value) < 1 << bits:
             raise BadInput(f"{name} number {int(value)} must be below {1 << bits}; {BLOCK_LIMIT_FIX}")
     return np.uint64(block) << np.uint64(PLACE_BITS) | places
@@ -86,7 +86,7 @@ def open_array(path: str | os.PathLike[str]) -> np.memmap:
     except FileNotFoundError:
         raise
     except (ValueError, EOFError, OSError) as error:
-        raise BadInput(f"{path} is not a whole sketch file ({error}); delete it and prepare again") from None
+        raise BadInput(f"{path} is not a complete sketch file ({error}); delete it and prepare again") from None
 
 
 def num_partitions(total_bytes: int, memory_bytes: int) -> int:

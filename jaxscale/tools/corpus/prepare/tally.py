@@ -50,7 +50,7 @@ class Tally:
 
     def record(self, stage: str, documents: Sequence[Document], outcomes: Sequence[Outcome]) -> list[Document]:
         """Counts the outcomes of `stage` and returns the documents that remain."""
-        assert len(outcomes) == len(documents), f"{stage} gave {len(outcomes)} outcomes for {len(documents)} documents"
+        assert len(outcomes) == len(documents), f"{stage} made {len(outcomes)} outcomes for {len(documents)} documents"
         self.add_documents(("in", stage), documents)
         remaining = []
         for document, outcome in zip(documents, outcomes):

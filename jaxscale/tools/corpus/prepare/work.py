@@ -195,8 +195,8 @@ def read_documents(
         for offset, found, words in read_ids(file.path, choice, read_cfg, vocabulary, skipped, part):
             if found.loss_mask is not None:
                 raise BadInput(
-                    f"{found.place} has labels that are not learned, which prepared sets do not support; train on the "
-                    "file itself (data.files)"
+                    f"{found.place} has masked labels, which prepared sets do not support; train on the file itself "
+                    "(data.files)"
                 )
             text, (id, url, licence, language) = tokenizer.decode(found.ids.tolist()), words
             content = found.ids.astype("<u4").tobytes()
