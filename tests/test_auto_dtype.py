@@ -36,7 +36,7 @@ def test_it_is_the_default_and_muon_s_products_follow_it():
         assert (found.model.compute_dtype, found.optim.muon_dtype) == (dtype, muon)
         assert [str(one) for one in resolved] == [
             f"model.compute_dtype=auto: {dtype}, a reason",
-            f"optim.muon_dtype=auto: {muon}, as model.compute_dtype is {dtype}",
+            f"optim.muon_dtype=auto: {muon}, because model.compute_dtype is {dtype}",
         ]
 
 
@@ -45,8 +45,8 @@ def test_what_a_run_has_recorded_is_used_and_the_setting_is_named():
     cfg, (one,) = resolve_dtypes(tiny.config(AUTO), HERE, recorded, "this run")
     assert cfg.model.compute_dtype == "float16"
     assert str(one) == (
-        "model.compute_dtype=auto: float16, recorded in this run; this hardware would get float32: no bfloat16; "
-        "--config.model.compute_dtype=float32 changes it"
+        "model.compute_dtype=auto: float16, recorded in this run; the default on this hardware is float32: no "
+        "bfloat16; use --config.model.compute_dtype=float32 to change it"
     )
 
 
@@ -71,7 +71,7 @@ def test_a_run_from_other_hardware_keeps_its_dtype(begun):
     cfg = tiny.config(AUTO | {"train_tokens": "3 steps"})
     run = open_run(cfg, str(begun), said.append)
     assert run.parts.program.cfg.model.compute_dtype == "float16"
-    assert any("float16, recorded in this run; this hardware would get" in line for line in said)
+    assert any("float16, recorded in this run; the default on this hardware" in line for line in said)
     assert record_of(begun)["config"]["model"]["compute_dtype"] == "float16"
 
 

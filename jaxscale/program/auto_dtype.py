@@ -44,7 +44,7 @@ def resolve_dtypes(
         cfg = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, compute_dtype=resolved[0].dtype))
     if cfg.optim.muon_dtype == AUTO:
         dtype = "bfloat16" if cfg.model.compute_dtype == "bfloat16" else "float32"
-        reason = f"as {COMPUTE_DTYPE} is {cfg.model.compute_dtype}"
+        reason = f"because {COMPUTE_DTYPE} is {cfg.model.compute_dtype}"
         muon = from_record(MUON_DTYPE, recorded, source) or Resolved(MUON_DTYPE, dtype, reason)
         cfg = dataclasses.replace(cfg, optim=dataclasses.replace(cfg.optim, muon_dtype=muon.dtype))
         if cfg.optim.name == "muon":
@@ -62,7 +62,8 @@ def from_record(
     reason = f"recorded in {source}"
     if choice and choice.dtype != dtype:
         reason += (
-            f"; this hardware would get {choice.dtype}: {choice.reason}; --config.{name}={choice.dtype} changes it"
+            f"; the default on this hardware is {choice.dtype}: {choice.reason}; use --config.{name}={choice.dtype} to "
+            "change it"
         )
     return Resolved(name, dtype, reason, recorded=True)
 

@@ -46,11 +46,11 @@ class Budget:
         if self.ramp:
             sizes = ", ".join(f"{tokens} tokens from batch {first}" for first, tokens in self.ramp)
         rows = ", ".join(f"{length} from batch {first}" for first, length in self.seq_len_ramp)
-        sizes += f" (tokens in a row: {rows})" if rows else ""
-        rates = f", decay from step {self.decay_start} on" if self.decay_start is not None else ""
-        rates += "".join(f", rate x{factor:g} from step {step} on" for step, factor in self.factors)
+        sizes += f" (sequence length: {rows})" if rows else ""
+        rates = f", decay from step {self.decay_start}" if self.decay_start is not None else ""
+        rates += "".join(f", learning rate x{factor:g} from step {step}" for step, factor in self.factors)
         return (
-            f"{self.total_steps} steps of {sizes}, {units.count(self.tokens_of(self.total_steps))} in all; "
+            f"{self.total_steps} steps of {sizes}, {units.count(self.tokens_of(self.total_steps))} tokens in total; "
             f"warmup {self.warmup_steps} steps{rates}"
         )
 
@@ -91,7 +91,7 @@ def resolve_budget(cfg: RunConfig, epoch_tokens: int | None, position: Position 
     if unit == "steps":
         warmup_steps = math.ceil(number)
     if total_steps < 1:
-        raise BadInput(f"train_tokens={cfg.train_tokens} is less than one token; a step has {batch}")
+        raise BadInput(f"train_tokens={cfg.train_tokens} is less than one token; a step has {batch} tokens")
     if warmup_steps > max(total_steps, position.steps_done):
         raise BadInput(f"optim.warmup_tokens={cfg.optim.warmup_tokens} is longer than train_tokens={cfg.train_tokens}")
     known |= dict(train_tokens=train_tokens)
@@ -113,7 +113,7 @@ def resolve_sizes(cfg: RunConfig, **known: Any) -> units.BatchSizes:
     try:
         return units.BatchSizes.growing(list(zip(cfg.ramp_tokens, ends)), cfg.tokens_per_step)
     except BadInput as error:
-        raise BadInput(f"batch_ramp, in tokens: {error}; write later ends, or leave that size out") from None
+        raise BadInput(f"batch_ramp, in tokens: {error}; use later ends, or remove that size") from None
 
 
 def resolve_rows(cfg: RunConfig, sizes: units.BatchSizes, **known: Any) -> tuple[tuple[int, int], ...]:
@@ -126,8 +126,8 @@ def resolve_rows(cfg: RunConfig, sizes: units.BatchSizes, **known: Any) -> tuple
     for (length, until), begin, end in zip(cfg.seq_len_ramp, begins, begins[1:]):
         if end <= begin:
             raise BadInput(
-                f"seq_len_ramp: no batch has rows of {length} tokens until {until}, which batch {end} begins with, and "
-                f"those before them end at batch {begin}; write a later end, or leave that length out"
+                f"seq_len_ramp: no batch would have rows of {length} tokens: {until} is batch {end}, but the previous "
+                f"length ends at batch {begin}; use a later end, or remove that length"
             )
     return tuple(zip(begins, (*(length for length, _ in cfg.seq_len_ramp), cfg.seq_len))) if ends else ()
 
@@ -204,8 +204,7 @@ def resolve_decay_start(optim: OptimConfig, sizes: units.BatchSizes, total_steps
     start = sizes.find(before)[0] if before >= 0 else -1
     if not 0 <= start < total_steps:
         raise BadInput(
-            f"optim.decay_tokens={optim.decay_tokens} must be above 0, and at most the {total_steps} steps of "
-            "train_tokens"
+            f"optim.decay_tokens={optim.decay_tokens} must be above 0 and at most train_tokens ({total_steps} steps)"
         )
     return start
 
@@ -238,8 +237,8 @@ def resolve_factors(
     ahead = begins[next((at for at, begin in enumerate(begins) if begin > steps_done), len(begins)) :]
     if ahead != sorted(set(ahead)):
         raise BadInput(
-            f"optim.factors={', '.join(optim.factors)} begin after {', '.join(map(str, begins))} steps of this run, "
-            "and each must begin after the one before; put them in order, or leave one out"
+            f"optim.factors={', '.join(optim.factors)} start after {', '.join(map(str, begins))} steps of this run, "
+            "but each must start later than the one before; reorder them, or remove one"
         )
     return tuple((begin, factor) for begin, (_, factor) in zip(begins, optim.parse_factors()))
 

@@ -45,18 +45,18 @@ def check_positions(cfg: RunConfig, model: ShardedModel) -> None:
         if size > 1
     )
     if " and " in sharing:
-        sharing = f"{multiple}, of {sharing}"
+        sharing = f"{multiple} ({sharing})"
     made_rows = lengths.row != cfg.seq_len or lengths.encoder is not None
     if made_rows and any((length or 0) % multiple for length in lengths[:2]):
         raise BadInput(
-            f"data.objective makes rows of {' and '.join(str(length) for length in lengths[:2] if length)} tokens, no "
-            f"multiples of {sharing}, which shares the positions of a row; use data.objective.multiple_of="
-            f"{multiple}, or another mesh"
+            f"data.objective makes rows of {' and '.join(str(length) for length in lengths[:2] if length)} tokens, "
+            f"not multiples of {sharing}, over which positions are sharded; use data.objective.multiple_of={multiple}, "
+            "or another mesh"
         )
     if not made_rows and cfg.seq_len % multiple:
         fitting = cfg.seq_len // multiple * multiple
         raise BadInput(
-            f"seq_len={cfg.seq_len} is not a multiple of {sharing}, which shares the positions of a row; "
+            f"seq_len={cfg.seq_len} is not a multiple of {sharing}, over which positions are sharded; "
             f"use seq_len={fitting or multiple}, or another mesh"
         )
 
@@ -83,7 +83,7 @@ def check_vocabulary(cfg: RunConfig, model: ShardedModel) -> None:
     if model.plan.pipeline.shards_vocab and cfg.model.vocab_size % parts:
         raise BadInput(
             f"model.vocab_size={cfg.model.vocab_size} is not a multiple of the {parts} devices of tensor x pipeline, "
-            "which share it; use pipeline.head='whole', or a larger vocabulary"
+            "over which it is sharded; use pipeline.head='whole', or a larger vocabulary"
         )
 
 
@@ -92,8 +92,8 @@ def check_capacity(cfg: RunConfig, model: ShardedModel) -> None:
     factor = getattr(getattr(cfg.model, "experts", None), "capacity_factor", 0.0)
     if factor and model.plan.context.size > 1:
         raise BadInput(
-            f"mesh.context={model.plan.context.size} cannot go with model.experts.capacity_factor={factor}: which "
-            "tokens of a row an expert takes is counted along the whole row; set the factor to 0, or use another axis"
+            f"mesh.context={model.plan.context.size} does not support model.experts.capacity_factor={factor}, "
+            "because expert capacity is counted over whole rows; set capacity_factor=0, or use another mesh axis"
         )
 
 
@@ -104,14 +104,14 @@ def check_statistics(cfg: RunConfig, model: ShardedModel) -> None:
     shards = math.prod(model.mesh.shape[axis] for axis in ("pipeline", "data", "fsdp"))
     if cfg.rows_per_step % shards:
         raise BadInput(
-            f"monitor.statistics_every_steps needs rows for all {shards} devices of pipeline x data x fsdp, and a "
-            f"batch has {cfg.rows_per_step}; use a batch of {shards} rows or a multiple, or set it to 0"
+            f"monitor.statistics_every_steps needs rows for all {shards} devices of pipeline x data x fsdp, but a "
+            f"batch has {cfg.rows_per_step}; use a multiple of {shards} rows, or set it to 0"
         )
     moments = NO_PIPELINE_AXIS.rules(RULES[cfg.rules]).moments
     if uneven := check_divides(model.shapes, model.axes, moments, model.mesh.shape):
         raise BadInput(
-            f"monitor.statistics_every_steps needs arrays that all devices can share, and {'; '.join(uneven)}; choose "
-            "a mesh axis that divides, or set it to 0"
+            f"monitor.statistics_every_steps needs arrays that divide over all devices, but {'; '.join(uneven)}; use "
+            "a mesh that divides them, or set it to 0"
         )
 
 
@@ -119,8 +119,9 @@ def check_ring(cfg: RunConfig, model: ShardedModel) -> None:
     """Raises BadInput for optim.qk_clip with ring attention, where no device has all keys of a row."""
     if cfg.optim.qk_clip is not None and model.plan.context_exchange.name == "ring":
         raise BadInput(
-            f"optim.qk_clip={cfg.optim.qk_clip:g} needs all keys of a row on each device, and with mesh.context="
-            f"{model.plan.context.size} they go round in a ring; use context.attention='gather' or 'ulysses', or null"
+            f"optim.qk_clip={cfg.optim.qk_clip:g} needs all keys of a row on each device, but ring attention with "
+            f"mesh.context={model.plan.context.size} shards them; use context.attention='gather' or 'ulysses', or "
+            "optim.qk_clip=null"
         )
 
 

@@ -27,7 +27,7 @@ UNCOUNTED = 10**12  # tokens per epoch of data that is not read; the compiled st
 def fitting_program(
     cfg: RunConfig, devices: Sequence[Any], budget: Budget | None = None, position: Position = BEGINNING
 ) -> Program:
-    """Returns the program, with its remaining ramp stages. A refusal names the flags of a mesh that works, if any.
+    """Returns the program, with its remaining ramp stages. Errors suggest the flags of a mesh that works, if any.
 
     Args: budget: of the run; None for data with unknown token counts. position: where the run resumes. Raises BadInput.
     """
@@ -70,11 +70,11 @@ def suggest_mesh(cfg: RunConfig, devices: Sequence[Any], make: Callable[[RunConf
         batch = ""
         if candidate.rows_per_step != cfg.rows_per_step:
             changed["batch_tokens"] = candidate.tokens_per_step
-            batch = f" (a batch of {candidate.rows_per_step:,} rows, which was {cfg.rows_per_step:,})"
+            batch = f" (changes the batch from {cfg.rows_per_step:,} to {candidate.rows_per_step:,} rows)"
         if candidate.train.num_microbatches != cfg.train.num_microbatches:
             changed["train.num_microbatches"] = candidate.train.num_microbatches
         flags = " ".join(f"--config.{name}={value}" for name, value in changed.items())
-        return f"on these {len(devices):,} devices this works: {flags}{batch}"
+        return f"settings that work on these {len(devices):,} devices: {flags}{batch}"
     return ""
 
 

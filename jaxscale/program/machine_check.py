@@ -69,9 +69,9 @@ def check_hosts() -> list[str]:
         return []
     for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         if os.environ.get(name, "1") not in ("", "1"):
-            return [f"hosts: {name}={os.environ[name]}, but this process is alone; start one task, or {LAUNCH_HINT}"]
+            return [f"hosts: {name}={os.environ[name]}, but this process runs alone; start one task, or {LAUNCH_HINT}"]
     if len(hosts := os.environ.get("TPU_WORKER_HOSTNAMES", "").split(",")) > 1:
-        return [f"hosts: this slice has {len(hosts)}, but this process is alone; use one host, or {LAUNCH_HINT}"]
+        return [f"hosts: this slice has {len(hosts)} hosts, but one process runs; use one host, or {LAUNCH_HINT}"]
     return []
 
 
@@ -80,7 +80,7 @@ def check_kernels(model: AnyModelConfig, platform: str, *, prefix: bool = False)
     findings = []
     if model.matmul_precision == "tf32" and platform != "gpu":
         findings.append(
-            f"kernel: model.matmul_precision='tf32' requires an NVIDIA GPU, and this is {platform}; use 'default'"
+            f"kernel: model.matmul_precision='tf32' needs an NVIDIA GPU, but the platform is {platform}; use 'default'"
         )
     try:
         resolve_attention(model.attention, platform, model.attention_needs(prefix=prefix))
@@ -102,18 +102,18 @@ def device_bytes(devices: list[Device]) -> int | None:
 def memory_problem(need: MemoryNeed, available: int, devices: list[Device], smallest: int, remat: str) -> str:
     """Returns required and available memory, and the fix. smallest: devices that the sharded state alone fills."""
     line = (
-        f"memory: {units.size(need.state)} a device for the state (parameters {units.size(need.params)}, moments "
+        f"memory: the state needs {units.size(need.state)} per device (parameters {units.size(need.params)}, moments "
         f"{units.size(need.moments)}, gradients {units.size(need.grads)})"
     )
     if need.activations:
-        line += f" and about {units.size(need.activations)} for activations"
-    line += f", and there are {units.size(available)} on each of {len(devices)} ({devices[0].device_kind}); "
+        line += f" and activations need about {units.size(need.activations)}"
+    line += f", but each of {len(devices)} devices ({devices[0].device_kind}) has {units.size(available)}; "
     if need.state <= available:
         remat_fix = "" if remat == "full" else "set --config.model.remat=full, "
-        return f"{line}raise --config.train.num_microbatches, {remat_fix}or shorten the batch"
+        return f"{line}increase --config.train.num_microbatches, {remat_fix}or reduce the batch"
     if smallest <= len(devices):
-        return line + "share the state with --config.rules=zero3 and mesh fsdp=-1"
+        return line + "shard the state with --config.rules=zero3 and --config.mesh.fsdp=-1"
     return (
-        f"{line}use more than {smallest} such devices with --config.rules=zero3 and mesh fsdp=-1, or a smaller model "
-        "(--config=configs/quickstart.py runs anywhere)"
+        f"{line}use more than {smallest} such devices with --config.rules=zero3 and --config.mesh.fsdp=-1, or a "
+        "smaller model (--config=configs/quickstart.py runs anywhere)"
     )

@@ -39,8 +39,8 @@ def memory_help(program: Program | None) -> tuple[str, tuple[str, ...]]:
         return "", ("a smaller model", "more devices (mesh.fsdp)")
     need, cfg = memory_need(program), program.cfg
     estimate = (
-        f"; the estimate for each device was {units.size(need.total)}, of which {units.size(need.state)} are weights, "
-        f"gradients and moments and {units.size(need.activations)} activations"
+        f"; estimated need per device: {units.size(need.total)}, of which weights, gradients and moments take "
+        f"{units.size(need.state)} and activations {units.size(need.activations)}"
     )
     if need.state > need.activations:
         return estimate, ("more devices to shard the state over (mesh.fsdp)", "fewer layers (model.num_layers)")

@@ -126,8 +126,8 @@ def test_the_steps_of_a_schedule_follow_from_tokens_steps_and_percents():
     rules = (f"{10 * tokens}=>0.5", "20 steps=>0.25", "50%=>0")
     assert budget_of(decay="piecewise", factors=rules).factors == ((10, 0.5), (20, 0.25), (50, 0.0))
     assert budget_of(decay="wsd", decay_tokens="30 steps").decay_start == 70
-    assert str(budget_of(decay="wsd", decay_tokens="30 steps")).endswith("warmup 1 steps, decay from step 70 on")
-    told = "rate x0.316 from step 80 on, rate x0.1 from step 90 on"
+    assert str(budget_of(decay="wsd", decay_tokens="30 steps")).endswith("warmup 1 steps, decay from step 70")
+    told = "rate x0.316 from step 80 on, learning rate x0.1 from step 90"
     assert str(budget_of(decay="piecewise")).endswith(told)
     assert budget_of(decay="wsd").decay_start is None and budget_of(decay="constant").factors == ()
 
@@ -138,8 +138,8 @@ def test_the_steps_of_a_schedule_follow_from_tokens_steps_and_percents():
         (dict(decay="piecewise", factors=("80%",)), r"optim: factors has '80%', which must be 'WHEN=>FACTOR'"),
         (dict(decay="piecewise", factors=("80%=>-1",)), "a factor must be 0 or more"),
         (dict(decay="piecewise", factors=("soon=>1",)), "factors='soon' is not an amount of training"),
-        (dict(decay="piecewise", factors=("80%=>0.3", "5 steps=>0.1")), "begin after 80, 5 steps.* put them in order"),
-        (dict(decay="wsd", decay_tokens="101 steps"), "optim.decay_tokens=101 steps must be above 0, and at most"),
+        (dict(decay="piecewise", factors=("80%=>0.3", "5 steps=>0.1")), "start after 80, 5 steps.* reorder them"),
+        (dict(decay="wsd", decay_tokens="101 steps"), "optim.decay_tokens=101 steps must be above 0 and at most"),
         (dict(decay="wsd", decay_tokens=0), "optim.decay_tokens=0 must be above 0"),
     ],
 )  # fmt: skip

@@ -39,10 +39,10 @@ def test_all_reasons_are_told_together_each_with_what_to_change():
     assert code is Exit.NO_GO == 3
     assert lines[0] == "4 reasons why this config cannot run here"
     kernel, data, mesh, memory = lines[1:]
-    assert "kernel: model.matmul_precision='tf32' requires an NVIDIA GPU, and this is cpu; use 'default'" in kernel
+    assert "kernel: model.matmul_precision='tf32' needs an NVIDIA GPU, but the platform is cpu; use 'default'" in kernel
     assert "data: " in data and "nothing/*.txt" in data
     assert "mesh={'fsdp': -1, 'tensor': 3} needs a multiple of 3 devices, and there are 8" in mesh
-    assert "memory: " in memory and "TiB a device" in memory and "use more than" in memory
+    assert "memory: " in memory and "TiB per device" in memory and "use more than" in memory
 
 
 @pytest.mark.cases(5)
@@ -74,7 +74,7 @@ def test_a_model_that_is_too_large_says_how_much_is_missing():
     assert code is Exit.NO_GO
     params = tiny.config(HUGE).model.num_params
     need = 16 * params / 8 / 2**40  # zero3 on 8 devices
-    assert f"memory: {need:.1f} TiB a device for the state" in lines[1]
+    assert f"memory: the state needs {need:.1f} TiB per device" in lines[1]
 
 
 @pytest.mark.slow
@@ -105,7 +105,9 @@ def test_more_microbatches_need_less_memory_for_activations():
 def test_activations_that_do_not_fit_are_told_with_their_own_way_out():
     code, lines = refused({"batch_tokens": f"{2**26} rows", "train.num_microbatches": 1})
     assert code is Exit.NO_GO and len(lines) == 2
-    assert "for activations" in lines[1] and "train.num_microbatches" in lines[1] and "such devices" not in lines[1]
+    assert (
+        "activations need about" in lines[1] and "train.num_microbatches" in lines[1] and "such devices" not in lines[1]
+    )
 
 
 @pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "TPU_WORKER_HOSTNAMES"])

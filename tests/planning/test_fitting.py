@@ -15,15 +15,15 @@ from jaxscale.system.exits import BadInput
 @pytest.mark.parametrize(
     ("devices", "changes", "named"),
     [
-        (6, {}, "--config.mesh.data=3 --config.batch_tokens=288 (a batch of 18 rows, which was 16)"),
-        (7, {}, "--config.mesh.data=7 --config.batch_tokens=224 (a batch of 14 rows, which was 16)"),
+        (6, {}, "--config.mesh.data=3 --config.batch_tokens=288 (changes the batch from 16 to 18 rows)"),
+        (7, {}, "--config.mesh.data=7 --config.batch_tokens=224 (changes the batch from 16 to 14 rows)"),
         (8, {"batch_tokens": "4 rows"}, "--config.mesh.tensor=2"),
         (8, {"train.num_microbatches": 4}, "--config.train.num_microbatches=2"),
     ],
 )
 def test_the_mesh_that_is_named_was_made(devices, changes, named):
     cfg, devices = tiny.config(changes), jax.devices()[:devices]
-    with pytest.raises(BadInput, match=f"; on these {len(devices)} devices this works: {re.escape(named)}$"):
+    with pytest.raises(BadInput, match=f"; settings that work on these {len(devices)} devices: {re.escape(named)}$"):
         fitting_program(cfg, devices)
     values = dict(pair.split("=") for pair in re.findall(r"--config\.(\S+)", named))
     wanted = tiny.config(changes | {name: int(value) for name, value in values.items()})

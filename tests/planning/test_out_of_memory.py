@@ -85,4 +85,4 @@ def test_training_under_a_limit_ends_with_the_estimate_of_its_program(tmp_path):
     assert done.returncode == Exit.NO_GO, done.stderr
     line = done.stderr.splitlines()[-1]
     assert line.startswith("stopped (no_go, exit 3): out of device memory: allocating ")
-    assert "; the estimate for each device was " in line and "mesh.fsdp" in line and "Traceback" not in done.stderr
+    assert "; estimated need per device: " in line and "mesh.fsdp" in line and "Traceback" not in done.stderr

@@ -77,7 +77,9 @@ def test_the_budget_of_a_ramp_is_that_of_its_batches():
     assert (budget.total_steps, budget.warmup_steps) == (len(ROWS), 4)
     assert resolve_budget(tiny.config(RAMP | {"optim.warmup_tokens": "6 steps"}), None).warmup_steps == 6
     assert budget.tokens_of(13) == sum(ROWS) * ROW == 312 * ROW
-    assert "128 tokens from batch 0, 256 tokens from batch 3, 512 tokens from batch 5, 4.99K in all" in str(budget)
+    assert "128 tokens from batch 0, 256 tokens from batch 3, 512 tokens from batch 5, 4.99K tokens in total" in str(
+        budget
+    )
 
 
 def test_the_rows_of_each_batch_follow_those_of_the_one_before_it():

@@ -103,7 +103,7 @@ def test_a_text_is_that_of_one_device(programs):
     [
         (
             {"seq_len": 20, "batch_tokens": 320},
-            "seq_len=20 is not a multiple of 8, of twice mesh.context=2 and mesh.ten",
+            "seq_len=20 is not a multiple of 8 .twice mesh.context=2 and mesh.ten",
         ),
         ({"context.attention": "ulysses"}, "1 key-value heads of a device cannot be split over 2"),
     ],

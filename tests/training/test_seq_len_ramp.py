@@ -37,7 +37,7 @@ def test_the_budget_says_the_rows_of_each_batch_and_counts_their_operations():
     cfg = tiny.config(RAMP)
     budget = resolve_budget(cfg, None)
     assert budget.seq_len_ramp == ((0, 4), (3, 8), (5, 16)) and budget.total_steps == len(SHAPES)
-    assert "(tokens in a row: 4 from batch 0, 8 from batch 3, 16 from batch 5)" in str(budget)
+    assert "(sequence length: 4 from batch 0, 8 from batch 3, 16 from batch 5)" in str(budget)
     of = lambda length: cfg.with_batch(8 * ROW, length).flops_per_token
     assert of(4) < of(8) < of(16) == cfg.flops_per_token
     tokens = {4: 24 * ROW, 8: 24 * ROW, 16: 80 * ROW}
@@ -71,7 +71,7 @@ def test_a_ramp_that_cannot_be_is_refused_in_one_line(overrides, line):
 
 def test_what_the_amounts_or_the_mesh_do_not_allow_is_named():
     cfg = tiny.config(RAMP | {"seq_len_ramp": ((4, 24 * ROW), (8, 20 * ROW))})
-    with pytest.raises(BadInput, match="no batch has rows of 8 tokens until 320, which batch 3 begins with, and those"):
+    with pytest.raises(BadInput, match="no batch would have rows of 8 tokens: 320 is batch 3, but the previous"):
         resolve_budget(cfg, None)
     shared = tiny.config(RAMP | {"mesh.context": 4, "mesh.data": 2})
     with pytest.raises(BadInput, match="^seq_len_ramp, rows of 4 tokens, batches of 32 rows: seq_len=4 is not a mult"):
