@@ -231,9 +231,9 @@ def test_a_text_that_is_no_program_or_not_of_this_mesh_is_refused():
         parse_module("module @jit_f attributes {}")
     with pytest.raises(ValueError, match="16 partitions"):
         facts_of("  ROOT %c = f32[16]{0} copy(%p)", partitions=16)
-    with pytest.raises(ValueError, match="names device 8"):
+    with pytest.raises(ValueError, match="refers to device 8"):
         facts_of("  ROOT %c = f32[16]{0} all-reduce(%p), replica_groups={{0,8}}")
-    with pytest.raises(ValueError, match="slice_of names 4 devices"):
+    with pytest.raises(ValueError, match="slice_of has 4 devices"):
         facts_of("  ROOT %c = f32[16]{0} copy(%p)", slice_of=[0, 0, 1, 1])
 
 

@@ -127,7 +127,7 @@ def test_the_steps_of_a_schedule_follow_from_tokens_steps_and_percents():
     assert budget_of(decay="piecewise", factors=rules).factors == ((10, 0.5), (20, 0.25), (50, 0.0))
     assert budget_of(decay="wsd", decay_tokens="30 steps").decay_start == 70
     assert str(budget_of(decay="wsd", decay_tokens="30 steps")).endswith("warmup 1 steps, decay from step 70")
-    told = "rate x0.316 from step 80 on, learning rate x0.1 from step 90"
+    told = "learning rate x0.316 from step 80, learning rate x0.1 from step 90"
     assert str(budget_of(decay="piecewise")).endswith(told)
     assert budget_of(decay="wsd").decay_start is None and budget_of(decay="constant").factors == ()
 

@@ -29,10 +29,10 @@ def cases():
 @pytest.mark.slow
 def test_every_form_of_attention_of_this_platform_has_a_case(cases):
     assert {name.split(",")[0] for name in cases if "attention" in name} == {
-        "blockwise attention of 256", "blockwise attention of 1100",
+        "blockwise attention of length 256", "blockwise attention of length 1100",
     }  # fmt: skip
     assert {"rms_norm", "layer_norm", "swiglu", "geglu_tanh", "rotary positions", "projection"} < set(cases)
-    assert {"projection in int8", "projection in fp8", "cross-entropy over 512 words"} < set(cases)
+    assert {"projection in int8", "projection in fp8", "cross-entropy, vocabulary 512"} < set(cases)
 
 
 @pytest.mark.slow

@@ -117,7 +117,7 @@ def attention_cases(machine: Machine, dtype: str) -> Iterator[Case | str]:
         if form in HARDWARE and PLATFORM_DEFAULT.get(machine.platform) != form:
             continue
         for needs, words, length in variants:
-            name = f"{form} attention, length {length}{words}"
+            name = f"{form} attention of length {length}{words}"
             try:
                 attend, *_ = resolve_attention(form, machine.platform, needs, device)
             except BadInput as error:
