@@ -97,7 +97,7 @@ def statistics_lines(record: dict[str, Any]) -> list[str]:
         f"{record['statistics_seconds'] * 1e3:,.1f} ms: {statistics.median(ratios):.2f} steps, the median of "
         f"{record['rounds']} in turn ({ratios[0]:.2f} to {ratios[-1]:.2f})",
         f"  every {every} steps that is {record['cost']:.2%} of the time: {verdict} {WANTED:.0%}",
-        f"  the loop over {record['steps']} steps takes {loop['without'] * 1e3:,.1f} ms a step without a look, "
+        f"  the loop over {record['steps']} steps takes {loop['without'] * 1e3:,.1f} ms per step without a look, "
         f"{loop['with'] * 1e3:,.1f} with one in all; a look adds {statistics.median(added) * 1e3:+,.1f} ms, the median "
         f"of {record['rounds']} pairs ({added[0] * 1e3:+,.1f} to {added[-1] * 1e3:+,.1f}): "
         f"{record['loop_cost']:+.2%} every {every} steps",

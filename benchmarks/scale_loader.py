@@ -27,7 +27,7 @@ from jaxscale.system.exits import BadInput
 
 SHARD_DOCUMENTS = 1 << 20  # of the made-up set
 VOCABULARY = 1000
-SEQ_LEN, BATCH_ROWS = 64, 64  # about 16 documents of 4 tokens a row
+SEQ_LEN, BATCH_ROWS = 64, 64  # about 16 documents of 4 tokens per row
 BATCHES = 50  # read, each far from the others
 FAR = 7919  # batches between two that are read
 LOOK_SECONDS = 0.02  # between two looks at the memory
@@ -41,7 +41,7 @@ def measure_loader(
     """A record of each size, smallest first: documents, index_bytes and names_bytes of a document, and stages, each
     with cpu_seconds, seconds, memory_bytes (without mapped files) and count (of what was done in it).
 
-    Args: sizes: numbers of documents. folder: where the sets lie meanwhile, about 45 bytes a document; a temporary one
+    Args: sizes: numbers of documents. folder: for the sets, about 45 bytes per document; temporary
     unless given. tokens: of a document, on average.
     """
     found = []

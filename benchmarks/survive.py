@@ -135,7 +135,7 @@ def survive_lines(record: dict[str, Any]) -> list[str]:
         f"{record['config']}: a bare step takes {step * 1e3:,.1f} ms (medians of {record['rounds']})",
         *[f"  {name:<24}{part(seconds)}{notes.get(name, '')}" for name, seconds in record["parts_seconds"].items()],
         f"  together {record['parts_of_a_step']:.3%} of a step: {verdict} {WANTED:.0%}",
-        f"  the loop without watchdog and lock {loop['without'] * 1e3:,.2f} ms a step, with them "
+        f"  the loop without watchdog and lock {loop['without'] * 1e3:,.2f} ms per step, with them "
         f"{loop['with'] * 1e3:,.2f} ms: {statistics.median(ratios):+.2%}, the median of {len(ratios)} turns in pairs "
         f"({ratios[0]:+.1%} to {ratios[-1]:+.1%})",
         f"  a save of {record['saved_bytes'] / 1e6:,.0f} MB blocks the step's thread for {blocked * 1e3:,.1f} ms "

@@ -44,7 +44,7 @@ def measure_time_to_loss(
     """Returns the record of --json: {"loss": target, "rounds", "systems": [{name, tokens, loss, seconds per round}]}.
 
     Each command gets the folder of write_rows as its last argument, trains as it likes, and prints a line of JSON with
-    "tokens" trained on and "loss" of the held-out rows, in nats a token. Seconds are those of the whole process: start,
+    "tokens" trained on and held-out "loss" in nats per token. Seconds are those of the whole process: start,
     compilation and validation are inside. own: flags of `jaxscale.main` that name the config. loss: None: ours.
     Raises BadInput for a command that cannot be run or read, and for a config without held-out rows.
     """
@@ -126,7 +126,7 @@ def time_lines(record: Mapping[str, Any]) -> list[str]:
     ours, *others = record["systems"]
     ratio = lambda one, other, name: middle(one[name]) / middle(other[name])
     return [
-        f"to {record['loss']:.4f} nats a token on held-out rows; medians of {record['rounds']} round(s) in turn, each "
+        f"to {record['loss']:.4f} nats per token, held out; medians of {record['rounds']} round(s) in turn, each "
         "a whole process, compilation included",
         *table(rows, right=range(1, 4), indent=""),
         *(f"  [{number}]: {other['name']}" for number, other in enumerate(others, 1)),

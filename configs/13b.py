@@ -3,10 +3,10 @@
     python -m jaxscale.main --config=configs/13b.py --config.data.files='shards/manifest.json'
 
 Cost of the whole run at 40% MFU: 2.1e+22 FLOPs, 32,322 chip-hours of TPU v5p (459 TFLOP/s).
-Preflight, remat full: peak of a chip; a step at least, waiting for links in it; MFU at most; sent
+Preflight, remat full: peak memory per chip; minimum step time, exposed part; maximum MFU; sent
 (2026-11-24, jax 0.12.0.1, libtpu 0.0.51)
-    v5p:8x8x8: 6.7 GiB; 2.07 s, 0.13 s of it exposed; 71%; 139 GB
-    4*v6e:16x16 (data=4): 5.1 GiB; 0.70 s, 0.21 s of it exposed; 53%; 138 + 0.3 GB DCN
+    v5p:8x8x8: 6.7 GiB; 2.07 s, 0.13 s exposed; 71%; 139 GB
+    4*v6e:16x16 (data=4): 5.1 GiB; 0.70 s, 0.21 s exposed; 53%; 138 + 0.3 GB DCN
 """
 
 import ml_collections

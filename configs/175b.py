@@ -1,4 +1,4 @@
-"""GPT-3's shape (arXiv:2005.14165, table 2.1): 174,604,836,864 parameters. Measured: nothing yet.
+"""GPT-3's shape (arXiv:2005.14165, table 2.1): 174,604,836,864 parameters. Not measured.
 
     python -m jaxscale.main --config=configs/175b.py --config.data.files='shards/manifest.json'
 

@@ -4,9 +4,9 @@ Measured on an H200 (jax 0.11.2, 2026-11-27): 8 rows, remat none, 57,880 and 59,
     python -m jaxscale.main --config=configs/1b.py --config.data.files='shards/manifest.json'
 
 Cost of the whole run at 40% MFU: 1.6e+20 FLOPs, 248 chip-hours of TPU v5p (459 TFLOP/s).
-Preflight, remat full: peak of a chip; a step at least, waiting for links in it; MFU at most; sent
+Preflight, remat full: peak memory per chip; minimum step time, exposed part; maximum MFU; sent
 (2026-11-24, jax 0.12.0.1, libtpu 0.0.51)
-    v5e:4x4 (8 microbatches): 4.0 GiB; 7.46 s, 0.70 s of it exposed; 67%; 66 GB
+    v5e:4x4 (8 microbatches): 4.0 GiB; 7.46 s, 0.70 s exposed; 67%; 66 GB
 """
 
 import ml_collections

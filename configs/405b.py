@@ -1,13 +1,13 @@
-"""Llama 3.1 405B's shape (arXiv:2407.21783, table 3): 405,853,388,800 parameters. Measured: nothing yet.
+"""Llama 3.1 405B's shape (arXiv:2407.21783, table 3): 405,853,388,800 parameters. Not measured.
 
     python -m jaxscale.main --config=configs/405b.py --config.data.files='shards/manifest.json' \\
         --config.mesh.pipeline=8 --config.train.num_microbatches=64
 
 Cost of the whole run at 40% MFU: 3.9e+25 FLOPs, 59,570,494 chip-hours of TPU v5p (459 TFLOP/s).
 State in float32 (parameters, moments, gradients): 6,048 GiB over all chips.
-Compiled for v5p:8x8x16 with these flags, not timed (jax 0.12.0.1, libtpu 0.0.51, 2026-11-24): 60.9 GiB of a chip, a
-bubble of 9.9%, MFU at most 64%. By plan alone: h100:2048x8 with mesh.pipeline=16, 16 microbatches and pipeline.chunks=2
-has a bubble of 31.9% and an MFU of at most 39%.
+Compiled for v5p:8x8x16 with these flags, not timed (jax 0.12.0.1, libtpu 0.0.51, 2026-11-24): 60.9 GiB per
+chip, bubble 9.9%, maximum MFU 64%. Estimated by plan only: h100:2048x8 with mesh.pipeline=16, 16 microbatches and
+pipeline.chunks=2 has a bubble of 31.9% and a maximum MFU of 39%.
 """
 
 import ml_collections

@@ -3,11 +3,11 @@
     python -m jaxscale.main --config=configs/70b.py --config.data.files='shards/manifest.json'
 
 Cost of the whole run at 40% MFU: 5.9e+23 FLOPs, 894,492 chip-hours of TPU v5p (459 TFLOP/s).
-Preflight, remat full: peak of a chip; a step at least, waiting for links in it; MFU at most; sent
+Preflight, remat full: peak memory per chip; minimum step time, exposed part; maximum MFU; sent
 (2026-11-24, jax 0.12.0.1, libtpu 0.0.51)
-    v5p:8x8x8: 16.6 GiB; 11.54 s, 1.74 s of it exposed; 66%; 493 GB
-    4*v6e:16x16 (data=4): 12.4 GiB; 3.94 s, 1.49 s of it exposed; 48%; 314 + 1.6 GB DCN
-    a100:32x8 (2 microbatches, tensor=8): 32.5 GiB; 31.73 s, 2.06 s of it exposed; 71%; 1,811 + 133.4 GB DCN
+    v5p:8x8x8: 16.6 GiB; 11.54 s, 1.74 s exposed; 66%; 493 GB
+    4*v6e:16x16 (data=4): 12.4 GiB; 3.94 s, 1.49 s exposed; 48%; 314 + 1.6 GB DCN
+    a100:32x8 (2 microbatches, tensor=8): 32.5 GiB; 31.73 s, 2.06 s exposed; 71%; 1,811 + 133.4 GB DCN
 """
 
 import ml_collections

@@ -1,15 +1,15 @@
-"""DeepSeek-V3 (arXiv:2412.19437): 671,026,404,352 parameters, of which a token goes through 37,552,282,624; without the
-layer that predicts a second token. Measured: nothing yet.
+"""DeepSeek-V3 (arXiv:2412.19437): 671,026,404,352 parameters, 37,552,282,624 active per token; without
+multi-token prediction. Not measured.
 
     python -m jaxscale.main --config=configs/deepseek_v3.py --config.data.files='shards/manifest.json'
 
-Shape: transformers' DeepseekV3Config. Batch, rate and balance: section 4.2 of the report, whose batch grew to this one
-and whose rate stayed at the peak for 10T tokens. Released weights have RoPE stretched by YaRN; to continue from
-them, set model.rope_scaling as `jaxscale convert` writes it.
+Shape: transformers' DeepseekV3Config. Batch size, learning rate and balance: section 4.2 of the report, where the batch
+size grew to this one and the learning rate stayed at the peak for 10T tokens. The released weights use YaRN; to
+continue from them, set model.rope_scaling as `jaxscale convert` writes it.
 Cost of the whole run at 40% MFU: 3.7e+24 FLOPs, 5,607,992 chip-hours of TPU v5p (459 TFLOP/s).
 State in float32 (parameters, moments, gradients): 9,999 GiB over all chips.
-Compiled for v5p:8x8x8, not timed (jax 0.12.0.1, libtpu 0.0.51, 2026-11-25): 50.7 GiB of a chip; a step
-at least 148 s, 54 s of it waiting for links; MFU at most 45%. docs/explanation/mixtures.md has more.
+Compiled for v5p:8x8x8, not timed (jax 0.12.0.1, libtpu 0.0.51, 2026-11-25): 50.7 GiB per chip; minimum step time
+148 s, 54 s exposed communication; maximum MFU 45%. See docs/explanation/mixtures.md.
 """
 
 import ml_collections

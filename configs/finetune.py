@@ -1,11 +1,11 @@
-"""Fine-tuning on conversations, or on prompts with completions, of what `jaxscale convert` or a run of one's own wrote.
+"""Fine-tuning of a converted model or your own run on conversations, or on prompts with completions.
 
     python -m jaxscale.main --config=configs/finetune.py:lora,runs/base --config.data.files=chat.jsonl
     jaxscale ckpt merge_lora --workdir=runs/tuned --to=runs/merged
 
-The argument is `full` or `lora`, and the work folder to begin with; without one the model of configs/quickstart.py.
-State in float32: full 12 bytes a parameter and 4 for its gradient; lora 4, and 16 a parameter of an adapter.
-Cost: 6 FLOPs a parameter and token (full) or 4 (lora). Measured: only the small model of docs/finetune.md.
+The argument is `full` or `lora`, and the work folder of the base model (default: the model of configs/quickstart.py).
+State in float32: full: 12 bytes per parameter and 4 for its gradient; lora: 4, and 16 per adapter parameter.
+Cost: 6 FLOPs per parameter and token (full) or 4 (lora). Only the small model of docs/finetune.md was measured.
 """
 
 import json

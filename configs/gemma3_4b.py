@@ -1,15 +1,15 @@
-"""The language model of Gemma 3 4B (arXiv:2503.19786): 3,880,263,168 parameters. Measured: nothing yet.
+"""The language model of Gemma 3 4B (arXiv:2503.19786): 3,880,263,168 parameters. Not measured.
 
     jaxscale convert --from=gemma-3-4b-pt --workdir=runs/gemma3    # a folder with the model's files
     jaxscale prepare --input='raw/*.jsonl' --output=shards --config.tokenizer.name=runs/gemma3/tokenizer/tokenizer.json
     python -m jaxscale.main --config=configs/gemma3_4b.py --init_from=runs/gemma3
 
-Shape: config.json of google/gemma-3-4b-pt and transformers' Gemma3TextConfig; its vision part is left out. All but the
-model is as in llama3_8b.py.
+Shape: config.json of google/gemma-3-4b-pt and transformers' Gemma3TextConfig; without its vision part. Other settings
+are those of llama3_8b.py.
 Continued pretraining of one billion tokens at 40% MFU costs 37 chip-hours of TPU v5p (459 TFLOP/s).
-Preflight, remat full: peak of a chip; a step at least, waiting for links in it; MFU at most; sent
+Preflight, remat full: peak memory per chip; minimum step time, exposed part; maximum MFU; sent
 (2026-11-24, jax 0.12.0.1, libtpu 0.0.51)
-    v5p:2x2x2: 28.1 GiB; 4.63 s, 0.02 s of it exposed; 75%; 28 GB
+    v5p:2x2x2: 28.1 GiB; 4.63 s, 0.02 s exposed; 75%; 28 GB
 """
 
 import llama3_8b

@@ -1,4 +1,4 @@
-"""GPT-2 124M: 124,439,808 parameters, 2.5e9 tokens (20 a parameter), 2.0e18 FLOPs. Measured: nothing yet.
+"""GPT-2 124M: 124,439,808 parameters, 2.5e9 tokens (20 per parameter), 2.0e18 FLOPs. Not measured.
 
     python -m jaxscale.main --config=configs/gpt2_124m.py --config.data.files='corpus/*.txt' \
         --config.data.tokenizer=tokenizer.json

@@ -1,15 +1,15 @@
-"""Kimi K2's shape (arXiv:2507.20534): 1,026,408,209,408 parameters, of which a token goes through 32,861,477,888.
-Measured: nothing yet.
+"""Kimi K2's shape (arXiv:2507.20534): 1,026,408,209,408 parameters, 32,861,477,888 active per token.
+Not measured.
 
     python -m jaxscale.main --config=configs/kimi_k2.py --config.data.files='shards/manifest.json'
 
 Shape: public ports of its config.json (MaxText's kimi-k2-1t.yml, NVIDIA's KimiK2Provider), which agree; the report
-rounds it to 1.04T and 32.6B. Batch, rate and tokens: its section 2.5, but by AdamW and not MuonClip.
-Released weights have RoPE stretched by YaRN, and are not converted here: nobody has compared them.
+rounds it to 1.04T and 32.6B. Batch size, learning rate and tokens: section 2.5, with AdamW instead of MuonClip.
+The released weights use YaRN; their conversion is not supported, because it was not compared.
 Cost of the whole run at 40% MFU: 3.2e+24 FLOPs, 4,818,366 chip-hours of TPU v5p (459 TFLOP/s).
 State in float32 (parameters, moments, gradients): 15,295 GiB over all chips.
-Compiled for v5p:8x16x16, not timed (jax 0.12.0.1, libtpu 0.0.51, 2026-11-25): 82.4 GiB of a chip; a step
-at least 40.6 s, 21.1 s of it waiting for links; MFU at most 36%.
+Compiled for v5p:8x16x16, not timed (jax 0.12.0.1, libtpu 0.0.51, 2026-11-25): 82.4 GiB per chip;
+minimum step time 40.6 s, 21.1 s exposed communication; maximum MFU 36%.
 """
 
 import deepseek_v3

@@ -1,9 +1,9 @@
-"""A run of seconds for `jaxscale lab`: 1.4e5 parameters on the source of Python's standard library, byte by byte.
+"""A small model for `jaxscale lab`: 1.4e5 parameters, trained on the bytes of Python's standard library.
 
-    python -m jaxscale.main --config=configs/lab.py     # one run; `jaxscale lab rate` makes eighty of them
+    python -m jaxscale.main --config=configs/lab.py     # one run; `jaxscale lab rate` makes 80
 
-Small enough for dozens of runs on a laptop, so what it shows holds for small models: see docs/lab.md. Cost of one run:
-about 10 s on one core, start and compilation included (2026-11-25, jax 0.10.2).
+Results may not transfer to large models: see docs/lab.md. Cost of one run: about 10 s on one core, including startup
+and compilation (2026-11-25, jax 0.10.2).
 """
 
 import ml_collections

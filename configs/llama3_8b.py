@@ -1,4 +1,4 @@
-"""Llama 3.1 8B (arXiv:2407.21783): 8,030,261,248 parameters. Measured: nothing yet.
+"""Llama 3.1 8B (arXiv:2407.21783): 8,030,261,248 parameters. Not measured.
 
     jaxscale convert --from=Llama-3.1-8B --workdir=runs/llama3    # a folder with the model's files
     jaxscale prepare --input='raw/*.jsonl' --output=shards --config.tokenizer.name=runs/llama3/tokenizer/tokenizer.json
@@ -6,9 +6,9 @@
 
 Shape: config.json of meta-llama/Llama-3.1-8B.
 Continued pretraining of one billion tokens at 40% MFU costs 78 chip-hours of TPU v5p (459 TFLOP/s).
-Preflight, remat full: peak of a chip; a step at least, waiting for links in it; MFU at most; sent
+Preflight, remat full: peak memory per chip; minimum step time, exposed part; maximum MFU; sent
 (2026-11-24, jax 0.12.0.1, libtpu 0.0.51)
-    v5p:2x2x2: 45.9 GiB; 9.82 s, 0.02 s of it exposed; 75%; 54 GB
+    v5p:2x2x2: 45.9 GiB; 9.82 s, 0.02 s exposed; 75%; 54 GB
 """
 
 import ml_collections

@@ -1,11 +1,12 @@
-"""Continued training on rows that are longer than the model was trained for, of what `jaxscale convert` or a run wrote.
+"""Continued training of a converted model or your own run on longer rows.
 
     python -m jaxscale.main --config=configs/long_context.py:4,runs/base --config.data.files='books/*.txt'
-    python -m jaxscale.main --config=configs/long_context.py:32,runs/base --config.mesh.context=8    # devices to a row
+    python -m jaxscale.main --config=configs/long_context.py:32,runs/base --config.mesh.context=8    # devices per row
 
-The argument is how many times longer, and the work folder to begin with; without one configs/quickstart.py's model.
-RoPE is stretched by YaRN, or further by what the model has. 400 steps of 64 rows: arXiv:2309.00071, section 4.
-Cost: tokens x 6 FLOPs a parameter, and attention, which grows with the row. Measured: nothing yet.
+The argument is the factor of the length, and the work folder of the base model (default: the model of
+configs/quickstart.py). RoPE is scaled with YaRN, or with the scaling that the model already has. 400 steps of 64
+rows: arXiv:2309.00071, section 4.
+Cost: 6 FLOPs per parameter and token, and attention, which grows with the row length. Not measured.
 """
 
 import json

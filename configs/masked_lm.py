@@ -1,12 +1,12 @@
-"""BERT's masked language modelling on the source of Python's standard library, byte by byte: 3.3e6 parameters.
+"""BERT's masked language modelling on the bytes of Python's standard library: 3.3e6 parameters.
 
     python -m jaxscale.main --config=configs/masked_lm.py
 
 With WordPiece: data.tokenizer=PATH of a vocab.txt or of a tokenizer.json of `jaxscale prepare`; then mask_id=None finds
-the tokenizer's [MASK], and model.vocab_size is the tokenizer's. docs/objectives.md tells the rest.
+the tokenizer's [MASK], and model.vocab_size is the tokenizer's. See docs/objectives.md.
 
-Cost: 20 steps took 91 s on a busy CPU, compilation included, to a validation loss of 3.36 from 5.68 (2026-11-21); the
-whole run is 489 steps and was not timed.
+Cost: 20 steps took 91 s on a busy CPU, compilation included, and the validation loss fell from 5.68 to 3.36
+(2026-11-21). The whole run of 489 steps was not timed.
 """
 
 import ml_collections

@@ -1,12 +1,12 @@
-"""Mixtral 8x7B (arXiv:2401.04088): 46,702,792,704 parameters, of which a token goes through 12,879,925,248.
-Measured on one H200 (jax 0.11.2, 2026-11-26): steps of three such layers, 8 rows, remat minimal, MFU 49.3%.
+"""Mixtral 8x7B (arXiv:2401.04088): 46,702,792,704 parameters, 12,879,925,248 active per token.
+Measured on one H200 (jax 0.11.2, 2026-11-26): three layers, 8 rows, remat minimal, MFU 49.3%.
 
     jaxscale convert --from=Mixtral-8x7B-v0.1 --workdir=runs/mixtral    # a folder with the model's files
     python -m jaxscale.main --config=configs/mixtral_8x7b.py --init_from=runs/mixtral
 
 Shape: config.json of mistralai/Mixtral-8x7B-v0.1.
 Continued pretraining of one billion tokens at 40% MFU costs 121 chip-hours of TPU v5p (459 TFLOP/s).
-docs/explanation/mixtures.md has what preflight says of it on v5p:4x4x4.
+docs/explanation/mixtures.md has the preflight result for v5p:4x4x4.
 """
 
 import ml_collections

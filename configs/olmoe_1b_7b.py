@@ -1,12 +1,12 @@
-"""OLMoE 1B 7B (arXiv:2409.02060): 6,919,161,856 parameters, of which a token goes through 1,282,017,280.
+"""OLMoE 1B 7B (arXiv:2409.02060): 6,919,161,856 parameters, 1,282,017,280 active per token.
 
     jaxscale convert --from=OLMoE-1B-7B-0924 --workdir=runs/olmoe    # a folder with the model's files
     python -m jaxscale.main --config=configs/olmoe_1b_7b.py --init_from=runs/olmoe
 
-Shape and weight of the balance loss: transformers' OlmoeConfig, with experts 1024 wide as the paper has them; their sum
-is the count of the published weights. All else is as in mixtral_8x7b.py.
-Measured on one H200 (jax 0.11.2, 2026-11-26): steps of 8 rows, 42,541 tokens/s, MFU 33.9%, 122.4 GiB; not trained.
-docs/explanation/mixtures.md#on-a-gpu has what it takes.
+Shape and weight of the balance loss: transformers' OlmoeConfig, with the paper's expert width of 1024. The number of
+parameters equals that of the published weights. Other settings are those of mixtral_8x7b.py.
+Measured on one H200 (jax 0.11.2, 2026-11-26): 8 rows per step, 42,541 tokens/s, MFU 33.9%, 122.4 GiB; not trained.
+See docs/explanation/mixtures.md#on-a-gpu.
 Continued pretraining of one billion tokens at 40% MFU costs 12 chip-hours of TPU v5p (459 TFLOP/s).
 """
 

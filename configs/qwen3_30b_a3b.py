@@ -1,12 +1,12 @@
-"""Qwen3 30B A3B (arXiv:2505.09388): 30,532,122,624 parameters, of which a token goes through 3,353,032,704.
-Measured: nothing yet.
+"""Qwen3 30B A3B (arXiv:2505.09388): 30,532,122,624 parameters, 3,353,032,704 active per token.
+Not measured.
 
     jaxscale convert --from=Qwen3-30B-A3B-Base --workdir=runs/qwen3    # a folder with the model's files
     python -m jaxscale.main --config=configs/qwen3_30b_a3b.py --init_from=runs/qwen3
 
-Shape: config.json of Qwen/Qwen3-30B-A3B, from a copy. All but the model is as in mixtral_8x7b.py.
-Compiled, not timed (jax 0.12.0.1, libtpu 0.0.51, 2026-11-25): for v5p:4x4x4 14.6 GiB of a chip, a step at least 1.34 s,
-MFU at most 62%; for v6e:8x8 14.7 GiB, 1.36 s, 0.76 s of it waiting for links, 30%.
+Shape: config.json of Qwen/Qwen3-30B-A3B, from a copy. Other settings are those of mixtral_8x7b.py.
+Compiled, not timed (jax 0.12.0.1, libtpu 0.0.51, 2026-11-25): v5p:4x4x4: 14.6 GiB per chip, minimum step time
+1.34 s, maximum MFU 62%; v6e:8x8: 14.7 GiB, 1.36 s, 0.76 s exposed communication, 30%.
 Continued pretraining of one billion tokens at 40% MFU costs 35 chip-hours of TPU v5p (459 TFLOP/s).
 """
 

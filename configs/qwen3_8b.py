@@ -1,14 +1,14 @@
-"""Qwen3 8B (arXiv:2505.09388): 8,190,735,360 parameters. Measured: nothing yet.
+"""Qwen3 8B (arXiv:2505.09388): 8,190,735,360 parameters. Not measured.
 
     jaxscale convert --from=Qwen3-8B-Base --workdir=runs/qwen3    # a folder with the model's files
     jaxscale prepare --input='raw/*.jsonl' --output=shards --config.tokenizer.name=runs/qwen3/tokenizer/tokenizer.json
     python -m jaxscale.main --config=configs/qwen3_8b.py --init_from=runs/qwen3
 
-Shape: config.json of Qwen/Qwen3-8B. All but the model is as in llama3_8b.py.
+Shape: config.json of Qwen/Qwen3-8B. Other settings are those of llama3_8b.py.
 Continued pretraining of one billion tokens at 40% MFU costs 80 chip-hours of TPU v5p (459 TFLOP/s).
-Preflight, remat full: peak of a chip; a step at least, waiting for links in it; MFU at most; sent
+Preflight, remat full: peak memory per chip; minimum step time, exposed part; maximum MFU; sent
 (2026-11-24, jax 0.12.0.1, libtpu 0.0.51)
-    v5p:2x2x2: 47.6 GiB; 10.12 s, 0.02 s of it exposed; 74%; 55 GB
+    v5p:2x2x2: 47.6 GiB; 10.12 s, 0.02 s exposed; 74%; 55 GB
 """
 
 import llama3_8b

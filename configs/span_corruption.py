@@ -1,12 +1,12 @@
-"""T5's span corruption on the source of Python's standard library, byte by byte: 7e6 parameters.
+"""T5's span corruption on the bytes of Python's standard library: 7e6 parameters.
 
     python -m jaxscale.main --config=configs/span_corruption.py
 
 With a tokenizer that has sentinels (`jaxscale prepare --config.tokenizer.train.reserved=100`, or T5's own .model):
-data.tokenizer=PATH, first_sentinel_id=None, model.vocab_size the tokenizer's. docs/objectives.md tells the rest.
+data.tokenizer=PATH, first_sentinel_id=None, model.vocab_size the tokenizer's. See docs/objectives.md.
 
-Cost: 20 steps took 97 s on a busy CPU, compilation included, to a validation loss of 3.50 from 6.19 (2026-11-21); the
-whole run is 441 steps and was not timed.
+Cost: 20 steps took 97 s on a busy CPU, compilation included, and the validation loss fell from 6.19 to 3.50
+(2026-11-21). The whole run of 441 steps was not timed.
 """
 
 import ml_collections

@@ -145,9 +145,9 @@ def compiled(row: Row) -> dict[str, Any] | str:
 
 
 def line_of(found: Mapping[str, Any]) -> str:
-    """'9.1 GiB; 0.50 s, 0.02 s of it exposed; 76%; 55 GB', as the header's first line says."""
+    """'9.1 GiB; 0.50 s, 0.02 s exposed; 76%; 55 GB', as the header's first line says."""
     dcn = f" + {found['dcn_gb']:.1f} GB DCN" if found["dcn_gb"] else " GB"
-    times = f"{found['at_least_s']:.2f} s, {found['exposed_s']:.2f} s of it exposed"
+    times = f"{found['at_least_s']:.2f} s, {found['exposed_s']:.2f} s exposed"
     return f"{found['peak_gib']:.1f} GiB; {times}; {found['mfu_at_most']:.0%}; {found['sent_gb']:,.0f}{dcn}"
 
 
@@ -158,7 +158,7 @@ def header(config: str, kept: Kept) -> str:
         name = next(row.topology for row in ROWS if row.config == config)
         return f"Preflight: jaxscale preflight --config=configs/{config}.py --topology='{name}'\n"
     dates = sorted({f"{kept[row.name]['date']}, {versions(kept[row.name])}" for row in rows})
-    lines = ["Preflight, remat full: peak of a chip; a step at least, waiting for links in it; MFU at most; sent"]
+    lines = ["Preflight, remat full: peak memory per chip; minimum step time, exposed part; maximum MFU; sent"]
     covered = {date for date in dates for longer in dates if longer.startswith(f"{date}, ")}  # GPU rows have no libtpu
     lines += [f"({date})" for date in dates if date not in covered]
     for row in rows:

@@ -1,10 +1,10 @@
-"""C4 (Raffel et al., arXiv:1910.10683, section 2.2): the rules of the paper on pages of Common Crawl.
+"""C4 (Raffel et al., arXiv:1910.10683, section 2.2): the paper's rules for pages of Common Crawl.
 
     jaxscale prepare --config=configs/data/c4.py --input='crawl/*.warc.gz' --output=shards/c4
 
-Other than there: py3langid instead of langdetect at 0.99; the paper drops repeated spans of three sentences, here the
-later copies of a repeated line are cut; its list of bad words is the user's to name in c4.bad_words. The published
-corpus has about 750 GB of text, under ODC-BY 1.0; what is in it stays under Common Crawl's terms of use.
+Differences: py3langid replaces langdetect at 0.99; later copies of a repeated line are cut instead of repeated spans of
+three sentences; c4.bad_words is empty, set your own list. The published corpus has about 750 GB of text, under
+ODC-BY 1.0; its content is subject to Common Crawl's terms of use.
 """
 
 import ml_collections

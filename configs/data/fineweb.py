@@ -1,10 +1,10 @@
-"""FineWeb (Penedo et al., arXiv:2406.17557, section 3 and appendix): extraction, filters and MinHash of the paper.
+"""FineWeb (Penedo et al., arXiv:2406.17557, section 3 and appendix): the paper's extraction, filters and MinHash.
 
     jaxscale prepare --config=configs/data/fineweb.py --input='crawl/*.warc.gz' --output=shards/fineweb
 
-Other than there: py3langid instead of fastText, at another scale of probability; no list of blocked addresses (name
-yours in url_blocklist.lists, and the stage first). Run it once for each snapshot of the crawl, as the paper
-deduplicates each by itself. The published corpus (15e12 tokens) is under ODC-BY 1.0; what is in it stays under Common
+Differences: py3langid replaces fastText, and its probabilities have another scale; there is no URL blocklist (set
+url_blocklist.lists, and put the stage first). Run it once per snapshot of the crawl, because the paper deduplicates
+each snapshot separately. The published corpus (15e12 tokens) is under ODC-BY 1.0; its content is subject to Common
 Crawl's terms of use.
 """
 

@@ -1,11 +1,11 @@
-"""The Pile (Gao et al., arXiv:2101.00027, table 1): 22 sources and the weights they were given, in percent.
+"""The Pile (Gao et al., arXiv:2101.00027, table 1): 22 sources and their weights in percent.
 
     jaxscale prepare --config=configs/data/pile.py --output=shards/pile
     c.data = dict(name="tokens", files="shards/pile/manifest.json", mixture=WEIGHTS)      # in a training config
 
-825 GiB. Licences as far as a source has one (see the datasheet, arXiv:2201.07311). Books3 and OpenSubtitles were
-withdrawn for copyright: name only what you may use, and take the rest out of WEIGHTS. The paper looks for near
-duplicates in Pile-CC and OpenWebText2 alone, at a similarity of 0.5; here in all sources together.
+825 GiB. Not every source has a licence (see the datasheet, arXiv:2201.07311). Books3 and OpenSubtitles were withdrawn
+for copyright: list only sources that you may use, and remove the others from WEIGHTS. The paper removes near duplicates
+only in Pile-CC and OpenWebText2, at a similarity of 0.5; this recipe does so across all sources.
 """
 
 import ml_collections

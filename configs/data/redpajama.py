@@ -4,7 +4,7 @@
     c.data = dict(name="tokens", files="shards/redpajama/manifest.json", mixture=LLAMA)      # in a training config
 
 Sizes as published [1e9 tokens]: Common Crawl 878, C4 175, GitHub 59, arXiv 28, books 26, Wikipedia 24, StackExchange
-20. Books came from sources that have been withdrawn for copyright; name only what you may use.
+20. The books were withdrawn for copyright; list only sources that you may use.
 """
 
 import ml_collections

@@ -1,4 +1,4 @@
-"""A plain web crawl: the rules that most public corpora agree on. Start here, and look at report.html.
+"""A web crawl with the rules that most public corpora share. Start with this recipe, and read report.html.
 
     jaxscale prepare --config=configs/data/web.py --input='raw/*.jsonl.gz' --output=shards/web
 

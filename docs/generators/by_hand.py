@@ -1,4 +1,4 @@
-"""The sums that one does on paper, done right: state of a model by bytes a parameter, batches, GPU-days.
+"""The sums that one does on paper, done right: state of a model by bytes per parameter, batches, GPU-days.
 
 tools.planning.plan.make_plan() counts the state from its shardings instead. These check figures that are often said.
 """

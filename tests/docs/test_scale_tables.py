@@ -42,8 +42,8 @@ def test_a_header_has_a_line_for_each_program_that_was_compiled(tables):
     found = {"peak_gib": 15.52, "sent_gb": 104.4, "dcn_gb": 106.0, "at_least_s": 3.934, "exposed_s": 0.5,
              "mfu_at_most": 0.716, "versions": {"jax": "0.10.2"}, "date": "2026-11-23"}  # fmt: skip
     assert tables.header("7b", {row.name: found}).splitlines() == [
-        "Preflight, remat full: peak of a chip; a step at least, waiting for links in it; MFU at most; sent",
+        "Preflight, remat full: peak memory per chip; minimum step time, exposed part; maximum MFU; sent",
         "(2026-11-23, jax 0.10.2)",
-        "    h100:8x8 (4 microbatches): 15.5 GiB; 3.93 s, 0.50 s of it exposed; 72%; 104 + 106.0 GB DCN",
+        "    h100:8x8 (4 microbatches): 15.5 GiB; 3.93 s, 0.50 s exposed; 72%; 104 + 106.0 GB DCN",
     ]
     assert tables.header("7b", {}).startswith("Preflight: jaxscale preflight --config=configs/7b.py")

@@ -85,7 +85,7 @@ class Curve(NamedTuple):
     params: float
     flops_per_token: float
     tokens: Sequence[float]  # growing
-    losses: Sequence[float]  # nats a token
+    losses: Sequence[float]  # nats per token
 
 
 class Approach(NamedTuple):

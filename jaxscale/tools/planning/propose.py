@@ -150,7 +150,7 @@ def config_text(proposal: Proposal, command: str) -> str:
         for name in ("mesh", "train", "optim", "data", "eval", "checkpoint")
     )
     size = f"{proposal.params:,} parameters on {units.count(proposal.tokens)} tokens"
-    return f'''"""Llama of {size}. Measured: nothing yet.
+    return f'''"""Llama of {size}. Not measured.
 
     python -m jaxscale.main --config=FILE --config.data.files='shards/manifest.json'
 

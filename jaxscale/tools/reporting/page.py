@@ -35,7 +35,7 @@ SERVED = "; connect-src 'self'"  # the page of --serve asks its own server wheth
 def make_page(
     histories: Sequence[History], *, price: float | None = None, now: float | None = None, version: str | None = None
 ) -> str:
-    """One HTML file of one or more runs. price: dollars a chip-hour. now: Unix seconds. version: of a served page."""
+    """One HTML file of one or more runs. price: dollars per chip-hour. now: Unix seconds. version: of a served page."""
     now = time.time() if now is None else now
     histories = with_unique_names(histories)
     canvas = Canvas(histories, step_axis(histories))

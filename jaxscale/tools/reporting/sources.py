@@ -87,7 +87,7 @@ def source_table(history: History) -> str:
 
 
 def rows_by_source(history: History) -> dict[str, float]:
-    """Rows trained on by source, to less than a row a stage and gap; {} if config.json has no stages."""
+    """Rows trained on by source, to less than one row per stage and gap; {} if config.json has no stages."""
     stages = recorded_stages(history)
     newest = history.latest("batch_index")
     batches = history.batches
