@@ -69,7 +69,10 @@ class ConvertOptions:
 
 
 def convert(options: ConvertOptions, say: Say = silent, progress: MakeProgress = no_progress) -> dict[str, Any]:
-    """Imports or exports a Hugging Face model, resuming a killed one: `jaxscale convert`. progress: of each part."""
+    """Imports or exports a Hugging Face model, resuming a killed one: `jaxscale convert`.
+
+    progress: called for each part.
+    """
     if (options.from_ is None) == (options.to is None):
         raise BadInput("convert needs one of --from=FOLDER, to import a model, and --to=FOLDER, to export one")
     if not options.workdir:

@@ -76,7 +76,7 @@ def preflight(
 ) -> PreflightReport:
     """Compiles the training step for chips that need not be present, and reports its memory: `jaxscale preflight`.
 
-    Args: name: of the config, in the report. fresh: ignore earlier results. save_executable: a file for the compiled
+    Args: name: the config's name in the report. fresh: ignore earlier results. save_executable: a file for the compiled
     step. workdir: of a run to resume: finished stages of its ramps need not fit.
     """
     file = None if save_executable is None else pathlib.Path(save_executable)

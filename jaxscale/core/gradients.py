@@ -42,8 +42,8 @@ ONE_DEVICE = Reduction()
 class Gradients:
     """Computes (means of each named loss, gradients of the mean loss) for a state and a batch.
 
-    groups: a ParamGroup for each parameter; frozen ones have no gradient. aux_weights: of auxiliary losses, by name.
-    num_sources: of the data mixture that the rows come from. make_recorder: makes a recorder for each trace, whose
+    groups: a ParamGroup for each parameter; frozen ones have no gradient. aux_weights: {auxiliary loss: weight}.
+    num_sources: number of sources of the data mixture. make_recorder: makes a recorder for each trace, whose
     intermediates are added to the means.
     """
 

@@ -72,7 +72,7 @@ class Pipeline:
     def sums(self, weights: Any, micro: Any, scale: jax.Array | float) -> tuple[dict[str, jax.Array], Any]:
         """Returns (named sums, float32 gradients) of all microbatches for this device's stage, not yet divided.
 
-        weights: of the stage, in the compute dtype. micro: (rows, random keys), [M, B, ...] each. scale: multiplied
+        weights: the stage's, in the compute dtype. micro: (rows, random keys), [M, B, ...] each. scale: multiplied
         into the differentiated loss.
         """
         work = StageWork(self, weights, micro, scale)

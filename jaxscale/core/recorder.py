@@ -188,7 +188,7 @@ def make_max_logit_recorder(
 def clip_heads(
     params: dict, intermediates: Sequence[Intermediates], *, limit: float, stacks: Sequence[str]
 ) -> tuple[dict, dict[str, jax.Array]]:
-    """Returns (parameters with heads above the limit clipped, metrics). intermediates: of each stack, in order."""
+    """Returns (parameters with heads above the limit clipped, metrics). intermediates: one per stack, in order."""
     maxima = [stack.maxima[MAX_LOGITS] for stack in intermediates]
     for name, max_LN in zip(stacks, maxima, strict=True):
         factor_LN = jnp.where(max_LN > limit, limit / max_LN, 1.0)  # 1 for -inf, a head without text

@@ -43,7 +43,7 @@ def init_state(
     ema: Any = None,
     window_steps: int = 100,
 ) -> TrainState:
-    """Returns the state before the first step. window_steps: of the guard."""
+    """Returns the state before the first step. window_steps: the guard's window."""
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         key=jax.random.key_data(key),

@@ -190,7 +190,7 @@ Partition = tuple[tuple[int, tuple[str, ...]], ...]  # (dimension, mesh axes it 
 class Communication:
     """Settings of weight and gradient collectives.
 
-    dtype: in which gradients are summed. stages: for each mesh axis that spans several links, the devices that share
+    dtype: that of gradient sums. stages: for each mesh axis that spans several links, the devices that share
     each link. tiled: arrays have a TPU's tiled memory layout.
     """
 

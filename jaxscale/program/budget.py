@@ -119,7 +119,7 @@ def resolve_sizes(cfg: RunConfig, **known: Any) -> units.BatchSizes:
 def resolve_rows(cfg: RunConfig, sizes: units.BatchSizes, **known: Any) -> tuple[tuple[int, int], ...]:
     """Returns (first batch, tokens in a row) of each length of seq_len_ramp, rounded up to whole batches.
 
-    sizes: of batches, in tokens. Raises BadInput for a length that no batch would have.
+    sizes: batch sizes in tokens. Raises BadInput for a length that no batch would have.
     """
     ends = [units.resolve("seq_len_ramp", until, **known) for _, until in cfg.seq_len_ramp]
     begins = [0, *map(sizes.holding, ends)]
@@ -172,7 +172,7 @@ def remaining_stages(
 def batch_sizes(configs: Sequence[RunConfig]) -> str:
     """Describes several programs: '2 programs, each compiled when the run reaches it: 8 rows of 64 tokens in ...'.
 
-    configs: of the programs of a run, in the order of its stages.
+    configs: one per program of a run, in the order of its stages.
     """
     sizes = [
         f"{cfg.rows_per_step} rows of {cfg.seq_len} tokens in {units.plural(cfg.train.num_microbatches, 'microbatch')}"
@@ -217,7 +217,7 @@ def decay_steps(optim: OptimConfig, total_steps: int, **known: Any) -> int:
 
 
 def decay_begin(optim: OptimConfig, total_steps: int, decay_start: int | None) -> int | None:
-    """Returns the first step of the decay of a stable rate; None without a decay. decay_start: of the budget."""
+    """Returns the first step of the decay of a stable rate; None without a decay. decay_start: that of the budget."""
     if decay_start is not None or optim.decay != "wsd":
         return decay_start
     return total_steps - round(optim.decay_fraction * total_steps)

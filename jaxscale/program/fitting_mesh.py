@@ -29,7 +29,8 @@ def fitting_program(
 ) -> Program:
     """Returns the program, with its remaining ramp stages. Errors suggest the flags of a mesh that works, if any.
 
-    Args: budget: of the run; None for data with unknown token counts. position: where the run resumes. Raises BadInput.
+    Args: budget: the run's budget; None for data with unknown token counts. position: where the run resumes. Raises
+    BadInput.
     """
     cfg = for_device(cfg, devices[0])
 

@@ -144,7 +144,7 @@ class BatchAxes:
         return math.prod(self.mesh.shape[name] for _, names in partition for name in names)
 
     def bytes_sent(self, kind: str, nbytes: float, partition: Partition) -> list[CollectiveBytes]:
-        """Returns an "all-gather" or "reduce-scatter" over each axis of the partition in turn. nbytes: of whole arrays.
+        """Returns an "all-gather" or "reduce-scatter" over each axis of the partition. nbytes: of whole arrays.
 
         On TPUs the axes are in the order of gather_shards() and reduce_scatter(). Elsewhere one collective covers them,
         over the network before the links within a node.

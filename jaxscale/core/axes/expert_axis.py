@@ -33,7 +33,7 @@ class ExpertAxis:
         return x if self.size == 1 else lax.pmax(x, AXIS)
 
     def bytes_sent(self, rows: float, row_bytes: float) -> list[CollectiveBytes]:
-        """Returns what one layer and microbatch sends. rows: of a device in all rounds, of `row_bytes` each.
+        """Returns what one layer and microbatch sends. rows: rows of a device in all rounds, `row_bytes` each.
 
         Recomputation sends nothing: no gradient reads what comes back. Combine weights and their gradients are float32.
         """

@@ -41,7 +41,7 @@ class LearnedPositionsModel(StackedModel):
     embed: Callable[..., jax.Array]  # (tokens_BT, positions_BT) -> embeddings of the device's positions
 
     def embed_tokens(self, tokens_BT, positions_BT, segment_ids_BT, keys_B: jax.Array | None = None):
-        """Returns the residual stream before the first block. keys_B: for dropout."""
+        """Returns the residual stream before the first block. keys_B: dropout keys."""
         x_BTD = self.embed(tokens_BT, positions_BT)
         if keys_B is None or not self.cfg.dropout:
             return x_BTD

@@ -139,7 +139,7 @@ class StackedModel(nnx.Module):
     plan: ParallelPlan
 
     def embed_tokens(self, tokens_BT, positions_BT, segment_ids_BT, keys_B: jax.Array | None = None) -> jax.Array:
-        """Returns the residual stream before the first block. keys_B: for dropout."""
+        """Returns the residual stream before the first block. keys_B: dropout keys."""
         raise NotImplementedError
 
     def layer_inputs(self, keys_B: jax.Array | None, stack: str) -> Any:
@@ -162,7 +162,7 @@ class StackedModel(nnx.Module):
         """Returns the last hidden states, compute_dtype[B, T, D], of local positions, so that a loss can chunk the
         logits.
 
-        keys_B: for dropout.
+        keys_B: dropout keys.
         """
         return self.hidden_and_metrics(tokens_BT, positions_BT, segment_ids_BT, keys_B)[0]
 
@@ -330,7 +330,10 @@ def with_bias(x: jax.Array, bias: jax.Array) -> jax.Array:
 
 
 class BiasedAttention(nnx.Module):
-    """Attention within each packed document, with biases, as in GPT-2 and BERT. out_std: of the output projection."""
+    """Attention within each packed document, with biases, as in GPT-2 and BERT.
+
+    out_std: standard deviation of the output projection.
+    """
 
     def __init__(self, cfg: "BiasedConfig", *, causal: bool, out_std: float, rngs: nnx.Rngs, plan: ParallelPlan):
         D, N, H = cfg.embed_dim, cfg.num_heads, cfg.head_dim
@@ -358,7 +361,7 @@ class BiasedAttention(nnx.Module):
 
 
 class BiasedMlp(nnx.Module):
-    """MLP with biases. out_std: of the second matrix."""
+    """MLP with biases. out_std: standard deviation of the second matrix."""
 
     def __init__(
         self,

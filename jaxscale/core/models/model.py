@@ -96,8 +96,8 @@ def summed_loss(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Returns (objective, its named parts), float32[] sums over the weighted tokens, which the caller divides once.
 
-    num_sources: of the mixture that batch.sources numbers; if positive, parts include source_nats and source_tokens,
-    float32[num_sources].
+    num_sources: sources of the mixture that batch.sources numbers; if positive, parts include source_nats and
+    source_tokens, float32[num_sources].
     """
     if not isinstance(model, StackedModel):
         return loss_from_hidden(model, hidden_states(model, batch, keys_B), batch, aux_weights, num_sources)

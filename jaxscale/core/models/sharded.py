@@ -125,7 +125,7 @@ class ShardedModel:
         training: bool = False,
     ) -> Model:
         """Returns a new model. tensor: axis of a model whose context devices are replicas; None: as in training.
-        gathered: it will be merged with gathered weights. training: with expert capacities."""
+        gathered: it will be merged with gathered weights. training: applies expert capacities."""
         plan = self.plan
         if tensor is not None:
             plan = plan.replace(tensor=tensor, attend=plan.whole_row_attend, context_exchange=Choice())

@@ -139,7 +139,7 @@ class T5(nnx.Module):
     def hidden(self, tokens_BT, positions_BT, segment_ids_BT, keys_B: jax.Array | None = None, encoder=None):
         """Returns the decoder's last hidden states, compute_dtype[B, T, D], of local positions.
 
-        positions_BT: unused, since biases are relative. keys_B: for dropout. encoder: EncoderInput.
+        positions_BT: unused, since biases are relative. keys_B: dropout keys. encoder: EncoderInput.
         """
         assert encoder is not None, "T5 needs an encoder input"
         keys = (None, None) if keys_B is None or not self.cfg.dropout else split_keys(keys_B, 2)

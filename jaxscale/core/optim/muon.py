@@ -141,8 +141,8 @@ def orthogonalize(
 ) -> optax.GradientTransformation:
     """Replaces each m x n update by about 0.2 sqrt(max(m, n)) times the nearest orthogonal matrix.
 
-    shardings: of all parameters, in tree order. dtype: of the all-to-all and the iteration. steps: iterations with
-    optimal coefficients; None: the published coefficients.
+    shardings: those of all parameters, in tree order. dtype: that of the all-to-all and the iteration. steps:
+    iterations with optimal coefficients; None: the published coefficients.
     """
     fn = functools.partial(scaled_polar, steps=steps)
 

@@ -62,7 +62,7 @@ def make_attend(*, softcap: float | None = None, window: int | None = None):
         """Softmax attention with float32 scores and probabilities rounded to v.dtype before the product; in q.dtype.
 
         segments: segment ids of the queries, or a MaskSpec. causal: later keys are masked, except those of a prefix.
-        bias_NTS: added to the scores. scale: of q @ k, instead of 1/sqrt(H).
+        bias_NTS: added to the scores. scale: replaces 1/sqrt(H) as the factor of q @ k.
         """
         spec = as_mask_spec(segments)
         B, T, N, H = q_BTNH.shape

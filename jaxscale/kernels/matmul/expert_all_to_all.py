@@ -54,7 +54,10 @@ def round_capacity(rows: int, devices: int) -> int:
 
 @functools.partial(custom_vjp, nondiff_argnums=(0, 1))
 def all_to_all_experts(axis: ExpertAxis, run: RunExperts, weights: Any, x_RD: jax.Array, weight_R: jax.Array, counts_E):
-    """Returns (y_RD: run() of each row on the device of its expert, int32[]: rounds). counts_E: of the local rows."""
+    """Returns (y_RD: run() of each row on the device of its expert, int32[]: rounds).
+
+    counts_E: counts of the local rows.
+    """
     rounds = AllToAllRounds(axis, run, round_capacity(len(x_RD), axis.size))
     plan = plan_sends(axis, counts_E, rounds.capacity)
 

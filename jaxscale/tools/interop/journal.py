@@ -25,7 +25,7 @@ def open_journal(folder: Any, name: str, identity: str, flag: str) -> tuple["Jou
 
 
 class Journal:
-    """A JSON file {what: identity, done: {part: facts}}, removed at the end. identity: of the conversion."""
+    """A JSON file {what: identity, done: {part: facts}}, removed at the end. identity: identifies the conversion."""
 
     def __init__(self, path: Any, identity: str):
         self.path, self.identity = path, identity

@@ -197,7 +197,10 @@ def missing_tokenizer(files: Mapping[str, bytes], folder: Any) -> str:
 
 
 def export_files(workdir: Any, run: Mapping[str, Any]) -> TokenizerFiles:
-    """Returns the tokenizer files of an export, from WORKDIR/tokenizer or data.tokenizer. run: of the step's record."""
+    """Returns the tokenizer files of an export, from WORKDIR/tokenizer or data.tokenizer.
+
+    run: that of the step's record.
+    """
     config, folder = run.get("config") or {}, workdir / FOLDER
     data, seq_len = config.get("data") or {}, config.get("seq_len")
     foreign.check_folder(folder, workdir)

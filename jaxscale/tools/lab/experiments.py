@@ -13,7 +13,10 @@ def of(
     conclude: Callable[[Sequence[Result]], Conclusion],
     key: Callable[[Result], Any] | None = None,
 ) -> Callable[[Base, Options, Run], Conclusion]:
-    """Returns the function that runs trials and concludes. key: of groups that get further rates, see rate.inside()."""
+    """Returns the function that runs trials and concludes.
+
+    key: groups the runs that get further rates, see rate.inside().
+    """
 
     def answer(base: Base, options: Options, run: Run) -> Conclusion:
         results = run(trials(base, options))

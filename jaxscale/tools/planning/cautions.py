@@ -75,7 +75,7 @@ def rate_range(params: float, tokens: float, batch_tokens: float) -> tuple[cost.
 def rate_outside(
     params: float, tokens: float, batch_tokens: float, peak_lr: float, optimizer: str = "adamw"
 ) -> Caution | None:
-    """A peak rate outside the published range for the size and batch. optimizer: of scaling.TIMES_ADAMW."""
+    """A peak rate outside the published range for the size and batch. optimizer: its name in scaling.TIMES_ADAMW."""
     span, lines = rate_range(params, tokens, batch_tokens)
     if (factors := scaling.TIMES_ADAMW[optimizer]) != (1.0, 1.0):
         low, high = factors
@@ -121,7 +121,7 @@ def too_many_tokens(tokens: float) -> Caution | None:
 
 
 def wall_too_long(wall: cost.Range, num_chips: float, flops: float | None) -> Caution | None:
-    """A run of years. flops: of training, for decoders, to propose a size for this machine."""
+    """A run of years. flops: training FLOPs of a decoder, to propose a size for this machine."""
     if wall.low <= MAX_SECONDS:
         return None
     share, longest = MAX_SECONDS / wall.high, f"{MAX_SECONDS / cost.DAY:.0f} days"

@@ -130,7 +130,8 @@ class LossLaw:
 def fit(points: Sequence[Point], *, draws: int = 400, seed: int = 0, noise: SeedNoise | None = None) -> LossLaw:
     """Returns the law of the points, deterministic for the same points and seed; 400 draws of 9 runs take about 1 s.
 
-    noise: of a run, if known. Raises BadInput with what is missing, for a ladder that determines no law.
+    noise: between seeds, if known. Raises BadInput, which names what is missing, for a ladder that
+    determines no law.
     """
     points = tuple(points)
     check_enough(points, noise)
@@ -226,6 +227,9 @@ def left_out_error(points: Sequence[Point], form: Form) -> float | None:
 
 
 def write_forecast(path: Any, law: LossLaw, band: Mapping[str, Sequence[float]], **facts: Any) -> None:
-    """Writes forecast.json. band: of the smoothed training loss. facts: other values. Raises ValueError for NaN."""
+    """Writes forecast.json.
+
+    band: interval of the smoothed training loss. facts: other values. Raises ValueError for NaN.
+    """
     assert set(band) == {"tokens", "low", "middle", "high"} and len(set(map(len, band.values()))) == 1, sorted(band)
     paths.write_json(paths.as_path(path) / "forecast.json", {**band, **facts, "law": law.to_dict()})

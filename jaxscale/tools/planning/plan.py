@@ -66,9 +66,9 @@ def make_plan(
 ) -> RunPlan:
     """Returns the plan of a config on a machine of machine.open_machine().
 
-    Args: measured: of this machine if it is planned for, otherwise of its kind of chip. compiled: preflight's result
-    for this step. position: where a run resumes on this machine. Raises BadInput for a config that no such machine can
-    run, and if the number of steps is unknown.
+    Args: measured: results of this machine if it is planned for, otherwise of its kind of chip. compiled: preflight's
+    result for this step. position: where a run resumes on this machine. Raises BadInput for a config that no such
+    machine can run, and if the number of steps is unknown.
     """
     cfg = for_device(cfg, topology.devices[0])
     data_tokens, data_source = count_tokens(cfg.data, cfg.model.vocab_size)
@@ -188,7 +188,7 @@ def save_rate(options: PlanOptions, machine: PlannedMachine, measured: list[Meas
 def plan_saves(
     cfg: RunConfig, machine: PlannedMachine, program: Program, total_steps: int, speed: Speed, rate: tuple[float, str]
 ) -> Saves:
-    """Returns size, time and interval of checkpoints, and their storage. rate: of save_rate()."""
+    """Returns size, time and interval of checkpoints, and their storage. rate: the result of save_rate()."""
     saves, (bytes_per_second, source) = cfg.checkpoint, rate
     num_bytes = state_bytes(jax.tree.leaves(program.abstract_state))
     save_seconds = num_bytes / bytes_per_second

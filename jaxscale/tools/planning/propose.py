@@ -141,7 +141,7 @@ def shape_params(model: dict[str, Any]) -> int:
 
 
 def config_text(proposal: Proposal, command: str) -> str:
-    """Returns a config file with the proposal's settings. command: of the proposal."""
+    """Returns a config file with the proposal's settings. command: the command of the proposal."""
     values = proposal.values()
     model = ", ".join(f"{name}={json.dumps(value)}" for name, value in proposal.model.items())
     split = model.index("num_heads")

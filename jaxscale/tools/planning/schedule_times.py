@@ -13,7 +13,7 @@ def pass_seconds(schedule: Schedule, costs: Costs) -> np.ndarray:
 
 
 def simulated_seconds(schedule: Schedule, costs: Costs = EQUAL_COSTS, head: float = 0.0) -> float:
-    """Returns a step's time in the unit of costs, by each tick's busiest stage. head: of a microbatch's loss."""
+    """Returns a step's time in the unit of costs, by each tick's busiest stage. head: time of a microbatch's loss."""
     return float(pass_seconds(schedule, costs).max(axis=1).sum()) + schedule.num_microbatches * head
 
 

@@ -61,7 +61,7 @@ def roofline(
 ) -> Roofline:
     """Returns the bounds of a step. Real time exceeds at_least_s by as much as kernels and links miss their peaks.
 
-    schedule: of its pipeline. A device's program has only its stage's matmuls, each as often as it runs, and where
+    schedule: that of its pipeline. A device's program has only its stage's matmuls, each as often as it runs, and where
     stages differ as often as on the last one; in other ticks it is idle. head: the output projection's fraction of the
     model's matmuls, for which no stage is idle. shards_head: all stages share it, or the last one computes it alone.
 

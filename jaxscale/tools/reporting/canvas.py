@@ -34,7 +34,7 @@ class Canvas:
         return html
 
     def plot(self, title: str, lines: Sequence[PlotLine], **settings: Any) -> str:
-        """The plot's HTML, with marks of one run's events; '' without a point. settings: of Plot."""
+        """The plot's HTML, with marks of one run's events; '' without a point. settings: fields of Plot."""
         usual = {"marks": marks(self.histories[0].events) if self.single else [], "named": not self.single}
         plot = Plot(title=title, lines=lines, **usual | settings)
         if not plot.drawn:

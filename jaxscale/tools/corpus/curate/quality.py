@@ -49,7 +49,7 @@ def make_gopher(cfg: GopherConfig) -> Stage:
 
 
 def gopher_fault(text: str, stats: TextStats, cfg: GopherConfig, stop_hashes: Sequence[np.uint64]) -> str:
-    """Returns the first rule that the text breaks, or "". stop_hashes: of cfg.stop_words."""
+    """Returns the first rule that the text breaks, or "". stop_hashes: those of cfg.stop_words."""
     if cfg.min_words is not None and stats.plain < cfg.min_words:
         return f"gopher: fewer than {cfg.min_words} words"
     if cfg.max_words is not None and stats.plain > cfg.max_words:

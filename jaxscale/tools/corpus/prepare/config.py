@@ -67,7 +67,7 @@ class TokenizerConfig:
         return self.name == TRAINED
 
     def path(self, folder: str) -> str:
-        """Returns the path for load_tokenizer. folder: of the work, which holds a trained tokenizer."""
+        """Returns the path for load_tokenizer. folder: the work folder, which holds a trained tokenizer."""
         return f"{folder}/tokenizer{self.train.ending}" if self.is_trained else os.path.expanduser(self.name)
 
 

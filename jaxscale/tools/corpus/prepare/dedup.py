@@ -93,7 +93,10 @@ def write_sketches(cfg: PrepareConfig, joins: Sequence[str], base: str, document
 def find_duplicates(
     cfg: PrepareConfig, name: str, folder: pathlib.Path, blocks: lookup.PassBlocks, column: int, executor: Executor
 ) -> dict[str, Any]:
-    """Writes folder/removed.npy unless it exists; returns the facts of its groups. column: of the join in its pass."""
+    """Writes folder/removed.npy unless it exists; returns the facts of its groups.
+
+    column: index of the join in its pass.
+    """
     done = folder / "removed.done.json"
     if (found := lookup.read_done(done)) is not None:
         return found
@@ -195,7 +198,7 @@ def record_width(join: Join) -> int:
 def apply_joins(
     cfg: PrepareConfig, folders: dict[str, pathlib.Path], block: int, documents: Sequence[Document], tally: Tally
 ) -> list[Document]:
-    """Returns a block's documents without the duplicates that the joins of one pass found. folders: of each join."""
+    """Returns a block's documents without the duplicates that the joins of one pass found. folders: one per join."""
     places = np.arange(len(documents))  # indices, in the block as the joins saw it, of the documents that remain
     remaining = list(documents)
     for join, folder in folders.items():
@@ -216,7 +219,10 @@ def apply_joins(
 
 
 def cluster_facts(join: str, found: dict[str, Any], bases: Sequence[str]) -> dict[str, Any]:
-    """Returns group sizes and excerpts of the largest groups. found: of find_duplicates. bases: paths of blocks."""
+    """Returns group sizes and excerpts of the largest groups.
+
+    found: the result of find_duplicates. bases: paths of blocks.
+    """
     groups = []
     for keeper, size in found["largest"]:
         block, place = (int(part[0]) for part in sketches.split_items(np.array([keeper], np.uint64)))

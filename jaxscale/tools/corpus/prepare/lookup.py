@@ -121,7 +121,7 @@ def done_path(folder: str, number: int, piece: int) -> pathlib.Path:
 
 
 def block_base(folder: str, number: int, piece: int, index: int) -> pathlib.Path:
-    """Returns the path of a block without its suffix. index: of the block in its piece."""
+    """Returns the path of a block without its suffix. index: that of the block in its piece."""
     parent = done_path(folder, number, piece).parent
     if index >= FIRST_BLOCKS:
         parent /= f"{piece:09d}.{index // FOLDER_FILES}"

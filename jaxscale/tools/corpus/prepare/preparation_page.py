@@ -281,7 +281,10 @@ def find_warnings(tally: Tally, manifest: Mapping[str, Any], facts: Mapping[str,
 
 
 def evaluation_warnings(cfg: ContaminationConfig, item_counts: Mapping[str, int] | None) -> list[str]:
-    """Returns warnings about the evaluation items. item_counts: of count_items, or None without that stage."""
+    """Returns warnings about the evaluation items.
+
+    item_counts: the result of count_items, or None without that stage.
+    """
     if item_counts is not None and not cfg.is_named:
         return ["decontaminate.files has no evaluation items, so no search was made"]
     if item_counts is None or not item_counts["too_short"]:

@@ -28,7 +28,7 @@ class RunningPiece(NamedTuple):
 
 
 def read_running(folder: pathlib.Path) -> list[RunningPiece]:
-    """Returns the progress of all unfinished pieces that report it. folder: of the work."""
+    """Returns the progress of all unfinished pieces that report it. folder: the work folder."""
     found = []
     for path in (folder / RUNNING).glob("*.json"):
         with contextlib.suppress(OSError, BadInput):  # finished in the meantime
@@ -84,7 +84,7 @@ class PrepareProgress:
             self.say(title)
 
     def add(self, result: Mapping[str, Any] | None) -> None:
-        """Counts a finished piece and updates the line if it is due. result: of work.run_task."""
+        """Counts a finished piece and updates the line if it is due. result: the result of work.run_task."""
         result = result or {}
         with self.lock:
             self.counts["done"] += 1

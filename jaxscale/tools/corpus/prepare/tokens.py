@@ -49,7 +49,7 @@ def tokenize_block(
 ) -> tuple[int, list, TextLoss]:
     """Writes BASE.ids (documents with BOS and EOS) and BASE.arrow (a row for each), in the order of their shuffle keys.
 
-    Args: path: of the tokenizer. place: of the block, (piece, index in it).
+    Args: path: the tokenizer's path. place: (piece, index of the block in it).
     Returns (number of tokens, fertility of a sample as plain data, tokenizer loss on samples).
     Raises BadInput if the fast encoder is wrong or gives an id outside the vocabulary.
     """
