@@ -179,7 +179,7 @@ class PipelineAxis:
     def to_stage(self, w: jax.Array, axes: tuple[str, ...], *, stacked: bool) -> jax.Array:
         """Returns a stored weight as the device's stage uses it: [V * layers of a chunk, ...] of a stack.
 
-        Padding of shorter chunks is arbitrary. stacked: the weight is of the layers that are split over stages.
+        Padding of shorter chunks is arbitrary. stacked: the weight belongs to layers that are split over stages.
         """
         vocab = self.shards_vocab and VOCAB in axes
         residual = residual_dimension(axes)

@@ -94,8 +94,8 @@ class Problem(NamedTuple):
     ) -> tuple[np.ndarray, np.ndarray]:
         """Returns (thetas, losses) at the optima, by damped Newton steps of all draws together.
 
-        The curvature is of the parabola that majorises the Huber loss (reweighted least squares), so a full step seldom
-        overshoots; one that does is rejected and damped more.
+        The curvature is that of the parabola that majorises the Huber loss (reweighted least squares), so a full step
+        seldom overshoots; one that does is rejected and damped more.
         """
         thetas = np.clip(thetas, *self.bounds)
         losses, slopes, curves = state = self.model(thetas, weights, pulls, targets)

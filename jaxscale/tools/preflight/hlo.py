@@ -1,7 +1,7 @@
 """Matmuls, memory traffic and collectives of one step, read from a compiled program's text.
 
 XLA's `cost_analysis()` counts the body of a loop once; here every instruction is multiplied by the trips of the loops
-around it. All figures are of one device.
+around it. All figures are for one device.
 """
 
 import collections
@@ -23,7 +23,7 @@ KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective of the program. Bytes are of one device and one run; `times` are the runs of a step."""
+    """One collective of the program. Bytes are for one device and one run; `times` are the runs of a step."""
 
     kind: str  # all-gather, reduce-scatter, all-reduce, all-to-all or collective-permute
     axes: tuple[str, ...]  # mesh axes that its groups span, in mesh order

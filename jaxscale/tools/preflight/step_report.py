@@ -31,7 +31,7 @@ class Traffic:
 
 @dataclasses.dataclass(frozen=True)
 class CollectiveRow:
-    """One collective of the program. Seconds and bytes are of one run."""
+    """One collective of the program. Seconds and bytes are for one run."""
 
     kind: str
     operation: str  # of JAX's program
