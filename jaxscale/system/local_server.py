@@ -17,15 +17,15 @@ from typing import Any
 from jaxscale.system.exits import BadInput
 
 ADDRESS = "127.0.0.1"
-MOST_CONNECTIONS = 32  # concurrent connections; a browser opens six
-REQUEST_SECONDS = 10.0  # to receive a request
-ANSWER_SECONDS = 60.0  # to send a response of known length
-STALL_SECONDS = 30.0  # to send any part of a response of unknown length
+MOST_CONNECTIONS = 32  # at a time; a browser opens six
+REQUEST_SECONDS = 10.0  # for a client to say all that it wants
+ANSWER_SECONDS = 60.0  # to take an answer whose length is known
+STALL_SECONDS = 30.0  # for it to take anything of one whose length is not
 
 
 @dataclasses.dataclass
 class Client:
-    """A connection, its deadline, and whether its request is still being received."""
+    """A connection: until when it must have moved on, and whether it has yet to say what it wants."""
 
     connection: socket.socket
     deadline: float
@@ -78,7 +78,7 @@ class LocalServer(ThreadingHTTPServer):
             client.connection.shutdown(socket.SHUT_RDWR)
 
     def has_asked(self, connection: socket.socket, answer_seconds: float = float("inf")) -> None:
-        """Marks the request as received. The response must be sent within answer_seconds."""
+        """The client has said what it wants, and has so long to take what it gets."""
         with self.lock:
             if client := self.clients.get(id(connection)):
                 client.asking, client.deadline = False, self.clock() + answer_seconds
