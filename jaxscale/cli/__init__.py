@@ -16,16 +16,16 @@ GROUPS = {  # verbs by the stage of a run, and their lines of help
         "plan": "estimate size, memory, time, cost and data of a run; or propose a model for a budget",
         "prepare": "turn raw text into token shards whose documents can be traced",
         "convert": "import a Hugging Face model, or export a checkpoint as one",
-        "preflight": "compile a config's step for chips you do not have: memory, time, traffic",
-        "verify": "check on your config that resuming is exact and that results do not depend on the mesh",
-        "qualify": "compare new chips with their datasheet: matmuls, memory, links, kernels, step, saves",
+        "preflight": "compile a config's step for chips you do not have: memory, time, communication",
+        "verify": "check that a config resumes exactly and that its results do not depend on the mesh",
+        "qualify": "test new chips against their datasheet: matmuls, memory, links, kernels, step, saves",
         "bench": "measure the step and the loop, alone or compared with other programs",
         "lab": "answer a question about a recipe with small runs: learning rate, batch, optimizer, precision, ...",
-        "rehearse": "try a run for minutes: step, evaluate, save, kill, resume, compare; prints GO or NO-GO",
+        "rehearse": "try a config for a few minutes: train, evaluate, save, kill, resume, compare; prints GO or NO-GO",
     },
     "the run": {
         "train": "train a language model, or resume a run",
-        "supervise": "restart a training after failures that a restart can fix",
+        "supervise": "restart a training run after failures that a restart can fix",
         "watch": "show a run in a terminal while it trains",
     },
     "during or after a run": {
@@ -68,7 +68,7 @@ def dispatch(argv: list[str]) -> int:
         return 0
     if verb not in VERBS:
         close = difflib.get_close_matches(verb, VERBS, n=1, cutoff=0.5)
-        hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(VERBS)}"
+        hint = f"did you mean {close[0]!r}?" if close else f"verbs: {', '.join(VERBS)}"
         raise BadInput(f"jaxscale has no verb {verb!r}; {hint}")
     return command_of(verb)(arguments)
 

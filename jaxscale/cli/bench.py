@@ -58,14 +58,14 @@ class BenchFlags(SpecFlags, cluster.HostFlags):
         "1,16,256",
         read=lambda _, text: read_sizes(text),
     )
-    repeats: int = flag(10, "collectives: timed calls; reports their median", least=1)
+    repeats: int = flag(10, "collectives: timed calls per size; the median is reported", least=1)
     against: tuple[str, ...] = flag(
         (),
         "step: alternates jaxscale's step and the command, as processes, and prints the ratio. The command prints a "
         'JSON line with "tok_s" and optionally sys, spec, dtype, loss0, lossN, rss_mb, first_step_s, gflops, params. '
-        "It may begin with NAME=VALUE. For several commands repeat the flag, or separate them with ';;'. "
-        "data: the command gets a JSON lines file of "
-        'texts, and prints a JSON line with the "seconds" of CPU time and the "stages" of a recipe that it ran; '
+        "It may begin with NAME=VALUE. For several commands, repeat the flag or separate them with ';;'. "
+        "data: the command receives a JSON Lines file of "
+        'texts and prints a JSON line with the "seconds" of CPU time and the "stages" of the recipe that it ran; '
         "docs/datatrove_rates.py is an example",
         "'COMMAND'",
     )
@@ -93,9 +93,11 @@ def main(arguments: Arguments) -> None:
     """Runs the named benchmark, the step by default."""
     flags, what = arguments.flags, arguments.subverb
     if flags.save and what != "step":
-        raise BadInput("--save saves what `jaxscale bench step` measured: it is for jaxscale bench step")
+        raise BadInput(f"--save applies only to `jaxscale bench step`; remove it from `jaxscale bench {what}`")
     if flags.against and what not in ("step", "data"):
-        raise BadInput("--against compares steps or stages of a recipe: it is for jaxscale bench step or data")
+        raise BadInput(
+            f"--against applies only to `jaxscale bench step` and `data`; remove it from `jaxscale bench {what}`"
+        )
     if flags.against and what == "step":
         against(arguments)
         return
@@ -156,9 +158,10 @@ def data(arguments: Arguments) -> dict[str, Any]:
     """Returns the record of `jaxscale bench data`."""
     flags, cfg = arguments.flags, None
     if arguments.config:
-        raise BadInput(f"--config={arguments.config} is for a run; jaxscale bench data takes a recipe, --recipe=FILE")
+        raise BadInput(f"`jaxscale bench data` does not use --config={arguments.config}; give a recipe: --recipe=FILE")
     if arguments.overrides and not (flags.input or flags.recipe):
-        raise BadInput(f"--config.{next(iter(arguments.overrides))} sets a recipe's; give --recipe=FILE or --input too")
+        name = next(iter(arguments.overrides))
+        raise BadInput(f"--config.{name} is a setting of a recipe; also give --recipe=FILE or --input=GLOB")
     if flags.input or flags.recipe:
         values: dict[str, Any] = config_values(flags.recipe) if flags.recipe else {"stages": bench_data.CURATION}
         if flags.input:
@@ -173,7 +176,7 @@ def against(arguments: Arguments) -> None:
     read_config(arguments)  # raises for a wrong config before anything runs
     flags = arguments.flags
     if flags.save:
-        raise BadInput("--save and --against exclude each other; give one of them")
+        raise BadInput("--save and --against cannot be combined; give one of them")
     say = (lambda text: None) if flags.json else put
     ours = jaxscale_step_command(arguments.words)
     compared = bench_against.compare(ours, commands_of(flags), rounds=flags.rounds or 3, say=say)

@@ -41,7 +41,7 @@ def split_command(command: str) -> list[str]:
     try:
         words = shlex.split(command)
     except ValueError as error:
-        raise BadInput(f"--against={command!r} cannot be split into words: {error}") from None
+        raise BadInput(f"--against={command!r} is not valid shell syntax: {error}") from None
     if not take_assignments(words)[1]:
         raise BadInput(f"--against={command!r} has no command; write --against='python other.py'")
     return words
@@ -76,14 +76,14 @@ def run_one(
     try:
         done = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, env={**environment, **assigned})
     except OSError as error:
-        raise BadInput(f"{command[0]} cannot be run ({error.strerror}), from: {name}") from None
+        raise BadInput(f"cannot run {command[0]}: {error.strerror}; command: {name}") from None
     if done.returncode:
         error = (decode(done.stderr).strip() or decode(done.stdout).strip() or "no output").splitlines()[-1]
-        raise BadInput(f"exit {done.returncode} from: {name}: {error[-SHOWN_STDERR:]}")
+        raise BadInput(f"exit code {done.returncode} of the command {name}: {error[-SHOWN_STDERR:]}")
     record = last_record(decode(done.stdout), keys)
     if record is None:
         required = " and ".join(f'"{key}"' for key in keys)
-        raise BadInput(f"no line of JSON with a number {required} was printed by: {name}")
+        raise BadInput(f"no JSON line with a positive number {required} in the output of: {name}")
     return record
 
 
@@ -118,13 +118,14 @@ def median_of(records: Sequence[Mapping[str, Any]], key: str) -> float | None:
 
 
 def compare_lines(compared: dict[str, Any]) -> list[str]:
-    """Returns the comparison as text: setup, table, ratios and doubts."""
+    """Returns the comparison as text: setup, table, ratios and warnings."""
     ours = compared["ours"]
     us = ours[0]
     everyone = [(OURS, ours), *((f"[{n}]", other["records"]) for n, other in enumerate(compared["others"], 1))]
     lines = [
-        f"compared: {us['spec']}, {us['dtype']}, {us['rows']} x {us['seq_len']} tokens a step, median of {us['steps']} "
-        f"steps a process, medians of {len(ours)} round(s) in turn; {us['devices']}, {us['cpus']} CPUs, {us['date']}",
+        f"compared: {us['spec']}, {us['dtype']}, {us['rows']} x {us['seq_len']} tokens per step, median of "
+        f"{us['steps']} steps per process, medians of {len(ours)} alternating round(s); {us['devices']}, "
+        f"{us['cpus']} CPUs, {us['date']}",
         f"  {OURS}: {us['attention']} attention, layers {'scanned' if us['scan_layers'] else 'unrolled'}, "
         f"{us['num_microbatches']} microbatch(es), huge pages {'on' if us['huge_pages'] else 'off'}, jax "
         f"{us['versions'].get('jax')}",
@@ -141,23 +142,23 @@ def compare_lines(compared: dict[str, Any]) -> list[str]:
     alone, reached = median_of(ours, "product_gflops"), median_of(ours, "gflops")
     if alone and reached is not None:
         lines.append(
-            f"products alone, one after the other: {alone:,.0f} GFLOP/s, of which {OURS} reaches "
-            f"{reached / alone:.0%} by the model's formula"
+            f"matmuls alone, one after the other: {alone:,.0f} GFLOP/s; {OURS} reaches {reached / alone:.0%} of that, "
+            "by the model's FLOP formula"
         )
     for n, found in enumerate(ratios(compared), 1):
         lines.append(
-            f"{OURS} / [{n}]: {found['ratio']:.3f} (in one round {found['low']:.3f} to {found['high']:.3f}); "
+            f"{OURS} / [{n}]: {found['ratio']:.3f} (single rounds: {found['low']:.3f} to {found['high']:.3f}); "
             + ("at least as fast" if found["ratio"] >= 1 else "slower")
         )
-    return lines + [f"doubt: {text}" for name, records in everyone for text in doubts(name, records, us)]
+    return lines + [f"WARNING: {text}" for name, records in everyone for text in warnings_of(name, records, us)]
 
 
-def doubts(name: str, records: Sequence[Mapping[str, Any]], us: Mapping[str, Any]) -> list[str]:
-    """Returns signs that a record is not of the same work: its losses or its number of parameters."""
+def warnings_of(name: str, records: Sequence[Mapping[str, Any]], us: Mapping[str, Any]) -> list[str]:
+    """Returns signs that a record measures different work: its losses or its number of parameters."""
     first, last = median_of(records, "loss0"), median_of(records, "lossN")
     problem = loss_problem(first, last, us["log_vocab"], us["logit_variance"])
     found = [f"{name}: {problem}"] if problem else []
     params = records[0].get("params")
     if params is not None and params != us["params"]:
-        found.append(f"{name} has {params} parameters, {OURS} {us['params']}: not the same model")
+        found.append(f"{name} has {params} parameters and {OURS} {us['params']}: these are different models")
     return found

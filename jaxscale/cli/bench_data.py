@@ -41,9 +41,9 @@ READ_BATCHES = 200
 SEEKS = 5
 # Measured on one core of a 2-vCPU AMD EPYC (Zen 5), 2026-11-20, on similar English text.
 REFERENCE_RATES = (
-    "others, on another day: datatrove 0.10.1's whole recipe 41 documents/s, its tokenizing 2.8 MB/s; near duplicates "
-    "by datasketch 2.0 1,450, by rensa with Python shingles 4,080 documents/s; Grain's packing 9 to 12, MaxText's "
-    "input 1.7, levanter's cache 7 to 57 million tokens/s"
+    "other programs, measured 2026-11-20: datatrove 0.10.1: 41 documents/s for the whole recipe, 2.8 MB/s for "
+    "tokenization; near duplicates: 1,450 documents/s with datasketch 2.0, 4,080 with rensa and Python shingles; "
+    "reading: 9 to 12 million tokens/s with Grain's packing, 1.7 with MaxText's input, 7 to 57 with levanter's cache"
 )
 
 
@@ -73,7 +73,7 @@ def measure_data(
 
 
 def stdlib_recipe(folder: pathlib.Path) -> PrepareConfig:
-    """Returns a recipe over Python's standard library, copied to JSON lines in `folder`."""
+    """Returns a recipe over Python's standard library, copied to a JSON Lines file in `folder`."""
     with open(folder / "stdlib.jsonl", "w", encoding="utf-8") as file:
         for source in stdlib_files():
             text = pathlib.Path(source.path).read_text(encoding="utf-8", errors="replace")
@@ -107,8 +107,8 @@ def compare_program(
 ) -> dict[str, Any]:
     """Returns {"command", "stages", "seconds", "ours"}: median CPU seconds of a program and of the same stages here.
 
-    The program gets a JSON lines file with the text of each document as its last argument, and prints a JSON line with
-    the "seconds" of CPU time and the "stages" of a recipe that it ran. Raises BadInput for other output.
+    The program receives a JSON Lines file with the text of each document as its last argument, and prints a JSON line
+    with the "seconds" of CPU time and the "stages" of a recipe that it ran. Raises BadInput for other output.
     """
     file = pathlib.Path(folder) / "documents.jsonl"
     file.write_text("".join(json.dumps({"text": document.text}) + "\n" for document in documents), encoding="utf-8")
@@ -117,9 +117,11 @@ def compare_program(
         found = run_one([*words, str(file)], shell_environment(), command, ("seconds",))
         named = found.get("stages")
         if not isinstance(named, list) or not named or not all(name in STAGES for name in named):
-            raise BadInput(f'{command}: "stages" must list some of {", ".join(STAGES)}, and is {json.dumps(named)}')
+            raise BadInput(
+                f'{command}: "stages" is {json.dumps(named)}; it must be a list of some of {", ".join(STAGES)}'
+            )
         if named != (stages or named):
-            raise BadInput(f"{command}: ran {', '.join(stages)} in one round, {', '.join(named)} in another")
+            raise BadInput(f"{command}: the stages differ between rounds: {', '.join(stages)}; {', '.join(named)}")
         stages, runs = named, runs or [make_stage_run(cfg, name, documents) for name in named]
         theirs.append(found["seconds"])
         ours.append(sum(rate(run, 1) for run in runs))
@@ -202,7 +204,10 @@ def data_lines(record: dict[str, Any]) -> list[str]:
     """Returns the record as text."""
     documents, megabytes = record["documents"], record["megabytes"]
     per = lambda seconds: f"{documents / seconds:,.0f} documents/s, {megabytes / seconds:,.1f} MB/s"
-    lines = [f"{documents:,} documents, {megabytes:,.1f} MB; per CPU second of one core, medians of {record['rounds']}"]
+    lines = [
+        f"{documents:,} documents, {megabytes:,.1f} MB; per CPU second on one core, medians of "
+        f"{record['rounds']} round(s)"
+    ]
     lines += [f"  {name:<20} {per(seconds)}" for name, seconds in record["stages"].items()]
     lines += [
         f"  {'near_dedup, whole':<20} {per(record['near_dedup'])}",
@@ -211,17 +216,17 @@ def data_lines(record: dict[str, Any]) -> list[str]:
     ]
     read = record["reading"]
     lines.append(
-        f"  {'reading':<20} {read['tokens_per_second'] / 1e6:,.0f} million tokens/s, {read['fill']:.2%} of positions "
-        f"real; first batch {read['first_batch_seconds']:.3f} s after opening, step {FAR_STEP:,} in "
-        f"{read['seek_seconds'] * 1e3:.1f} ms, other rows of it in {read['other_hosts_seconds'] * 1e3:.1f} ms"
+        f"  {'reading':<20} {read['tokens_per_second'] / 1e6:,.0f} million tokens/s, {read['fill']:.2%} non-padding "
+        f"positions; first batch {read['first_batch_seconds']:.3f} s after opening, step {FAR_STEP:,} in "
+        f"{read['seek_seconds'] * 1e3:.1f} ms, rows of another host in {read['other_hosts_seconds'] * 1e3:.1f} ms"
     )
     lines.append(
-        f"  {'by Grain, as a run':<20} {read['grain_tokens_per_second'] / 1e6:,.0f} million tokens/s; first batch "
+        f"  {'reading with Grain':<20} {read['grain_tokens_per_second'] / 1e6:,.0f} million tokens/s; first batch "
         f"{read['grain_first_batch_seconds']:.3f} s after opening"
     )
     for other in record["others"]:
         lines.append(
-            f"  {', '.join(other['stages'])}, in turn: {documents / other['ours']:,.0f} documents/s here, "
-            f"{documents / other['seconds']:,.0f} by {other['command']}: {other['seconds'] / other['ours']:.1f} times"
+            f"  {', '.join(other['stages'])}, alternating: {documents / other['ours']:,.0f} documents/s in jaxscale, "
+            f"{documents / other['seconds']:,.0f} in {other['command']}: ratio {other['seconds'] / other['ours']:.1f}"
         )
     return [*lines, REFERENCE_RATES]

@@ -173,7 +173,7 @@ def run_loop(
         )
     )
     if isinstance(outcome, Rewound):
-        raise BadInput("a step was skipped and the loop rewinds, so nothing was measured; lower optim.peak_lr")
+        raise BadInput("nothing was measured: the loop rewound after a skipped step; lower optim.peak_lr")
     parts = ended["parts"] if saves else seconds  # without a save in the segment, the final one is reported
     checkpoints.close()
     return outcome, LoopTimes(ended["at"] - began, ended["cpu"] - cpu_began, len(saves), parts)
@@ -184,18 +184,19 @@ def loop_lines(name: str, record: dict[str, Any]) -> list[str]:
     before, after = record["bare_tok_s_before_after"]
     known = record["data_s"] + record["save_s"] + record["metrics_s"]
     lost = record["loop_s"] - record["bare_s"]
-    verdict = "keeps at least 95%" if record["ratio"] >= MIN_RATIO else "keeps less than 95%"
+    verdict = "at least 95%" if record["ratio"] >= MIN_RATIO else "less than 95%"
     drift = abs(before - after) / record["bare_tok_s"]
-    noisy = f"; differ by {drift:.0%}: too much other load for a reliable ratio" if drift > MAX_DRIFT else ""
+    noisy = f"; they differ by {drift:.0%}: the machine is too busy for a reliable ratio" if drift > MAX_DRIFT else ""
     return [
         f"{name}: {record['steps']} steps of the loop (data, step, metrics, a checkpoint every "
-        f"{record['save_every_steps']} steps: {record['saves']}), between two halves of as many bare steps",
+        f"{record['save_every_steps']} steps: {record['saves']}), between two segments of "
+        f"{-(-record['steps'] // 2)} bare steps",
         f"  bare step {record['bare_tok_s']:,.0f} tokens/s (before {before:,.0f}, after {after:,.0f}{noisy})",
-        f"  loop      {record['loop_tok_s']:,.0f} tokens/s, {record['ratio']:.1%}: the loop {verdict} of the bare step",
+        f"  loop      {record['loop_tok_s']:,.0f} tokens/s, {record['ratio']:.1%}: {verdict} of the bare step",
         f"  the bare steps took {record['bare_s']:.2f} s, the loop {lost:+.2f} s; its thread waited "
         f"{record['data_s']:.3f} s for data, {record['save_s']:.3f} s for saves and "
         f"{record['metrics_s']:.3f} s for metrics",
-        f"  the other {lost - known:+.2f} s: background feeding and saving, and other programs, share the CPU",
-        f"  CPU time of a step: bare {record['bare_cpu_s']:.4g} s, in the loop {record['loop_cpu_s']:.4g} s",
-        f"  once per process, not included: the first save with Orbax's import, {record['first_save_s']:.2f} s",
+        f"  the remaining {lost - known:+.2f} s: CPU shared with background feeding and saving, and other programs",
+        f"  CPU time per step: bare {record['bare_cpu_s']:.4g} s, in the loop {record['loop_cpu_s']:.4g} s",
+        f"  not included, once per process: first save and import of Orbax, {record['first_save_s']:.2f} s",
     ]

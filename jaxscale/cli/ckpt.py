@@ -39,30 +39,28 @@ from jaxscale.settings.help_text import command
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Exit, Stop, print_stderr, put
 
-NEEDED_ROLES = "reading needs the role Storage Object Viewer on it, writing Storage Object User"
+NEEDED_ROLES = "reading needs the IAM role Storage Object Viewer on the bucket, writing Storage Object User"
 RULES = ("keep_last", "keep_every_steps", "keep_best")
 FIRST_REPORT, NEXT_REPORT = 3.0, 10.0  # seconds until the first progress line, and between later ones
 
 
 @dataclasses.dataclass(frozen=True)
 class CkptFlags:
-    no_config = "the work folder has all settings"
+    no_config = "the settings are read from the work folder"
 
     workdir: str | None = flag(None, None, "FOLDER")
     steps: str | None = flag(
-        None, "the steps; or --step=10 (default for verify, copy, merge_lora: the newest)", "10,20 | all"
+        None, "steps; or --step=10; default for verify, copy and merge_lora: the newest", "10,20 | all"
     )
     step: str | None = flag(None, None, "N")
-    to: str | None = flag(
-        None, "the run folder to write (copy, average, merge_lora), which no other run may use", "FOLDER"
-    )
+    to: str | None = flag(None, "work folder to write (copy, average, merge_lora); no other run may use it", "FOLDER")
     last: int | None = flag(None, "average the newest N clean steps, instead of --steps", "5", least=1)
-    what: str = flag("params", "weights to average or merge: params, or ema if the run has them")
+    what: str = flag("params", "weights to average or merge: params, or ema if the run has it")
     keep_last: int | None = flag(None, "", "3", least=1)
     keep_every_steps: int | None = flag(None, "", "0", least=0)
     keep_best: int | None = flag(None, "retention rules for prune, instead of the run's settings", "0", least=0)
-    delete: bool = flag(False, "prune: delete; without it nothing is changed")
-    json: bool = flag(False, "one JSON object a line")
+    delete: bool = flag(False, "prune: deletes; without this flag, nothing changes")
+    json: bool = flag(False, "one JSON object per line")
 
 
 def open_folder(workdir: str) -> Checkpoints:
@@ -71,7 +69,7 @@ def open_folder(workdir: str) -> Checkpoints:
     checkpoints = Checkpoints(paths.as_path(workdir) / "checkpoints", CheckpointConfig())
     if not checkpoints.all_steps():
         inside = os.path.basename(os.fspath(workdir).rstrip("/")) == "checkpoints"
-        hint = "give the folder above it" if inside else "give the work folder of a run that has saved"
+        hint = "give its parent folder" if inside else "give the work folder of a run that has saved one"
         raise BadInput(f"--workdir={workdir} holds no checkpoint; {hint}")
     return checkpoints
 
@@ -90,7 +88,9 @@ def list_(checkpoints: Checkpoints, flags: CkptFlags) -> None:
         if fact.problem:
             print_stderr(f"step {fact.step} cannot be restored: {fact.problem}")
         if fact.missing:
-            print_stderr(f"step {fact.step} lacks {' and '.join(fact.missing)}; jaxscale ckpt verify reads all of it")
+            print_stderr(
+                f"step {fact.step} lacks {' and '.join(fact.missing)}; `jaxscale ckpt verify` reads every file"
+            )
 
 
 def verify(checkpoints: Checkpoints, flags: CkptFlags) -> int:
@@ -103,13 +103,13 @@ def verify(checkpoints: Checkpoints, flags: CkptFlags) -> int:
         record = {"step": step, "ok": not verdict.damages, "leaves": verdict.num_leaves, "bytes": verdict.num_bytes}
         record["damages"] = [dataclasses.asdict(damage) for damage in verdict.damages]
         lines = [f"step {step}: DAMAGED: {damage}" for damage in verdict.damages] or [
-            f"step {step}: {verdict.num_leaves} leaves, {units.size(verdict.num_bytes)}, every bit as it was saved "
+            f"step {step}: {verdict.num_leaves} leaves, {units.size(verdict.num_bytes)}, bitwise as saved "
             f"({units.duration(time.monotonic() - began)})"
         ]
         say(flags, record, "\n".join(lines))
     if bad:
-        good = f"; step {max(sound)} is whole" if sound else ""
-        print_stderr(f"{len(bad)} damaged: {', '.join(map(str, bad))}{good}; move damaged steps away before resuming")
+        good = f"; step {max(sound)} is intact" if sound else ""
+        print_stderr(f"damaged steps: {', '.join(map(str, bad))}{good}; move damaged steps away before resuming")
     return Exit.CHECKPOINT_CORRUPT if bad else 0
 
 
@@ -117,7 +117,7 @@ def copy(checkpoints: Checkpoints, flags: CkptFlags) -> None:
     """Copies the steps, oldest first."""
     for step in selected(checkpoints, flags, newest=True):
         done = copy_step(checkpoints, step, flags.to, TransferProgress(f"step {step}"))
-        copied_before = f", {units.size(done.kept_bytes)} of it copied before" if done.kept_bytes else ""
+        copied_before = f", {units.size(done.kept_bytes)} already copied" if done.kept_bytes else ""
         record = {"step": step, "to": flags.to, **dataclasses.asdict(done)}
         line = f"step {step}: {done.num_files} files, {units.size(done.num_bytes)}{copied_before}, verified in"
         say(flags, record, f"{line} {flags.to}")
@@ -145,7 +145,7 @@ def prune(checkpoints: Checkpoints, flags: CkptFlags) -> None:
         records.append({"step": fact.step, "bytes": fact.num_bytes, "kept": reason, "deleted": deleted})
     show(flags, records, rows)
     if unneeded and not delete:
-        print_stderr(f"{units.size(sum(f.num_bytes for f in unneeded))} would be free: run it again with --delete")
+        print_stderr(f"{units.size(sum(f.num_bytes for f in unneeded))} would be freed; run again with --delete")
 
 
 def mark(checkpoints: Checkpoints, flags: CkptFlags, *, pinned: bool) -> None:
@@ -153,7 +153,7 @@ def mark(checkpoints: Checkpoints, flags: CkptFlags, *, pinned: bool) -> None:
     steps = selected(checkpoints, flags)
     if pinned:
         check_readable(checkpoints, steps)
-    done, unchanged = ("pinned", "was pinned already") if pinned else ("no longer pinned", "was not pinned")
+    done, unchanged = ("pinned", "was already pinned") if pinned else ("no longer pinned", "was not pinned")
     for step in steps:
         changed = (pin if pinned else unpin)(checkpoints.directory, step)
         say(flags, {"step": step, "changed": changed}, f"step {step} {done if changed else unchanged}")
@@ -162,7 +162,7 @@ def mark(checkpoints: Checkpoints, flags: CkptFlags, *, pinned: bool) -> None:
 def average(checkpoints: Checkpoints, flags: CkptFlags) -> None:
     """Writes the mean of several steps."""
     if (flags.last is None) == (flags.step is None and flags.steps is None):
-        raise BadInput("ckpt average needs one of --last=5 and --steps=10,20,30")
+        raise BadInput("ckpt average needs either --last=5 or --steps=10,20,30")
     steps = newest_clean(list_steps(checkpoints.directory), flags.last) if flags.last else selected(checkpoints, flags)
     check_readable(checkpoints, steps)
     to, what = flags.to, flags.what
@@ -189,9 +189,11 @@ def newest_clean(facts: Sequence[StepFacts], count: int) -> list[int]:
     """Returns the newest `count` steps of clean or unknown health. Raises BadInput if there are fewer."""
     clean = [fact.step for fact in facts if fact.health in ("clean", None) and not fact.problem]
     if excluded := [fact.step for fact in facts if fact.step not in clean]:
-        print_stderr(f"left out, as not clean: {', '.join(map(str, excluded))}")
+        print_stderr(f"excluded, not clean or not readable: {', '.join(map(str, excluded))}")
     if len(clean) < count:
-        raise BadInput(f"--last={count}: there are {len(clean)} clean steps; give at most that many, or --steps")
+        raise BadInput(
+            f"--last={count} is more than the {len(clean)} clean steps; use at most {len(clean)}, or --steps"
+        )
     return clean[-count:]
 
 
@@ -206,14 +208,16 @@ def selected(checkpoints: Checkpoints, flags: CkptFlags, newest: bool = False) -
     """Returns the steps of --step or --steps, ascending; none given: the newest, if `newest`. Raises BadInput."""
     existing = checkpoints.all_steps()
     if flags.step and flags.steps:
-        raise BadInput("give --step or --steps, not both")
+        raise BadInput("--step and --steps cannot be combined; give one of them")
     text = flags.steps or flags.step
     if text == "all" or text is None and newest:
         return existing if text else existing[-1:]
     assert text is not None, "main() rejects verbs that need steps without them"
     steps = sorted({whole_number("--steps", part.strip(), 0) for part in text.split(",")})
     if missing := [step for step in steps if step not in existing]:
-        raise BadInput(f"--steps={text}: there is no step {missing[0]}; there are {', '.join(map(str, existing))}")
+        raise BadInput(
+            f"--steps={text}: no checkpoint of step {missing[0]}; existing steps: {', '.join(map(str, existing))}"
+        )
     return steps
 
 
@@ -272,8 +276,8 @@ def main(arguments: Arguments) -> int:
         remote = paths.is_remote(arguments.flags.workdir)
         is_gcsfs_error = type(error).__module__.startswith("gcsfs.")
         if remote and isinstance(error, OSError) or is_gcsfs_error:
-            raise BadInput(f"the bucket refuses: {short_reason(error)}; {NEEDED_ROLES}") from None
+            raise BadInput(f"cannot access the bucket: {short_reason(error)}; {NEEDED_ROLES}") from None
         if isinstance(error, OSError) and not isinstance(error, BadInput) and KNOWN_CAUSES.search(str(error)):
             where = "" if error.filename else f"{arguments.flags.to or arguments.flags.workdir}: "
-            raise Stop(Exit.STORAGE, f"{where}{short_reason(error)}; fix that, then run it again") from None
+            raise Stop(Exit.STORAGE, f"{where}{short_reason(error)}; fix this and run the command again") from None
         raise

@@ -32,7 +32,7 @@ from jaxscale.system.exits import print_stderr, put
 
 @dataclasses.dataclass(frozen=True)
 class ConvertFlags(ConvertOptions):
-    no_config = "the model's config.json describes it"
+    no_config = "the settings are read from the model's config.json"
 
     json: bool = flag(False, "one JSON object at the end")
 
@@ -45,7 +45,7 @@ def main(arguments: Arguments) -> None:
     left_out = done["config"]["left_out"] if flags.from_ else []
     if left_out and not flags.json:
         more = f" and {len(left_out) - 3} more" if len(left_out) > 3 else ""
-        print_stderr(f"left out, as the model does not use them: {', '.join(left_out[:3])}{more}")
+        print_stderr(f"not imported, unused by the model: {', '.join(left_out[:3])}{more}")
     put(json.dumps(done) if flags.json else import_line(done) if flags.from_ else export_line(done, flags.adapter))
 
 
@@ -55,7 +55,7 @@ def import_line(done: Mapping[str, Any]) -> str:
     line = f"{done['workdir']}: step 0, {done['model_type']}, {units.count(done['num_params'])} parameters in float32"
     line += f" ({size}, {done['num_leaves']} arrays){resumed_text(done)}"
     line += f"; adapter {adapter}" if adapter else ""
-    return f"{line}; train on with --init_from={done['workdir']}"
+    return f"{line}; start training from it with --init_from={done['workdir']}"
 
 
 def export_line(done: Mapping[str, Any], adapter: bool) -> str:
@@ -68,4 +68,4 @@ def export_line(done: Mapping[str, Any], adapter: bool) -> str:
 
 def resumed_text(done: Mapping[str, Any]) -> str:
     """Returns the bytes that an earlier start had converted, or ''."""
-    return f", {units.size(done['kept_bytes'])} of it converted before" if done["kept_bytes"] else ""
+    return f", {units.size(done['kept_bytes'])} already converted" if done["kept_bytes"] else ""

@@ -110,7 +110,7 @@ def evaluate_steps(
         began = time.monotonic()
         record = measuring.record_of(model, measure(model))
         records.append(record)
-        say(f"step {model.step}: measured in {time.monotonic() - began:.1f} s")
+        say(f"step {model.step}: evaluated in {time.monotonic() - began:.1f} s")
         if first and saves:
             stop_if_unwritable(lambda record=record: measuring.save_record(workdir, record), workdir)
         if first and as_json:
@@ -118,7 +118,7 @@ def evaluate_steps(
     if first and not as_json:
         show_table(records) if flags.steps is not None else show_lines(records[-1])
     if saves:
-        say(f"{workdir}/evals.jsonl has the numbers, {workdir}/evals.html the curves")
+        say(f"results are in {workdir}/evals.jsonl, curves in {workdir}/evals.html")
 
 
 def read_request(flags: EvaluateFlags) -> EvalRequest:
@@ -126,11 +126,11 @@ def read_request(flags: EvaluateFlags) -> EvalRequest:
     if not flags.workdir:
         raise BadInput("--workdir must be given: the work folder of a run, or of a converted model")
     if flags.step is not None and flags.steps is not None:
-        raise BadInput("--step is one checkpoint and --steps several; give one of them")
+        raise BadInput("--step and --steps cannot be combined; give one of them")
     tasks = tuple(task for task in flags.lm_eval.split(",") if task)
     for name in ("include_path", "num_fewshot", "chat"):
         if getattr(flags, name) not in (None, False) and not tasks:
-            raise BadInput(f"--{name} is for --lm_eval; give that too")
+            raise BadInput(f"--{name} applies only to --lm_eval; also give --lm_eval=TASK")
     if flags.include_path and not Path(flags.include_path).is_dir():
         raise BadInput(f"--include_path={flags.include_path} is not a folder")
     names = [field.name for field in dataclasses.fields(EvalRequest) if field.name not in ("evals", "tasks")]
@@ -158,9 +158,9 @@ def read_evals(flags: EvaluateFlags) -> Evals:
                 raise BadInput(f"--{kind}={part}: the name {name} is given twice; write --{kind}=NAME={pattern}")
             found[name] = settings(**more | {"files" if kind == "text" else "file": pattern})
     if given and not flags.text:
-        raise BadInput("--stride and --text_... are for --text; give that too")
+        raise BadInput("--stride, --text_field and --text_documents apply only to --text; also give --text=GLOB")
     if flags.damaged is not None and not found:
-        raise BadInput("--damaged is for --text, --choice and --cloze; give one of them too")
+        raise BadInput("--damaged applies only to --text, --choice and --cloze; also give one of them")
     return found
 
 
@@ -177,18 +177,18 @@ def selected_steps(flags: EvaluateFlags, say: Callable[[str], None]) -> Sequence
         return [flags.step]
     workdir = flags.workdir
     if paths.as_path(workdir).name.isdecimal() and not (paths.as_path(workdir) / "checkpoints").exists():
-        raise BadInput(f"--workdir={workdir} is one checkpoint; give the work folder for --steps")
+        raise BadInput(f"--workdir={workdir} is a single checkpoint; with --steps, give the work folder of the run")
     checkpoints = open_source(workdir, named="--workdir", log=lambda line: None).checkpoints
     steps = agreed(checkpoints.all_steps)
     if flags.steps == "all":
         errors = {step: error for step in steps if (error := record_error(checkpoints, step))}
         for error in errors.values():
-            say(f"WARNING: {error}; it is left out")
+            say(f"WARNING: {error}; skipped")
         return [step for step in steps if step not in errors]
     requested = [whole_number("--steps", text, 0) for text in flags.steps.split(",")]
     if missing := [step for step in requested if step not in steps]:
         existing = ", ".join(map(str, steps))
-        raise BadInput(f"--steps={flags.steps}: step {missing[0]} is not a checkpoint; there are {existing}")
+        raise BadInput(f"--steps={flags.steps}: no checkpoint of step {missing[0]}; existing steps: {existing}")
     return sorted(set(requested))
 
 

@@ -41,7 +41,7 @@ def numbers(kind: type):
             found = tuple(kind(part.replace("_", "")) for part in text.split(","))
             if all(0 < number < math.inf for number in found):
                 return tuple(dict.fromkeys(found))
-        raise BadInput(f"--{name}={text} must be numbers above 0 with commas, such as 1,2,4")
+        raise BadInput(f"--{name}={text} must be positive numbers separated by commas, such as 1,2,4")
 
     return read
 
@@ -55,7 +55,7 @@ def read_vary(texts: Sequence[str]) -> tuple[tuple[str, tuple[str, ...]], ...]:
             raise BadInput(f"--vary={text} must be NAME=VALUE,VALUE, such as --vary=optim.peak_lr=1e-3,2e-3")
         found.append((name.removeprefix("config."), tuple(values.split(","))))
     if len({name for name, _ in found}) < len(found):
-        raise BadInput("--vary names a setting twice; give it all its values at once")
+        raise BadInput("--vary is given twice for the same setting; list all its values in one --vary")
     return tuple(found)
 
 
@@ -63,7 +63,9 @@ def read_vary(texts: Sequence[str]) -> tuple[tuple[str, tuple[str, ...]], ...]:
 class LabFlags:
     config: str = flag(DEFAULT, "the run to vary", "FILE")
     settings: dict[str, str] = flag(dict, "sets any setting, in all runs", "VALUE", name="config.NAME")
-    small: bool = flag(False, "reduces it to a narrow model with two layers and short rows, and prints the changes")
+    small: bool = flag(
+        False, "reduces the run to a narrow model with two layers and short rows, and prints the changes"
+    )
     layers: int | None = flag(None, "at most N layers, with the same tokens per parameter", "N", least=1)
     workdir: str | None = flag(None, "folder of runs and pages; default runs/lab-<config>", "FOLDER")
     seeds: int = flag(0, "seeds per setting; 0: the experiment's default", least=0)
@@ -105,7 +107,7 @@ def main(arguments: Arguments) -> None:
         raise BadInput("eval.num_rows=0, but the lab compares held-out losses; give --config.eval.num_rows=64")
     if not (data.val_fraction or data.val_files or data.name == "synthetic"):
         raise BadInput(
-            "no data are held out, but the lab compares held-out losses; give --config.data.val_fraction=0.01"
+            "no data is held out, but the lab compares held-out losses; give --config.data.val_fraction=0.01"
         )
     work = paths.as_path(flags.workdir or f"runs/lab-{config_name(flags.config)}")
     how = (flags.seeds, flags.rates, flags.batches, flags.sizes, flags.target, flags.names)
@@ -157,6 +159,8 @@ def check_flags(flags: LabFlags, name: str) -> None:
     }  # fmt: skip
     for flag_name, experiments in read_by.items():
         if getattr(flags, flag_name) and name not in experiments:
-            raise BadInput(f"--{flag_name} is for jaxscale lab {', '.join(experiments)}; lab {name} does not read it")
+            raise BadInput(
+                f"--{flag_name} applies only to jaxscale lab {', '.join(experiments)}; remove it from lab {name}"
+            )
     if flags.seeds and name == "resume":
-        raise BadInput("lab resume compares runs of one seed; leave --seeds out")
+        raise BadInput("lab resume uses a single seed; remove --seeds")

@@ -27,7 +27,9 @@ from jaxscale.tools.planning.speed import check_peak, expected_mfu
 
 SIZES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 share = number_flag(lambda found: 0 < found <= 1, "a fraction of the peak, such as 0.4")
-overhead = number_flag(lambda found: found >= 1, "1 or more: energy of the data centre over that of its machines")
+overhead = number_flag(
+    lambda found: found >= 1, "at least 1: energy of the data centre divided by that of its machines"
+)
 
 
 def duration_of(name: str, text: str) -> float:
@@ -61,10 +63,12 @@ class PlanFlags:
     price: float | None = flag(
         None, "dollars per chip hour; default: the list price, shown with its date", "4.20", read=positive
     )
-    deadline: float | None = flag(None, "reports if the run ends in this time (s, m, h, d, w)", "30d", read=duration_of)
+    deadline: float | None = flag(
+        None, "reports whether the run ends within this time (s, m, h, d, w)", "30d", read=duration_of
+    )
     budget: float | None = flag(
         None,
-        "reports if the run costs at most these dollars; without --config, proposes a model, tokens and settings",
+        "reports whether the run costs at most these dollars; without --config, proposes a model, tokens and settings",
         "1e6",
         read=positive,
     )
@@ -76,7 +80,7 @@ class PlanFlags:
     mfu: float | None = flag(
         None, "MFU, if known, as a fraction of the peak; default: the range of published runs", "0.4", read=share
     )
-    pue: float | None = flag(None, "energy of the data centre over that of its machines", "1.1", read=overhead)
+    pue: float | None = flag(None, "energy of the data centre divided by that of its machines", "1.1", read=overhead)
     save_bandwidth: float | None = flag(None, "bytes/s to storage, total of all hosts", "1e9", read=positive)
     json: pathlib.Path | None = flag(None, "writes the plan as JSON", "FILE", read=file_to_write)
     loss: bool = flag(False, "forecasts the loss from a ladder of small runs; see jaxscale plan --loss --help")
@@ -101,7 +105,7 @@ def main(arguments: Arguments) -> int:
     if not arguments.config:
         return propose(arguments)
     if given := [name for name in ("flops", "model_size", "write") if name in arguments.options]:
-        raise BadInput(f"--{given[0]} proposes a model, and --config names one; give one of them")
+        raise BadInput(f"--{given[0]} proposes a model and cannot be combined with --config; give one of them")
     cfg = config_file.load_config(arguments.config, arguments.overrides)
     return answer(cfg, flags, flags.plan_options(config_file.config_name(arguments.config)))
 
@@ -124,7 +128,7 @@ def propose(arguments: Arguments) -> Exit:
             "give --config=FILE to plan a run, or one of --budget=DOLLARS, --flops=NUMBER, --model_size=7b to get one"
         )
     if flags.workdir:
-        raise BadInput(f"--workdir={flags.workdir} is for a run to resume; give its --config too")
+        raise BadInput(f"--workdir={flags.workdir} also needs the --config=FILE of that run")
     found = proposal_of(arguments, flags)
     if arguments.overrides:
         raise BadInput(
@@ -141,8 +145,8 @@ def propose(arguments: Arguments) -> Exit:
     put(*proposal_lines(found))
     if flags.write:
         put(
-            f"  written to {arguments.options['write']}; its data.files is a placeholder, and vocab_size must be that "
-            "of your tokenizer"
+            f"  written to {arguments.options['write']}; replace its data.files, a placeholder, and set vocab_size to "
+            "that of your tokenizer"
         )
     if flags.topology:
         put("")
@@ -185,16 +189,16 @@ def proposal_of(arguments: Arguments, flags: PlanFlags) -> Proposal:
     chip = topology.chip
     price = flags.price or (chip.price and chip.price.dollars_per_hour)
     if price is None:
-        raise BadInput(f"--budget: no price of {chip.name} is known; give --price=DOLLARS per chip hour")
+        raise BadInput(f"--budget: no list price is known for {chip.name}; give --price=DOLLARS per chip hour")
     if topology.platform not in ("tpu", "gpu") and not flags.mfu:
-        raise BadInput("--budget needs --topology of TPUs or GPUs, or --mfu")
+        raise BadInput("--budget needs a --topology of TPUs or GPUs, or --mfu")
     if flags.mfu:
         check_peak(topology, flags.mfu)
     mfu = flags.mfu or expected_mfu(topology, measured)[0].low  # the low end, to stay within budget
     peak = chip.peak_flops * chip.devices_per_chip
     flops = cost.flops_for_dollars(flags.budget, price, peak, mfu, cost.GOODPUT)
     basis = (
-        f"${flags.budget:,.0f} at ${price:.2f} buy {flags.budget / price:,.0f} hours of {chip.name}, or "
+        f"${flags.budget:,.0f} at ${price:.2f} buys {flags.budget / price:,.0f} chip hours of {chip.name}, or "
         f"{flops:.3g} FLOPs at {mfu:.1%} MFU and {cost.GOODPUT:.0%} goodput"
     )
     return propose_for_flops(flops, basis)

@@ -46,11 +46,13 @@ def noise_of(name: str, text: str) -> float:
 @dataclasses.dataclass(frozen=True)
 class ForecastFlags:
     runs: str = flag(
-        "", "quoted work folders of finished runs, with * and commas, as from configs/ladder.py", "PATTERNS"
+        "",
+        "work folders of finished runs, separated by commas and with * as wildcard, in quotes; see configs/ladder.py",
+        "PATTERNS",
     )
     config: str = flag("", "the run to forecast; --config.NAME=VALUE sets any setting, as in training", "FILE")
     settings: dict[str, str] = flag(dict, None, "VALUE", name="config.NAME")
-    tokens: str | None = flag(None, "instead of its train_tokens", "AMOUNT")
+    tokens: str | None = flag(None, "tokens of the run, instead of its train_tokens", "AMOUNT")
     to: str | None = flag(
         None,
         "writes forecast.json there: the expected band of the training loss, for the report and the alerts",
@@ -58,8 +60,8 @@ class ForecastFlags:
     )
     noise: float | None = flag(
         None,
-        "standard deviation over seeds, as a fraction of the loss; 5 runs are then enough, else 7. Measured if the "
-        "ladder has runs that differ only in their seed",
+        "standard deviation of the loss over seeds, as a fraction of the loss; with it, 5 runs suffice instead of 7. "
+        "Default: measured, if the ladder has runs that differ only in their seed",
         "0.005",
         read=noise_of,
     )
@@ -107,7 +109,7 @@ def main(arguments: Arguments) -> None:
     put(*forecast_lines(forecast))
     if flags.json:
         paths.write_json(flags.json, as_json(forecast))
-        put(f"all numbers are in {flags.json}")
+        put(f"all numbers are written to {flags.json}")
     if flags.to:
         save(forecast, flags.to, cfg, budget)
 
@@ -152,22 +154,26 @@ def forecast_lines(forecast: Forecast) -> list[str]:
     lines += [rung_line(rung, law) for rung in ladder.rungs]
     lines += ["", law_line(law)]
     if law.terms.E < NO_FLOOR * min(point.loss for point in law.points):
-        lines.append("these runs show no floor (E is almost 0), so the law is too low far beyond them")
+        lines.append(
+            "the fitted irreducible loss E is almost 0, so the law underestimates losses far beyond these runs"
+        )
     if law.form == "tokens":
-        lines.append("the ladder has one size: the dependence on parameters is unknown, and not forecast")
+        lines.append("all runs have the same size: the law does not include the dependence on parameters")
     if law.form == "params":
-        lines.append("tokens follow from parameters in this ladder: the forecast holds only for such runs")
+        lines.append(
+            "parameters determine tokens in this ladder: the forecast is valid only for runs with the same relation"
+        )
     if law.left_out_error is None:
-        lines.append("too few runs to forecast the largest from the others")
+        lines.append("not checked: there are too few runs to forecast the largest from the others")
     else:
         largest = max(law.points, key=lambda point: point.compute)
         name, predicted = paths.as_path(largest.run).name, largest.loss / math.exp(law.left_out_error)
         lines.append(
-            f"check: without it, the largest run ({name}) is forecast at {predicted:.4f} and ended at "
-            f"{largest.loss:.4f} ({largest.loss / predicted - 1:+.1%}); the band is at least as wide as that error"
+            f"check: fitted to the other runs, the law predicts {predicted:.4f} for the largest ({name}); measured "
+            f"{largest.loss:.4f} ({largest.loss / predicted - 1:+.1%}). The interval is at least as wide as this error"
         )
     level = f"{INTERVAL[1] - INTERVAL[0]:.0%}"
-    lines += ["", f"forecast of {units.count(forecast.params)} parameters, {units.count(forecast.tokens)} tokens:"]
+    lines += ["", f"forecast for {units.count(forecast.params)} parameters, {units.count(forecast.tokens)} tokens:"]
     lines.append(f"  {end.middle:.4f} nats/token, {end.low:.4f} to {end.high:.4f} ({level} interval)")
     bits = ladder.bits_per_nat
     if bits is not None:
@@ -185,13 +191,15 @@ def pull_line(forecast: Forecast) -> str:
     free = law.without_pull.loss(forecast.params, forecast.tokens)
     names = [name for name in ("alpha", "beta") if getattr(law.terms, name)]
     moved = ", ".join(
-        f"{name} {getattr(law.without_pull, name):.3g}, not {getattr(law.terms, name):.3g}" for name in names
+        f"{name} {getattr(law.without_pull, name):.3g} instead of {getattr(law.terms, name):.3g}" for name in names
     )
     share = end.middle / free - 1
-    text = f"the prior of exponents at {PULL_AT:g} changed it by {share:+.1%}: without it {free:.4f}, {moved}"
+    text = (
+        f"the prior on the exponents ({PULL_AT:g}) changes the forecast by {share:+.1%}: without it {free:.4f}, {moved}"
+    )
     if end.low <= free <= end.high:
         return text
-    return f"{text}; that is outside the interval, so the prior dominates the ladder: add sizes further apart"
+    return f"{text}; that is outside the interval: the prior dominates the data; add runs with sizes further apart"
 
 
 def noise_line(forecast: Forecast) -> str:
@@ -199,35 +207,37 @@ def noise_line(forecast: Forecast) -> str:
     freedom, noise = forecast.law.freedom, forecast.noise
     left = f"Student's t interval with {freedom:.0f} degrees of freedom"
     if noise is None or noise.freedom != freedom:
-        more = "" if noise is None else f", more than the given {noise.off:.2%}"
-        return f"the noise of a run is the ladder's deviation from its law{more}: {left}"
+        more = "" if noise is None else f", which exceed the noise of {noise.off:.2%}"
+        return f"noise of one run: from the residuals of the fit{more}; {left}"
     if math.isinf(freedom):
-        return f"the noise of a run is {noise.off:.2%}, as given"
-    return f"the noise of a run is {noise.off:.2%}, measured from seeds: {left}"
+        return f"noise of one run: {noise.off:.2%}, as given"
+    return f"noise of one run: {noise.off:.2%}, measured over seeds; {left}"
 
 
 def far(times: float) -> str:
     """Returns a warning if the extrapolation is larger than any tested one."""
     if times <= FAR:
         return ""
-    return f": more than {FAR:g} times; the interval covers errors of the fit, not of the form of the law"
+    return f": more than {FAR:g} times. The interval covers errors of the fit, but not of the form of the law"
 
 
 def band_line(forecast: Forecast) -> str:
     """Returns a description of the validation of the band."""
     if forecast.band is None:
-        return f"no band over the curve: {forecast.no_band_reason}"
+        return f"no band for the loss curve: {forecast.no_band_reason}"
     covered = forecast.covered
     if not covered:
-        return "the band over the curve could not be validated on held-out runs: there are too few"
+        return "the band for the loss curve could not be validated on held-out runs: there are too few"
     part = sum(covered.values()) / len(covered)
     worst = min(covered, key=covered.__getitem__)
     text = (
-        f"the band from the other runs' curves covers {part:.0%} of each run's curve around its end, on average "
-        f"(worst: {worst}, {covered[worst]:.0%})"
+        f"leave-one-out check: centered on a run's final loss, the band of the other runs covers {part:.0%} of its "
+        f"curve on average (worst: {worst}, {covered[worst]:.0%})"
     )
     if forecast.largest:
-        text += f"; a forecast of {forecast.largest[0]} from the others covers {forecast.largest[1]:.0%} of its curve"
+        text += (
+            f"; a forecast of {forecast.largest[0]} from the other runs covers {forecast.largest[1]:.0%} of its curve"
+        )
     return text
 
 
@@ -276,7 +286,9 @@ def save(forecast: Forecast, workdir: str, cfg: RunConfig, budget: Budget) -> No
         train_tokens=forecast.tokens,
         **{name: numbers[name] for name in ("reach", "coverage", "largest_inside")},
     )
-    put(f"the band is in {folder / 'forecast.json'}; the report draws it, and leaving it is an alert")
+    put(
+        f"the band is written to {folder / 'forecast.json'}; the report draws it, and a loss outside it raises an alert"
+    )
 
 
 def check_same_end(recorded: Any, workdir: str, cfg: RunConfig, budget: Budget) -> None:
@@ -285,10 +297,10 @@ def check_same_end(recorded: Any, workdir: str, cfg: RunConfig, budget: Budget) 
     settings = schema.to_dict(cfg.model)
     differ = sorted(name for name, value in settings.items() if not model or model.get(name, value) != value)
     if differ or steps != budget.total_steps:
-        what = f"model.{differ[0]}" if differ else f"its length, {steps} steps and not {budget.total_steps}"
+        what = f"model.{differ[0]}" if differ else f"its length, {steps} steps instead of {budget.total_steps}"
         raise BadInput(
-            f"--to={workdir} holds a run that differs from the config in {what}; give the config and --tokens of that "
-            "run, or another folder"
+            f"--to={workdir} contains a run that differs from the config in {what}; give the config and --tokens "
+            "of that run, or another folder"
         )
 
 

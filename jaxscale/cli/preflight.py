@@ -54,7 +54,10 @@ class PreflightFlags:
         None, "file for the settings of --search; default CONFIG-TOPOLOGY.flags", "FILE", read=file_to_write
     )
     save_executable: pathlib.Path | None = flag(
-        None, "writes the compiled step. Loading it needs the chips and is untested", "FILE", read=file_to_write
+        None,
+        "writes the compiled step. Loading it requires the chips and has not been tested",
+        "FILE",
+        read=file_to_write,
     )
     json: pathlib.Path | None = flag(None, "writes the report", "FILE", read=file_to_write)
     fresh: bool = flag(False, "ignores earlier results, which are in the user's cache folder")
@@ -83,10 +86,10 @@ def answer(cfg: RunConfig, topology: Topology, flags: PreflightFlags) -> Exit:
     if flags.collectives:
         put(*collective_lines(report.collectives))
     if flags.save_executable and report.fits:
-        put(f"the compiled step is in {flags.save_executable}; loading it needs the chips and is untested")
+        put(f"the compiled step is written to {flags.save_executable}; loading it requires the chips and is untested")
     known, tried = [(search.unchanged_candidate(cfg, topology), report)], []
     if flags.search:
-        put(f"\nsearching other layouts for {flags.search_seconds} s")
+        put(f"\nsearching other layouts for up to {flags.search_seconds} s")
         candidates = search.search_candidates(known[0][0].cfg, topology, put)
         tried = explore(candidates, known, compile_one, flags.search_seconds)
         put("\n".join(["", *summary_rows([(one.label, found) for one, found in search.ranked(tried)])]))
@@ -102,13 +105,13 @@ def answer(cfg: RunConfig, topology: Topology, flags: PreflightFlags) -> Exit:
 
 def repair(topology: Topology, known: Tried, compile_one: Compile, seconds: int) -> Tried:
     """Prints the two best changes that make a config fit, and returns all compiled ones, including `known`."""
-    put("\nlooking for changes that fit")
+    put("\nsearching for changes that fit")
     tried = explore(search.repair_candidates(known[0][0].cfg, topology), known, compile_one, seconds, enough=2)
     found = search.fitting(search.ranked(tried))
     if found:
         flags = [INDENT + " ".join(search.override_lines(one.changes)) for one, _ in found]
         rows = summary_rows([(one.label, fits) for one, fits in found])
-        put("\n".join(["", "compiled, and fits:", *rows, "with", *flags]))
+        put("\n".join(["", "these compile and fit:", *rows, "their flags:", *flags]))
     elif len(tried) > len(known):
         put("no compiled layout fits: use more or larger chips, or a smaller model or batch")
     return tried
@@ -130,4 +133,4 @@ def write_winner(tried: Tried, file: pathlib.Path) -> None:
     lines = search.override_lines(best[0].changes)
     write_text_atomic(file, "".join(f"{line}\n" for line in lines))
     settings = " ".join(lines) or "the unchanged config, so the file is empty"
-    put(f"the best: {settings}\nwritten to {file}; train with: jaxscale train --config=... $(cat {file})")
+    put(f"best settings: {settings}\nwritten to {file}; train with: jaxscale train --config=... $(cat {file})")

@@ -49,17 +49,17 @@ class PrepareFlags:
         "--runner=DataflowRunner -- --project=P --temp_location=gs://B/tmp",
         "local|NAME",
     )
-    work_dir: str | None = flag(None, "for an output under gs://: a local folder for the work", "FOLDER")
-    keep_work: bool = flag(False, "does not delete --work_dir in the end")
+    work_dir: str | None = flag(None, "for an output under gs://: a local folder for intermediate files", "FOLDER")
+    keep_work: bool = flag(False, "keeps --work_dir when the set is complete")
     index: bool = flag(
         False,
-        "only makes missing indexes of a finished --output, such as one by an earlier version: documents by name, for "
-        "jaxscale trace, and the row plans of --config.rows.seq_len",
+        "only writes missing indexes of a finished --output, such as one from an earlier version: documents by name, "
+        "for jaxscale trace, and the row plans of --config.rows.seq_len",
     )
     strict: bool = flag(
         False,
-        "exit code 2 if reading skips more than 1% of documents or bytes, or a broken file, or if the tokenizer loses "
-        "more than 1% of the characters of samples",
+        "exits with code 2 if more than 1% of documents or bytes, or a broken file, is skipped, or if the tokenizer "
+        "loses more than 1% of the characters of samples",
     )
     report: bool = flag(False, "only rewrites report.html of a finished --output")
     export: str | None = flag(
@@ -97,9 +97,9 @@ def main(arguments: Arguments) -> None:
         progress.say(describe(make_plan(recipe)))
         return
     if flags.work_dir and not is_remote(output):
-        raise BadInput(f"--work_dir is for an output under gs://; --output={output} keeps its work in itself")
+        raise BadInput(f"--work_dir applies only to an output under gs://; remove it: --output={output} is local")
     if is_remote(output) and not flags.work_dir:
-        raise BadInput(f"--output={output} is remote; give --work_dir=FOLDER, a local one with room for all shards")
+        raise BadInput(f"--output={output} is remote; give --work_dir=FOLDER, a local folder with space for all shards")
     with make_executor(flags, arguments.behind) as executor:
         how = dict(work_dir=flags.work_dir, keep_work=flags.keep_work, strict=flags.strict)
         made = prepare(recipe, output, **how, executor=executor, progress=progress)
@@ -107,7 +107,7 @@ def main(arguments: Arguments) -> None:
         f"{made['num_documents']:,} documents, {made['num_tokens']:,} tokens in {len(made['shards']):,} shards; "
         f"tokenizer {made['tokenizer']['name']}"
     )
-    progress.say(f"{output}: complete; look at report.html, train with --config.data.files={output}/manifest.json")
+    progress.say(f"{output}: complete; see report.html; train with --config.data.files={output}/manifest.json")
 
 
 def load_recipe(file: str, overrides: Mapping[str, str], input: str | None) -> PrepareConfig:
@@ -119,8 +119,8 @@ def load_recipe(file: str, overrides: Mapping[str, str], input: str | None) -> P
             return schema.from_dict(PrepareConfig, values)  # raises with the reason
         if len(sources) > 1:
             raise BadInput(
-                f"--input={input} names files of one source, and the recipe has "
-                f"{', '.join(sources)}; write --config.sources.NAME.files=GLOB for each"
+                f"--input={input} sets the files of one source, but the recipe has several: "
+                f"{', '.join(sources)}; give --config.sources.NAME.files=GLOB for each"
             )
         values["sources"] = {name: {**source, "files": input} for name, source in sources.items()}
     return schema.from_dict(PrepareConfig, schema.merge(values, overrides))
@@ -129,7 +129,7 @@ def load_recipe(file: str, overrides: Mapping[str, str], input: str | None) -> P
 def load_rows(file: str, overrides: Mapping[str, str]) -> RowsConfig:
     """Returns the row plan settings of a recipe and flags. Raises BadInput for flags that --index does not use."""
     if others := [name for name in overrides if not name.startswith("rows.")]:
-        raise BadInput(f"--config.{others[0]}: --index reads rows.* alone; leave this out")
+        raise BadInput(f"--config.{others[0]}: --index uses only rows.*; remove this flag")
     values = schema.merge(config_values(file) if file else {}, overrides)
     return schema.from_dict(RowsConfig, values.get("rows", {}))
 
@@ -138,7 +138,9 @@ def make_executor(flags: PrepareFlags, beam_flags: Sequence[str]) -> Executor:
     """Returns the executor of the work."""
     if flags.runner == "local":
         if beam_flags:
-            raise BadInput(f"flags after -- are for a Beam runner, and --runner is local: {' '.join(beam_flags)}")
+            raise BadInput(
+                f"flags after -- apply only to a Beam runner; give --runner=NAME or remove {' '.join(beam_flags)}"
+            )
         return LocalExecutor(flags.workers or os.cpu_count() or 1)
     from jaxscale.tools.corpus.prepare.beam import BeamExecutor  # Apache Beam is an extra, and slow to load
 

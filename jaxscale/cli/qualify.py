@@ -37,7 +37,7 @@ def probes_of(name: str, text: str) -> tuple[str, ...]:
     """Returns the probes of a list such as 'products,links'. Raises BadInput for an unknown one."""
     names = tuple(text.split(","))
     if unknown := [one for one in names if one not in PROBES]:
-        raise BadInput(f"--{name}={unknown[0]} is not a probe; there are {', '.join(PROBES)}")
+        raise BadInput(f"--{name}={unknown[0]} is not a probe; probes: {', '.join(PROBES)}")
     return names
 
 
@@ -53,15 +53,20 @@ class QualifyFlags(cluster.HostFlags):
         None, "folder for test saves, or gs://; default: --out. 4 GiB per process, deleted afterwards", "FOLDER"
     )
     minutes: float = flag(
-        8.0, "starts no probe after this time; one probe that takes as long hangs (exit 15)", "8", read=positive
+        8.0,
+        "starts no probe after this time; a single probe that takes longer than this counts as hung (exit code 15)",
+        "8",
+        read=positive,
     )
     only: tuple[str, ...] = flag(PROBES, f"a subset of {', '.join(PROBES)}", "products,links", read=probes_of)
     config: str = flag("", "times the step of this config instead of the 1B model", "FILE")
     settings: dict[str, str] = flag(dict, "sets any setting of that config", "VALUE", name="config.NAME")
     devices: int | None = flag(None, "simulated CPU devices", "8", least=1)
     products_floor: float = floor(DEFAULTS.products, "minimum fraction of the datasheet's FLOP/s, for each dtype")
-    bandwidth_floor: float = floor(DEFAULTS.bandwidth, "minimum fraction of its memory bandwidth")
-    links_floor: float = floor(DEFAULTS.links, "minimum fraction of its link bandwidth, for the largest array")
+    bandwidth_floor: float = floor(DEFAULTS.bandwidth, "minimum fraction of the datasheet's memory bandwidth")
+    links_floor: float = floor(
+        DEFAULTS.links, "minimum fraction of the datasheet's link bandwidth, for the largest array"
+    )
     mfu_floor: float | None = flag(
         None, "minimum MFU of the step; default 0.38 on H100-class chips, none on others", "0.4", read=positive
     )
@@ -98,7 +103,7 @@ def model_of(arguments: Arguments) -> tuple[str, RunConfig] | None:
     if arguments.config:
         return config_file.config_name(arguments.config), config_file.load_config(arguments.config, arguments.overrides)
     if arguments.overrides:
-        raise BadInput(f"--config.{next(iter(arguments.overrides))} sets a setting of a config; give --config=FILE too")
+        raise BadInput(f"--config.{next(iter(arguments.overrides))} needs a config; also give --config=FILE")
     return None
 
 

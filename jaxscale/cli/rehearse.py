@@ -98,12 +98,14 @@ def try_storage(rehearsal: Rehearsal, report: RehearsalReport) -> int | None:
         file.unlink()
     except Exception as error:  # any storage client's errors
         cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise Stop(Exit.NO_GO, f"{rehearsal.folder} cannot be written, read and deleted: {cause}") from None
+        raise Stop(Exit.NO_GO, f"cannot write, read and delete a file in {rehearsal.folder}: {cause}") from None
     if back != content:
-        raise Stop(Exit.NO_GO, f"{rehearsal.folder}: {PROBE_BYTES} bytes came back changed; do not trust this storage")
+        raise Stop(
+            Exit.NO_GO, f"{rehearsal.folder}: {PROBE_BYTES} bytes differ when read back; do not use this storage"
+        )
     speed = f"write {units.size(PROBE_BYTES / wrote)}/s, read {units.size(PROBE_BYTES / max(read, 1e-9))}/s"
     free = None if paths.is_remote(folder) else shutil.disk_usage(folder).free
-    room = "its limits are not known" if free is None else f"{units.size(free)} free"
+    room = "free space unknown" if free is None else f"{units.size(free)} free"
     report.add("storage", OK, f"{units.size(PROBE_BYTES)} written and read back: {speed}; {room}", wrote + read)
     return free
 
@@ -118,33 +120,33 @@ def run_straight(rehearsal: Rehearsal, report: RehearsalReport) -> None:
     checkpoints = checkpoints_of(rehearsal.folder / "straight")
     newest = checkpoints.latest_step() or 0
     if newest != rehearsal.steps:
-        reason = f"train_tokens={rehearsal.cfg.train_tokens} is shorter than this"
-        raise Stop(Exit.NO_GO, f"it ended at step {newest}: {reason}")
+        reason = f"train_tokens={rehearsal.cfg.train_tokens} is less than the {rehearsal.steps} steps of a rehearsal"
+        raise Stop(Exit.NO_GO, f"the run ended at step {newest}: {reason}")
     records = read_metrics(rehearsal.folder / "straight", timing=True)
     times = [record["step_seconds"] for record in records.values() if record.get("step_seconds")]
     step_seconds = statistics.median(times) if times else None
-    report.add("start", OK, "until the first step was done: data, compiling, evaluation, one step", seen.first)
+    report.add("start", OK, "time until the first step completed: data, compilation, evaluation, one step", seen.first)
     losses = [record["loss"] for _, record in sorted(records.items()) if record.get("loss") is not None]
     text = f"{losses[0]:.4g} to {losses[-1]:.4g}" if losses else "unknown"
-    report.add("train", OK, f"{rehearsal.steps} steps, losses {text}; time of a step", step_seconds)
+    report.add("train", OK, f"{rehearsal.steps} steps, loss {text}; time per step", step_seconds)
     metrics = read_records(rehearsal.folder / "straight" / "metrics.jsonl")
     if evaluated := [record for record in metrics if "validation/loss" in record]:
         last = evaluated[-1]
         text = f"{len(evaluated)} times, validation loss {last['validation/loss']:.4g} at step {last['step']}"
-        report.add("evaluate", OK, f"{text}; time of one", last.get("validation_seconds"))
+        report.add("evaluate", OK, f"{text}; time per evaluation", last.get("validation_seconds"))
     else:
         report.add("evaluate", SKIPPED, "no held-out text (data.valid..., eval.num_rows), so nothing was evaluated")
     size = sum(num_bytes(leaf) for leaf in checkpoints.read_record(newest)["leaves"].values())
     events = read_events(rehearsal.folder / "straight")
     seconds = max((event["seconds"] for event in events if event["event"] == "saved"), default=None)
-    report.add("save", OK, f"{units.size(size)} a checkpoint; time until it was written and read back", seconds)
+    report.add("save", OK, f"{units.size(size)} per checkpoint; time until it was written and read back", seconds)
     if step_seconds is None:
         return
     every, steps = rehearsal.cfg.checkpoint.save_every_steps, rehearsal.total_steps
-    report.add("the run", NOTE, f"{steps:,} steps, without evaluations and pauses", steps * step_seconds)
+    report.add("the run", NOTE, f"{steps:,} steps, excluding evaluations and pauses", steps * step_seconds)
     if every and seconds and seconds > every * step_seconds:
-        times = f"{every} steps take {units.duration(every * step_seconds)} and a save {units.duration(seconds)}: "
-        report.add("save", NOTE, times + "the run would wait for its storage; raise checkpoint.save_every_steps")
+        times = f"{every} steps take {units.duration(every * step_seconds)}, a save {units.duration(seconds)}: "
+        report.add("save", NOTE, times + "the run would wait for storage; raise checkpoint.save_every_steps")
 
 
 def check_space(rehearsal: Rehearsal, report: RehearsalReport, free: int | None) -> None:
@@ -154,19 +156,23 @@ def check_space(rehearsal: Rehearsal, report: RehearsalReport, free: int | None)
     leaves = checkpoints.read_record(rehearsal.steps)["leaves"].values()
     size, keep = sum(map(num_bytes, leaves)), rehearsal.cfg.checkpoint.keep_last
     if free is None:
-        report.add("space", NOTE, f"a checkpoint takes {units.size(size)}; the bucket's quota is not known")
+        report.add("space", NOTE, f"a checkpoint takes {units.size(size)}; the bucket's quota is unknown")
         return
     steps = [*checkpoints_of(rehearsal.workdir).all_steps(), *checkpoints.all_steps()]  # the latter will be deleted
     try:
         problem = check_before_run(rehearsal.folder, size, keep, steps)
     except Stop as stop:
         problem = str(stop)
-    seen = problem or f"a checkpoint takes {units.size(size)}; those of keep_last={keep} have room"
-    report.add("space", NO if problem else OK, f"{seen}; {units.size(free)} were free at first")
+    seen = problem or f"a checkpoint takes {units.size(size)}; keep_last={keep} of them fit"
+    report.add("space", NO if problem else OK, f"{seen}; {units.size(free)} were free at the start")
     if every := rehearsal.cfg.checkpoint.keep_every_steps:
         added = rehearsal.total_steps // every * size
         if (added + keep * size) * MARGIN > free:
-            report.add("space", NOTE, f"keep_every_steps={every} adds {units.size(added)} in the end; move some away")
+            report.add(
+                "space",
+                NOTE,
+                f"keep_every_steps={every} adds {units.size(added)} by the end of the run; move some away",
+            )
 
 
 def run_killed(rehearsal: Rehearsal, report: RehearsalReport) -> dict[int, dict]:
@@ -185,7 +191,7 @@ def run_killed(rehearsal: Rehearsal, report: RehearsalReport) -> dict[int, dict]
 
 def compare_runs(rehearsal: Rehearsal, report: RehearsalReport, early: dict[int, dict]) -> None:
     """Compares both runs on the CPU; until now this process has left all devices to the trainings."""
-    report.begin("compare", "comparing both runs, bit for bit")
+    report.begin("compare", "comparing both runs bitwise")
     began = time.monotonic()
     jax.config.update("jax_platforms", "cpu")
     try:
@@ -195,10 +201,10 @@ def compare_runs(rehearsal: Rehearsal, report: RehearsalReport, early: dict[int,
     if found.differences:
         more = f"; and {len(found.differences) - 3} more" if len(found.differences) > 3 else ""
         what = f"{'; '.join(found.differences[:3])}{more}"
-        raise Stop(Exit.NO_GO, f"NOT the same: {what}; resuming is not exact here")
+        raise Stop(Exit.NO_GO, f"the runs DIFFER: {what}; resuming is not exact on this machine")
     state = [amount.split()[0] for what, amount, _ in found.rows if what.startswith("state: ")]
     others = ", ".join(what for what, _, _ in found.rows if not what.startswith("state: "))
-    seen = f"bit for bit the same at step {rehearsal.steps}: {sum(map(int, state))} arrays of the state, {others}"
+    seen = f"bitwise identical at step {rehearsal.steps}: {sum(map(int, state))} arrays of the state, {others}"
     report.add("compare", OK, seen, time.monotonic() - began)
 
 
@@ -212,7 +218,7 @@ class RehearseFlags(cluster.HostFlags):
     workdir: str | None = flag(None, None, "FOLDER")
     steps: int = flag(
         LEAST_STEPS,
-        f"steps of the rehearsal, {LEAST_STEPS} or more; learning rates follow the horizon of the real run",
+        f"steps of the rehearsal, {LEAST_STEPS} or more; learning rates follow the schedule of the real run",
         least=LEAST_STEPS,
     )
     skip_data: str | None = flag(None, "as in training", "A:B,C:D", name="skip-data")
@@ -254,7 +260,7 @@ def carry_out(rehearsal: Rehearsal) -> int:
             clean_up(rehearsal, made)
     if not rehearsal.is_first:
         return Exit.DONE if report.goes else Exit.NO_GO
-    put("", *units.table([("check", "", "takes", "seen"), *report.rows], indent=""), "")
+    put("", *units.table([("check", "", "time", "result"), *report.rows], indent=""), "")
     if report.goes:
         put("GO")
         return Exit.DONE
@@ -270,14 +276,14 @@ def plan_rehearsal(arguments: Arguments) -> Rehearsal:
     cfg = config_file.load_config(arguments.config, overrides, lambda: recorded_settings(workdir))
     if cfg.init.what == "run":
         raise BadInput(
-            f"init.what='run': a rehearsal trains the first {arguments.flags.steps} steps, which a branch does not "
-            "have; rehearse with --config.init.what=state, which starts at step 0 with the same arrays"
+            f"init.what='run': a rehearsal trains the first {arguments.flags.steps} steps, but a branch starts later; "
+            "rehearse with --config.init.what=state, which starts at step 0 with the same arrays"
         )
     place = cluster.discover_process(options)
     is_first = place is None or place.is_first
     folder = paths.as_path(workdir) / "rehearsal"
     if is_first and any((folder / run).exists() for run in RUNS):
-        raise BadInput(f"{folder} holds an earlier rehearsal that ended with NO-GO; look at it, then delete it")
+        raise BadInput(f"{folder} contains an earlier rehearsal that ended with NO-GO; inspect it, then delete it")
     remote = paths.is_remote(workdir)
     logs = pathlib.Path(tempfile.mkdtemp(prefix="jaxscale-rehearsal-")) if remote else pathlib.Path(folder).absolute()
     command = [sys.executable, "-m", "jaxscale.cli", "train", f"--stop_after={arguments.flags.steps}"]
@@ -308,7 +314,7 @@ def rehearse(rehearsal: Rehearsal, report: RehearsalReport) -> None:
     if rehearsal.is_first:
         compare_runs(rehearsal, report, early)
     if report.goes:
-        report.add("rehearsal", OK, "all of it", time.monotonic() - began)
+        report.add("rehearsal", OK, "total", time.monotonic() - began)
 
 
 def missing_folders(workdir: str) -> list[pathlib.Path]:

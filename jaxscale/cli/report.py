@@ -33,7 +33,7 @@ class ReportFlags:
     no_config = "the settings of a run are read from its work folder"
 
     workdir: tuple[str, ...] = flag((), None, "FOLDER")
-    output: str | None = flag(None, "file of the page", "report.html")
+    output: str | None = flag(None, "output file", "report.html")
     price: float | None = flag(
         None,
         "price of one chip hour, for the cost so far and in total; default: the list price in kernels/hardware.py",
@@ -44,7 +44,7 @@ class ReportFlags:
     serve: int | None = flag(
         None,
         "serves the page at http://127.0.0.1:PORT instead, updated while the run trains, until Ctrl-C; "
-        f"default port {PORT}, 0: any free one",
+        f"default port {PORT}, 0: any free port",
         "PORT",
         bare=str(PORT),
         read=port_of,
@@ -56,16 +56,16 @@ def main(arguments: Arguments) -> None:
     """Writes or serves the page."""
     flags = arguments.flags
     if not flags.workdir:
-        raise BadInput("--workdir must be given: the folder of a run; several are compared")
+        raise BadInput("--workdir must be given: the work folder of a run; repeat it to compare runs")
     if repeated := [workdir for workdir, count in collections.Counter(flags.workdir).items() if count > 1]:
-        raise BadInput(f"--workdir={repeated[0]} is given twice")
+        raise BadInput(f"--workdir={repeated[0]} is given twice; remove one")
     if flags.serve is not None:
         if flags.output or flags.card:
-            raise BadInput("--serve writes no file; leave out --output and --card, or --serve")
+            raise BadInput("--serve writes no file; remove --output and --card, or --serve")
         return serve(flags.workdir, flags.price, flags.serve)
     output = flags.output or ("card.md" if flags.card else "report.html")
     if not paths.is_remote(output) and not paths.as_path(output).parent.is_dir():
-        raise BadInput(f"--output={output}: its folder does not exist; make it, or choose another")
+        raise BadInput(f"--output={output}: its folder does not exist; create it, or choose another")
     if not paths.is_remote(output) and paths.as_path(output).is_dir():
         raise BadInput(f"--output={output} is a folder; name a file, such as {output.rstrip('/')}/report.html")
     page = (make_card if flags.card else make_page)(read_all(flags.workdir), price=flags.price, now=time.time())
@@ -80,7 +80,7 @@ def serve(workdirs: Sequence[str], price: float | None, port: int) -> None:
     pages = Pages(lambda version: make_page(read_all(workdirs), price=price, version=version), workdirs)
     pages.page()  # raises errors of the folders before serving
     with ReportServer(ReportHandler, port, pages=pages) as server:
-        put(f"http://127.0.0.1:{server.server_address[1]}/ for this machine alone; Ctrl-C ends it")
+        put(f"http://127.0.0.1:{server.server_address[1]}/ (only on this machine); Ctrl-C stops it")
         try:
             server.serve_forever()
         except KeyboardInterrupt:

@@ -43,14 +43,14 @@ PORT = 8643
 class ModelFlags(cluster.HostFlags):
     """The model that a verb opens, and its devices."""
 
-    no_config = "the settings of a model are read from its work folder, and only --mesh.AXIS may be set"
+    no_config = "the settings are read from the work folder; only --mesh.AXIS can be set"
 
     workdir: str = flag("", "a work folder, or RUN/checkpoints/STEP", "RUN")
     step: int | None = flag(None, "the checkpoint's step; default: the newest", "N", least=0)
     ema: bool = flag(False, "the exponential moving average of the weights, if the run has one")
     mesh: dict[str, str] = flag(
         dict,
-        "devices along data, fsdp or tensor, like --config.mesh.AXIS of training",
+        "devices along the mesh axis data, fsdp or tensor, like --config.mesh.AXIS in training",
         "N",
         name="mesh.AXIS",
         keys=MESH_AXES,
@@ -68,12 +68,14 @@ class ModelFlags(cluster.HostFlags):
 @dataclasses.dataclass(frozen=True)
 class SampleFlags(ModelFlags, SampleOptions):
     prompt: tuple[str, ...] = flag(
-        (), "text to continue, may be repeated; default: the beginning of a document", "TEXT"
+        (), "text to continue; may be repeated; default: the beginning of a document", "TEXT"
     )
-    prompts: str | None = flag(None, 'a prompt per line: .txt, or .jsonl with strings or {"prompt": TEXT}', "FILE")
+    prompts: str | None = flag(
+        None, 'file with a prompt per line: .txt, or .jsonl with strings or {"prompt": TEXT}', "FILE"
+    )
     num_samples: int = flag(1, "texts per prompt", least=1)
     json: bool = flag(False, "one JSON object per text")
-    interactive: bool = flag(False, "prompts from the terminal, one a line; Ctrl-D ends")
+    interactive: bool = flag(False, "reads prompts from the terminal, one per line; Ctrl-D exits")
     serve: int | None = flag(
         None,
         f"chat: a page at http://127.0.0.1:PORT for this machine only; default {PORT}, 0: any free port",
@@ -82,7 +84,7 @@ class SampleFlags(ModelFlags, SampleOptions):
         read=port_of,
     )
     context: int | None = flag(
-        None, "interactive, chat: the longest text; default: the context length of training", "TOKENS", least=2
+        None, "interactive, chat: maximum length of a text; default: the context length of training", "TOKENS", least=2
     )
 
 
@@ -99,7 +101,7 @@ def main(arguments: Arguments) -> None:
         jax.config.update("jax_num_cpu_devices", flags.devices)
     place = cluster.discover_process(options)
     if place is not None and is_session:
-        raise BadInput("--interactive and --chat are for one host; give --prompt or --prompts on several")
+        raise BadInput("--interactive and --chat run on one host only; give --prompt or --prompts on several hosts")
     facts = {name: value for name, value in options.items() if name not in cluster.FLAGS} | {"prompts": texts}
     smaller = (f"--batch={max(flags.batch // 2, 1)}", f"--num_tokens={max(flags.num_tokens // 2, 1)}")
     with cluster.joined(place, facts, options), out_of_memory_explained(lambda: ("", smaller)):
@@ -147,17 +149,17 @@ def check_modes(flags: SampleFlags, given: Collection[str]) -> bool:
     serves = flags.serve is not None
     is_session = flags.interactive or flags.chat or serves
     if flags.interactive and flags.chat:
-        raise BadInput("--interactive continues text and --chat answers; give one of them")
+        raise BadInput("--interactive and --chat cannot be combined; give one of them")
     if flags.interactive and (flags.prompt or serves):
-        raise BadInput("--interactive reads its prompts from the terminal; leave out --prompt and --serve")
+        raise BadInput("--interactive reads its prompts from the terminal; remove --prompt and --serve")
     if serves and not flags.chat:
-        raise BadInput("--serve is a chat page; give --chat too")
+        raise BadInput("--serve needs --chat; give both")
     for name in ("prompts", "num_samples", "batch", "json"):
         if is_session and name in given:
-            raise BadInput(f"--{name} does not apply to --interactive and --chat; leave it out")
+            raise BadInput(f"--{name} does not apply to --interactive and --chat; remove it")
     for name in ("system", "context"):
         if not is_session and name in given:
-            raise BadInput(f"--{name} is for --chat" + (" and --interactive" if name == "context" else ""))
+            raise BadInput(f"--{name} applies only to --chat" + (" and --interactive" if name == "context" else ""))
     return is_session
 
 
@@ -182,7 +184,7 @@ def read_prompts(given: Sequence[str], file: str | None) -> list[str]:
             found.append(value.get("prompt", value.get("text")) if isinstance(value, dict) else value)
             if not isinstance(found[-1], str):
                 place = f"{file} line {number}"
-                raise BadInput(f"--prompts: {place} is neither text in JSON nor an object with a prompt")
+                raise BadInput(f"--prompts: {place} is neither a JSON string nor an object with a prompt")
     else:
         found = [line for _, line in text_lines(path) if line.strip()]
     if not found:
@@ -194,7 +196,7 @@ def converse(writer: TextWriter, context: int | None, *, prompts: Sequence[str],
     """Runs the session until its input ends. context: tokens of the longest text."""
     context = context or writer.model.cfg.max_seq_len or writer.model.seq_len
     if context > writer.model.seq_len:
-        writer.say(f"texts of up to {context} tokens; the model was trained on rows of {writer.model.seq_len}")
+        writer.say(f"texts have up to {context} tokens, but the model was trained on rows of {writer.model.seq_len}")
     generator = make_generator(writer.model, batch=1, longest=context, say=writer.say)
     if not writer.options.chat:
         return continue_lines(writer, generator)
@@ -215,7 +217,7 @@ def converse(writer: TextWriter, context: int | None, *, prompts: Sequence[str],
             show_in_session(writer, answer(messages, written))
         writer.log_speed(generator.timing, written)
         if written and written[0].tokens >= writer.options.num_tokens:
-            writer.say(f"the answer is cut at --num_tokens={writer.options.num_tokens}")
+            writer.say(f"the answer was cut off at --num_tokens={writer.options.num_tokens}")
         if written and written[0].text:
             messages.append({"role": "assistant", "content": written[0].text})
         else:  # drop the question
@@ -238,8 +240,8 @@ def generate_pieces(
     generator.timing = None
     if len(ids) >= generator.engine.longest:
         raise BadInput(
-            f"this has {len(ids)} tokens, but a text can have at most {generator.engine.longest}; start over, write "
-            "less, or give --context"
+            f"the prompt has {len(ids)} tokens, but prompt and answer can have at most {generator.engine.longest}; "
+            "start over, shorten it, or raise --context"
         )
     settings = writer.write_settings(stop_ids)
     for _, piece in write_texts(generator, tokenizer_of(writer.model).tokenizer.decode, [ids], settings, written):
@@ -264,7 +266,7 @@ def show_in_session(writer: TextWriter, pieces: Iterator[str], prompt: str = "")
     except BadInput as error:
         writer.say(f"error: {error}")
     except KeyboardInterrupt:
-        writer.say("interrupted; Ctrl-D ends the program")
+        writer.say("interrupted; Ctrl-D exits the program")
 
 
 def read_lines() -> Iterator[str]:
@@ -283,7 +285,7 @@ def serve_page(writer: TextWriter, server: ChatServer) -> None:
     """Serves the page until Ctrl-C, which also ends an unfinished answer."""
     with server:
         with contextlib.suppress(KeyboardInterrupt):
-            writer.say(f"http://127.0.0.1:{server.server_address[1]}/ for this machine only; Ctrl-C ends it")
+            writer.say(f"http://127.0.0.1:{server.server_address[1]}/ (only on this machine); Ctrl-C stops it")
             server.serve_forever()
         ended = False
         with contextlib.suppress(KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""Restarts a training after failures that a restart can fix.
+"""Restarts a training run after failures that a restart can fix.
 
   jaxscale supervise [FLAGS] -- python -m jaxscale.main --config=FILE --workdir=FOLDER
   jaxscale supervise [FLAGS] -- --config=FILE --workdir=FOLDER      the same
@@ -44,20 +44,25 @@ FORWARDED_SIGNALS = {signal.SIGTERM: signal.SIGTERM, signal.SIGINT: signal.SIGIN
 class SuperviseFlags:
     """The flags of `jaxscale supervise`: also limits of restarts and the pauses before them."""
 
-    no_config = "it is a flag of the training: jaxscale supervise -- --config=FILE"
+    no_config = "it belongs to the training command, after --: jaxscale supervise -- --config=FILE"
 
-    workdir: str | None = flag(None, "of the run; default: the --workdir, or runs/<config>, of the command", "FOLDER")
-    ledger: str | None = flag(None, "log of the supervisor, JSON lines; default WORKDIR/supervise.jsonl", "FILE")
+    workdir: str | None = flag(
+        None, "work folder of the run; default: the command's --workdir, or runs/<config>", "FOLDER"
+    )
+    ledger: str | None = flag(None, "log of the supervisor (JSON Lines); default WORKDIR/supervise.jsonl", "FILE")
     max_fruitless: int | None = flag(
         None,
         "gives up after N consecutive starts without progress (a new checkpoint, or a local copy of a later step that "
-        "the next start restores); a run that progresses is restarted without limit; default: by the number of "
-        "processes, 5 up to 64 and 10 for 1,536",
+        "the next start restores); a run that makes progress is restarted without limit; default: depends on "
+        "the number of processes: 5 up to 64, 10 for 1,536",
         least=1,
     )
-    min_seconds: int = flag(60, "after a start that lasted less, the pause doubles", least=0)
+    min_seconds: int = flag(60, "the pause doubles after a start that ran for less than this", least=0)
     backoff_seconds: int = flag(
-        5, "the first pause; each is shortened randomly by up to half, so that hosts do not restart together", least=0
+        5,
+        "the first pause; each pause is shortened by a random fraction up to half, so that hosts do not restart at the "
+        "same time",
+        least=0,
     )
     max_backoff_seconds: int = flag(300, "the longest pause", least=0)
 
@@ -157,10 +162,12 @@ class Ended(NamedTuple):
 def crash_loop_text(ends: Sequence[Ended]) -> str:
     """Returns the reason to stop restarting after these fruitless ends."""
     last = ends[-1].after
-    newest = f"step {last.newest} is the newest and is kept" if last.newest else "there is none"
+    newest = f"the newest is step {last.newest}" if last.newest else "there is no checkpoint"
     seen = f" ({last.read_error})" if last.read_error else ""
     codes = ", ".join(meaning(end.code) for end in ends)
-    return f"crash loop: {len(ends)} starts in a row brought no new checkpoint{seen}; {newest}; they ended: {codes}"
+    return (
+        f"crash loop: {len(ends)} consecutive starts without a new checkpoint{seen}; {newest}; they ended with: {codes}"
+    )
 
 
 def trailing(ends: Sequence[Ended], holds: Callable[[Ended], bool]) -> int:
@@ -206,7 +213,7 @@ class Supervisor:
             progress = end.after
             if self.received:
                 names = ", ".join(signal.Signals(number).name for number in self.received)
-                return self.leave(end.code, f"told to end ({names}); {meaning(end.code)}")
+                return self.leave(end.code, f"received {names}; {meaning(end.code)}")
             if not may_start_again(end.code):
                 return self.leave(end.code, meaning(end.code))
             if end.code == Exit.STORAGE and not (paths.is_remote(self.workdir) or os.path.isdir(self.workdir)):
@@ -220,14 +227,15 @@ class Supervisor:
             left = f" (start {count} of at most {most} without a new checkpoint)" if count else ""
             print_stderr(
                 f"supervise: {meaning(end.code)}, after {units.duration(end.seconds)} at step {progress.newest}"
-                f" ({end.steps_won:+d}, {end.steps_lost} to be repeated); restarting in {seconds:.1f} s{left}"
+                f" ({end.steps_won:+d}, {end.steps_lost} to repeat); restarting in {seconds:.1f} s{left}"
             )
             began = time.monotonic()
             while not self.received and (remaining := seconds - (time.monotonic() - began)) > 0:
                 time.sleep(min(remaining, POLL_SECONDS))
             self.waiting += time.monotonic() - began
             if self.received:
-                return self.leave(end.code, f"told to end during a pause; the last: {meaning(end.code)}")
+                names = ", ".join(signal.Signals(number).name for number in self.received)
+                return self.leave(end.code, f"received {names} during a pause; last {meaning(end.code)}")
 
     def start(self, before: RunProgress) -> Ended:
         """Runs the command once."""
@@ -260,7 +268,9 @@ class Supervisor:
                 self.unwritten.clear()
         except Exception as error:  # any storage client's errors
             if not self.ledger_failed:
-                print_stderr(f"supervise: continuing without {self.ledger}: {type(error).__name__}: {error}")
+                print_stderr(
+                    f"supervise: cannot write {self.ledger}, continuing without it: {type(error).__name__}: {error}"
+                )
             self.ledger_failed = True
         self.keeping += time.monotonic() - began
 
@@ -298,7 +308,7 @@ def main(arguments: Arguments) -> int:
     """Supervises the command after '--' and returns the exit code."""
     flags, training = arguments.flags, arguments.behind
     if not training:
-        raise BadInput("nothing to supervise; give the training's command: jaxscale supervise -- --config=FILE")
+        raise BadInput("no training command; give it after --: jaxscale supervise -- --config=FILE")
     if training[0].startswith("--"):
         training = [sys.executable, "-m", "jaxscale.cli", "train", *training]
     workdir = flags.workdir or workdir_of(training)
@@ -326,7 +336,7 @@ def workdir_of(command: Sequence[str]) -> str:
         return flags["workdir"]
     if flags.get("config"):
         return f"runs/{config_name(flags['config'])}"
-    raise BadInput("the command names neither --workdir nor --config; write jaxscale supervise --workdir=FOLDER -- ...")
+    raise BadInput("the command has neither --workdir nor --config; write jaxscale supervise --workdir=FOLDER -- ...")
 
 
 def process_info_of(command: Sequence[str]) -> ProcessInfo | None:

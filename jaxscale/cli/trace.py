@@ -27,7 +27,7 @@ from jaxscale.system.redact import on_one_line
 
 @dataclasses.dataclass(frozen=True)
 class TraceFlags:
-    no_config = "the run's data are read from its work folder, and only --config.data.NAME may be set"
+    no_config = "the settings are read from the work folder; only --config.data.NAME can be set"
 
     workdir: str = flag("", None, "RUN")
     step: int | None = flag(None, None, "N", least=0)
@@ -37,7 +37,7 @@ class TraceFlags:
     )
     row: int | None = flag(None, "only this row of the batch", "R", least=0)
     text: int = flag(200, "characters of text to print per piece; 0: none", least=0)
-    json: bool = flag(False, "one JSON object a line")
+    json: bool = flag(False, "one JSON object per line")
     settings: dict[str, str] = flag(dict, "new paths of moved data: cache_dir, files", "V", name="config.data.NAME")
 
 
@@ -49,11 +49,13 @@ def main(arguments: Arguments) -> int:
     """Prints the list and returns the exit code."""
     flags = arguments.flags
     if not flags.workdir:
-        raise BadInput("--workdir must be given, the folder of the run, which holds its config")
+        raise BadInput("--workdir must be given: the work folder of the run")
     if moved := [name for name in arguments.overrides if not name.startswith("data.")]:
-        raise BadInput(f"--config.{moved[0]}: only settings of data may be given, for moved data")
+        raise BadInput(f"--config.{moved[0]}: only data.* can be set, for data that was moved; remove this flag")
     if fixed := [name for name in arguments.overrides if name.startswith(FIXED_SETTINGS)]:
-        raise BadInput(f"--config.{fixed[0]}: this is read from the run's work folder; leave it out")
+        raise BadInput(
+            f"--config.{fixed[0]}: it determines the batches and is read from the work folder; remove this flag"
+        )
     where = dict(step=flags.step, batch=flags.batch, document=flags.doc, row=flags.row)
     found = trace(flags.workdir, **where, characters=flags.text, moved=arguments.overrides)
     code, piece = 0 if found.batch is None else remarks(found, found.batch), None
@@ -62,7 +64,7 @@ def main(arguments: Arguments) -> int:
         put(json.dumps(piece.record) if flags.json else line)
     if piece is None and found.batch is None:
         print_stderr(
-            f"no step of this run, past or future, has {flags.doc}: it is held out, or comes after the last step"
+            f"no step of this run, past or future, trains on {flags.doc}: it is held out, or comes after the last step"
         )
     return code
 
@@ -78,9 +80,9 @@ def remarks(found: BatchTrace, n: int) -> int:
             "completed steps"
         )
     else:
-        print_stderr(f"step {step} is in the future: the run has done {run.done} steps according to its folder")
+        print_stderr(f"step {step} is in the future: the work folder has {run.done} completed steps")
     if (length := run.row_tokens.size(n)) < run.ledger.corpus.seq_len:
-        print_stderr(f"training cuts the rows of batch {n} into rows of {length} tokens (seq_len_ramp)")
+        print_stderr(f"training splits the rows of batch {n} into rows of {length} tokens (seq_len_ramp)")
     if found.hash_now and step is not None:
         print_stderr(
             f"step {step} did NOT train on this list: metrics.jsonl has tokens_hash {run.hashes[step]} for "

@@ -49,7 +49,7 @@ def comparable(cfg: RunConfig, keep_last: int) -> RunConfig:
 
 
 class Watched(NamedTuple):
-    """A training that was followed to its end."""
+    """A training run that was watched to its end."""
 
     begin: int  # the checkpoint from which it resumed, or 0
     code: int
@@ -95,11 +95,11 @@ class TwoRuns:
         code, seconds, first = self.watch(self.start(run, kill_at), run)
         expected = code == (-signal.SIGKILL if kill_at else 0)
         if not (expected or kill_at and not self.is_first and may_start_again(code)):
-            instead = "it should have been killed, but: " if kill_at else ""
+            instead = "expected to be killed, but: " if kill_at else ""
             reason = f"{instead}{meaning(code)}: {last_line(log)}"
             raise Stop(Exit(code) if code and code in list(Exit) else Exit.ERROR, reason)
         if begin and self.is_first and f"resuming from step {begin}" not in log.read_text("utf-8", "replace"):
-            raise Stop(Exit.ERROR, f"it did not resume from step {begin}; see {log}")
+            raise Stop(Exit.ERROR, f"the run did not resume from step {begin}; see {log}")
         return Watched(begin, code, seconds, first)
 
     def watch(self, attempt: Attempt, run: str) -> tuple[int, float, float | None]:
@@ -115,7 +115,7 @@ class TwoRuns:
                 now = time.monotonic() - began
                 for step in map(int, STEP_LINE.findall(log.read_text("utf-8", "replace")[already:])):
                     if done.setdefault(step, now) == now:
-                        self.say(f"  step {step} of {self.steps}, {units.duration(now)} after its start")
+                        self.say(f"  step {step} of {self.steps}, {units.duration(now)} after the start")
                 for step in checkpoints.all_steps():
                     if step not in saved:
                         saved.add(step)
@@ -134,14 +134,14 @@ class TwoRuns:
         """
         seen = self.run("killed", point)
         if not (newest := self.newest()):
-            raise Stop(Exit.ERROR, f"{meaning(seen.code)} at {point}, it left no checkpoint to resume from")
+            raise Stop(Exit.ERROR, f"{meaning(seen.code)} at {point}, without a checkpoint to resume from")
         return newest, seen
 
 
 def last_line(log: pathlib.Path) -> str:
     """Returns the last line of a log, skipping JAX's note after a traceback."""
     lines = [line for line in log.read_text("utf-8", "replace").splitlines() if not SKIPPED_LINE.match(line)]
-    return lines[-1] if lines else f"it printed nothing to {log}"
+    return lines[-1] if lines else f"no output in {log}"
 
 
 SHOWN_DIFFERENCES = 6
@@ -167,7 +167,7 @@ class RunComparison(NamedTuple):
         more = len(self.differences) - len(shown)
         shown += [f"  and {more} more"] if more else []
         verdict = "resume: exact" if self.passes else f"resume: NOT exact, {len(self.differences)} differences"
-        return [*units.table([("compared", "how much", "differing"), *self.rows], indent=""), verdict, *shown]
+        return [*units.table([("compared", "size", "differences"), *self.rows], indent=""), verdict, *shown]
 
 
 def read_metrics(workdir: Any, *, timing: bool = False) -> dict[int, dict[str, Any]]:
@@ -260,7 +260,7 @@ def leaf_difference(name: str, one: np.ndarray, other: np.ndarray) -> str:
         return ""
     unequal = int(np.sum(one != other))
     largest = np.max(np.abs(one.astype(np.float64) - other.astype(np.float64)))
-    return f"{name}: {unequal:,} of {one.size:,} numbers differ, by {largest:.3g} at most"
+    return f"{name}: {unequal:,} of {one.size:,} numbers differ, by at most {largest:.3g}"
 
 
 def metric_differences(one: Mapping, other: Mapping, steps: Any, names: tuple[str, ...] | None) -> list[str]:
@@ -268,7 +268,7 @@ def metric_differences(one: Mapping, other: Mapping, steps: Any, names: tuple[st
     found = []
     for step in steps:
         if step not in one or step not in other:
-            found.append(f"step {step} is missing in metrics.jsonl")
+            found.append(f"step {step} is missing from metrics.jsonl")
             continue
         pick = lambda record: record if names is None else {name: record.get(name) for name in names}
         if lines := dict_differences(pick(one[step]), pick(other[step])):

@@ -31,7 +31,7 @@ from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Exit, Stop, put
 
 LEAST_STEPS = 4 * SAVE_EVERY  # a kill after the second checkpoint, and one in the second save after that
-KILLS = {f"step:{KILL_AFTER}": "", "save/start:2": ", while it began to write the next"}
+KILLS = {f"step:{KILL_AFTER}": "", "save/start:2": ", while starting to write the next one"}
 
 
 def resume_settings(cfg: RunConfig, steps: int, devices: int) -> RunConfig:
@@ -81,8 +81,8 @@ def verify_resume(
             newest, seen = runs.kill(point)
             metrics.append(read_metrics(folder / "killed"))
             end = f"killed after step {max(metrics[-1], default=0)}, newest checkpoint {newest}{where}"
-            say(f"the same, from step {seen.begin}: {end}")
-        say(f"the same, from step {runs.newest()}: to the end")
+            say(f"the second run, from step {seen.begin}: {end}")
+        say(f"the second run, from step {runs.newest()}: to the end")
         runs.run("killed")
     except Stop:
         say(f"both runs are kept in {folder}")
@@ -105,7 +105,7 @@ def new_folder(workdir: str | None) -> pathlib.Path:
         return pathlib.Path(tempfile.mkdtemp(prefix="jaxscale-verify-"))
     folder = paths.make_run_dir(workdir)
     if any(folder.iterdir()):
-        raise BadInput(f"workdir={workdir} is not empty, but verify needs an empty folder; name another one")
+        raise BadInput(f"workdir={workdir} is not empty, but verify needs an empty folder; choose another one")
     return folder
 
 
@@ -153,5 +153,5 @@ def prepared(arguments: Arguments, copies: int) -> tuple[RunConfig, RunConfig]:
     smaller = shrink(cfg, layers=flags.layers, small=small)
     smaller, problems = use_available_data(smaller)
     for problem in problems:
-        put(f"synthetic tokens instead of the config's data: {problem}")
+        put(f"using synthetic tokens instead of the config's data: {problem}")
     return cfg, smaller

@@ -143,9 +143,9 @@ class Row(NamedTuple):
         """Returns the table row under COLUMNS."""
         begin = f"{str(self.layout):{WIDTH}}{self.layout.num_microbatches:>12}"
         if self.unsupported:
-            return f"{begin}  not possible: {self.unsupported}"
-        verdict = "agrees" if self.agrees else "BEYOND"
-        verdict += f", {len(self.warnings)} warnings of XLA" if self.warnings else ""
+            return f"{begin}  not supported: {self.unsupported}"
+        verdict = "agrees" if self.agrees else "DIFFERS"
+        verdict += f", {len(self.warnings)} XLA warnings" if self.warnings else ""
         return f"{begin}{self.loss:>10.1e}{self.gradient:>10.1e}{self.compilations:>10}  {verdict}"
 
 
@@ -168,8 +168,8 @@ class Parity(NamedTuple):
         return [
             *[f"{row.layout}, microbatches {row.layout.num_microbatches}: {w}" for row in done for w in row.warnings],
             f"loss {first:.4f} to {last:.4f} in {NUM_STEPS} steps",
-            f"parity: {'agrees' if self.passes else 'does NOT agree'}, largest difference {loss:.1e} in a loss "
-            f"and {gradient:.1e} in a gradient (relative; tolerance {TOLERANCE:.0e})",
+            f"parity: {'all layouts agree' if self.passes else 'layouts DIFFER'}; largest relative differences: loss "
+            f"{loss:.1e}, gradient {gradient:.1e} (tolerance {TOLERANCE:.0e})",
         ]
 
 

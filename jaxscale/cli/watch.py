@@ -2,7 +2,7 @@
 
   jaxscale watch --workdir=runs/first
 
-Ctrl-C ends it. NO_COLOR turns colours off (https://no-color.org). Needs no device.
+Ctrl-C exits. NO_COLOR turns colours off (https://no-color.org). Needs no device.
 """
 
 import contextlib
@@ -130,7 +130,7 @@ def curves(training: Sequence[Mapping], records: Sequence[Mapping], room: int, *
         draw("tokens/s", column("tokens_per_second"), format_value=units.count),
     ]
     if skipped := last.get("skipped_total"):
-        lines.append(WatchLine(f"{'refused':<{LABEL}}{int(skipped)} steps of this run", "yellow"))
+        lines.append(WatchLine(f"{'skipped':<{LABEL}}{int(skipped)} steps of this run", "yellow"))
     return lines if training or validation else [WatchLine("no metrics yet")]
 
 
@@ -171,7 +171,7 @@ def machine(training: Sequence[Mapping]) -> list[WatchLine]:
     seconds, wait, mfu = map(newest, ("step_seconds", "data_wait_seconds", "mfu"))
     parts = [f"{seconds:.3g} s" if seconds else "n/a", f"MFU {mfu:.1%}" if mfu else "MFU n/a"]
     if seconds and wait is not None:
-        parts.append(f"waits for data {wait / seconds:.1%}")
+        parts.append(f"data wait {wait / seconds:.1%}")
     lines = [WatchLine(f"{'step':<{LABEL}}{'  '.join(parts)}")]
     lines += numbers_line("experts", last, "train/", EXPERTS)
     used, limit, host = map(last.get, ("device_peak_bytes", "device_bytes_limit", "host_peak_bytes"))
@@ -241,7 +241,7 @@ def columns_of(text: str) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class WatchFlags:
-    no_config = "the work folder has all data"
+    no_config = "everything is read from the work folder"
 
     workdir: str = flag("", "the folder of the run, local or gs://; read-only", "FOLDER")
     every: int | None = flag(None, "seconds between updates; default 2, and 15 for a bucket", "SECONDS", least=1)
@@ -270,7 +270,7 @@ class RunReader:
                 self.config = self.read_config()
                 self.starts_seen = starts if self.config else -1
         except Exception as error:  # any storage client's errors, which may be temporary
-            problems = (f"cannot be read now: {first_line(error)}",)
+            problems = (f"the run cannot be read: {first_line(error)}",)
         times = [follow.grown_at for follow in (self.metrics, self.log) if follow.grown_at is not None]
         return History(
             workdir=self.workdir, rows=tuple(self.records), events=tuple(self.events), config=self.config,
@@ -305,9 +305,11 @@ def main(arguments: Arguments) -> None:
     """Shows the run until Ctrl-C, or once."""
     flags, workdir = arguments.flags, arguments.flags.workdir
     if not workdir:
-        raise BadInput("--workdir must be given: the folder of a run, such as --workdir=runs/first")
+        raise BadInput("--workdir must be given: the work folder of a run, such as --workdir=runs/first")
     if not paths.is_remote(workdir) and not paths.as_path(workdir).is_dir():
-        raise BadInput(f"--workdir={workdir} is not a folder; give that of a run, such as --workdir=runs/first")
+        raise BadInput(
+            f"--workdir={workdir} is not a folder; give the work folder of a run, such as --workdir=runs/first"
+        )
     default = EVERY_SECONDS_REMOTE if paths.is_remote(workdir) else EVERY_SECONDS
     reader, stream = RunReader(workdir), sys.stdout
     if flags.once or not is_terminal(stream):

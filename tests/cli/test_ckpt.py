@@ -56,7 +56,9 @@ def test_list_is_a_table_and_json(do, run):
 @pytest.mark.fault("F2")
 def test_verify_says_what_is_damaged_where_and_leaves_with_19(do, run):
     code, lines, _ = do("verify")
-    assert code == 0 and len(lines) == 1 and lines[0].startswith("step 30: 11 leaves, ") and "every bit" in lines[0]
+    assert (
+        code == 0 and len(lines) == 1 and lines[0].startswith("step 30: 11 leaves, ") and "bitwise as saved" in lines[0]
+    )
     path = max(kept_run.files_of(run, 30, "state"), key=lambda path: path.stat().st_size)
     kept_run.flip_bit(path, 8 * 5000)
     code, lines, told = do("verify", "--steps=all")
@@ -66,7 +68,7 @@ def test_verify_says_what_is_damaged_where_and_leaves_with_19(do, run):
         and f"/{path.name}" in lines[2]
         and "wide: its bits differ" in lines[2]
     )
-    assert told == "1 damaged: 30; step 20 is whole; move damaged steps away before resuming\n"
+    assert told == "damaged steps: 30; step 20 is intact; move damaged steps away before resuming\n"
     code, lines, _ = do("verify", "--json", "--step=30")
     record = json.loads(lines[0])
     assert code == 19 and not record["ok"] and record["damages"][0]["what"].endswith("/wide")
@@ -85,7 +87,7 @@ def test_prune_touches_nothing_unless_told_and_keeps_what_training_would(do, run
     assert code == 0 and [line.split()[3:] for line in lines[1:]] == [
         ["would", "be", "deleted"], ["kept:", "newest", "2"], ["kept:", "newest", "2"],
     ]  # fmt: skip
-    assert "would be free: run it again with --delete" in told and run.all_steps() == [10, 20, 30]
+    assert "would be freed; run again with --delete" in told and run.all_steps() == [10, 20, 30]
     do("pin", "--step=10")
     assert [line.split()[3:] for line in do("prune")[1][1:2]] == [["kept:", "pinned"]]
     code, lines, _ = do("prune", "--keep_last=1", "--delete", "--json")
@@ -99,7 +101,7 @@ def test_prune_touches_nothing_unless_told_and_keeps_what_training_would(do, run
 def test_average_of_the_last_steps_leaves_out_what_training_suspected(do, run, tmp_path):
     kept_run.reseal(run, 20, health="suspect")
     code, lines, told = do("average", "--last=2", f"--to={tmp_path / 'mean'}")
-    assert code == 0 and told == "left out, as not clean: 20\n"
+    assert code == 0 and told == "excluded, not clean or not readable: 20\n"
     assert lines == [f"{tmp_path / 'mean'}: step 30, the mean of params of steps 10, 30 (3 leaves, 15.0 KiB)"]
     params = [kept_run.make_state(step)["params"] for step in (10, 30)]
     shapes = {"params": jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params[0])}
@@ -115,18 +117,18 @@ def test_average_of_the_last_steps_leaves_out_what_training_suspected(do, run, t
         (["list"], "ckpt list needs --workdir; see jaxscale ckpt --help"),
         (["copy", "--workdir=RUN"], "ckpt copy needs --to"),
         (["pin", "--workdir=RUN"], "ckpt pin needs --steps"),
-        (["list", "--workdir=RUN/checkpoints"], "holds no checkpoint; give the folder above it"),
-        (["list", "--workdir=RUN/nothing"], "holds no checkpoint; give the work folder of a run that has saved"),
-        (["verify", "--workdir=RUN", "--step=11"], "--steps=11: there is no step 11; there are 10, 20, 30"),
+        (["list", "--workdir=RUN/checkpoints"], "holds no checkpoint; give its parent folder"),
+        (["list", "--workdir=RUN/nothing"], "holds no checkpoint; give the work folder of a run that has saved one"),
+        (["verify", "--workdir=RUN", "--step=11"], "--steps=11: no checkpoint of step 11; existing steps: 10, 20, 30"),
         (["verify", "--workdir=RUN", "--step=x"], "--steps=x must be a whole number, 0 or more"),
-        (["verify", "--workdir=RUN", "--step=10", "--steps=20"], "give --step or --steps, not both"),
+        (["verify", "--workdir=RUN", "--step=10", "--steps=20"], "--step and --steps cannot be combined"),
         (["verify", "--workdir=RUN", "--setp=10"], "--setp=10 is not a flag of this command; did you mean --step"),
         (["list", "--workdir=RUN", "--delete"], "--delete is not a flag of this command"),
         (["prune", "--workdir=RUN", "--keep_last=0"], "--keep_last=0 must be a whole number, 1 or more"),
-        (["average", "--workdir=RUN", "--to=x"], "ckpt average needs one of --last=5 and --steps=10,20,30"),
-        (["average", "--workdir=RUN", "--to=x", "--last=9"], "--last=9: there are 3 clean steps"),
+        (["average", "--workdir=RUN", "--to=x"], "ckpt average needs either --last=5 or --steps=10,20,30"),
+        (["average", "--workdir=RUN", "--to=x", "--last=9"], "--last=9 is more than the 3 clean steps"),
         (["average", "--workdir=RUN", "--to=RUN", "--last=2"], "is in use, it holds config.json; name a new folder"),
-        (["list", "--workdir=RUN", "--config=x.py"], "the work folder has all settings"),
+        (["list", "--workdir=RUN", "--config=x.py"], "the settings are read from the work folder"),
     ],
 )
 def test_bad_input_is_one_clear_line(kept, flags, told):
@@ -261,7 +263,7 @@ def test_every_verb_works_in_a_bucket(kept, tmp_path):
             str(path.relative_to(kept.directory / "30")): path.read_bytes() for path in kept_run.files_of(kept, 30)
         }
     assert "holds step 10 of another run" in answers[11][0] and "holds no checkpoint" in answers[12][0]
-    assert answers[13][0].startswith("error: the bucket refuses: ") and "Storage Object Viewer" in answers[13][0]
+    assert answers[13][0].startswith("error: cannot access the bucket: ") and "Storage Object Viewer" in answers[13][0]
     assert "cannot be read now: PERMISSION_DENIED; it is not known whether it is intact" in answers[14][0]
     assert "step 30 cannot be read now: PERMISSION_DENIED" in answers[15][0]
     back = Checkpoints(tmp_path / "back" / "checkpoints", CheckpointConfig())

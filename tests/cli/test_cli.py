@@ -48,7 +48,7 @@ def test_pages_are_the_same_where_python_drops_docstrings():
     ("verb", "told"),
     [
         ("verfy", "did you mean 'verify'?"),
-        ("xyz", f"it has {', '.join(cli.VERBS)}"),
+        ("xyz", f"verbs: {', '.join(cli.VERBS)}"),
     ],
 )
 def test_an_unknown_verb_is_one_line_with_the_nearest_name(verb, told):
@@ -102,14 +102,14 @@ DIGITS = "9" * 5000  # more than Python reads as a number
         ("sample workdir=runs/x", "; write --workdir=runs/x"),
         ("ckpt list workdir=runs/x", "; write --workdir=runs/x"),
         ("ckpt list --workdir=x --keep-last=1", "; its other verbs have it"),
-        ("sample --workdir=x --config.seed=1", "; the settings of a model are read from its work folder"),
-        ("trace --workdir=x --step=3 --config=x.py", "; the run's data are read from its work folder"),
+        ("sample --workdir=x --config.seed=1", "; the settings are read from the work folder"),
+        ("trace --workdir=x --step=3 --config=x.py", "; the settings are read from the work folder"),
         ("completion bash --config=x.py", "--config=x.py is not a flag"),
         ("completion bash zsh", "zsh is not a flag"),
         ("plan --loss=true --runs=x", "--config must be given"),
         ("plan --loss --runs=x --json=/nowhere/x.json", "--json=/nowhere/x.json must be a file in a folder"),
-        ("bench data --config=x.py", "takes a recipe, --recipe=FILE"),
-        ("bench data --config.stages=x", "give --recipe=FILE or --input too"),
+        ("bench data --config=x.py", "give a recipe: --recipe=FILE"),
+        ("bench data --config.stages=x", "also give --recipe=FILE or --input=GLOB"),
         ("prepare --config=RECIPE --input=*.txt --output=w", "sources.web must be a group of settings"),
         (f"train --stop_after={DIGITS}", "must be a whole number, 1 or more"),
         (f"train --config=configs/quickstart.py --skip-data={DIGITS}:1", "must be ranges of batches"),

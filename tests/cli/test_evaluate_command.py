@@ -62,7 +62,7 @@ def test_items_and_texts_that_are_damaged_are_counted_or_named(workdir, tmp_path
     assert lines["ask"].endswith("2 items, 3 left out") and lines["wiki"].endswith("1 left out")
     assert "ask: choice, 2 items, 3 left out (" in err
     assert "--damaged='no' is not one of stop, skip" in told(*flags, "--damaged=no")
-    assert "--damaged is for --text" in told(f"--workdir={workdir}", "--damaged=skip")
+    assert "--damaged applies only to --text" in told(f"--workdir={workdir}", "--damaged=skip")
 
 
 @pytest.mark.slow
@@ -128,12 +128,12 @@ def test_help_begins_with_an_example(capsys):
         (["--workdir=w", "--text=wiki=nowhere.txt"], "--text wiki=nowhere.txt does not exist"),
         (["--workdir=w", "--choice=nowhere.jsonl"], "--choice nowhere=nowhere.jsonl does not exist"),
         (["--workdir=w", "--cloze=a=x.jsonl,a=y.jsonl"], "the name a is given twice"),
-        (["--workdir=w", "--stride=4", "--cloze=a"], "are for --text; give that too"),
-        (["--workdir=w", "--include_path=."], "--include_path is for --lm_eval"),
+        (["--workdir=w", "--stride=4", "--cloze=a"], "apply only to --text; also give --text"),
+        (["--workdir=w", "--include_path=."], "--include_path applies only to --lm_eval"),
         (["--workdir=w", "--limit=0", "--text=a"], "--limit=0 must be a whole number, 1 or more"),
         (["--workdir=w", "--limit=0", "--lm_eval=a"], "--limit=0 must be a whole number, 1 or more"),
-        (["--workdir=w", "--chat", "--text=a"], "--chat is for --lm_eval; give that too"),
-        (["--workdir=w", "--config=c.py"], "settings of a model are read from its work folder"),
+        (["--workdir=w", "--chat", "--text=a"], "--chat applies only to --lm_eval; also give --lm_eval"),
+        (["--workdir=w", "--config=c.py"], "the settings are read from the work folder"),
         (["--workdir=/nowhere/run"], "--workdir=/nowhere/run holds no checkpoint"),
         (["--workdir=w", "--steps=all"], "holds no checkpoint"),
     ],
@@ -145,7 +145,7 @@ def test_bad_input_is_one_line(flags, wanted):
 def test_a_step_or_data_that_do_not_fit_are_told(workdir, files):
     at = f"--workdir={workdir}"
     assert "nothing to measure: the config has no evals" in told(at)
-    assert "step 5 is not a checkpoint; there are 3, 7" in told(at, "--steps=3,5")
-    assert "is one checkpoint" in told(f"{at}/checkpoints/3", "--steps=all")
+    assert "no checkpoint of step 5; existing steps: 3, 7" in told(at, "--steps=3,5")
+    assert "is a single checkpoint" in told(f"{at}/checkpoints/3", "--steps=all")
     long = f"--cloze=c={files}/words.jsonl"
     assert "its continuation has 4 tokens, and 2 are read" in told(at, long, "--context=2")

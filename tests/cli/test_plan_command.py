@@ -43,7 +43,7 @@ def test_money_becomes_a_config_that_fits(tmp_path, capsys):
     file = tmp_path / "proposed.py"
     assert plan.main(["--budget=50000", "--topology=h100:8x8", f"--write={file}"]) is Exit.DONE
     out = capsys.readouterr().out
-    assert "$50,000 at $3.99 buy 12,531 hours of H100 SXM" in out and f"written to {file}" in out
+    assert "$50,000 at $3.99 buys 12,531 chip hours of H100 SXM" in out and f"written to {file}" in out
     cfg = load_config(str(file))
     assert len(file.read_text().splitlines()) <= 40
     assert (
@@ -85,15 +85,15 @@ def test_operations_or_a_size_need_no_machine(tmp_path, capsys):
         ([SEVEN, "--topology=v5p-256", "--price=free"], "--price=free must be a number above 0"),
         ([SEVEN, "--topology=v5p-256", "--deadline=soon"], "--deadline=soon must be a time such as 30d"),
         ([SEVEN, "--topology=v5p-256", "--mfu=40"], "--mfu=40 must be a fraction"),
-        ([SEVEN, "--topology=v5p-256", "--pue=0.9"], "--pue=0.9 must be 1 or more"),
-        ([SEVEN, "--flops=1e20"], "--flops proposes a model, and --config names one"),
+        ([SEVEN, "--topology=v5p-256", "--pue=0.9"], "--pue=0.9 must be at least 1"),
+        ([SEVEN, "--flops=1e20"], "--flops proposes a model and cannot be combined with --config"),
         ([SEVEN, "--topology=v5p-256", "--json=/nowhere/x.json"], "--json=/nowhere/x.json must be a file in a folder"),
         (
             ["--model_size=7b", "--config.model.remat=none"],
             "--config.model.remat needs a config; write the prop",
         ),
         (["--model_size=big"], "--model_size=big must be a number of parameters"),
-        (["--budget=1000", "--topology=tpu7x:2x2x1"], "no price of TPU7x is known; give --price"),
+        (["--budget=1000", "--topology=tpu7x:2x2x1"], "no list price is known for TPU7x; give --price"),
         (["--budget=1000", "--flops=1e20"], "one of --budget=DOLLARS, --flops=NUMBER, --model_size"),
         ([SEVEN, "--topology=here"], "run: jaxscale bench step --save"),
         ([SEVEN, "--topology=v5p-256", "--config.mesh.tensor=3"], "needs a multiple of 3 devices"),
@@ -107,7 +107,7 @@ def test_a_wrong_command_line_is_told_in_one_line(argv, said, monkeypatch, tmp_p
 
 
 def test_saving_is_of_the_step_alone():
-    with pytest.raises(ValueError, match="--save saves what `jaxscale bench step` measured"):
+    with pytest.raises(ValueError, match="--save applies only to `jaxscale bench step`"):
         bench.main(["loop", "--save"])
 
 

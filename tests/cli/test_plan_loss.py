@@ -31,13 +31,13 @@ def test_the_end_of_a_run_is_forecast_with_an_interval_and_its_distance(runs, co
     printed, told = capsys.readouterr().out, json.loads((tmp_path / "all.json").read_text())
     assert done == 0 and len(told["law"]["points"]) == 9
     assert "broken: it is not finished: step 100 of 200" in printed
-    assert "check: without it, the largest run (64-800)" in printed
+    assert "for the largest (64-800); measured" in printed
     low, middle, high = (told["nats_per_token"][name] for name in ("low", "middle", "high"))
     assert low <= made_ladder.end_of(TARGET) <= high
     assert f"{middle:.4f} nats/token, {low:.4f} to {high:.4f} (90% interval)" in printed
     assert told["bits_per_byte"]["middle"] == pytest.approx(made_ladder.BITS_PER_NAT * middle)
     assert f"{told['reach']:.3g} times the FLOPs of the ladder's largest run" in printed
-    assert "a forecast of 64-800 from the others covers" in printed and told["largest_inside"]["64-800"] > 0.8
+    assert "a forecast of 64-800 from the other runs covers" in printed and told["largest_inside"]["64-800"] > 0.8
     assert "and 9 curves show" in printed and "Approach 2, parabolas at equal FLOPs: " in printed
     law, size = made_ladder.LAW, told["best_size"]["Approach 3, a law"]["told"]
     assert (
@@ -59,7 +59,7 @@ def test_the_band_lies_in_the_work_folder_where_the_report_finds_it(runs, config
         (tmp_path / "real" / name).rename(folder / name)
     assert read_history(folder).forecast["low"] == told["low"]
     assert main(argv) == 0  # once the run has begun it can be forecast again
-    with pytest.raises(ValueError, match=r"--to=.* holds a run that differs from the config in its length"):
+    with pytest.raises(ValueError, match=r"--to=.* contains a run that differs from the config in its length"):
         main([*argv, "--tokens=102400"])
     with pytest.raises(ValueError, match=r"differs from the config in model.mlp_dim"):
         main([*argv, "--config.model.mlp_dim=64"])
@@ -74,9 +74,12 @@ def test_five_runs_are_forecast_where_the_noise_is_told(runs, config_file, tmp_p
     assert main([*argv, "--noise=0.3%"]) == 0
     told, printed = json.loads((tmp_path / "all.json").read_text()), capsys.readouterr().out
     assert told["noise"] == {"off": pytest.approx(0.003), "measured": False}
-    assert "the noise of a run is 0.30%, as given" in printed
+    assert "noise of one run: 0.30%, as given" in printed
     free = told["law"]["without_pull"]["alpha"]
-    assert "the prior of exponents at 0.35 changed it by" in printed and f"alpha {free:.3g}, not " in printed
+    assert (
+        "the prior on the exponents (0.35) changes the forecast by" in printed
+        and f"alpha {free:.3g} instead of " in printed
+    )
 
 
 @pytest.mark.slow
@@ -84,7 +87,7 @@ def test_without_the_same_schedule_there_is_no_band_and_nothing_is_written(runs,
     argv = [f"--runs={runs}/*", f"--config={config_file}", "--config.optim.warmup_tokens=20%"]
     with pytest.raises(ValueError, match="no band to write"):
         main([*argv, f"--to={tmp_path / 'big'}"])
-    assert "no band over the curve: the curve of 16-200 followed cosine" in capsys.readouterr().out
+    assert "no band for the loss curve: the curve of 16-200 followed cosine" in capsys.readouterr().out
     assert not (tmp_path / "big").exists()
 
 

@@ -71,7 +71,7 @@ sys.exit(rehearse.main(["--config={config}", "--workdir={workdir}"]))
     marks = {line.split("  ")[0]: line for line in table if line}
     assert {"storage", "start", "train", "evaluate", "save", "space", "kill", "resume", "compare"} <= set(marks)
     assert "killed by SIGKILL after step 7, newest checkpoint 3" in marks["kill"]  # 6 was being written
-    assert "bit for bit the same at step 8" in marks["compare"]
+    assert "bitwise identical at step 8" in marks["compare"]
     assert "40 steps" in marks["the run"]  # the horizon is the real run's
     assert not (tmp_path / "runs").exists()
 
@@ -119,7 +119,7 @@ def test_a_training_that_is_refused_is_no_go_with_its_own_line(tmp_path, report)
 
 def test_a_horizon_that_is_shorter_than_the_rehearsal_is_no_go(tmp_path, report):
     what, seen = failing_row(report, rehearse.run_straight, made(tmp_path), report)
-    assert what == "train" and "it ended at step 0" in seen and "train_tokens=20 steps is shorter" in seen
+    assert what == "train" and "the run ended at step 0" in seen and "train_tokens=20 steps is less than" in seen
 
 
 def test_a_run_that_does_not_go_on_from_its_checkpoint_is_no_go(tmp_path, report):
@@ -132,7 +132,7 @@ def test_a_run_that_does_not_go_on_from_its_checkpoint_is_no_go(tmp_path, report
 
 def test_a_kill_before_any_checkpoint_was_committed_is_no_go(tmp_path, report):
     what, seen = failing_row(report, rehearse.run_killed, made(tmp_path, "os.kill(os.getpid(), 9)"), report)
-    assert what == "kill" and "no checkpoint to resume from" in seen
+    assert what == "kill" and "without a checkpoint to resume from" in seen
 
 
 def test_a_run_that_is_not_killed_is_no_go(tmp_path, report):
@@ -198,7 +198,7 @@ def test_after_no_go_both_runs_stay_and_are_not_written_over(config, tmp_path, c
     assert rehearse.carry_out(one) == Exit.NO_GO
     told = capsys.readouterr().out
     assert "NO-GO; both runs are kept in" in told and (tmp_path / "run" / "rehearsal" / "straight").is_dir()
-    with pytest.raises(ValueError, match="holds an earlier rehearsal that ended with NO-GO"):
+    with pytest.raises(ValueError, match="contains an earlier rehearsal that ended with NO-GO"):
         rehearse.main([f"--config={config}", f"--workdir={tmp_path / 'run'}"])
 
 

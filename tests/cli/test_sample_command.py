@@ -112,13 +112,13 @@ def test_a_conversation_grows_and_ctrl_c_ends_one_answer_of_it_and_what_is_too_l
     monkeypatch.setattr("sys.stdin", io.StringIO("one\n" + "long" * 99 + "\ntwo\n"))
     out, err = written(capsys, *flags)
     first, second = prefills(err)
-    assert first + len("two") < second < first + 99 and "error: this has" in err and "at most 256" in err
+    assert first + len("two") < second < first + 99 and "error: the prompt has" in err and "at most 256" in err
     assert len(out.splitlines()) >= 3  # each answer ends its line
     monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n"))
     monkeypatch.setattr("sys.stderr", told := Interrupted(at=5))  # when it is told what is being compiled
     assert sample.main(flags) == 0
-    assert "interrupted; Ctrl-D ends the program" in told.getvalue()
-    assert "the answer is cut at --num_tokens=6" in told.getvalue()
+    assert "interrupted; Ctrl-D exits the program" in told.getvalue()
+    assert "the answer was cut off at --num_tokens=6" in told.getvalue()
     assert prefills(told.getvalue()) == [first]  # nothing had been answered: it is as if it had not been asked
 
 
@@ -169,8 +169,8 @@ def test_prompts_come_from_a_terminal_until_it_ends(workdir, capsys, monkeypatch
     flags = [f"--workdir={workdir}", "--interactive", "--num_tokens=4", "--temperature=0", "--context=64"]
     out, err = written(capsys, *flags)
     assert "one" in out and "two" in out
-    assert "error: this has 135 tokens, but a text can have at most 64" in err
-    assert "texts of up to 64 tokens; the model was trained on rows of 16" in err
+    assert "error: the prompt has 135 tokens, but prompt and answer can have at most 64" in err
+    assert "texts have up to 64 tokens, but the model was trained on rows of 16" in err
 
 
 def test_help_begins_with_an_example(capsys):
@@ -193,15 +193,15 @@ def test_help_begins_with_an_example(capsys):
         (["--workdir=w", "--prompt="], "--prompt needs a value"),
         (["--workdir=w", "--prompt", "--json"], "--prompt needs a value"),
         (["--workdir=w", "--prompts=/no/file.txt"], "--prompts=/no/file.txt is not a file"),
-        (["--workdir=w", "--config.model.num_layers=3"], "only --mesh.AXIS may be set"),
-        (["--workdir=w", "--config=c.py"], "settings of a model are read from its work folder"),
+        (["--workdir=w", "--config.model.num_layers=3"], "only --mesh.AXIS can be set"),
+        (["--workdir=w", "--config=c.py"], "the settings are read from the work folder"),
         (["--workdir=w", "--mesh.data=0"], "mesh: data=0 must be a positive number"),
         (["--workdir=w", "--interactive", "--chat"], "give one of them"),
-        (["--workdir=w", "--interactive", "--prompt=a"], "leave out --prompt"),
-        (["--workdir=w", "--serve"], "give --chat too"),
-        (["--workdir=w", "--chat", "--num_samples=2"], "leave it out"),
+        (["--workdir=w", "--interactive", "--prompt=a"], "remove --prompt"),
+        (["--workdir=w", "--serve"], "--serve needs --chat"),
+        (["--workdir=w", "--chat", "--num_samples=2"], "remove it"),
         (["--workdir=w", "--interactive", "--json"], "--json does not apply to --interactive and --chat"),
-        (["--workdir=w", "--system=x"], "--system is for --chat"),
+        (["--workdir=w", "--system=x"], "--system applies only to --chat"),
         (["--workdir=w", "--promt=a"], "did you mean --prompt?"),
         (["--workdir=w", "--compute_dtype=int4"], "--compute_dtype=int4 must be float32, bfloat16 or float16"),
     ],
@@ -215,7 +215,7 @@ def test_bad_input_is_told_in_a_line(flags, wanted):
     [
         ("empty.txt", b"\n \n", "is empty"),
         ("half.txt", b"\xff\xfe", "is not UTF-8"),
-        ("bad.jsonl", b'"a"\n\n{"question": 1}\n', "line 3 is neither text"),
+        ("bad.jsonl", b'"a"\n\n{"question": 1}\n', "line 3 is neither a JSON string"),
     ],
 )
 def test_a_file_without_prompts_is_told(tmp_path, name, content, wanted):

@@ -151,8 +151,8 @@ def test_a_crash_loop_ends_with_the_reason_and_the_last_good_step_stays(tmp_path
     training = Training(tmp_path, "saves=7 exits=13", *["logs=9 dies=9"] * 5, "exits=0")
     assert training.supervise("--max_fruitless=4") == Exit.ERROR and training.left() == 2
     told = capfd.readouterr().err
-    assert "gave up: crash loop: 4 starts in a row brought no new checkpoint; step 7 is the newest and is kept" in told
-    assert "they ended: killed by SIGKILL, killed by SIGKILL, killed by SIGKILL, killed by SIGKILL\n" in told
+    assert "gave up: crash loop: 4 consecutive starts without a new checkpoint; the newest is step 7" in told
+    assert "they ended with: killed by SIGKILL, killed by SIGKILL, killed by SIGKILL, killed by SIGKILL\n" in told
     assert read_progress(training.workdir).newest == 7
     (last,) = training.ledger("gave_up")
     assert (last["code"], last["steps_won"], last["steps_lost"]) == (1, 7, 8)
@@ -171,7 +171,7 @@ def test_starts_are_counted_since_the_last_new_checkpoint(tmp_path, capfd):
     assert training.supervise("--max_fruitless=2") == Exit.ERROR and training.left() == 1
     told = capfd.readouterr().err
     assert told.count("restarting in") == 8 and told.count("(start 1 of at most 2 without a new checkpoint)") == 4
-    assert "gave up: crash loop: 2 starts in a row" in told
+    assert "gave up: crash loop: 2 consecutive starts" in told
 
 
 def test_a_run_that_advances_by_local_copies_alone_is_no_crash_loop(tmp_path, capfd):
@@ -179,7 +179,7 @@ def test_a_run_that_advances_by_local_copies_alone_is_no_crash_loop(tmp_path, ca
     loops = ["begins=160 dies=9", "begins=150 dies=9", "begins=160 dies=9"]  # a host was lost: no further than before
     training = Training(tmp_path, *advances, *loops, "exits=0")
     assert training.supervise("--max_fruitless=3") == Exit.ERROR and training.left() == 1
-    assert "gave up: crash loop: 3 starts in a row" in capfd.readouterr().err
+    assert "gave up: crash loop: 3 consecutive starts" in capfd.readouterr().err
 
 
 def test_a_step_that_is_saved_again_after_a_rewind_is_new(tmp_path):
@@ -276,11 +276,11 @@ def test_a_folder_that_was_moved_under_its_run_is_not_begun_anew(tmp_path, capsy
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ([], "nothing to supervise"),
-        (["--config=x.py"], "it is a flag of the training: jaxscale supervise -- --config=FILE"),
+        ([], "no training command"),
+        (["--config=x.py"], "it belongs to the training command, after --: jaxscale supervise -- --config=FILE"),
         (["--max_fruitless=no", "--", "x", "--workdir=w"], "--max_fruitless=no must be a whole number"),
         (["--max_fruitles=3", "--", "x"], "did you mean --max_fruitless?"),
-        (["--", "python"], "names neither --workdir nor --config"),
+        (["--", "python"], "has neither --workdir nor --config"),
         (["--", "no-such-program", "--workdir=w"], "no-such-program is not an executable"),
     ],
 )

@@ -139,7 +139,7 @@ def test_a_document_lists_its_steps(home, run, capsys):
     seen = {piece["file"].rpartition("/")[2] for pieces in by_step.values() for piece in pieces}
     never = next(file.name for file in sorted(home.glob("code*.txt")) if file.name not in seen)
     assert trace.main([f"--workdir={run}", f"--doc={never}:0"]) == 0
-    assert f"no step of this run, past or future, has {never}:0" in capsys.readouterr().err
+    assert f"no step of this run, past or future, trains on {never}:0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -151,8 +151,11 @@ def test_a_document_lists_its_steps(home, run, capsys):
         (["--workdir={run}", "--step=-1"], "--step=-1 must be a whole number"),
         (["--workdir={run}", "--doc=x"], "no document of the corpus has this id or location"),
         (["--workdir=nowhere", "--step=1"], "holds no config.json"),
-        (["--workdir={run}", "--step=1", "--config.seed=3"], "only settings of data may be given"),
-        (["--workdir={run}", "--step=1", "--config.data.max_epochs.web=3"], "this is read from the run's work folder"),
+        (["--workdir={run}", "--step=1", "--config.seed=3"], "only data.* can be set"),
+        (
+            ["--workdir={run}", "--step=1", "--config.data.max_epochs.web=3"],
+            "it determines the batches and is read from the work folder",
+        ),
         (["--workdir={run}", "--step=1", "--row=16"], "row=16 is not among the 16 rows of batch 1; give 0 to 15"),
         (
             ["--workdir={run}", "--step=12"],
@@ -255,7 +258,7 @@ def test_a_step_that_is_to_come_and_a_skipped_batch_are_called_so(run, tmp_path,
     copy = copied(run, tmp_path, upto=7)  # the checkpoint of step 5, and two more lines of metrics
     for flag, note in (
         ("--step=6", COUNTS.format(6, 7)),
-        ("--step=7", "step 7 is in the future: the run has done 7 steps"),
+        ("--step=7", "step 7 is in the future: the work folder has 7 completed steps"),
         ("--batch=9", "step 7 is in the future"),
         ("--batch=4", "batch 4 is skipped: no step trains on it"),
     ):

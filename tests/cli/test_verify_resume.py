@@ -160,7 +160,7 @@ def test_a_run_that_ends_by_itself_says_why(tmp_path):
         runs.run("straight")
     assert stop.value.code == Exit.BAD_INPUT
     quick = dataclasses.replace(runs, command=[sys.executable, "-S", "-c", ""])
-    with pytest.raises(Stop, match="it should have been killed, but: exit 0"):
+    with pytest.raises(Stop, match="expected to be killed, but: exit 0"):
         quick.run("straight", kill_at="step:7")
 
 

@@ -64,7 +64,7 @@ def test_a_frame_says_how_the_run_is():
     for told in (
         "jaxscale watch  runs/a", "running", "llama (2 layers, 64 wide), 8 x TPU v5p", " 50% ", "step 500 of 1,000",
         "eta 5m00s", "loss        3.000", "3.000 to 3.980", "validation  3.700", "at step 200", "learn. rate 3.00e-04",
-        "tokens/s    12.3K", "0.5 s  MFU 43.1%  waits for data 2.0%", "device 60.0 GiB of 80.0 GiB (75%)",
+        "tokens/s    12.3K", "0.5 s  MFU 43.1%  data wait 2.0%", "device 60.0 GiB of 80.0 GiB (75%)",
         "busy 98%  601 W  61 C", "goodput     78.1% of 5m20s", "data 15.6%  compile 6.2%",
         "step 500: checkpoint saved, 1.2s",
     ):  # fmt: skip
@@ -186,7 +186,7 @@ def test_a_damaged_config_is_a_problem_of_the_frame_and_a_missing_one_is_not(tmp
     assert watch.RunReader(str(tmp_path)).read().problems == ()
     (tmp_path / "config.json").write_text("{")
     (problem,) = watch.RunReader(str(tmp_path)).read().problems
-    assert problem.startswith("cannot be read now:") and "config.json is not valid JSON" in problem
+    assert problem.startswith("the run cannot be read:") and "config.json is not valid JSON" in problem
 
 
 def test_a_long_file_is_read_from_near_its_end(tmp_path):
@@ -203,7 +203,7 @@ def test_a_long_file_is_read_from_near_its_end(tmp_path):
         (["--workdir=.", "--every=0"], "--every=0 must be a whole number, 1 or more"),
         (
             ["--workdir=.", "--config=x.py"],
-            "--config=x.py is not a flag of this command; the work folder has all data",
+            "--config=x.py is not a flag of this command; everything is read from the work folder",
         ),
     ],
 )

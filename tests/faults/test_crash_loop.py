@@ -35,6 +35,6 @@ def test_a_training_that_dies_at_its_third_step_each_time_is_given_up(tmp_path):
     crashing = env | {"JAXSCALE_CRASH_AT": "step:3"}
     given_up = subprocess.run(supervise, env=crashing, timeout=800, capture_output=True, text=True)
     assert given_up.returncode == Exit.ERROR, given_up.stdout + given_up.stderr
-    assert "crash loop: 2 starts in a row brought no new checkpoint; step 5 is the newest" in given_up.stderr
+    assert "crash loop: 2 consecutive starts without a new checkpoint; the newest is step 5" in given_up.stderr
     mended = subprocess.run(supervise, env=env, timeout=400, capture_output=True, text=True)
     assert mended.returncode == 0 and "resuming from step 5" in mended.stdout

@@ -137,7 +137,7 @@ def test_the_same_command_after_a_hub_that_refused_goes_on_with_the_push(server,
     asked = len(server.state["asked"])
     assert asked >= 2  # the second command came as far as the Hub
     assert convert.main(command) == 0 and is_finished(tmp_path / "out")  # or it stays here
-    assert "of it converted before" in capsys.readouterr().out and len(server.state["asked"]) == asked
+    assert "already converted" in capsys.readouterr().out and len(server.state["asked"]) == asked
 
 
 def test_what_can_never_be_sent_is_refused_before_anything_is_converted(tmp_path, monkeypatch):

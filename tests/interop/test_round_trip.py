@@ -87,7 +87,7 @@ def test_what_is_not_finite_is_told_and_kept(tmp_path, capsys):
 def test_it_is_a_checkpoint_like_any_other(tmp_path, capsys):
     values = make_folder(tmp_path / "hf", LLAMA, FLOAT32)
     checkpoints = bring_in(tmp_path / "hf", tmp_path / "run")
-    assert "train on with --init_from=" in capsys.readouterr().out
+    assert "start training from it with --init_from=" in capsys.readouterr().out
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["checkpoints", "config.json"]
     assert checkpoints.all_steps() == [0] and verify_folder(checkpoints.directory / "0").damages == ()
     record = checkpoints.read_record(0)
@@ -207,7 +207,7 @@ def test_it_is_no_run_to_go_on_with(tmp_path):
         (["--from=a", "--workdir=b", "--ema"], "--ema is for an export, with --to"),
         (["--workdir=a", "--to=b", "--dtype=float8"], "--dtype=float8 must be bfloat16 or float32"),
         (["--workdir=nothing", "--to=b"], "nothing has no checkpoint; give the work folder of a run"),
-        (["--workdir=a", "--to=b", "--config=c"], "model's config.json describes it"),
+        (["--workdir=a", "--to=b", "--config=c"], "the settings are read from the model's config.json"),
         (["--workdir=a", "--to=b", "--push=alone"], "push='alone' must be a repository of the Hub, written OWNER/NAME"),
     ],
 )

@@ -67,5 +67,5 @@ def test_items_are_read_under_every_name_that_training_reads(tmp_path, name):
 
 def test_a_prompt_that_is_no_json_is_named(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(MARK + b'"one"\n{"prompt": 3}\n')
-    with pytest.raises(BadInput, match="a.jsonl line 2 is neither text in JSON nor an object with a prompt"):
+    with pytest.raises(BadInput, match="a.jsonl line 2 is neither a JSON string nor an object with a prompt"):
         read_prompts([], str(tmp_path / "a.jsonl"))
