@@ -123,7 +123,7 @@ def add_stages(program: Program, budget: Budget, stages: Sequence[BatchStage]) -
             name = "batch_ramp" if rows == cfg.seq_len else f"seq_len_ramp, rows of {rows} tokens"
             raise BadInput(
                 f"{name}, batches of {stage_cfg.rows_per_step} rows: {error}; a run that resumes at batch {stage.stop} "
-                "or later needs none of these"
+                "or later does not need this batch size"
             ) from None
     smaller = [other for shape, other in programs.items() if shape != program.shape]
     smaller.sort(key=lambda other: (other.cfg.tokens_per_step, other.cfg.seq_len))

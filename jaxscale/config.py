@@ -37,40 +37,40 @@ class RunConfig:
     }
 
     model: AnyModelConfig = setting(help="the model")
-    seq_len: int = setting(1024, "tokens in a row")
-    batch_tokens: units.Tokens = setting(help="tokens in a step, over all devices: an integer or '512 rows'")
+    seq_len: int = setting(1024, "tokens per row")
+    batch_tokens: units.Tokens = setting(help="tokens per step, over all devices: an integer or '512 rows'")
     batch_ramp: tuple[tuple[units.Tokens, units.Tokens], ...] = setting(
         (),
-        "smaller batches to begin with, before those of batch_tokens: [(tokens or '8 rows', until which tokens of the "
-        "run), ...], such as [('8 rows', '10%')]; amounts in tokens, rows or '%', not in steps",
+        "smaller batches at the beginning: [(batch size, end), ...], the size in tokens or rows, the end in tokens "
+        "of the run, rows or '%', such as [('8 rows', '10%')]; neither may be in steps",
     )
     seq_len_ramp: tuple[tuple[int, units.Tokens], ...] = setting(
         (),
-        "shorter rows to begin with, before those of seq_len: [(tokens in a row, until which tokens of the run), ...], "
-        "such as [(256, '10%')]; each row of seq_len is cut into whole ones, and a batch keeps its tokens",
+        "shorter rows at the beginning: [(tokens per row, end in tokens of the run), ...], such as [(256, '10%')]; "
+        "each row of seq_len is split into shorter rows, and the tokens per batch stay the same",
     )
     train_tokens: units.Tokens = setting(
-        help="tokens in the run: an integer, '20000 steps' or '1 epoch'", may_change=True
+        help="tokens of the whole run: an integer, '20000 steps' or '1 epoch'", may_change=True
     )
-    seed: int = setting(0, "of the parameters, the order of the data and all else that is random")
+    seed: int = setting(0, "seed of the initial parameters, the data order and all other random numbers")
     mesh: MeshConfig = setting(MeshConfig, may_change=True)
     context: ContextConfig = setting(ContextConfig, may_change=True, read_if="mesh.context!=1")
     expert: ExpertConfig = setting(ExpertConfig, may_change=True, read_if="mesh.expert!=1")
     pipeline: PipelineConfig = setting(PipelineConfig, may_change=True, read_if="mesh.pipeline!=1")
     rules: Literal["zero1", "zero2", "zero3"] = setting(
-        "zero3", "what the fsdp axis shares: moments; gradients too; parameters too", may_change=True
+        "zero3",
+        "what is sharded over the fsdp axis: zero1 moments; zero2 also gradients; zero3 also parameters",
+        may_change=True,
     )
     compiler: dict[str, bool | int | float | str] = setting(
-        {}, "options for XLA by name, over our own table of them (kernels/compiler_options.py)", may_change=True
+        {}, "XLA options by name; they override the built-in ones (kernels/compiler_options.py)", may_change=True
     )
     optim: OptimConfig = setting(OptimConfig)
     train: TrainConfig = setting(TrainConfig)
     lora: LoraConfig = setting(LoraConfig, read_if="lora.rank")
     data: DataConfig = setting(DataConfig)
     eval: EvalConfig = setting(EvalConfig)
-    evals: Evals = setting(
-        {}, "{name: evaluator}: what else the model is measured on, each with its cadence", may_change=True
-    )
+    evals: Evals = setting({}, "{name: evaluator}: further evaluations, each with its own interval", may_change=True)
     checkpoint: CheckpointConfig = setting(CheckpointConfig)
     lock: LockConfig = setting(LockConfig, may_change=True)
     monitor: MonitorConfig = setting(MonitorConfig)
@@ -126,7 +126,7 @@ class RunConfig:
 
 
 def check_row_length(cfg: RunConfig) -> None:
-    """Raises BadInput for rows of one token, and for rows longer than the model can read."""
+    """Raises BadInput for rows of one token, and for rows longer than model.max_seq_len."""
     if cfg.seq_len < 2:
         raise BadInput(f"seq_len={cfg.seq_len} must be at least 2")
     longest = cfg.model.max_seq_len
@@ -134,10 +134,12 @@ def check_row_length(cfg: RunConfig) -> None:
         made = "" if cfg.row_lengths.row == cfg.seq_len else f", which makes rows of {cfg.row_lengths.row},"
         if getattr(cfg.model, "rope_scaling", None) is not None:
             raise BadInput(
-                f"seq_len={cfg.seq_len}{made} is longer than the rows of {longest} tokens that model.rope_scaling is "
-                f"for; set model.rope_scaling.row_len={cfg.row_lengths.row}"
+                f"seq_len={cfg.seq_len}{made} is longer than the {longest} tokens per row of model.rope_scaling; "
+                f"set model.rope_scaling.row_len={cfg.row_lengths.row}"
             )
-        raise BadInput(f"seq_len={cfg.seq_len}{made} is longer than model.max_seq_len={longest}; raise that one")
+        raise BadInput(
+            f"seq_len={cfg.seq_len}{made} is longer than model.max_seq_len={longest}; raise model.max_seq_len"
+        )
 
 
 def check_batch(cfg: RunConfig) -> None:
@@ -151,7 +153,7 @@ def check_batch(cfg: RunConfig) -> None:
     if rows % cfg.train.num_microbatches:
         raise BadInput(
             f"train.num_microbatches={cfg.train.num_microbatches} does not divide the {rows} rows of a batch; "
-            f"it may be {or_list(divisors(rows))}"
+            f"use {or_list(divisors(rows))}"
         )
 
 
@@ -161,8 +163,8 @@ def check_ramp(cfg: RunConfig) -> None:
     for before, size in zip((0, *sizes), (*sizes, cfg.tokens_per_step)):
         if size <= before:
             raise BadInput(
-                f"batch_ramp has batches of {', '.join(map(str, sizes))} tokens before those of batch_tokens="
-                f"{cfg.tokens_per_step}; each must be larger than the one before it"
+                f"batch_ramp has batches of {', '.join(map(str, sizes))} tokens, followed by batch_tokens="
+                f"{cfg.tokens_per_step}; each must be larger than the previous one"
             )
     for size in sizes:
         if size % cfg.seq_len:
@@ -178,25 +180,22 @@ def check_seq_len_ramp(cfg: RunConfig) -> None:
     for before, length in zip((1, *lengths), (*lengths, cfg.seq_len) if lengths else ()):
         if length <= before:
             raise BadInput(
-                f"seq_len_ramp has rows of {', '.join(map(str, lengths))} tokens before those of seq_len="
-                f"{cfg.seq_len}; each must be at least 2, and longer than the one before it"
+                f"seq_len_ramp has rows of {', '.join(map(str, lengths))} tokens, followed by seq_len="
+                f"{cfg.seq_len}; each must be at least 2, and longer than the previous one"
             )
     for length in lengths:
         if cfg.seq_len % length:
             fitting = [part for part in divisors(cfg.seq_len) if 1 < part < cfg.seq_len]
-            raise BadInput(
-                f"seq_len_ramp: rows of seq_len={cfg.seq_len} tokens cannot be cut into whole ones of {length}; a "
-                f"length may be {or_list(fitting)}"
-            )
+            raise BadInput(f"seq_len_ramp: seq_len={cfg.seq_len} is not a multiple of {length}; use {or_list(fitting)}")
     if lengths and cfg.data.objective.name != "next_token":
         raise BadInput(
-            f"seq_len_ramp cuts rows of text, and data.objective.name={cfg.data.objective.name!r} makes its inputs of "
-            "whole ones; leave the ramp out, or use 'next_token'"
+            f"seq_len_ramp splits rows, but data.objective.name={cfg.data.objective.name!r} needs whole rows; remove "
+            "the ramp, or use 'next_token'"
         )
     if lengths and cfg.data.name == "chat":
         raise BadInput(
-            "seq_len_ramp would cut the conversations of data.name='chat', whose answers need what they answer; leave "
-            "it out"
+            "seq_len_ramp would split the conversations of data.name='chat' and separate answers from their questions; "
+            "remove it"
         )
 
 
@@ -216,7 +215,7 @@ def check_amounts(cfg: RunConfig) -> None:
     for name, amount in amounts:
         if units.parse(name, amount)[1] == "steps" and cfg.batch_ramp:
             raise BadInput(
-                f"{name}={amount!r}: with batch_ramp a step is not always as many tokens; write it in tokens or rows"
+                f"{name}={amount!r}: with batch_ramp, steps differ in their tokens; write it in tokens or rows"
             )
 
 
@@ -236,8 +235,8 @@ def check_objective(cfg: RunConfig) -> None:
         raise BadInput(f"data.objective.name={objective.name!r} cannot train model.name={model.name!r}; use {way_out}")
     if cfg.row_lengths.prefix and model.attention_window is not None:
         raise BadInput(
-            f"data.objective.name={objective.name!r} lets all of a document see its prefix, and model.attention_window="
-            f"{model.attention_window} would not; set that to none"
+            f"data.objective.name={objective.name!r} lets each token attend to the whole prefix of its document, but "
+            f"model.attention_window={model.attention_window} does not; set model.attention_window to none"
         )
 
 
@@ -254,29 +253,31 @@ def check_weights(cfg: RunConfig) -> None:
     """Raises BadInput for an EMA, an export or adapters that the run cannot have."""
     if cfg.train.ema.on and cfg.optim.offload_params:
         raise BadInput(
-            "train.ema.decay keeps an average on the devices, and optim.offload_params keeps the parameters off them; "
-            "set one of them back"
+            "train.ema.decay and optim.offload_params cannot be combined: the average is updated on the devices, but "
+            "the parameters are on the host; disable one of them"
         )
     if cfg.sample.ema and not cfg.train.ema.on:
-        raise BadInput("sample.ema=true samples from an average that train.ema.decay=0 does not keep; set the decay")
+        raise BadInput("sample.ema=true needs an average of the weights; set train.ema.decay above 0")
     every, saved = cfg.export.every_steps, cfg.checkpoint.save_every_steps
     if every and (not saved or every % saved):
         raise BadInput(
-            f"export.every_steps={every} must be a multiple of checkpoint.save_every_steps={saved}: an export is made "
-            "of a checkpoint"
+            f"export.every_steps={every} must be a multiple of checkpoint.save_every_steps={saved}: exports are "
+            "made from checkpoints"
         )
     if every and cfg.lora.on:
         raise BadInput(
             f"export.every_steps={every} would export weights without their adapters (lora.rank={cfg.lora.rank}); set "
-            "it to 0, and merge them with jaxscale ckpt merge_lora when the run is done"
+            "it to 0, and merge them after the run with jaxscale ckpt merge_lora"
         )
     if every and cfg.export.ema and not cfg.train.ema.on:
-        raise BadInput("export.ema=true exports an average that train.ema.decay=0 does not keep; set the decay")
+        raise BadInput("export.ema=true needs an average of the weights; set train.ema.decay above 0")
     if cfg.lora.on and cfg.model.kind != "decoder":
         decoders = " and ".join(names_of("decoder"))
-        raise BadInput(f"lora.rank={cfg.lora.rank}: model.name={cfg.model.name!r} takes no adapters; {decoders} do")
+        raise BadInput(
+            f"lora.rank={cfg.lora.rank}: model.name={cfg.model.name!r} does not support adapters; {decoders} do"
+        )
     if cfg.lora.on and cfg.optim.offload_params:
-        raise BadInput("lora.rank and optim.offload_params do not go together yet; leave one of them out")
+        raise BadInput("lora.rank and optim.offload_params cannot be combined; remove one of them")
 
 
 def check_limit(cfg: RunConfig) -> None:
@@ -286,11 +287,11 @@ def check_limit(cfg: RunConfig) -> None:
         return
     if optim.decay not in STABLE:
         raise BadInput(
-            f"limit.on_overrun='decay' begins a decay early, and with optim.decay={optim.decay!r} no rate stays at its "
-            "peak until one; set optim.decay to wsd or constant, or limit.on_overrun to tell"
+            f"limit.on_overrun='decay' starts the decay early, but optim.decay={optim.decay!r} has no constant phase "
+            "before a decay; set optim.decay to wsd or constant, or limit.on_overrun to tell"
         )
     if not 0 <= optim.min_lr <= optim.peak_lr:
-        raise BadInput(f"optim.min_lr={optim.min_lr:g} must lie between 0 and optim.peak_lr={optim.peak_lr:g}")
+        raise BadInput(f"optim.min_lr={optim.min_lr:g} must be between 0 and optim.peak_lr={optim.peak_lr:g}")
 
 
 def check_evals(cfg: RunConfig) -> None:
@@ -298,7 +299,7 @@ def check_evals(cfg: RunConfig) -> None:
     check_names(cfg.evals)
     if cfg.evals and cfg.model.kind != "decoder":
         decoders = or_list(names_of("decoder"))
-        raise BadInput(f"evals are of decoders, and model.name={cfg.model.name!r} is not one; use {decoders}")
+        raise BadInput(f"evals need a decoder, but model.name={cfg.model.name!r} is not one; use {decoders}")
 
 
 def check_experts(cfg: RunConfig) -> None:
@@ -308,13 +309,13 @@ def check_experts(cfg: RunConfig) -> None:
         raise BadInput(f"mesh.expert={cfg.mesh.expert}: this model has no experts; use mesh.expert=1, and another axis")
     if experts is None:
         if lost := [name for name in cfg.train.aux_losses if name in EXPERT_LOSSES]:
-            raise BadInput(f"train.aux_losses has {lost[0]!r}, of experts, and this model has none; leave it out")
+            raise BadInput(f"train.aux_losses has {lost[0]!r}, but this model has no experts; remove it")
         if cfg.init.experts != "none":
             raise BadInput(f"init.experts={cfg.init.experts!r}: this model has no experts; set model.experts")
     elif model.matmul_dtype != "none":
         raise BadInput(
-            f"model.matmul_dtype={model.matmul_dtype!r} is not built for model.experts; set it to 'none', for all "
-            "products in compute_dtype"
+            f"model.matmul_dtype={model.matmul_dtype!r} does not support model.experts; set it to 'none', for "
+            "matmuls in compute_dtype"
         )
 
 
@@ -324,18 +325,16 @@ def check_qk_clip(cfg: RunConfig) -> None:
     if optim.qk_clip is None:
         return
     reasons = {
-        f"model.name={model.name!r}: it is of decoders": model.kind != "decoder",
-        "model.qk_norm=true, which sets the lengths of queries and keys whatever the size of the weights": getattr(
-            model, "qk_norm", False
-        ),
-        f"lora.rank={cfg.lora.rank}, which freezes the weights that it shrinks": cfg.lora.on,
+        f"model.name={model.name!r}, which is not a decoder": model.kind != "decoder",
+        "model.qk_norm=true, which normalizes queries and keys, whatever the weights": getattr(model, "qk_norm", False),
+        f"lora.rank={cfg.lora.rank}, which freezes the weights that it would scale": cfg.lora.on,
         "optim.offload_params=true, whose weights are not on the device after their update": optim.offload_params,
-        "optim.groups with frozen=true, whose weights it might shrink": any(one.frozen for one in optim.groups),
-        f"mesh.pipeline={cfg.mesh.pipeline}, whose stages record no scores": cfg.mesh.pipeline != 1,
+        "optim.groups with frozen=true, whose weights it would scale": any(one.frozen for one in optim.groups),
+        f"mesh.pipeline={cfg.mesh.pipeline}, whose stages do not record attention scores": cfg.mesh.pipeline != 1,
     }
     for what, is_so in reasons.items():
         if is_so:
-            raise BadInput(f"optim.qk_clip={optim.qk_clip:g} cannot go with {what}; leave one of them out")
+            raise BadInput(f"optim.qk_clip={optim.qk_clip:g} cannot be combined with {what}; remove one of them")
 
 
 def check_scales(cfg: RunConfig) -> None:
@@ -345,21 +344,21 @@ def check_scales(cfg: RunConfig) -> None:
         return
     if cfg.optim.name not in OPTIMIZERS:
         raise BadInput(
-            f"model.mup has no learning rates for optim.name={cfg.optim.name!r}; use {or_list(OPTIMIZERS)}, or leave "
-            "it out"
+            f"model.mup has no learning rates for optim.name={cfg.optim.name!r}; use {or_list(OPTIMIZERS)}, or "
+            "remove model.mup"
         )
     if cfg.optim.name == "sgd" and mup.base_layers is not None:
-        raise BadInput("model.mup.base_layers: its rule is for AdamW, and optim.name='sgd'; leave base_layers out")
+        raise BadInput("model.mup.base_layers is for AdamW, but optim.name='sgd'; remove base_layers")
     if cfg.lora.on:
         raise BadInput(
-            "lora.rank cannot go with model.mup, which has no rule for adapters; export the model with jaxscale "
-            "convert, import it again without muP, and train adapters on that"
+            "lora.rank cannot be combined with model.mup, which has no rule for adapters; export the model with "
+            "jaxscale convert, import it again without muP, and train adapters on that"
         )
 
 
-# Everything that settings of several rooms must agree on, checked once, as a RunConfig is made. A setting by itself is
-# checked where it stands (__post_init__), what needs devices in device_checks, what needs files in
-# runtime.data.checks.check_data, and what the work folder must agree with in runtime.run.start.resolve_start.
+# Rules between settings of several packages, checked once, when a RunConfig is made. Rules of a single group are in its
+# __post_init__, those that need devices in device_checks, those that need files in runtime.data.checks.check_data, and
+# those that depend on the work folder in runtime.run.start.resolve_start.
 CHECKS = (
     check_experts, check_row_length, check_objective, check_clean_source, check_weights, check_evals, check_batch,
     check_ramp, check_seq_len_ramp, check_amounts, check_scales, check_limit, check_qk_clip,

@@ -24,7 +24,7 @@ class TrainFlags(RunOptions, HostFlags):
 
     config: str = flag("", "a file with get_config(); FILE.py:TEXT passes TEXT to it", "FILE")
     settings: dict[str, str] = flag(
-        dict, "sets any setting by its dotted name, named in the file or not", "VALUE", name="config.NAME"
+        dict, "sets any setting by its dotted name, whether or not the file sets it", "VALUE", name="config.NAME"
     )
     skip_data: str | None = flag(
         None,
@@ -32,7 +32,7 @@ class TrainFlags(RunOptions, HostFlags):
         "A:B,C:D",
         name="skip-data",
     )
-    init_from: str | None = flag(None, "starts with another run's weights; the same as --config.init.from_path", "RUN")
+    init_from: str | None = flag(None, "starts from another run's weights; the same as --config.init.from_path", "RUN")
     branch_from: str | None = flag(
         None,
         "starts a branch of another run, at its newest step or at WORKDIR/checkpoints/STEP, with all of its state and "
@@ -41,15 +41,15 @@ class TrainFlags(RunOptions, HostFlags):
     )
     decay_tokens: str | None = flag(
         None,
-        "of a branch: decays its learning rate over this many tokens, or '2000 steps', and ends; settings of optim "
-        "give the shape and the last rate",
+        "for a branch: decays the learning rate over this many tokens, or '2000 steps', and ends; optim.* sets the "
+        "shape and the final learning rate",
         "TOKENS",
     )
     budget_dollars: str | None = flag(None, "", "DOLLARS")
     deadline: str | None = flag(
         None,
-        "reports when the run will cost more or last longer, by its speed so far; the same as --config.limit.dollars "
-        "and limit.deadline, and limit.on_overrun=decay ends it in time",
+        "reports if the run will cost more or take longer, judging by its speed so far; the same as "
+        "--config.limit.dollars and limit.deadline, and limit.on_overrun=decay ends it in time",
         "12h",
     )
     workdir: str | None = flag(
@@ -65,7 +65,7 @@ def main(arguments: Arguments) -> None:
     flags = arguments.flags
     workdir = flags.workdir or f"runs/{config_file.config_name(arguments.config)}"
     if flags.decay_tokens and not flags.branch_from:
-        raise BadInput(f"--decay_tokens={flags.decay_tokens} is of a branch; give --branch_from=RUN too")
+        raise BadInput(f"--decay_tokens={flags.decay_tokens} applies only to a branch; also give --branch_from=RUN")
     branch = (flags.branch_from, flags.decay_tokens) if flags.branch_from else None
     cfg = load_train_config(arguments.config, config_file.with_flags(arguments), workdir, branch)
     train_in(workdir, cfg, flags, arguments.options)

@@ -60,7 +60,7 @@ def merge(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, 
             inner = merged.get(head, {})
             inner = literal(inner) if isinstance(inner, str) else inner
             if not isinstance(inner, Mapping):
-                raise BadInput(f"{dotted}={value!r} reaches into {head}, which is {inner!r}, not a group of settings")
+                raise BadInput(f"{dotted}={value!r}: {head} is {inner!r}, not a group of settings")
             merged[head] = merge(inner, {tail: value})
         else:
             merged[head] = value
@@ -342,7 +342,7 @@ def suggestion(key: str, cls: type, path: str) -> str:
     close = difflib.get_close_matches(key, names, n=1) or [
         leaf[name] for name in difflib.get_close_matches(key, leaf, n=1, cutoff=0.75)
     ]
-    return f"; did you mean {close[0]!r}?" if close else f"; it has {', '.join(names)}"
+    return f"; did you mean {close[0]!r}?" if close else f"; settings: {', '.join(names)}"
 
 
 def value_hint(value: Any, candidates: list[Any], path: str) -> str:

@@ -31,7 +31,7 @@ def parse(name: str, amount: Tokens) -> tuple[float, str]:
         )
     number = float(found[1].replace("_", ""))
     if number > MAX_AMOUNT:
-        raise BadInput(f"{name}={str(amount)[:40]} is more than any training has; the most is {MAX_AMOUNT:.0e}")
+        raise BadInput(f"{name}={str(amount)[:40]} is too large; the maximum is {MAX_AMOUNT:.0e}")
     return number, UNITS[found[2].lower()]
 
 
@@ -56,7 +56,7 @@ def resolve(
     if size is None:
         needs = {"steps": "batch_tokens", "%": "train_tokens", "epochs": "a data set of known length"}[unit]
         other = "tokens or steps" if batch_tokens else "tokens or rows"
-        raise BadInput(f"{name}={amount!r} needs {needs}, which is not known here; write it in {other}")
+        raise BadInput(f"{name}={amount!r} needs {needs}, which is unknown; write it in {other}")
     if not (number * size).is_integer() and unit == "tokens":
         raise BadInput(f"{name}={amount!r} must be a whole number of tokens")
     return round(number * size)
@@ -85,7 +85,9 @@ class BatchSizes:
         stages, batch, reached = [], 0, 0
         for size, until in ends:
             if until <= reached:
-                raise BadInput(f"no batch has {size:,}: they end at {until:,}, and those before them at {reached:,}")
+                raise BadInput(
+                    f"no batch has size {size:,}: it ends at {until:,}, but the previous batches reach {reached:,}"
+                )
             stages.append((batch, size))
             number = steps(until - reached, size)
             batch, reached = batch + number, reached + number * size

@@ -180,7 +180,7 @@ def make_run(folder, last=4200, seed=0, every=10, peak_lr=3e-4, floor=1.85, plai
         (folder / "samples.jsonl").write_text("".join(f"{line}\n" for line in lines))
         ends = [
             {"time": "2026-11-03T09:35:20.000+00:00", "event": "end", "number": 1, "code": 10, "seconds": 5720.4,
-             "meaning": "exit 10, saved on a signal", "step": 2830, "steps_won": 2830, "steps_lost": 0},
+             "meaning": "exit 10, saved and exited on a signal", "step": 2830, "steps_won": 2830, "steps_lost": 0},
             {"time": "2026-11-03T10:20:00.000+00:00", "event": "end", "number": 2, "code": -9, "seconds": 2610.0,
              "meaning": "killed by SIGKILL", "step": 4000, "steps_won": 1170, "steps_lost": 60},
         ]  # fmt: skip

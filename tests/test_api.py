@@ -119,12 +119,15 @@ def test_evaluate_measures_what_the_verb_measures(workdir, model, tmp_path, caps
     [
         (lambda model: jaxscale.evaluate(model, text={"a": "missing/*.txt"}), r"text\['a'\].*missing"),
         (lambda model: jaxscale.evaluate(model, text={"a": "x"}, cloze={"a": "y"}), "'a' is the name of two"),
-        (lambda model: jaxscale.evaluate(model), "nothing to measure"),
+        (lambda model: jaxscale.evaluate(model), "nothing to evaluate"),
         (lambda model: jaxscale.sample(model, num_tokens=0), "num_tokens=0 and batch=8 must be whole numbers"),
         (lambda model: jaxscale.sample(model, num_tokens=np.int64(5), seed="a"), "seed='a' must be a whole number"),
         (lambda model: jaxscale.sample(model, temperature="hot"), "temperature='hot' must be a number"),
         (lambda model: jaxscale.sample(model, num_tokens=2.5), "num_tokens=2.5 must be a whole number"),
-        (lambda model: jaxscale.sample(model, system="Be brief."), "system='Be brief.' is the first .* chat=True too"),
+        (
+            lambda model: jaxscale.sample(model, system="Be brief."),
+            "system='Be brief.' is the first .* also give chat=True",
+        ),
         (lambda model: jaxscale.sample(model, "hi", chat=True), "bytes has no chat template"),
         (lambda model: jaxscale.sample(model, top_p=2.0), "top_p"),
         (

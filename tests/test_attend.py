@@ -21,7 +21,7 @@ from jaxscale.system.paths import locked
 MAKE = {
     "a pipe": os.mkfifo,
     "a folder": pathlib.Path.mkdir,
-    "a link to nowhere": lambda path: path.symlink_to(path.parent.parent / "none"),
+    "a broken link": lambda path: path.symlink_to(path.parent.parent / "none"),
 }
 
 
@@ -129,7 +129,7 @@ def test_one_file_that_cannot_be_renewed_keeps_no_other_from_it_and_is_told(cfg,
 
 
 @pytest.mark.fault("F35")
-@pytest.mark.parametrize("kind", ["a pipe", "a folder", "a link to nowhere"])
+@pytest.mark.parametrize("kind", ["a pipe", "a folder", "a broken link"])
 @pytest.mark.parametrize("name", ["lock", "metrics.jsonl", "events.jsonl", "samples.jsonl", "config.json"])
 def test_what_is_no_file_in_the_place_of_one_is_one_line_and_keeps_nobody_waiting(cfg, tmp_path, kind, name):
     workdir = tmp_path / "run"
@@ -142,7 +142,7 @@ def test_what_is_no_file_in_the_place_of_one_is_one_line_and_keeps_nobody_waitin
 
 
 @pytest.mark.fault("F35")
-@pytest.mark.parametrize("kind", ["a pipe", "a folder", "a link to nowhere"])
+@pytest.mark.parametrize("kind", ["a pipe", "a folder", "a broken link"])
 def test_a_lock_of_data_that_is_no_file_is_one_line_too(tmp_path, kind):
     MAKE[kind](tmp_path / "lock")
     with pytest.raises(BadInput, match="lock is .*; move it away"), locked(tmp_path / "lock"):

@@ -114,5 +114,5 @@ def test_what_cannot_be_read_ends_the_run_before_anything_is_written_into_its_fo
 def test_the_flag_is_the_setting(tmp_path):
     parse = lambda *flags: with_flags(parse_flags(["--config=x", *flags], main.TrainFlags))
     assert parse("--init_from=runs/a") == {"init.from_path": "runs/a"}
-    with pytest.raises(ValueError, match="--init_from=a and --config.init.from_path say the same thing"):
+    with pytest.raises(ValueError, match="--init_from=a and --config.init.from_path set the same setting"):
         parse("--init_from=a", "--config.init.from_path=b")

@@ -93,7 +93,7 @@ def test_an_answer_that_is_none_of_the_services_is_told(gcs):
     with http.server.HTTPServer(("127.0.0.1", 0), Page) as proxy:
         threading.Thread(target=proxy.handle_request, daemon=True).start()
         door = dataclasses.replace(open_bucket(writing=True), endpoint=f"http://127.0.0.1:{proxy.server_port}")
-        with pytest.raises(Transient, match="the answer is not JSON: is a proxy between"):
+        with pytest.raises(Transient, match="the response is not JSON; is there a proxy"):
             door.put(URL, b"")
 
 
@@ -102,7 +102,7 @@ def test_an_answer_without_a_size_is_not_called_another_size(told):
     headers = email.message.Message()
     for name, value in told.items():
         headers[name] = value
-    with pytest.raises(BadInput, match="does not say how many bytes it has; read it without the proxy"):
+    with pytest.raises(BadInput, match="does not have the object's size; bypass any proxy"):
         check_size(headers, URL, 5)
 
 
@@ -121,7 +121,9 @@ def test_of_a_file_that_grows_so_much_is_sent_as_was_announced(gcs, tmp_path):
 def test_a_refusal_names_the_right_that_the_service_names(gcs):
     gcs.weather = Weather(lacks={"storage.objects.delete"})
     assert open_bucket(writing=True).put(URL, b"", 0)
-    with pytest.raises(Forbidden, match=r"may not be written by this machine \(403\).* needs storage.objects.delete "):
+    with pytest.raises(
+        Forbidden, match=r"cannot be written: this machine has no permission \(403\).* needs storage.objects.delete, "
+    ):
         open_bucket(writing=True).put(URL, b"")
     assert missing_permission("PERMISSION_DENIED: at https://storage.googleapis.com/storage/v1") is None
     assert missing_permission("'storage.objects.list' denied on storage.googleapis.com") == "storage.objects.list"
@@ -137,7 +139,7 @@ def test_a_refusal_names_the_right_that_the_service_names(gcs):
 def test_an_environment_that_would_send_credentials_to_another_machine_is_refused(variable, value, monkeypatch):
     monkeypatch.setenv(variable, value)
     for use in (lambda: paths.as_path("gs://bucket/run"), open_bucket, lambda: paths.make_run_dir("gs://bucket/run")):
-        with pytest.raises(ValueError, match=rf"{variable}=.* would send this machine's credentials .*unset it"):
+        with pytest.raises(ValueError, match=rf"{variable}=.* would send this machine's credentials .*is allowed; unset"):
             use()
 
 

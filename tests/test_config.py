@@ -95,7 +95,7 @@ def test_a_whole_number_written_with_an_exponent_is_an_integer(path):
         ({"model.scan_layers": "3"}, "model.scan_layers=3 is not true or false"),
         ({"model.compute_dtype": "bfloat1"}, "did you mean 'bfloat16'?"),
         ({"model": "llama"}, "model='llama' must be a group of settings"),
-        ({"seed.x": "1"}, "seed.x='1' reaches into seed, which is 1, not a group of settings"),
+        ({"seed.x": "1"}, "seed.x='1': seed is 1, not a group of settings"),
         ({"rules": "zero4"}, "rules='zero4' is not one of zero1, zero2, zero3"),
     ],
 )
@@ -117,13 +117,13 @@ def test_a_wrong_name_or_type_is_one_line_with_the_nearest_right_name(path, over
         ({"batch_tokens": 3}, "batch_tokens=3 is not a whole number of rows of seq_len=16; try 16"),
         ({"batch_tokens": 0}, "batch_tokens=0 is not a whole number of rows"),
         ({"batch_tokens": "2 steps"}, "batch_tokens='2 steps' needs batch_tokens"),
-        ({"train.num_microbatches": 3}, "does not divide the 16 rows of a batch; it may be 1, 2, 4, 8 or 16"),
+        ({"train.num_microbatches": 3}, "does not divide the 16 rows of a batch; use 1, 2, 4, 8 or 16"),
         ({"train.num_microbatches": 0}, "train: num_microbatches=0 must be at least 1"),
         ({"train.aux_losses": {"y_loss": 1.0}}, "train: aux_losses has 'y_loss'; there is z_loss"),
         ({"seq_len": 1}, "seq_len=1 must be at least 2"),
-        ({"model": tiny.GPT2, "seq_len": 64}, "seq_len=64 is longer than model.max_seq_len=32; raise that one"),
+        ({"model": tiny.GPT2, "seq_len": 64}, "seq_len=64 is longer than model.max_seq_len=32; raise model"),
         ({"model": tiny.LLAMA | {"rope_scaling": {"name": "dynamic", "original_max_len": 32}}, "seq_len": 64},
-         "is longer than the rows of 32 tokens that model.rope_scaling is for; set model.rope_scaling.row_len=64"),
+         "is longer than the 32 tokens per row of model.rope_scaling; set model.rope_scaling.row_len=64"),
         ({"model": tiny.GPT2 | {"num_heads": 3}}, "model: embed_dim=16 must be a multiple of num_heads=3"),
         ({"data": dict(name="files", files="x.txt", cache_dir="s3://b/x")}, "cache_dir=s3://b/x must be a local"),
         ({"train_tokens": "a lot"}, "train_tokens='a lot' is not an amount of training"),
@@ -132,8 +132,8 @@ def test_a_wrong_name_or_type_is_one_line_with_the_nearest_right_name(path, over
         ({"mesh.fsdp": 0}, "mesh: fsdp=0 must be a positive number of devices"),
         ({"mesh.data": -1}, "mesh: only one axis may be -1, not ['data', 'fsdp']"),
         ({"mesh.expert": 2}, "mesh.expert=2: this model has no experts"),
-        ({"train.aux_losses": {"balance_loss": 0.1}}, "train.aux_losses has 'balance_loss', of experts"),
-        (EXPERTS | {"model.matmul_dtype": "int8"}, "model.matmul_dtype='int8' is not built for model.experts"),
+        ({"train.aux_losses": {"balance_loss": 0.1}}, "train.aux_losses has 'balance_loss', but this model has no experts"),
+        (EXPERTS | {"model.matmul_dtype": "int8"}, "model.matmul_dtype='int8' does not support model.experts"),
         ({"optim.groups": [{"pattern": "("}]}, "optim.groups[0]: pattern='(' is not a regular expression"),
         ({"checkpoint.keep_last": 0}, "checkpoint: keep_last=0 must be at least 1"),
         ({"sample.temperature": 0}, "sample: "),
@@ -146,7 +146,7 @@ def test_an_impossible_combination_is_one_line(overrides, told):
 
 def test_a_required_setting_that_is_missing_is_named():
     values = {name: value for name, value in tiny.VALUES.items() if name != "batch_tokens"}
-    assert "batch_tokens must be given: tokens in a step" in complaint(schema.from_dict, config.RunConfig, values)
+    assert "batch_tokens must be given: tokens per step" in complaint(schema.from_dict, config.RunConfig, values)
 
 
 # The amounts.
@@ -287,7 +287,7 @@ def test_a_value_may_hold_an_equals_sign():
     [
         (["--confg=a.py"], "--confg=a.py is not a flag of this command; did you mean --config?"),
         (["--workdr=w"], "did you mean --workdir?"),
-        (["--zzz=1"], "--zzz=1 is not a flag of this command; flags are --config, --config.NAME, --workdir"),
+        (["--zzz=1"], "--zzz=1 is not a flag of this command; flags: --config, --config.NAME, --workdir"),
         (["a.py"], "a.py is not a flag of this command; settings are written --config.NAME=VALUE"),
         (["--optim.peak_lr=1"], "settings are written --config.NAME=VALUE"),
         (["--config"], "--config needs a value"),

@@ -87,7 +87,7 @@ def command(*words, code=None):
 def test_a_wrong_verb_of_a_module_run_by_itself_is_one_line():
     done = subprocess.run(command("jaxscale.cli", "verify", "foo"), capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (
-        2, "error: jaxscale verify has no verb 'foo'; it has resume, parity\n"
+        2, "error: jaxscale verify has no verb 'foo'; verbs: resume, parity\n"
     )  # fmt: skip
 
 

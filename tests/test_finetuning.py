@@ -134,7 +134,7 @@ def test_merged_weights_are_a_plain_work_folder_with_the_same_logits(base, adapt
     np.testing.assert_allclose(ours[real], theirs[real], atol=1e-5)  # float32, summed in another order
     assert np.abs(np.asarray(ours - untuned))[real].max() > 1e-3
     opened = {name: open_model(str(tmp_path / name), say=(said := []).append) for name in ("merged", "tuned")}
-    assert "float32, with its adapters of rank 4; " in said[0]
+    assert "float32, with adapters of rank 4; " in said[0]
     for model in opened.values():
         found = np.asarray(make_token_losses(model)(tokens_BT))[real]
         np.testing.assert_allclose(found, theirs[real], atol=1e-5)

@@ -40,7 +40,7 @@ def test_help_all_lists_every_setting_and_each_is_in_one_group(capsys):
 
 
 def test_a_group_that_is_not_there_is_told_with_the_nearest():
-    with pytest.raises(BadInput, match="--help opti: no group of settings has this name; did you mean optim"):
+    with pytest.raises(BadInput, match="--help opti: unknown group of settings; did you mean optim"):
         main(["--help", "opti"])
 
 

@@ -127,7 +127,7 @@ def test_a_model_may_compute_in_another_type_and_be_saved_in_another(workdir, tm
     [
         ({"path": "{}/nowhere"}, "--workdir=.*nowhere holds no checkpoint: .* none that was completed$"),
         ({"step": 5}, "step 5 is not a checkpoint; .* has 3 or 7"),
-        ({"path": "{}/checkpoints/3", "step": 7}, "is step 3, and step 7 is asked for"),
+        ({"path": "{}/checkpoints/3", "step": 7}, "is step 3, but step 7 is requested"),
         ({"mesh": MeshConfig(tensor=8)}, "model and mesh do not fit: .*kv_heads=2"),
     ],
 )
@@ -140,7 +140,7 @@ def test_what_cannot_be_opened_is_told_in_a_line(workdir, how, told):
 
 def test_an_average_that_was_not_kept_and_a_changed_array_are_told(workdir, tmp_path):
     made_model.make_workdir(tmp_path / "plain")
-    with pytest.raises(ValueError, match="holds no 'ema', only .*params"):
+    with pytest.raises(ValueError, match="has no 'ema', only .*params"):
         open_model(str(tmp_path / "plain"), what="ema", **QUIET)
     record = tmp_path / "plain/checkpoints/3/run/metadata"
     record.write_text(record.read_text().replace('"seed": 1', '"seed": 2').replace('"seed":1', '"seed":2'))

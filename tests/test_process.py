@@ -21,7 +21,7 @@ def test_a_cache_that_cannot_be_made_is_one_line_and_the_run_goes_on(tmp_path):
         f"False {sys.platform.startswith('linux') and not process.has_accelerator()}\n",
     )
     (line,) = done.stderr.splitlines()  # once, though the process starts itself again for huge pages
-    assert "compiled programs are not kept" in line and str(tmp_path / "file") in line and "XDG_CACHE_HOME" in line
+    assert "compiled programs are not cached" in line and str(tmp_path / "file") in line and "XDG_CACHE_HOME" in line
 
 
 def test_what_the_user_set_is_left_alone(monkeypatch, tmp_path):
@@ -103,8 +103,8 @@ print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     told = (
-        "WARNING: open files: 1,000 connections with other processes and about 256 others need 1,256, and the system "
-        "allows 100; raise it before the start: ulimit -Hn 1256"
+        "WARNING: open files: 1,000 connections with other processes and about 256 other files need 1,256, but the "
+        "limit is 100; raise it before starting: ulimit -Hn 1256"
     )
     assert done.stdout == f"{hard}\n" and done.stderr.startswith(told if hard == 100 else "")
     assert bool(done.stderr) == (hard == 100)

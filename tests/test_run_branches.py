@@ -164,5 +164,5 @@ def test_a_decay_begins_neither_in_the_warmup_nor_in_another_decay():
 
 
 def test_a_decay_without_a_branch_is_refused():
-    with pytest.raises(BadInput, match="--decay_tokens=5 is of a branch; give --branch_from=RUN too"):
+    with pytest.raises(BadInput, match="--decay_tokens=5 applies only to a branch; also give --branch_from=RUN"):
         main.main(["--config=configs/quickstart.py", "--decay_tokens=5"])

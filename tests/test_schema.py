@@ -123,9 +123,9 @@ def test_text_becomes_the_type_of_the_setting(name, text, value):
         ({"sede": 1}, "sede is not a setting of Run; did you mean 'seed'?"),
         ({"model": {"vocab_sise": 1}}, "model.vocab_sise is not a setting of Model; did you mean 'vocab_size'?"),
         ({"momentum": 1}, "momentum is not a setting of Run; did you mean 'optim.momentum'?"),
-        ({"zzz": 1}, "zzz is not a setting of Run; it has seed, tokens, scan"),
-        ({5: 1}, "5 is not a setting of Run; it has seed"),
-        ({"optim": {"name": "sgd", "peak_lr": 1}}, "optim.peak_lr is not a setting of Sgd; it has name, momentum"),
+        ({"zzz": 1}, "zzz is not a setting of Run; settings: seed, tokens, scan"),
+        ({5: 1}, "5 is not a setting of Run; settings: seed"),
+        ({"optim": {"name": "sgd", "peak_lr": 1}}, "optim.peak_lr is not a setting of Sgd; settings: name, momentum"),
         ({"model": {"num_heads": 4}}, "model.vocab_size must be given: number of tokens"),
         ({"model": 3}, "model must be a group of settings of Model, not 3"),
         (
@@ -194,7 +194,7 @@ def test_overrides_reach_settings_that_the_file_names_and_those_it_omits():
 
 
 def test_an_override_cannot_reach_into_a_value():
-    with pytest.raises(ValueError, match="seed.x='1' reaches into seed, which is 5, not a group of settings"):
+    with pytest.raises(ValueError, match="seed.x='1': seed is 5, not a group of settings"):
         schema.merge({"seed": 5}, {"seed.x": "1"})
 
 

@@ -89,11 +89,11 @@ def test_a_refusal_and_an_outage_are_both_of_the_storage_and_of_a_person(gcs, mo
     monkeypatch.setattr(bucket, "FIRST_WAIT", 0.0001)
     folder = ObjectPath("gs://bucket/run")
     gcs.weather = Weather(lacks={"storage.objects.list"})
-    with pytest.raises(OSError, match="may not be listed") as refused:
+    with pytest.raises(OSError, match="cannot be listed") as refused:
         list(folder.iterdir())
     assert isinstance(refused.value, BadInput) and is_storage_error(refused.value)
     assert short_reason(refused.value) == "this machine's account lacks the permission storage.objects.list (403)"
     gcs.weather = Weather(down=True)
-    with pytest.raises(OSError, match="7 tries in a row failed") as away:
+    with pytest.raises(OSError, match="7 consecutive attempts failed") as away:
         folder.is_dir()
-    assert is_storage_error(away.value) and short_reason(away.value).startswith("gs://bucket/run: 7 tries")
+    assert is_storage_error(away.value) and short_reason(away.value).startswith("gs://bucket/run: 7 consecutive")

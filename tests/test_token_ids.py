@@ -69,11 +69,11 @@ def test_a_tokenizer_may_be_named_for_it_and_ids_give_the_same(workdir, model, c
 def test_what_is_no_prompt_of_ids_is_one_line(model):
     for prompt, told in (
         ([257], "token id 257"), ([[]], "must be text, or a list"), ([[1.5]], "must be text, or a list"),
-        (["a", [1]], "prompts must be texts"), ([[-1]], "token id -1"),
+        (["a", [1]], "prompts must be all texts"), ([[-1]], "token id -1"),
     ):  # fmt: skip
-        with pytest.raises(BadInput, match=f"{told}|does not say"):
+        with pytest.raises(BadInput, match=f"{told}|does not record the tokenizer"):
             jaxscale.sample(model, prompt)
-    with pytest.raises(BadInput, match="chat and stop are for prompts of text"):
+    with pytest.raises(BadInput, match="chat and stop apply only to text prompts"):
         jaxscale.sample(model, [1], stop="a")
     assert jaxscale.sample(model, []) == []
 

@@ -161,5 +161,5 @@ def test_a_record_tells_the_sizes_of_a_ramp():
 
 
 def test_a_size_that_no_batch_would_have_is_refused():
-    with pytest.raises(ValueError, match="no batch has 16: they end at 20, and those before them at 24"):
+    with pytest.raises(ValueError, match="no batch has size 16: it ends at 20, but the previous batches reach 24"):
         units.BatchSizes.growing([(8, 17), (16, 20)], 32)

@@ -231,22 +231,22 @@ def without_files(settings):
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        ({"data.files": "no/such/file.txt"}, ["data.files='no/such/file.txt' is not read with data.name='stdlib'",
-          "set data.name to files, chat, hf or tokens, or leave out --config.data.files"]),
-        ({"data.name": "synthetic", "sample.prompt": "x"}, ["sample.prompt='x' is not read with data.name='synthetic'",
-          "set data.name to something other than synthetic, or leave out --config.sample.prompt"]),
-        ({"optim.decay": "constant", "optim.min_lr": 1e-5}, ["optim.min_lr=1e-05 is not read with optim.decay="]),
-        ({"optim.name": "lion", "optim.eps": "1e-6"}, ["optim.eps=1e-06 is not read with optim.name='lion'"]),
-        ({"lora.alpha": "3"}, ["lora.alpha=3.0 is not read with lora.rank=0; set lora.rank above 0"]),
+        ({"data.files": "no/such/file.txt"}, ["data.files='no/such/file.txt' has no effect with data.name='stdlib'",
+          "set data.name to files, chat, hf or tokens, or remove --config.data.files"]),
+        ({"data.name": "synthetic", "sample.prompt": "x"}, ["sample.prompt='x' has no effect with",
+          "set data.name to something other than synthetic, or remove --config.sample.prompt"]),
+        ({"optim.decay": "constant", "optim.min_lr": 1e-5}, ["optim.min_lr=1e-05 has no effect with optim.decay="]),
+        ({"optim.name": "lion", "optim.eps": "1e-6"}, ["optim.eps=1e-06 has no effect with optim.name='lion'"]),
+        ({"lora.alpha": "3"}, ["lora.alpha=3.0 has no effect with lora.rank=0; set lora.rank above 0"]),
         ({"export.dtype": "float32"}, ["export.dtype='float32'", "set export.every_steps above 0"]),
         ({"train.recovery.cut_steps": "7"}, ["add cut_lr to train.recovery.steps, or"]),
         ({"monitor.health.on": "false", "monitor.health.grad_norm": "3"}, ["set monitor.health.on to true"]),
         ({"monitor.health.off": "('spike',)", "monitor.health.spike_ratio": "3"},
-         ["take spike out of monitor.health.off, or"]),
+         ["remove spike from monitor.health.off, or"]),
         ({"evals.w": {"kind": "text", "files": "a", "encoding": "latin-1"}}, ["set evals.w.invalid_utf8 to repair"]),
         ({"optim.groups": [{"pattern": ".", "frozen": True, "lr_multiplier": 2.0}]}, ["optim.groups[0].frozen"]),
         ({"data.val_files": "x", "data.val_fraction": "0.1"}, ["leave data.val_files empty"]),
-        ({"eval.num_rows": "0", "eval.every_steps": "7"}, ["eval.every_steps=7 is not read with eval.num_rows=0"]),
+        ({"eval.num_rows": "0", "eval.every_steps": "7"}, ["eval.every_steps=7 has no effect with eval.num_rows=0"]),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )  # fmt: skip
@@ -274,7 +274,7 @@ def test_what_is_read_or_asks_for_nothing_is_let_through(overrides):
 
 def test_what_a_file_sets_for_a_choice_that_it_does_not_make_is_refused():
     switched = load_config(QUICKSTART, {"data.name": "synthetic"})
-    with pytest.raises(BadInput, match=r"sample\.prompt='def '.* are not read with data\.name='synthetic'") as error:
+    with pytest.raises(BadInput, match=r"sample\.prompt='def '.* have no effect with data\.name='synthetic'") as error:
         refuse_unread(switched)
     back = "add --config.sample.num_tokens=0 --config.sample.prompt=$'\\n' --config.sample.temperature=0.8"
     assert str(error.value).endswith(back)
@@ -288,7 +288,7 @@ def test_each_config_takes_another_source_and_schedule_on_the_command_line(name)
 
 def test_a_run_that_holds_such_a_setting_goes_on_with_it_and_without_it(tmp_path):
     flags = [f"--config={QUICKSTART}", f"--workdir={tmp_path}", "--config.data.files=x.txt"]
-    with pytest.raises(BadInput, match=r"data\.files='x\.txt' is not read"):
+    with pytest.raises(BadInput, match=r"data\.files='x\.txt' has no effect"):
         main(flags)
     old = load_config(QUICKSTART)
     kept = schema.merge(schema.to_dict(old), {"data.files": "x.txt"})
@@ -310,7 +310,7 @@ def test_a_run_that_holds_such_a_setting_goes_on_with_it_and_without_it(tmp_path
 def test_so_does_one_that_holds_it_in_a_list_or_a_dict(tmp_path, overrides):
     plain = schema.merge(schema.to_dict(load_config(QUICKSTART)), overrides)
     old = schema.from_dict(RunConfig, plain)
-    with pytest.raises(BadInput, match="not read with"):
+    with pytest.raises(BadInput, match="no effect with"):
         load_config(QUICKSTART, overrides)
     kept = schema.to_dict(old)
     cfg = load_config(QUICKSTART, overrides, lambda: json.loads(json.dumps(kept)))

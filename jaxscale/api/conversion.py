@@ -74,13 +74,13 @@ def convert(options: ConvertOptions, say: Say = silent, progress: MakeProgress =
     progress: called for each part.
     """
     if (options.from_ is None) == (options.to is None):
-        raise BadInput("convert needs one of --from=FOLDER, to import a model, and --to=FOLDER, to export one")
+        raise BadInput("convert needs either --from=FOLDER, to import a model, or --to=FOLDER, to export one")
     if not options.workdir:
         raise BadInput("convert needs --workdir=FOLDER, the work folder; see jaxscale convert --help")
     if options.to is not None:
         return export_model(options.to, options, say, progress)
     if wrong := [name for name in EXPORT_ONLY if getattr(options, name) not in (None, False)]:
-        raise BadInput(f"--{wrong[0]} is for an export, with --to; leave it out with --from")
+        raise BadInput(f"--{wrong[0]} applies only to an export (--to); remove it")
     assert options.from_ is not None, "checked above, with to"
     return import_model(options.from_, options, say, progress)
 
@@ -109,7 +109,7 @@ def import_model(source: str, flags: ConvertOptions, say: Say, progress: MakePro
     for note in found.notes:
         say(f"{found.name}: {note}")
     if not_finite := done["not_finite"]:
-        say(f"WARNING: {', '.join(not_finite[:3])} of {found.name}: NaN or infinity among its values")
+        say(f"WARNING: {', '.join(not_finite[:3])} of {found.name} contains NaN or infinity")
     if not tokenizer_files.main_file(files):
         say(f"no tokenizer was imported: {tokenizer_files.missing_tokenizer(files, paths.as_path(found.name))}")
     record = {"workdir": workdir, "model_type": found.family.model_type, "num_params": cfg.num_params, "config": made}
@@ -137,9 +137,9 @@ def export_model(to: str, flags: ConvertOptions, say: Say, progress: MakeProgres
     """Exports a step's weights as a Hugging Face folder, or its adapters for PEFT, and returns a record of it."""
     adapter = flags.adapter
     if flags.base and not adapter:
-        raise BadInput("--base names the base model of an adapter; give --adapter too")
+        raise BadInput("--base names the base model of an adapter; also give --adapter")
     if flags.revision:
-        raise BadInput("--revision is for an import from the Hub, with --from")
+        raise BadInput("--revision applies only to an import from the Hub (--from=OWNER/NAME)")
     if adapter and flags.shard_bytes:
         raise BadInput("--shard_bytes does not apply to adapters, which PEFT reads from one file")
     dtype: Format = flags.dtype or ("float32" if adapter else "bfloat16")

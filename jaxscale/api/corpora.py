@@ -39,7 +39,7 @@ def prepare(
     characters of samples. executor: runs the tasks; default: all cores of this machine.
     """
     if is_remote(output) and work_dir is None:
-        raise BadInput(f"output={output} is remote; give work_dir=FOLDER, a local one with room for all shards")
+        raise BadInput(f"output={output} is remote; give work_dir=FOLDER, a local folder with space for all shards")
     folder, progress = pathlib.Path(work_dir or output).expanduser(), progress or PrepareProgress()
     how = dict(keep_work=keep_work, strict=strict)
     with storage_errors(folder):
@@ -61,10 +61,12 @@ def storage_errors(folder: pathlib.Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise Stop(Exit.STORAGE, f"{folder} is full; make room, then run the same command to resume") from None
+            raise Stop(
+                Exit.STORAGE, f"{folder} is full; free disk space, then run the same command to resume"
+            ) from None
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             path = error.filename or folder
-            raise BadInput(f"{path}: {error.strerror}; use a folder that this user may write") from None
+            raise BadInput(f"{path}: {error.strerror}; choose a folder that this user can write") from None
         if hint := too_many(error):
             raise BadInput(f"{error.filename or folder}: {error.strerror}{hint}") from None
         raise

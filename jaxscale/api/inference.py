@@ -78,7 +78,7 @@ def open_model(
     """
     source = open_source(path, wanted=step, named=named, log=say)
     if step is not None and source.step != step:
-        raise BadInput(f"{named}={path} is step {source.step}, and step {step} is asked for; leave out one of them")
+        raise BadInput(f"{named}={path} is step {source.step}, but step {step} is requested; remove one of them")
     run = source.record["run"]
     chosen_mesh = make_mesh(mesh)
     cfg, config = read_model_config(source, compute_dtype), run["config"]
@@ -90,14 +90,14 @@ def open_model(
     saved = open_saved(workdir, config.get("data", {}), converted=bool(run.get("converted")), named=tokenizer)
     if saved is not None and not fits(saved.tokenizer, cfg.vocab_size):
         raise BadInput(
-            f"{saved.tokenizer.name} has {saved.tokenizer.vocab_size} ids, and the model of {source} only "
-            f"{cfg.vocab_size}: it is not its tokenizer"
+            f"{saved.tokenizer.name} has {saved.tokenizer.vocab_size} ids, but the model of {source} only "
+            f"{cfg.vocab_size}: this is not the model's tokenizer"
         )
     if saved is not None and (line := describe_unused(saved.tokenizer, cfg.vocab_size)):
         say(f"{saved.tokenizer.name} {line}")
         saved = dataclasses.replace(saved, tokenizer=limit_vocabulary(saved.tokenizer, cfg.vocab_size))
-    average = ", the running average" if what == "ema" else ""
-    adapters = f", with its adapters of rank {lora.rank}" if lora.on else ""
+    average = ", EMA of the weights" if what == "ema" else ""
+    adapters = f", with adapters of rank {lora.rank}" if lora.on else ""
     say(  # before the arrays are read, which can take minutes
         f"{source}: {kind_of(cfg, run)}, {units.count(cfg.num_params)} parameters, {cfg.compute_dtype}{average}"
         f"{adapters}; {mesh_layout(sharded.mesh)}"
@@ -140,8 +140,8 @@ def tokenizer_of(model: LoadedModel) -> SavedTokenizer:
     if model.run.get("converted"):
         fix = "convert it again from a folder with the tokenizer's files"
     raise BadInput(
-        f"{workdir} does not say with which tokenizer its ids were made; give --tokenizer=FILE (a tokenizer.json, a "
-        f".model or 'bytes'), or {fix}; from Python, token ids are taken too"
+        f"{workdir} does not record the tokenizer of its token ids; give --tokenizer=FILE (a tokenizer.json, a "
+        f".model or 'bytes'), or {fix}; the Python API also accepts token ids"
     )
 
 
@@ -171,7 +171,7 @@ def restore_params(source: Any, sharded: ShardedModel, what: str, named: str) ->
     saved_names = weight_leaves(leaves, what)
     if not saved_names:
         has = sorted({name.partition("/")[0] for name in leaves})
-        raise BadInput(f"{named}: {checkpoints.directory / str(step)} holds no {what!r}, only {', '.join(has)}")
+        raise BadInput(f"{named}: {checkpoints.directory / str(step)} has no {what!r}, only {', '.join(has)}")
     abstract, shardings = {}, named_leaves(sharded.shardings)
     for name, leaf in named_leaves(sharded.shapes).items():
         saved = saved_names.get(name, f"{what}/{name}")  # restore() reports all missing names

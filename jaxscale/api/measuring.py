@@ -74,14 +74,14 @@ def make_measure(request: EvalRequest, model: LoadedModel, say: Say) -> Measure:
     check_context(model, context)
     reading = EvalReading.of(tokenizer_of(model).tokenizer, context)
     if context > model.seq_len:
-        say(f"the context is {context} tokens; the model was trained on rows of {model.seq_len}")
+        say(f"the context has {context} tokens, but the model was trained on rows of {model.seq_len}")
     evals, named = request.evals, flag_name
     if not evals and not request.tasks:  # those of the run's config
         named, limit = setting_name, {"limit": request.limit} if request.limit else {}
         evals = schema.convert(model.run.get("config", {}).get("evals") or {}, Evals, GROUP)
         evals = {name: dataclasses.replace(settings, **limit) for name, settings in evals.items()}
         if not evals:
-            raise BadInput("nothing to measure: the config has no evals; give --text, --choice, --cloze or --lm_eval")
+            raise BadInput("nothing to evaluate: the config has no evals; give --text, --choice, --cloze or --lm_eval")
     several = jax.process_count() > 1  # all processes must read the same text
     evaluators = open_evaluators(evals, reading, named, hold=several)
     check_same_evals(evaluators)
@@ -100,10 +100,10 @@ def make_measure(request: EvalRequest, model: LoadedModel, say: Say) -> Measure:
 def check_context(model: LoadedModel, context: int) -> None:
     """Raises BadInput for a model that is not a decoder, and for a context longer than it can read."""
     if model.cfg.kind != "decoder":
-        raise BadInput(f"model.name={model.cfg.name!r} does not read from left to right; llama and gpt2 do")
+        raise BadInput(f"model.name={model.cfg.name!r} is not a decoder and cannot be evaluated; llama and gpt2 can")
     limit = model.cfg.max_seq_len
     if limit is not None and context > limit:
-        raise BadInput(f"--context={context} is longer than the model can read, max_seq_len={limit}")
+        raise BadInput(f"--context={context} is longer than model.max_seq_len={limit}")
 
 
 def lm_eval_measure(
@@ -179,7 +179,7 @@ def evaluate(
     model's chat template; num_fewshot, include_path.
     """
     if how.get("chat") and not lm_eval:
-        raise BadInput("chat=True is for tasks of lm_eval; name some, or leave it out")
+        raise BadInput("chat=True applies only to tasks of lm_eval; also give lm_eval, or remove it")
     for name, given in dict(text=text, choice=choice, cloze=cloze, tokens=tokens).items():
         if given is not None and not isinstance(given, Mapping):
             raise BadInput(f"{name}={given!r} must name what it measures: {name}={{'NAME': {given!r}}}")

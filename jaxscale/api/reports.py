@@ -44,14 +44,14 @@ class ReportPage:
 def report(*runs: str | Trained, price: float | None = None, height: int = FRAME_PIXELS) -> ReportPage:
     """Returns the page about runs: `jaxscale report`. price: dollars per chip hour. height: pixels in a notebook."""
     if not runs:
-        raise BadInput("report needs a work folder; several are compared")
+        raise BadInput("report needs a work folder, or several to compare")
     workdirs, hourly = [str(run) for run in runs], None if price is None else price_of("price", str(price))
     return ReportPage(make_page(read_all(workdirs), price=hourly, now=time.time()), ", ".join(workdirs), height)
 
 
 def price_of(name: str, text: str) -> float:
     """Returns dollars. Raises BadInput if the text is not an amount of money."""
-    return number(name, text, lambda found: found >= 0, "dollars for one hour of one chip, such as 4.20")
+    return number(name, text, lambda found: found >= 0, "dollars per chip hour, such as 4.20")
 
 
 def read_all(workdirs: Sequence[str]) -> list[History]:

@@ -44,7 +44,7 @@ def open_run_folder(workdir: str, overrides: dict[str, str]) -> TracedRun:
     """Opens the run in a work folder.
 
     Raises BadInput without a run, Stop(CHECKPOINT_CORRUPT) without a valid checkpoint, and Stop(DATA_MISMATCH) for data
-    that are not those of the run.
+    that differ from those of the run.
     """
     folder = paths.as_path(workdir)
     if not (folder / "config.json").exists():
@@ -83,8 +83,8 @@ def plan_batches(
     before = [tuple(part) for part in recorded["skipped"]] if recorded else []
     if recorded and (recorded["fingerprint"], recorded.get("order")) != (corpus.fingerprint, ORDER):
         raise data_mismatch(
-            f"the data are not those of the run: fingerprint {corpus.fingerprint[:16]} now, "
-            f"{recorded['fingerprint'][:16]} then; restore the old data (or the release that made the order)"
+            f"the data differ from those of the run: fingerprint {corpus.fingerprint[:16]} instead of "
+            f"{recorded['fingerprint'][:16]}; restore the original data (or the release that defines the order)"
         )
     skipped = merge_skips(before, [*cfg.data.skip_batches, *decisions.skip_batches], step)
     num_batches = batch_index(total_steps - 1, skipped) + 1
@@ -92,8 +92,8 @@ def plan_batches(
     rows = sizes.begin(batch_index(step - 1, before) + 1) if step else 0
     if recorded and not same_prefix(recorded.get("mixture"), mixture.record() if mixture else None, rows):
         raise data_mismatch(
-            f"data.mixture and data.max_epochs of config.json give other rows to the {step} completed steps than the "
-            "checkpoint has recorded; restore the config.json of the run's last start (or its release)"
+            f"with data.mixture and data.max_epochs of config.json, the {step} completed steps have other rows than "
+            "the checkpoint recorded; restore the config.json of the run's last start (or its release)"
         )
     return Ledger(corpus, corpus.batches(sizes, mixture), skipped)
 
@@ -165,12 +165,12 @@ def step_and_batch(run: TracedRun, step: int | None, batch: int | None, row: int
     last = run.total_steps - 1 if name == "step" else run.ledger.batch_of(run.total_steps - 1)
     if number > last:
         raise BadInput(
-            f"{name}={number} is after the end of the run, which has {run.total_steps} steps by its config.json; "
-            f"give 0 to {last}"
+            f"{name}={number} is after the end of the run, which has {run.total_steps} steps according to its "
+            f"config.json; use 0 to {last}"
         )
     n = run.ledger.batch_of(number) if name == "step" else number
     if row >= (rows := run.ledger.batches.sizes.size(n)):
-        raise BadInput(f"row={row} is not among the {rows} rows of batch {n}; give 0 to {rows - 1}")
+        raise BadInput(f"row={row} is not among the {rows} rows of batch {n}; use 0 to {rows - 1}")
     return step_of(n, run.ledger.skipped), n
 
 

@@ -81,14 +81,14 @@ class TextWriter:
             if limit is not None and len(prompt) >= limit:
                 shown = repr(text if len(text) <= 40 else f"{text[:40]}...")
                 raise BadInput(
-                    f"the prompt {shown} has {len(prompt)} tokens, and the model reads at most {limit} "
-                    "(model.max_seq_len), including new ones; shorten it"
+                    f"the prompt {shown} has {len(prompt)} tokens, but prompt and new tokens are limited to {limit} "
+                    "(model.max_seq_len); shorten it"
                 )
         longest = max(map(len, prompts)) + self.options.num_tokens
         if limit is not None and longest > limit:
-            self.say(f"texts end at {limit} tokens, the longest that the model can read (model.max_seq_len)")
+            self.say(f"texts end at {limit} tokens, the maximum of the model (model.max_seq_len)")
         elif longest > self.model.seq_len:
-            self.say(f"texts of up to {longest} tokens; the model was trained on rows of {self.model.seq_len}")
+            self.say(f"texts have up to {longest} tokens, but the model was trained on rows of {self.model.seq_len}")
         longest += -longest % LENGTH_MULTIPLE
         return longest if limit is None else min(longest, limit)
 
@@ -170,7 +170,7 @@ def sample(
     """
     options = SampleOptions(**how)
     if options.system is not None and not options.chat:
-        raise BadInput(f"system={options.system!r} is the first message of a conversation; give chat=True too")
+        raise BadInput(f"system={options.system!r} is the first message of a conversation; also give chat=True")
     writer = TextWriter(as_loaded_model(model), options, silent)
     is_single = isinstance(prompt, str) or len(prompt) and all(isinstance(part, (int, np.integer)) for part in prompt)
     prompts = [prompt] if is_single else list(prompt)
@@ -179,12 +179,12 @@ def sample(
     texts = [part for part in prompts if isinstance(part, str)]
     if not texts:
         if options.chat or options.stops:
-            raise BadInput("chat and stop are for prompts of text; leave them out where prompts are token ids")
+            raise BadInput("chat and stop apply only to text prompts; remove them for prompts of token ids")
         found = generate_ids(writer, prompts)
         return found[0] if is_single else found
     tokenizer_of(writer.model)
     if len(texts) != len(prompts):
-        raise BadInput("prompts must be texts, or all of them lists of token ids")
+        raise BadInput("prompts must be all texts or all lists of token ids")
     written = [piece.done.text for piece in write_all(writer, texts, chat=options.chat) if piece.done]
     return written[0] if is_single else written
 

@@ -131,13 +131,13 @@ def hint_for(word: str, cls: type, only: Collection[str] | None) -> str:
     if name == "config" or name.startswith("config."):
         return f"; {cls.no_config}" if hasattr(cls, "no_config") else ""
     if only is not None and known_flag(name, flags_of(cls))[1]:
-        return "; its other verbs have it"
+        return "; other verbs of this command accept it"
     if "." in name:
         return settings
     if close := difflib.get_close_matches(name, known, n=1):
         return f"; did you mean --{close[0]}?"
     listed = sorted(known, key=lambda name: not name.startswith("config"))
-    return f"; flags are {', '.join(f'--{name}' for name in listed)}" if listed else "; it has no flags"
+    return f"; flags: {', '.join(f'--{name}' for name in listed)}" if listed else "; it has no flags"
 
 
 def kind_of(cls: type, field: dataclasses.Field) -> Any:
@@ -202,7 +202,7 @@ def file_to_write(name: str, text: str) -> pathlib.Path:
     """Returns the output file of --name. Raises BadInput, before anything is computed, if it cannot be written."""
     file = pathlib.Path(text).expanduser()
     if file.is_dir() or not file.parent.is_dir():
-        raise BadInput(f"--{name}={file} must be a file in a folder that exists")
+        raise BadInput(f"--{name}={file} must be a file in an existing folder")
     return file
 
 
@@ -210,5 +210,5 @@ def port_of(name: str, text: str) -> int:
     """Parses a port of this machine, 0 for any free one. Raises BadInput if the text is not a port."""
     port = whole_number(f"--{name}", text, 0)
     if port > HIGHEST_PORT:
-        raise BadInput(f"--{name}={text} is not a port; give 0 (any free one) to {HIGHEST_PORT}")
+        raise BadInput(f"--{name}={text} must be a port from 0 (any free port) to {HIGHEST_PORT}")
     return port

@@ -58,16 +58,16 @@ def file_text(cfg: RunConfig) -> str:
 
 
 def check_no_secrets(settings: dict[str, Any]) -> None:
-    """Raises BadInput for a setting that holds a secret: every checkpoint and the command line would show it."""
+    """Raises BadInput for a setting that contains a secret: every checkpoint and the command line would show it."""
     cleaned = redacted([[value, name] for name, value in settings.items()])  # in one call: it reads the environment
     for (name, value), clean in zip(settings.items(), cleaned):
-        fix = "libraries read secrets from the environment, where they belong"
+        fix = "pass secrets in environment variables"
         # eos_token etc. are words of a vocabulary; an access token is recognized by its form
         if isinstance(value, str) and not name.endswith("_token") and is_secret(name.rpartition(".")[2], value):
-            raise BadInput(f"{name} holds a secret, by its name; {fix}")
+            raise BadInput(f"{name} contains a secret, judging by its name; {fix}")
         if clean != [value, name]:
-            kinds = "a secret, or the value of an environment variable that is named like one"
-            raise BadInput(f"{name}={value!r} holds {kinds}; {fix}")
+            kinds = "a secret, or the value of an environment variable with the name of a secret"
+            raise BadInput(f"{name}={value!r} contains {kinds}; {fix}")
 
 
 def with_flags(arguments: Arguments) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def with_flags(arguments: Arguments) -> dict[str, Any]:
     for flag, name in FLAG_SETTINGS:
         if text := arguments.options.get(flag):
             if name in overrides:
-                raise BadInput(f"--{flag}={text} and --config.{name} say the same thing; give one of them")
+                raise BadInput(f"--{flag}={text} and --config.{name} set the same setting; give one of them")
             overrides[name] = skipped_batches(text) if flag == "skip-data" else text
     return overrides
 
@@ -86,7 +86,7 @@ def skipped_batches(text: str) -> tuple[tuple[int, int], ...]:
     found = []
     for part in text.split(","):
         if (ends := SKIPPED.fullmatch(part.strip())) is None:
-            raise BadInput(f"--skip-data={text} must be ranges of batches, FROM:TO with TO left out, such as 1200:1204")
+            raise BadInput(f"--skip-data={text} must be ranges of batches, FROM:TO without TO, such as 1200:1204")
         found.append((int(ends[1]), int(ends[2])))
     return tuple(found)
 
@@ -94,7 +94,7 @@ def skipped_batches(text: str) -> tuple[tuple[int, int], ...]:
 def config_values(path: str) -> dict[str, Any]:
     """Returns the values of the file's get_config() as nested dicts."""
     if "://" in path:
-        raise BadInput(f"--config={path} must be a local file: a config is code, and code is not run from a bucket")
+        raise BadInput(f"--config={path} must be a local file: a config is code, and is never run from a bucket")
     name, argument = split_argument(path)
     file = pathlib.Path(name)
     if not name:
@@ -115,7 +115,7 @@ def config_values(path: str) -> dict[str, Any]:
             values = module.get_config(argument) if argument else module.get_config()
         values = values.to_dict() if hasattr(values, "to_dict") else values
         if not isinstance(values, dict):
-            raise BadInput(f"get_config() must return a ConfigDict or a dict, and returned {values!r}")
+            raise BadInput(f"get_config() must return a ConfigDict or a dict, but returned {values!r}")
     except (Exception, SystemExit) as error:  # user code: report whatever it raises in one line
         kind = "" if type(error) in (ValueError, BadInput) else f"{type(error).__name__}: "
         message = " ".join(str(error).split())

@@ -62,7 +62,7 @@ class Command:
                 verb = self.work.__module__.rpartition(".")[2]
                 if now := getattr(self.flags, "moved", {}).get(subverb):
                     raise BadInput(f"jaxscale {verb} {subverb} has moved; run `{now}` in a checkout of jaxscale")
-                raise BadInput(f"jaxscale {verb} has no verb {subverb!r}; it has {', '.join(self.subverbs)}")
+                raise BadInput(f"jaxscale {verb} has no verb {subverb!r}; verbs: {', '.join(self.subverbs)}")
         arguments = parse(words, self.flags, self.subverbs.get(subverb))
         if arguments.help:
             page, topic = self.page, arguments.topic
@@ -138,7 +138,7 @@ def list_groups(cls: type) -> str:
     groups = by_group(cls)
     width = max(map(len, groups))
     lines = [f"  {name.ljust(width)}  {len(groups[name]):3}  {SUMMARIES.get(name) or docs[name]}" for name in groups]
-    return "\n".join([*lines, "", "--help GROUP lists the settings of one, --help all lists every setting."])
+    return "\n".join([*lines, "", "--help GROUP lists the settings of a group, --help all lists all settings."])
 
 
 def describe_settings(cls: type, group: str = "") -> str:
@@ -146,8 +146,8 @@ def describe_settings(cls: type, group: str = "") -> str:
     groups = by_group(cls)
     if group and group not in groups:
         close = difflib.get_close_matches(group, groups, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(groups)} and all"
-        raise BadInput(f"--help {group}: no group of settings has this name; {hint}")
+        hint = f"did you mean {close[0]}?" if close else f"groups: {', '.join(groups)}, all"
+        raise BadInput(f"--help {group}: unknown group of settings; {hint}")
     return "\n".join(line for name in ([group] if group else groups) for line in groups[name])
 
 

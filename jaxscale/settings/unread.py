@@ -115,7 +115,7 @@ def refuse_unread(config: Any, given: Collection[str] = (), recorded: Callable[[
         fix = " and ".join(fix_clause(clause, values[clause.name]) for clause in clauses)
         by_cause.setdefault((cause, fix), []).append(f"{name}={leaf.value!r}")
     messages = [
-        f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} not read with {cause}; {fix}"
+        f"{', '.join(names)} {'has' if len(names) == 1 else 'have'} no effect with {cause}; {fix}"
         for (cause, fix), names in by_cause.items()
     ]
     raise BadInput(f"{'; '.join(messages)}, or {remove_settings([leaf for leaf, _ in refused.values()], typed)}")
@@ -128,7 +128,7 @@ def fix_clause(clause: Clause, value: Any) -> str:
         case "on":
             if isinstance(value, bool):
                 return f"set {clause.name} to true"
-            return f"set {clause.name} above 0" if isinstance(value, (int, float)) else f"give {clause.name} too"
+            return f"set {clause.name} above 0" if isinstance(value, (int, float)) else f"also give {clause.name}"
         case "off":
             return f"leave {clause.name} empty"
         case "=":
@@ -136,16 +136,16 @@ def fix_clause(clause: Clause, value: Any) -> str:
                 return f"add {or_list(clause.values)} to {clause.name}"
             return f"set {clause.name} to {or_list(clause.values)}"
     if several:
-        return f"take {' and '.join(item for item in value if item in clause.values)} out of {clause.name}"
+        return f"remove {' and '.join(item for item in value if item in clause.values)} from {clause.name}"
     return f"set {clause.name} to something other than {or_list(clause.values)}"
 
 
 def remove_settings(settings: list[Leaf], typed: Callable[[str], bool]) -> str:
-    """Returns 'leave out --config.a, and add --config.b=0', which sets all of them to their defaults."""
+    """Returns 'remove --config.a, and add --config.b=0', which sets all of them to their defaults."""
     extra = [leaf for leaf in settings if typed(leaf.name)]
-    steps = [f"leave out {', '.join(f'--config.{leaf.name}' for leaf in extra)}"] if extra else []
+    steps = [f"remove {', '.join(f'--config.{leaf.name}' for leaf in extra)}"] if extra else []
     listed = [leaf for leaf in settings if leaf not in extra and "[" in leaf.name]
-    steps += [f"take {', '.join(leaf.name for leaf in listed)} out"] if listed else []
+    steps += [f"remove {', '.join(leaf.name for leaf in listed)}"] if listed else []
     if others := [leaf for leaf in settings if leaf not in [*extra, *listed]]:
         steps.append(f"add {' '.join(f'--config.{leaf.name}={as_flag(leaf.default)}' for leaf in others)}")
     return ", and ".join(steps)

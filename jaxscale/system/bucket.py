@@ -178,7 +178,7 @@ class Bucket:
                 md5.update(piece)
                 left -= len(piece)
                 upload.write(piece)
-        upload.finish(md5.digest(), f"what {path} does")
+        upload.finish(md5.digest(), str(path))
 
     def upload_url(self, url: str, query: dict[str, str]) -> str:
         """Returns the API URL for writing an object."""
@@ -219,12 +219,12 @@ class Bucket:
                 raise refusal(error, url, what, wait) from None
         except urllib.error.URLError as error:
             if isinstance(error.reason, ssl.SSLCertVerificationError):
-                raise BadInput(f"{url}: the server's certificate is not good: {error.reason}") from None
+                raise BadInput(f"{url}: the server's certificate is not valid: {error.reason}") from None
             raise Transient(str(error.reason)) from None
         except (OSError, http.client.HTTPException) as error:
             raise Transient(str(error) or type(error).__name__) from None
         except (json.JSONDecodeError, UnicodeDecodeError):
-            raise Transient("the answer is not JSON: is a proxy between?") from None
+            raise Transient("the response is not JSON; is there a proxy?") from None
 
     def retry_after(self, header: str) -> float:
         """Returns the seconds of a Retry-After header: a number, or a date (RFC 9110, section 10.2.3)."""
@@ -249,7 +249,7 @@ class Bucket:
     def wait(self, fault: Transient, failures: int, url: str) -> None:
         """Sleeps before the next try. Raises Unreachable after too many consecutive failures without progress."""
         if failures >= self.attempts:
-            tries = f"{failures} tries in a row failed, the last" if failures > 1 else "the try failed"
+            tries = f"{failures} consecutive attempts failed, the last" if failures > 1 else "the attempt failed"
             raise Unreachable(f"{url}: {tries} with: {fault}; try again later")
         longest = min(FIRST_WAIT * 2 ** (failures - 1), MAX_WAIT)
         self.clock.sleep(max(fault.wait, longest * (0.5 + 0.5 * self.clock.chance())))
@@ -268,7 +268,7 @@ class Upload:
         """Adds the next bytes, a buffer."""
         view = memoryview(content)
         if self.sent + len(self.buffer) + len(view) > self.total:
-            raise RuntimeError(f"{self.url}: more than {self.total} bytes came")
+            raise RuntimeError(f"{self.url}: received more than {self.total} bytes")
         while len(view):
             room = UPLOAD_CHUNK - len(self.buffer)
             self.buffer += view[:room]
@@ -309,15 +309,15 @@ class Upload:
             failures = 0
             if self.answer is None:
                 if not self.sent <= done <= end:
-                    raise BadInput(f"{self.url}: the service lost what it had been sent; run it again")
+                    raise BadInput(f"{self.url}: the service lost uploaded data; run the command again")
                 del self.buffer[: done - self.sent]
                 self.sent = done
 
-    def finish(self, md5: bytes, expected: str = "what was sent") -> None:
+    def finish(self, md5: bytes, expected: str = "the uploaded data") -> None:
         """Completes the object. Raises BadInput if its MD5 differs."""
         self.flush()
         if (self.answer or {}).get("md5Hash") != base64.b64encode(md5).decode():
-            raise BadInput(f"{self.url} does not hold {expected}: it was damaged in transfer; run it again")
+            raise BadInput(f"{self.url} differs from {expected}: it was damaged in transfer; run the command again")
 
 
 class NoRedirects(urllib.request.HTTPRedirectHandler):
@@ -336,11 +336,11 @@ def check_size(headers: Any, url: str, size: int) -> None:
     total = headers.get("Content-Range", "").rpartition("/")[2] or headers.get("Content-Length", "")
     if not total.isdecimal():
         raise BadInput(
-            f"{url}: the answer does not say how many bytes it has; read it without the proxy that may be between, and "
-            "store it without Content-Encoding"
+            f"{url}: the response does not have the object's size; bypass any proxy, and store the object without "
+            "Content-Encoding"
         )
     if int(total) != size:
-        raise BadInput(f"{url} has {total} bytes where {size} are expected: it was replaced since")
+        raise BadInput(f"{url} has {total} bytes, but {size} are expected: it was replaced")
 
 
 def split(url: str) -> tuple[str, str]:

@@ -42,24 +42,24 @@ def refusal(error: urllib.error.HTTPError, url: str, what: str, wait: float) -> 
     if error.code in TRANSIENT:
         return Transient(f"{error.code} {error.reason}", wait)
     if error.code == 404:
-        return FileNotFoundError(f"{url} does not exist (404); look for a wrong name, or publish the set again")
+        return FileNotFoundError(f"{url} does not exist (404); check the name, or publish the data set again")
     if error.code in (401, 403):
         try:
             text = error.read(MAX_REFUSAL_BYTES).decode("utf-8", "replace")
         except (OSError, http.client.HTTPException):
             text = ""
         needed, role = NEEDED[what]
-        lack = f"its account needs {missing_permission(text) or needed} there, as the role {role} has"
+        lack = f"its account needs {missing_permission(text) or needed}, for example with the role {role}"
         if error.code == 401:
-            lack = "it has no valid credentials: gcloud auth application-default login"
-        return Forbidden(f"{url} may not be {what} by this machine ({error.code}); {lack}")
+            lack = "it has no valid credentials; run gcloud auth application-default login"
+        return Forbidden(f"{url} cannot be {what}: this machine has no permission ({error.code}); {lack}")
     if error.code == 412:
         return Changed(url)
     if error.code == 416:
-        return BadInput(f"{url} is shorter than expected: it was replaced since")
+        return BadInput(f"{url} is shorter than expected: it was replaced")
     if error.code == 410:
-        return BadInput(f"{url}: the upload was given up by the service (410); run it again")
-    return BadInput(f"{url} cannot be {what}: the service answers {error.code} {error.reason}")
+        return BadInput(f"{url}: the service aborted the upload (410); run the command again")
+    return BadInput(f"{url} cannot be {what}: the service returned {error.code} {error.reason}")
 
 
 def missing_permission(text: str) -> str | None:

@@ -26,28 +26,38 @@ class Exit(enum.IntEnum):
         return made
 
     DONE = 0, "done", "nothing"
-    ERROR = 1, "an unexpected error, with a traceback", "report the traceback; or a supervisor gave up and said why"
-    BAD_INPUT = 2, "a setting, a file or a combination is wrong", "correct what the line names"
-    NO_GO = 3, "a check or a rehearsal found that the run cannot work here", "change what the table names"
-    PREEMPTED = 10, "saved on a signal", "start it again"
+    ERROR = 1, "an unexpected error, with a traceback", "report the traceback; if a supervisor gave up, read its reason"
+    BAD_INPUT = 2, "a setting, a file or a combination is invalid", "correct what the message names"
+    NO_GO = 3, "a check or a rehearsal found that the run would fail here", "change what the table names"
+    PREEMPTED = 10, "saved and exited on a signal", "restart it"
     CONFIG_MISMATCH = (
         11,
         "the work folder belongs to another config",
-        "set the named settings back, allow them (`--allow_change`), or begin a new run",
+        "restore the named settings, allow the change (`--allow_change`), or start a new run",
     )
-    DATA_MISMATCH = 12, "the data are not those the run began with", "bring the old data back, or begin a new run"
-    PEER_LOST = 13, "another process was lost", "start all again; look at the machine that is named"
-    STORAGE = 14, "saves kept failing", "make room or mend the permission that is named, then start again"
-    HANG = 15, "nothing moved for too long", "start again; if it comes back, read WORKDIR/stacks"
-    SILENT_CORRUPTION = 16, "a device computes wrong bits", "take the named device out, then start again"
-    NON_FINITE = 17, "training diverged and its remedies are used up", "look at the named steps; lower the rate"
-    LOCK_HELD = 18, "another process trains in this folder", "end the one that is named, or use another folder"
-    CHECKPOINT_CORRUPT = 19, "no checkpoint can be read back", "bring one back from a copy; never begin over it"
+    DATA_MISMATCH = (
+        12,
+        "the data differ from those the run started with",
+        "restore the original data, or start a new run",
+    )
+    PEER_LOST = 13, "another process was lost", "restart all processes; check the named machine"
+    STORAGE = 14, "saves kept failing", "free disk space or fix the named permission, then restart"
+    HANG = 15, "no progress for too long", "restart; if it happens again, read WORKDIR/stacks"
+    SILENT_CORRUPTION = 16, "a device computes wrong results", "remove the named device, then restart"
+    NON_FINITE = (
+        17,
+        "training diverged and no recovery step is left",
+        "inspect the named steps; lower the learning rate",
+    )
+    LOCK_HELD = 18, "another process trains in this folder", "stop the named process, or use another folder"
+    CHECKPOINT_CORRUPT = (
+        19,
+        "no checkpoint can be restored",
+        "restore one from a copy; do not start a new run in this folder",
+    )
 
 
-CODES_LINE = (
-    "Exit codes: 0 done, 1 an unexpected error, 2 something to correct, which is named; jaxscale --help has all."
-)
+CODES_LINE = "Exit codes: 0 done, 1 unexpected error, 2 invalid input, named in the message; jaxscale --help lists all."
 STARTED_AGAIN = (Exit.PREEMPTED, Exit.PEER_LOST, Exit.STORAGE, Exit.HANG)
 BY_A_PERSON = (INTERRUPTED, READER_GONE)
 
@@ -73,7 +83,7 @@ def meaning(code: int) -> str:
     if code < 0 or code > 128:
         name = signal.Signals(number).name if number in list(signal.Signals) else f"signal {number}"
         return f"killed by {name}" if code < 0 else f"exit {code}, {name}"
-    return f"exit {code}, {Exit(code).event}" if code in list(Exit) else f"exit {code}, no code of jaxscale"
+    return f"exit {code}, {Exit(code).event}" if code in list(Exit) else f"exit {code}, not an exit code of jaxscale"
 
 
 def codes_help() -> str:
@@ -206,7 +216,9 @@ def put_raw(text: str) -> None:
         raise
     except OSError as error:
         cause = error.strerror or error
-        raise BadInput(f"standard output cannot be written: {cause}; make room, or send it to another file") from None
+        raise BadInput(
+            f"cannot write to standard output: {cause}; free disk space, or redirect it to another file"
+        ) from None
 
 
 def silence_closed_streams() -> None:

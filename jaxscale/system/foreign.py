@@ -37,8 +37,8 @@ def resolve_file(path: Any, inside: Any = None) -> pathlib.Path:
     resolved = pathlib.Path(os.path.realpath(path))
     if leads_out(resolved, folder):
         raise BadInput(
-            f"{path} is a link that leads out of its folder, to {resolved}; if it is meant, put the file itself there, "
-            f"for all of them by cp -rL {folder} NEW"
+            f"{path} is a link to {resolved}, outside its folder; if this is intended, replace the link with the file, "
+            f"or all links with cp -rL {folder} NEW"
         )
     try:
         mode = os.stat(resolved).st_mode
@@ -56,7 +56,7 @@ def check_folder(folder: Any, inside: Any) -> None:
         return
     resolved, root = os.path.realpath(folder), os.path.realpath(inside)
     if not pathlib.Path(resolved).is_relative_to(root):
-        raise BadInput(f"{folder} is a link that leads out of {inside}, to {resolved}; if it is meant, copy it there")
+        raise BadInput(f"{folder} is a link to {resolved}, outside {inside}; if this is intended, copy it there")
 
 
 def leads_out(file: pathlib.Path, folder: pathlib.Path) -> bool:
@@ -90,7 +90,7 @@ def read_named(path: Any, largest: int = LARGEST_JSON) -> bytes:
 def check_regular(mode: int, path: Any) -> None:
     """Raises BadInput for a folder, a device or a pipe, which may have no end."""
     if not stat.S_ISREG(mode):
-        raise BadInput(f"{path} cannot be read: it is a folder, a pipe or a device, and no file")
+        raise BadInput(f"{path} cannot be read: it is a folder, a pipe or a device, not a file")
 
 
 def open_file(path: Any, inside: Any = None) -> BinaryIO:
@@ -144,7 +144,9 @@ def read_at_most(file: BinaryIO, path: Any, largest: int = LARGEST_JSON) -> byte
     size = os.fstat(file.fileno()).st_size
     content = file.read(largest + 1) if size <= largest else b""
     if size > largest or len(content) > largest:
-        raise BadInput(f"{path} has {size:,} bytes, and at most {largest:,} are read; is it the right file?")
+        raise BadInput(
+            f"{path} has {size:,} bytes, more than the limit of {largest:,}; check that it is the right file"
+        )
     return content
 
 

@@ -1,7 +1,7 @@
 """An HTTP server for this machine, in which idle or slow clients do not block others.
 
-It listens on 127.0.0.1 and answers only to that name: a page of somebody else's, whose own name is made to lead here
-(DNS rebinding), asks with another Host header and gets nothing.
+It listens on 127.0.0.1 and rejects requests with any other Host header, so that a foreign page whose name resolves to
+this address (DNS rebinding) gets no response.
 """
 
 import contextlib
@@ -18,14 +18,14 @@ from jaxscale.system.exits import BadInput
 
 ADDRESS = "127.0.0.1"
 MOST_CONNECTIONS = 32  # at a time; a browser opens six
-REQUEST_SECONDS = 10.0  # for a client to say all that it wants
-ANSWER_SECONDS = 60.0  # to take an answer whose length is known
-STALL_SECONDS = 30.0  # for it to take anything of one whose length is not
+REQUEST_SECONDS = 10.0  # for a client to send its request
+ANSWER_SECONDS = 60.0  # for it to receive a response of known length
+STALL_SECONDS = 30.0  # without progress, for a response of unknown length
 
 
 @dataclasses.dataclass
 class Client:
-    """A connection: until when it must have moved on, and whether it has yet to say what it wants."""
+    """A connection, its deadline, and True until its request is complete."""
 
     connection: socket.socket
     deadline: float
@@ -33,15 +33,15 @@ class Client:
 
 
 class LocalServer(ThreadingHTTPServer):
-    """Answers requests in threads; with too many connections, ends the one that takes longest to send its request."""
+    """Answers requests in threads. With too many connections, closes the one that takes longest to send its request."""
 
     daemon_threads = True
-    request_queue_size = 128  # a client that finds no place waits 1, 3, 7, ... seconds before it tries again
+    request_queue_size = 128  # a client beyond it waits 1, 3, 7, ... seconds before it retries
 
     def __init__(
         self, handler: type["LocalHandler"], port: int, clock: Callable[[], float] = time.monotonic, **attributes: Any
     ):
-        """attributes: of the server, for its handler. Raises BadInput where the port is not to be had."""
+        """attributes: of the server, for its handler. Raises BadInput if it cannot listen on the port."""
         self.clock, self.clients, self.lock = clock, {}, threading.RLock()
         for name, value in attributes.items():
             setattr(self, name, value)
@@ -49,11 +49,11 @@ class LocalServer(ThreadingHTTPServer):
             super().__init__((ADDRESS, port), handler)
         except OSError as error:
             raise BadInput(
-                f"--serve={port}: the port cannot be had ({error.strerror or error}); give another one, or 0 for any"
+                f"--serve={port}: cannot listen on this port: {error.strerror or error}; give another one, or 0 for any"
             ) from None
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Takes a connection in, in the place of another one if need be."""
+        """Accepts a connection, and closes another one if there are too many."""
         with self.lock:
             if len(self.clients) >= MOST_CONNECTIONS:
                 asking = [client for client in self.clients.values() if client.asking]
@@ -65,32 +65,32 @@ class LocalServer(ThreadingHTTPServer):
         super().process_request(request, client_address)
 
     def service_actions(self) -> None:
-        """Ends the connections that are late; called twice a second."""
+        """Closes connections past their deadline; called twice a second."""
         with self.lock:
             now = self.clock()
             for client in [client for client in self.clients.values() if client.deadline < now]:
                 self.drop(client)
 
     def drop(self, client: Client) -> None:
-        """Ends a connection, whose thread finds it closed. To be called with the lock held."""
+        """Closes a connection, which its thread notices. The caller must hold the lock."""
         self.clients.pop(id(client.connection), None)
         with contextlib.suppress(OSError):
             client.connection.shutdown(socket.SHUT_RDWR)
 
     def has_asked(self, connection: socket.socket, answer_seconds: float = float("inf")) -> None:
-        """The client has said what it wants, and has so long to take what it gets."""
+        """Marks the request as complete, and sets the deadline for receiving the response."""
         with self.lock:
             if client := self.clients.get(id(connection)):
                 client.asking, client.deadline = False, self.clock() + answer_seconds
 
     def shutdown_request(self, request: Any) -> None:
-        """A connection has ended."""
+        """Removes a closed connection."""
         with self.lock:
             self.clients.pop(id(request), None)
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Shows a fault of ours; a client that went away, or was too slow, is none."""
+        """Logs an error of the server, but not that a client disconnected or was too slow."""
         if not isinstance(sys.exc_info()[1], (ConnectionError, TimeoutError)):
             super().handle_error(request, client_address)
 
@@ -104,19 +104,19 @@ class LocalHandler(BaseHTTPRequestHandler):
     policy = "default-src 'none'"
 
     def is_for_us(self) -> bool:
-        """True for a request to this machine's own address; any other is refused."""
+        """True for a request with this machine's address as Host; rejects any other."""
         if self.command == "GET":
             self.server.has_asked(self.connection)
         port = self.server.server_address[1]
-        end = "" if port == 80 else f":{port}"  # browsers leave out the port that http has
+        end = "" if port == 80 else f":{port}"  # browsers omit the default port of http
         hosts = self.headers.get_all("Host")
         if any(hosts == [f"{name}{end}"] for name in (ADDRESS, "localhost")):
             return True
-        self.answer(403, "This page is for this machine alone, under its own address.", "text/plain")
+        self.answer(403, "This page is served to this machine only, at 127.0.0.1 or localhost.", "text/plain")
         return False
 
     def begin(self, code: int, kind: str, length: int | None = None) -> None:
-        """Sends the head of an answer. length: bytes; None: until the connection ends."""
+        """Sends the headers of a response. length: bytes; None: until the connection ends."""
         self.server.has_asked(self.connection, float("inf") if length is None else ANSWER_SECONDS)
         self.send_response(code)
         for name, value in {
@@ -132,10 +132,10 @@ class LocalHandler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def answer(self, code: int, text: str, kind: str) -> None:
-        """Sends a whole answer."""
+        """Sends a whole response."""
         content = text.encode("utf-8", "replace")
         self.begin(code, kind, len(content))
         self.wfile.write(content)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: a line for each look would bury what matters."""
+        """Logs nothing: a line for each request would hide other messages."""

@@ -39,11 +39,11 @@ def open_files_problem(number: int, of: str, others: int) -> str:
     limit, needed = raise_open_files(), number + others
     if needed <= limit:
         return ""
-    return f"open files: {number:,} {of} and about {others} others need {needed:,}, and {way_out(limit, needed)}"
+    return f"open files: {number:,} {of} and about {others} other files need {needed:,}, but {way_out(limit, needed)}"
 
 
 def too_many(error: OSError) -> str:
-    """Returns '; the system allows ...' with advice for an error about the limit, '' for any other."""
+    """Returns '; the limit is ...' with advice for an error about the limit, '' for any other."""
     if error.errno not in (errno.EMFILE, errno.ENFILE):
         return ""
     limit = raise_open_files()
@@ -53,6 +53,6 @@ def too_many(error: OSError) -> str:
 def way_out(limit: int, needed: int) -> str:
     """Returns the limit, and how to raise it."""
     return (
-        f"the system allows {limit:,}; raise it before the start: ulimit -Hn {needed} (LimitNOFILE={needed} in "
+        f"the limit is {limit:,}; raise it before starting: ulimit -Hn {needed} (LimitNOFILE={needed} in "
         f"systemd, --ulimit nofile={needed} for docker)"
     )

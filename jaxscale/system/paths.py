@@ -50,13 +50,13 @@ def check_scheme(path: str) -> None:
             raise BadInput(f"{path} must be gs://BUCKET/NAME")
         return
     if scheme == "file":
-        way_out = f"give the path itself, {remainder.removeprefix('localhost') or '/'}"
+        way_out = f"give the path, {remainder.removeprefix('localhost') or '/'}"
     elif scheme == "hf" or remainder.split("/")[0] in HUBS:
         name = "/".join(remainder.split("/")[scheme != "hf" :][:2]) or "OWNER/NAME"
-        way_out = f"for a model of the Hub: jaxscale convert --from={name} --workdir=FOLDER"
+        way_out = f"for a model from the Hub: jaxscale convert --from={name} --workdir=FOLDER"
     else:
         way_out = "copy it to a disk or to gs:// first, or mount it"
-    raise BadInput(f"{path}: {scheme}:// is not read here, only folders of this machine and gs://; {way_out}")
+    raise BadInput(f"{path}: {scheme}:// is not supported, only local folders and gs://; {way_out}")
 
 
 def absolute(path: Any) -> Any:
@@ -171,8 +171,8 @@ def check_is_file(path: Any) -> None:
     """Raises BadInput if the path is a folder, a pipe, a device or a broken link."""
     is_broken_link = os.path.islink(path) and not os.path.exists(path)  # writing would create its target
     if is_broken_link or os.path.exists(path) and not os.path.isfile(path):
-        kind = "a link to nowhere" if is_broken_link else "a folder, a pipe or a device"
-        raise BadInput(f"{path} is {kind} where a file belongs; move it away")
+        kind = "a broken link" if is_broken_link else "a folder, a pipe or a device"
+        raise BadInput(f"{path} is {kind}, but must be a file; move it away")
 
 
 def read_bytes(path: Any) -> bytes:
@@ -215,24 +215,24 @@ def make_run_dir(path: Any, mode: int = PRIVATE) -> Any:
     folder cannot be created or written.
     """
     if not os.fspath(path).strip():
-        raise BadInput(f"workdir={path!r} is empty; name a folder, such as --workdir=runs/first")
+        raise BadInput(f"workdir={path!r} is empty; give a folder, such as --workdir=runs/first")
     folder = as_path(path)
     if is_remote(path):
         return folder
     name, encoding = os.fspath(folder.absolute()), sys.getfilesystemencoding()
     if os.fsencode(name) != name.encode("utf-8", "replace"):  # TensorStore assumes UTF-8 in any locale
         fix = "rename it" if encoding == "utf-8" else f"Python reads file names as {encoding} here: set PYTHONUTF8=1"
-        raise BadInput(f"workdir={on_one_line(name)} is not UTF-8, and arrays cannot be saved under such a name; {fix}")
+        raise BadInput(f"workdir={on_one_line(name)} is not UTF-8, which arrays cannot be saved under; {fix}")
     if special := set(name) & set("[]*?\\"):
         raise BadInput(
-            f"workdir={path} is {name}, and Orbax would read {' '.join(sorted(special))} in a path as a "
-            "pattern; choose another workdir"
+            f"workdir={path}: Orbax interprets {' '.join(sorted(special))} in {name} as a pattern; choose another "
+            "workdir"
         )
     try:
         if not folder.is_dir():
             make_private(folder, mode)  # a run contains data samples and settings; Orbax would use 0755
     except (FileExistsError, NotADirectoryError):
-        raise BadInput(f"workdir={path} runs through a file where a folder is needed; choose another workdir") from None
+        raise BadInput(f"workdir={path} has a file where a folder is needed; choose another workdir") from None
     except OSError as error:
         cause = error.strerror or error
         raise BadInput(f"workdir={path} cannot be created ({cause}); choose another workdir") from None

@@ -54,7 +54,7 @@ def use_utf8() -> None:
     if (encoding := sys.getfilesystemencoding()) == "utf-8":
         return
     if os.environ.get("PYTHONUTF8") == "1":
-        raise BadInput(f"Python has {encoding} file names though PYTHONUTF8=1; leave out its flags -E, -I, -X")
+        raise BadInput(f"Python uses {encoding} for file names despite PYTHONUTF8=1; remove its flags -E, -I and -X")
     os.environ["PYTHONUTF8"] = "1"
     restart()
 
@@ -129,7 +129,7 @@ def keep_compiled_programs() -> None:
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         except OSError as error:
             cause = error.strerror or error
-            print_stderr(f"compiled programs are not kept: {folder}: {cause}; set XDG_CACHE_HOME")
+            print_stderr(f"compiled programs are not cached: {folder}: {cause}; set XDG_CACHE_HOME")
             return
     set_variables({name: value for name, value in variables.items() if name not in os.environ})
 
@@ -157,7 +157,7 @@ def folder_mode(text: str) -> int:
     """Parses --run_dir_mode. Raises BadInput for a mode without full access for the owner."""
     if not re.fullmatch("0?7[0-7][0-7]", text):
         raise BadInput(
-            f"--run_dir_mode={text} must be an octal mode that leaves everything to the owner, such as 0700 or 0750"
+            f"--run_dir_mode={text} must be an octal mode with all permissions for the owner, such as 0700 or 0750"
         )
     return int(text, 8)
 

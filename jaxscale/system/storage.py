@@ -137,7 +137,7 @@ class ObjectPath(pathlib.PurePosixPath):
 
     def open(self, mode: str = "rb") -> io.BufferedReader:
         """Opens the current generation of the object for reading."""
-        assert mode == "rb", f"an object can only be opened for reading, not as {mode!r}"
+        assert mode == "rb", f"an object can only be opened for reading, not with mode {mode!r}"
         about = self.metadata()
         return io.BufferedReader(Reader(self.url, int(about["size"]), str(about["generation"])), READ_BYTES)
 
@@ -249,9 +249,9 @@ def authorisation(access: str) -> Callable[[dict[str, str]], None]:
         try:
             credentials.apply(headers)
         except google.auth.exceptions.TransportError as error:
-            raise Transient(f"no new access token: {error}") from None
+            raise Transient(f"cannot get an access token: {error}") from None
         except (gcsfs.credentials.HttpError, google.auth.exceptions.GoogleAuthError) as error:
-            raise Forbidden(f"this machine's credentials for gs:// are of no use: {error}") from None
+            raise Forbidden(f"this machine's credentials for gs:// are not valid: {error}") from None
 
     return authorise
 
@@ -279,7 +279,7 @@ def check_environment() -> None:
         if not is_loopback(host):
             raise BadInput(
                 f"{variable}={value} would send this machine's credentials for Google Cloud to {host or 'nowhere'}; "
-                "only an emulator on this machine (http://127.0.0.1:PORT) may be named: unset it"
+                f"only an emulator on this machine (http://127.0.0.1:PORT) is allowed; unset {variable}"
             )
 
 

@@ -166,7 +166,7 @@ def test_a_command_that_fails_is_one_clear_line(script, told):
     [
         (
             ["speed"],
-            "bench has no verb 'speed'; it has step, loop, data, collectives",
+            "bench has no verb 'speed'; verbs: step, loop, data, collectives",
         ),
         (["step", "--spec=U"], "--spec=U is unknown; give S, T or M, or --config=FILE"),
         (["step", "--spec=S", "--config=a.py"], "give only one"),

@@ -113,7 +113,7 @@ def test_average_of_the_last_steps_leaves_out_what_training_suspected(do, run, t
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (["lost"], "jaxscale ckpt has no verb 'lost'; it has list, verify, copy, prune, pin, unpin, average"),
+        (["lost"], "jaxscale ckpt has no verb 'lost'; verbs: list, verify, copy, prune, pin, unpin, average"),
         (["list"], "ckpt list needs --workdir; see jaxscale ckpt --help"),
         (["copy", "--workdir=RUN"], "ckpt copy needs --to"),
         (["pin", "--workdir=RUN"], "ckpt pin needs --steps"),

@@ -80,7 +80,7 @@ def test_a_module_of_a_verb_is_not_a_program_and_names_the_command():
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["rezume", "--config=x.py"], "it has resume, parity"),
+        (["rezume", "--config=x.py"], "verbs: resume, parity"),
         (["resume", "--config=missing.py"], "--config=missing.py is not a file"),
         (["resume", "--config=missing.py", "--steps=3"], "--steps=3 must be a whole number, 12 or more"),
         (["parity", "--steps=12"], "--steps=12 is not a flag of this command"),
@@ -101,13 +101,13 @@ DIGITS = "9" * 5000  # more than Python reads as a number
     [
         ("sample workdir=runs/x", "; write --workdir=runs/x"),
         ("ckpt list workdir=runs/x", "; write --workdir=runs/x"),
-        ("ckpt list --workdir=x --keep-last=1", "; its other verbs have it"),
+        ("ckpt list --workdir=x --keep-last=1", "; other verbs of this command accept it"),
         ("sample --workdir=x --config.seed=1", "; the settings are read from the work folder"),
         ("trace --workdir=x --step=3 --config=x.py", "; the settings are read from the work folder"),
         ("completion bash --config=x.py", "--config=x.py is not a flag"),
         ("completion bash zsh", "zsh is not a flag"),
         ("plan --loss=true --runs=x", "--config must be given"),
-        ("plan --loss --runs=x --json=/nowhere/x.json", "--json=/nowhere/x.json must be a file in a folder"),
+        ("plan --loss --runs=x --json=/nowhere/x.json", "--json=/nowhere/x.json must be a file in an existing folder"),
         ("bench data --config=x.py", "give a recipe: --recipe=FILE"),
         ("bench data --config.stages=x", "also give --recipe=FILE or --input=GLOB"),
         ("prepare --config=RECIPE --input=*.txt --output=w", "sources.web must be a group of settings"),

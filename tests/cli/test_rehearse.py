@@ -219,7 +219,7 @@ def test_what_was_made_is_taken_away_and_nothing_else(tmp_path, there):
     [
         ({}, {"steps": "7"}, "--steps=7 must be a whole number, 8 or more"),
         ({"init.from_path": "runs/a", "init.what": "run"}, {}, "rehearse with --config.init.what=state, which starts"),
-        ({"limit.dollars": "3"}, {"budget_dollars": "3"}, "--budget_dollars=3 and --config.limit.dollars say the same"),
+        ({"limit.dollars": "3"}, {"budget_dollars": "3"}, "--budget_dollars=3 and --config.limit.dollars set the same"),
         ({"model.vocab_sise": "3"}, {}, "did you mean 'vocab_size'?"),
     ],
 )

@@ -126,7 +126,8 @@ def test_only_the_codes_that_may_be_mended_start_again():
 def test_every_code_has_a_meaning_and_an_advice():
     assert len(codes_help().splitlines()) == len(Exit)
     assert [meaning(code) for code in (13, -9, 137, 42)] == [
-        "exit 13, another process was lost", "killed by SIGKILL", "exit 137, SIGKILL", "exit 42, no code of jaxscale",
+        "exit 13, another process was lost", "killed by SIGKILL", "exit 137, SIGKILL",
+        "exit 42, not an exit code of jaxscale",
     ]  # fmt: skip
 
 

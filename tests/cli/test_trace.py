@@ -156,10 +156,10 @@ def test_a_document_lists_its_steps(home, run, capsys):
             ["--workdir={run}", "--step=1", "--config.data.max_epochs.web=3"],
             "it determines the batches and is read from the work folder",
         ),
-        (["--workdir={run}", "--step=1", "--row=16"], "row=16 is not among the 16 rows of batch 1; give 0 to 15"),
+        (["--workdir={run}", "--step=1", "--row=16"], "row=16 is not among the 16 rows of batch 1; use 0 to 15"),
         (
             ["--workdir={run}", "--step=12"],
-            "step=12 is after the end of the run, which has 12 steps .*give 0 to 11",
+            "step=12 is after the end of the run, which has 12 steps .*use 0 to 11",
         ),
         (["--workdir={run}", "--batch=14"], "batch=14 is after the end of the run.*give 0 to 13"),
     ],
@@ -234,7 +234,7 @@ def test_a_stage_that_only_skipped_batches_reach_counts_before_the_first_checkpo
 
 def test_a_config_that_gives_another_past_is_refused(run, tmp_path):
     copy = copied(run, tmp_path, upto=10, mixture=STAGES | {"8 steps": {"web": 1.0}})
-    with pytest.raises(Stop, match="give other rows to the 10 completed steps") as stop:
+    with pytest.raises(Stop, match="the 10 completed steps have other rows") as stop:
         trace.main([f"--workdir={copy}", "--step=1"])
     assert stop.value.code is Exit.DATA_MISMATCH
 
@@ -317,7 +317,7 @@ def test_skip_data_is_shorthand_for_the_setting():
     assert overrides() == {}
     for flags, message in (
         (["--skip-data=3-5"], "must be ranges of batches"),
-        (["--skip-data=3:5", "--config.data.skip_batches=((1,2),)"], "say the same thing"),
+        (["--skip-data=3:5", "--config.data.skip_batches=((1,2),)"], "set the same setting"),
     ):
         with pytest.raises(ValueError, match=message):
             overrides(*flags)

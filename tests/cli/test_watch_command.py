@@ -99,7 +99,11 @@ def test_a_frame_fits_every_terminal(width, height, unicode):
             "green",
         ),
         (seen(events=[STARTED, event("stopped", -1, code=17, why="x")]), "exit 17, training diverged", "red"),
-        (seen(events=[STARTED, event("stopped", -1, code=10, why="x")]), "exit 10, saved on a signal", "yellow"),
+        (
+            seen(events=[STARTED, event("stopped", -1, code=10, why="x")]),
+            "exit 10, saved and exited on a signal",
+            "yellow",
+        ),
         (seen(events=[STARTED, event("stopped", -1, code=130)]), "exit 130, SIGINT", "yellow"),
         (seen(records=[], written_at=NOW - 500), "starting for 8m20s", "yellow"),  # it compiles
         (seen(records=[], events=[event("started", -4000, 0)], written_at=NOW - 4000), "silent for 1h06m", "red"),
@@ -145,7 +149,7 @@ def test_text_is_cut_by_the_columns_that_it_takes():
         (event("alert", 0, 7, what="loss_spike", seen="it rose"), "step 7: loss spike: it rose"),
         (event("alert", 0, 9, what="loss_spike", over=True, seen="it fell"), "step 9: loss spike ended: it fell"),
         (event("save_failed", 0, 7, cause="no room"), "step 7: checkpoint save failed: no room"),
-        (event("stopped", 0, code=15), "exit 15, nothing moved for too long"),
+        (event("stopped", 0, code=15), "exit 15, no progress for too long"),
         (event("stopped", 0, code=130), "exit 130, SIGINT"),
     ],
 )

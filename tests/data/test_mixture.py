@@ -165,5 +165,5 @@ def test_stages_begin_with_the_first_batch_at_or_after_their_tokens_where_batche
     mixture = {"0": {"web": 1.0}, "50 rows": {"web": 0.5, "code": 0.5}, "50%": {"code": 1.0}}
     planned = plan(mixture, rows_per_batch=sizes, total_steps=13)
     assert [stage.first_row for stage in planned.stages] == [0, 56, 184]  # half of 312 rows are 156
-    with pytest.raises(ValueError, match="start='4 steps' needs batch_tokens, which is not known here"):
+    with pytest.raises(ValueError, match="start='4 steps' needs batch_tokens, which is unknown"):
         plan({"0": {"web": 1.0}, "4 steps": {"code": 1.0}}, rows_per_batch=sizes)

@@ -320,5 +320,5 @@ def test_more_token_files_than_may_be_open_are_refused_before_a_batch(folder, mo
     for number in range(40):
         np.arange(T * 4, dtype=np.uint16).tofile(folder / f"{number:02}.bin")
     monkeypatch.setattr("resource.getrlimit", lambda which: (64, 64))
-    with pytest.raises(BadInput, match="40 shards and about 32 others need 72, and the system allows 64; raise it"):
+    with pytest.raises(BadInput, match="40 shards and about 32 other files need 72, but the limit is 64; raise it"):
         open_quietly(name="tokens", files="*.bin", vocab_size=T * 4)

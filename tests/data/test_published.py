@@ -79,7 +79,7 @@ def test_publishing_survives_faults(gcs, tmp_path, clock):
 def test_an_upload_that_was_damaged_on_its_way_is_told(gcs, tmp_path):
     write_set(tmp_path / "set", shards=1)
     gcs.faults.append(Fault("flip", path="part-0.idx", method="PUT", times=2))
-    with pytest.raises(ValueError, match="gs://b/out/part-0.idx does not hold what .*part-0.idx does"):
+    with pytest.raises(ValueError, match="gs://b/out/part-0.idx differs from .*part-0.idx: it was damaged"):
         publish(tmp_path / "set", "gs://b/out", say=lambda line: None)
     assert "out/manifest.json" not in gcs.names("b")
 
@@ -100,7 +100,9 @@ def test_a_set_that_was_changed_is_not_published(gcs, published, tmp_path):
 def test_a_bucket_that_may_not_be_written_is_told(gcs, tmp_path):
     write_set(tmp_path / "set", shards=1)
     gcs.faults.append(Fault("status", method="POST", status=403, times=9))
-    with pytest.raises(ValueError, match=r"may not be written by this machine \(403\).*Storage Object User"):
+    with pytest.raises(
+        ValueError, match=r"cannot be written: this machine has no permission \(403\).*Storage Object User"
+    ):
         publish(tmp_path / "set", "gs://b/out", say=lambda line: None)
 
 

@@ -84,7 +84,7 @@ def test_a_busy_service_is_asked_again_after_growing_waits(cache, gcs, clock, st
 
 def test_a_service_that_stays_away_is_told(cache, gcs, clock):
     gcs.faults.append(Fault("status", status=503, times=100))
-    with pytest.raises(ValueError, match="gs://b/set/big.bin: 9 tries in a row failed, the last with: 503"):
+    with pytest.raises(ValueError, match="gs://b/set/big.bin: 9 consecutive attempts failed, the last with: 503"):
         fetch(cache)
     assert len(clock.slept) == 8
 
@@ -157,7 +157,7 @@ def test_a_file_that_always_arrives_changed_is_refused(cache, gcs):
     assert not list(cache.folder.rglob("big.bin"))
 
 
-@pytest.mark.parametrize(("change", "told"), [(BIG + b"x", "has 300001 bytes where 300000"), (BIG[:-1], "has 299999")])
+@pytest.mark.parametrize(("change", "told"), [(BIG + b"x", "has 300001 bytes, but 300000"), (BIG[:-1], "has 299999")])
 def test_a_file_of_another_size_is_told_at_once(cache, gcs, clock, change, told):
     gcs.put("b", "set/big.bin", change)
     with pytest.raises(ValueError, match=told):
@@ -167,8 +167,8 @@ def test_a_file_of_another_size_is_told_at_once(cache, gcs, clock, change, told)
 
 @pytest.mark.parametrize(
     ("status", "told"),
-    [(403, "may not be read by this machine .*Storage Object Viewer"), (401, "may not be read"), (404, "not exist"),
-     (400, "the service answers 400")],
+    [(403, "cannot be read: this machine has no permission .*Storage Object Viewer"), (401, "cannot be read"),
+     (404, "not exist"), (400, "the service returned 400")],
 )  # fmt: skip
 def test_what_no_second_try_would_change_is_told_at_once(cache, gcs, clock, status, told):
     gcs.faults.append(Fault("status", status=status))

@@ -151,7 +151,7 @@ def test_an_export_that_was_finished_when_the_run_was_killed_is_told_and_not_mad
         ({"export.every_steps": 7}, "export.every_steps=7 must be a multiple of checkpoint.save_every_steps=500"),
         ({"export.push_to": "org/name"}, "push_to sends what every_steps=0 never exports"),
         ({"export.every_steps": 500, "export.push_to": "name"}, "must be a repository of the Hub"),
-        ({"export.every_steps": 500, "export.ema": True}, "export.ema=true exports an average"),
+        ({"export.every_steps": 500, "export.ema": True}, "export.ema=true needs an average"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(overrides, told):

@@ -200,11 +200,11 @@ def test_it_is_no_run_to_go_on_with(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (["--workdir=x"], "convert needs one of --from=FOLDER, to import a model, and --to=FOLDER"),
-        (["--from=a", "--to=b"], "needs one of --from=FOLDER"),
+        (["--workdir=x"], "convert needs either --from=FOLDER, to import a model, or --to=FOLDER"),
+        (["--from=a", "--to=b"], "needs either --from=FOLDER"),
         (["--from=a"], "convert needs --workdir=FOLDER"),
-        (["--from=a", "--workdir=b", "--dtype=float32"], "--dtype is for an export, with --to"),
-        (["--from=a", "--workdir=b", "--ema"], "--ema is for an export, with --to"),
+        (["--from=a", "--workdir=b", "--dtype=float32"], "--dtype applies only to an export"),
+        (["--from=a", "--workdir=b", "--ema"], "--ema applies only to an export"),
         (["--workdir=a", "--to=b", "--dtype=float8"], "--dtype=float8 must be bfloat16 or float32"),
         (["--workdir=nothing", "--to=b"], "nothing has no checkpoint; give the work folder of a run"),
         (["--workdir=a", "--to=b", "--config=c"], "the settings are read from the model's config.json"),

@@ -140,7 +140,7 @@ def test_scores_are_divided_by_the_size_of_a_head_beyond_the_base():
         (dict(mup=dict(base_dim=0)), "adamw", "base_dim=0 must be at least 1"),
         (dict(mup=MUP, scaled_embeddings=True), "adamw", "scaled_embeddings cannot go with mup"),
         (dict(mup=MUP, query_scalar=3.0), "adamw", "query_scalar=3.0 cannot go with mup.base_head_dim=8"),
-        (dict(mup=AT_BASE), "sgd", "base_layers: its rule is for AdamW"),
+        (dict(mup=AT_BASE), "sgd", "base_layers is for AdamW"),
     ],
 )
 def test_what_it_has_no_rule_for_is_refused(settings, optimizer, text):
@@ -149,7 +149,7 @@ def test_what_it_has_no_rule_for_is_refused(settings, optimizer, text):
 
 
 def test_adapters_and_other_models_are_refused():
-    with pytest.raises(BadInput, match="lora.rank cannot go with model.mup"):
+    with pytest.raises(BadInput, match="lora.rank cannot be combined with model.mup"):
         config(more={"lora.rank": 2}, mup=MUP)
     with pytest.raises(BadInput, match="model.mup is not a setting of Gpt2Config"):
         tiny.config({"model": tiny.GPT2 | {"mup": MUP}})

@@ -220,7 +220,7 @@ def test_where_the_time_went_sums_to_the_wall_time(run):
     [
         (0, 100, "finished", "completed all steps"),
         (0, 60, "stopped", "stopped on request before"),
-        (10, 60, "stopped", "exit 10, saved on a signal"),
+        (10, 60, "stopped", "exit 10, saved and exited on a signal"),
         (130, 60, "stopped", "exit 130, SIGINT"),
         (17, 60, "failed", "exit 17, training diverged"),
     ],

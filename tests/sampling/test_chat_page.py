@@ -158,7 +158,7 @@ def test_what_is_wrong_is_told_on_the_page(serve):
 @pytest.mark.parametrize(
     "how, status, told",
     [
-        (dict(Host="evil.example:80"), 403, "this machine alone"),
+        (dict(Host="evil.example:80"), 403, "this machine only"),
         (dict(Origin="http://evil.example"), 400, "other pages"),
         (dict(Content_Type="text/plain"), 400, "application/json"),
         (dict(path="/other"), 400, "/say"),
@@ -168,7 +168,7 @@ def test_what_is_wrong_is_told_on_the_page(serve):
         (dict(Content_Length=str((1 << 20) + 1)), 400, "1 to 1048576 bytes"),
         (dict(Content_Length="9" * 5000), 400, "1 to 1048576 bytes"),  # more digits than int() takes
         (dict(method="GET", path="/etc/passwd"), 404, "only one page"),
-        (dict(method="GET", path="/", Host="evil.example"), 403, "this machine alone"),
+        (dict(method="GET", path="/", Host="evil.example"), 403, "this machine only"),
     ],
 )
 def test_others_are_refused(serve, how, status, told):
@@ -194,7 +194,7 @@ def test_turns_go_by_turns():
 
 def test_a_port_that_is_taken_is_told(serve):
     port = serve(echo)
-    with pytest.raises(ValueError, match=f"--serve={port}: the port cannot be had"):
+    with pytest.raises(ValueError, match=f"--serve={port}: cannot listen on this port"):
         open_chat(echo, "", port, 64)
 
 

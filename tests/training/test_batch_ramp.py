@@ -106,14 +106,17 @@ def test_tokens_seen_are_those_of_the_batches_that_were_trained_on():
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
-        ({"batch_ramp": (("64 rows", "10%"),)}, "before those of batch_tokens=512; each must be larger than the one"),
-        ({"batch_ramp": (("16 rows", "10%"), ("8 rows", "20%"))}, "each must be larger than the one before it"),
+        (
+            {"batch_ramp": (("64 rows", "10%"),)},
+            "followed by batch_tokens=512; each must be larger than the previous one",
+        ),
+        ({"batch_ramp": (("16 rows", "10%"), ("8 rows", "20%"))}, "each must be larger than the previous one"),
         ({"batch_ramp": ((8 * ROW + 1, "10%"),)}, "129 tokens is not a whole number of rows of seq_len=16; try 144"),
         (
             {"batch_ramp": (("8 rows", "3 steps"),)},
-            "batch_ramp='3 steps': with batch_ramp a step is not always",
+            "batch_ramp='3 steps': with batch_ramp, steps differ",
         ),
-        ({"train_tokens": "30 steps"}, "train_tokens='30 steps': with batch_ramp a step is not always as many tokens"),
+        ({"train_tokens": "30 steps"}, "train_tokens='30 steps': with batch_ramp, steps differ in their tokens"),
         ({"data.mixture": {"0": {"a": 1.0}, "4 steps": {"b": 1.0}}}, "data.mixture's start='4 steps': with batch_ramp"),
     ],
 )
@@ -125,7 +128,9 @@ def test_a_ramp_that_cannot_be_is_refused_in_one_line(overrides, line):
 
 def test_a_size_that_no_batch_would_have_is_refused():
     cfg = tiny.config(RAMP | {"batch_ramp": (("8 rows", 24 * ROW), ("16 rows", 20 * ROW))})
-    with pytest.raises(BadInput, match="batch_ramp, in tokens: no batch has 256: they end at 320, and those before"):
+    with pytest.raises(
+        BadInput, match="batch_ramp, in tokens: no batch has size 256: it ends at 320, but the previous"
+    ):
         resolve_budget(cfg, None)
 
 
@@ -229,5 +234,5 @@ def test_a_document_of_a_mixture_is_traced_to_the_steps_whose_rows_have_it(tmp_p
         back = [p for p in trace(str(tmp_path / "run"), document=name).pieces if p.step < 5]
         key = lambda p: (p.step, p.batch, p.entry.row, p.entry.begin, p.entry.tokens)
         assert sorted(map(key, back)) == sorted(key(p) for p in found if p.entry.name == name)
-    with pytest.raises(BadInput, match="row=8 is not among the 8 rows of batch 0; give 0 to 7"):
+    with pytest.raises(BadInput, match="row=8 is not among the 8 rows of batch 0; use 0 to 7"):
         trace(str(tmp_path / "run"), step=0, row=8)

@@ -131,8 +131,8 @@ def test_validation_without_it_is_as_before():
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        (ON | {"optim.offload_params": True}, "train.ema.decay keeps an average on the devices, and optim.offload_par"),
-        ({"sample.ema": True}, "sample.ema=true samples from an average that train.ema.decay=0 does not keep"),
+        (ON | {"optim.offload_params": True}, "train.ema.decay and optim.offload_params cannot be combined"),
+        ({"sample.ema": True}, "sample.ema=true needs an average of the weights"),
         ({"train.ema.decay": 1.0}, "decay=1.0 must be at least 0 and below 1"),
         ({"train.ema.start_step": 3}, "start_step=3 must be at least 0, and is for a decay above 0"),
     ],

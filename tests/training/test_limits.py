@@ -235,7 +235,7 @@ def test_a_decay_that_was_decided_and_not_saved_is_forgotten():
         ({"limit.dollars": -1.0}, r"limit: dollars=-1.0 must be at least 0"),
         (
             {"limit.deadline": "1h", "limit.on_overrun": "decay", "optim.decay": "cosine"},
-            "with optim.decay='cosine' no rate stays at its peak until one; set optim.decay to wsd or constant, or",
+            "optim.decay='cosine' has no constant phase before a decay; set optim.decay to wsd or constant, or",
         ),
     ],
 )

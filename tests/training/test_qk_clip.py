@@ -104,10 +104,16 @@ def test_the_clip_does_not_depend_on_the_mesh(mesh, heads):
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
-        ({"model.qk_norm": True}, "optim.qk_clip=100 cannot go with model.qk_norm=true, which sets the lengths of"),
-        ({"lora.rank": 2}, "optim.qk_clip=100 cannot go with lora.rank=2"),
-        ({"mesh.pipeline": 2}, "optim.qk_clip=100 cannot go with mesh.pipeline=2, whose stages record no scores"),
-        ({"model": tiny.T5, "data.objective": {"name": "span_corruption"}}, "cannot go with model.name='t5'"),
+        (
+            {"model.qk_norm": True},
+            "optim.qk_clip=100 cannot be combined with model.qk_norm=true, which normalizes queries and keys",
+        ),
+        ({"lora.rank": 2}, "optim.qk_clip=100 cannot be combined with lora.rank=2"),
+        (
+            {"mesh.pipeline": 2},
+            "optim.qk_clip=100 cannot be combined with mesh.pipeline=2, whose stages do not record attention scores",
+        ),
+        ({"model": tiny.T5, "data.objective": {"name": "span_corruption"}}, "cannot be combined with model.name='t5'"),
         ({"optim.qk_clip": 0.0}, "qk_clip=0.0 must be above 0, or null for none"),
     ],
 )

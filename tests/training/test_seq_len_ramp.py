@@ -52,15 +52,15 @@ def test_the_budget_says_the_rows_of_each_batch_and_counts_their_operations():
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
-        ({"seq_len_ramp": ((8, "10%"), (8, "20%"))}, "rows of 8, 8 tokens before those of seq_len=16; each must be"),
-        ({"seq_len_ramp": ((1, "10%"),)}, "rows of 1 tokens before those of seq_len=16; each must be at least 2"),
-        ({"seq_len_ramp": ((6, "10%"),)}, "seq_len=16 tokens cannot be cut into whole ones of 6; .* 2, 4 or 8"),
+        ({"seq_len_ramp": ((8, "10%"), (8, "20%"))}, "rows of 8, 8 tokens, followed by seq_len=16; each must be"),
+        ({"seq_len_ramp": ((1, "10%"),)}, "rows of 1 tokens, followed by seq_len=16; each must be at least 2"),
+        ({"seq_len_ramp": ((6, "10%"),)}, "seq_len=16 is not a multiple of 6; .* 2, 4 or 8"),
         (
             {"train_tokens": 1600, "seq_len_ramp": ((4, "3 steps"),)},
-            "seq_len_ramp='3 steps': with batch_ramp a step is",
+            "seq_len_ramp='3 steps': with batch_ramp, steps differ",
         ),
-        ({"data.objective": {"name": "prefix_lm"}}, "data.objective.name='prefix_lm' makes its inputs of whole ones"),
-        ({"data.name": "chat"}, "seq_len_ramp would cut the conversations of data.name='chat'"),
+        ({"data.objective": {"name": "prefix_lm"}}, "data.objective.name='prefix_lm' needs whole rows"),
+        ({"data.name": "chat"}, "seq_len_ramp would split the conversations of data.name='chat'"),
     ],
 )
 def test_a_ramp_that_cannot_be_is_refused_in_one_line(overrides, line):

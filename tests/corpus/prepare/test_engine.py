@@ -231,7 +231,7 @@ def test_many_blocks_need_few_open_files(tmp_path):
 
 
 def test_workers_with_too_many_pipes_are_refused(few_files):
-    with LocalExecutor(40) as executor, pytest.raises(BadInput, match="80 pipes to 40 --workers .*allows 64"):
+    with LocalExecutor(40) as executor, pytest.raises(BadInput, match="80 pipes to 40 --workers .*the limit is 64"):
         list(executor.run_all(str, work.Task("", 0), 2))
 
 
@@ -242,7 +242,7 @@ def test_files_that_cannot_be_opened_for_their_number_are_told_with_the_limit(tm
         while True:
             held.append(os.open(os.devnull, os.O_RDONLY))
     try:
-        with pytest.raises(BadInput, match="Too many open files; the system allows 64; raise it .*ulimit -Hn 256"):
+        with pytest.raises(BadInput, match="Too many open files; the limit is 64; raise it .*ulimit -Hn 256"):
             list(read_file(plan.files[0], plan.cfg.read, Counter()))
     finally:
         for one in held:
