@@ -139,7 +139,9 @@ def test_a_refusal_names_the_right_that_the_service_names(gcs):
 def test_an_environment_that_would_send_credentials_to_another_machine_is_refused(variable, value, monkeypatch):
     monkeypatch.setenv(variable, value)
     for use in (lambda: paths.as_path("gs://bucket/run"), open_bucket, lambda: paths.make_run_dir("gs://bucket/run")):
-        with pytest.raises(ValueError, match=rf"{variable}=.* would send this machine's credentials .*is allowed; unset"):
+        with pytest.raises(
+            ValueError, match=rf"{variable}=.* would send this machine's credentials .*is allowed; unset"
+        ):
             use()
 
 

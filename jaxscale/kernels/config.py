@@ -29,14 +29,14 @@ class CompilerOptions:
     """Compiler options of one program; kernels/compiler_options.py chooses them."""
 
     values: dict[str, bool | int | float | str]  # for jax.jit(compiler_options=...)
-    set_by_environment: tuple[str, ...] = ()  # defaults of this project that are left to it
+    set_by_environment: tuple[str, ...] = ()  # defaults of this project that the environment overrides
     offloads_torus: bool = False  # collectives over several torus dimensions are one asynchronous operation
 
     def __str__(self) -> str:
-        """Returns 'a=True, b=2; c as XLA_FLAGS has it', or ''."""
+        """Returns 'a=True, b=2; c from XLA_FLAGS', or ''."""
         parts = [", ".join(f"{name}={value}" for name, value in self.values.items())]
         if self.set_by_environment:
-            parts.append(f"{', '.join(self.set_by_environment)} as {' or '.join(XLA_VARIABLES)} has it")
+            parts.append(f"{', '.join(self.set_by_environment)} from {' or '.join(XLA_VARIABLES)}")
         return "; ".join(part for part in parts if part)
 
 

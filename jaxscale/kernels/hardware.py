@@ -83,8 +83,8 @@ BLACKWELL_LINKS = (
 )
 # Prices: list prices as the sources named here quote them. Google's own page shows its figures only to a browser.
 GOOGLE_PRICE = (
-    "on demand in us-central1 (v4: us-central2), from Google's price list as github.com/skypilot-org/skypilot-catalog "
-    "keeps it: catalogs/v8/gcp/vms.csv at 006059e"
+    "on demand in us-central1 (v4: us-central2), from Google's price list as copied by "
+    "github.com/skypilot-org/skypilot-catalog: catalogs/v8/gcp/vms.csv at 006059e"
 )
 GOOGLE_CARD = "the card alone, its machine is billed separately; " + GOOGLE_PRICE
 GOOGLE_DATE = "2026-11-22"  # read then
@@ -107,7 +107,7 @@ CHIPS = {
     "TPU v3": Chip(
         "TPU v3", 123e12 / 2, 32 * 2**30 // 2, 900e9 / 2, CLOUD + ", per chip; a JAX device is one of its two cores",
         ici_bandwidth=4 * 656e9 / 8 / 2, ici_dims=2,
-        links_source="IEEE Micro 41(2), 2021, on TPUv2 and TPUv3: 4 links of 656 Gb/s a direction, from memory and "
+        links_source="IEEE Micro 41(2), 2021, on TPUv2 and TPUv3: 4 links of 656 Gb/s per direction, from memory and "
         "not checked; no DCN figure found",
         devices_per_chip=2, watts=262.0,
         watts_source="cloud.google.com/tpu/docs/v3: measured min/mean/max 123/220/262 W",
@@ -115,7 +115,7 @@ CHIPS = {
     "TPU v4": Chip(
         "TPU v4", 275e12, 32 * 2**30, 1.2e12, CLOUD,
         ici_bandwidth=300e9, ici_dims=3, devices_per_host=4, int8_flops=275e12,
-        links_source="glennklockwood.com/garden/processors/TPUv4: 6 links, 400 Gb/s a direction; no DCN figure found",
+        links_source="glennklockwood.com/garden/processors/TPUv4: 6 links, 400 Gb/s per direction; no DCN figure found",
         watts=192.0, watts_source="cloud.google.com/tpu/docs/v4: measured min/mean/max 90/170/192 W",
         price=Price(3.22, GOOGLE_DATE, GOOGLE_PRICE),
     ),
@@ -241,7 +241,7 @@ def choose_compute_dtype(
     if capability >= AMPERE:
         return DtypeChoice("bfloat16", f"{card} has bfloat16 matrix units")
     if capability >= VOLTA:
-        return DtypeChoice("float16", f"{card} has float16 matrix units and none for bfloat16")
+        return DtypeChoice("float16", f"{card} has float16 matrix units, but none for bfloat16")
     return DtypeChoice("float32", f"{card} has no matrix units")
 
 

@@ -23,8 +23,8 @@ def check_host_memory(setting: str, mesh: Mesh) -> None:
     kinds = sorted(memory.kind for memory in device.addressable_memories())
     if HOST not in kinds:
         raise BadInput(
-            f"{setting} needs devices with {HOST} memory, and {device.device_kind} has "
-            f"{', '.join(kinds) or 'none in an ahead-of-time topology'}; leave it out"
+            f"{setting} needs devices with {HOST} memory, but {device.device_kind} has "
+            f"{', '.join(kinds) or 'none in an ahead-of-time topology'}; remove it"
         )
 
 

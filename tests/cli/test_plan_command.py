@@ -87,7 +87,10 @@ def test_operations_or_a_size_need_no_machine(tmp_path, capsys):
         ([SEVEN, "--topology=v5p-256", "--mfu=40"], "--mfu=40 must be a fraction"),
         ([SEVEN, "--topology=v5p-256", "--pue=0.9"], "--pue=0.9 must be at least 1"),
         ([SEVEN, "--flops=1e20"], "--flops proposes a model and cannot be combined with --config"),
-        ([SEVEN, "--topology=v5p-256", "--json=/nowhere/x.json"], "--json=/nowhere/x.json must be a file in an existing folder"),
+        (
+            [SEVEN, "--topology=v5p-256", "--json=/nowhere/x.json"],
+            "--json=/nowhere/x.json must be a file in an existing folder",
+        ),
         (
             ["--model_size=7b", "--config.model.remat=none"],
             "--config.model.remat needs a config; write the prop",

@@ -39,7 +39,10 @@ def test_without_stages_only_axes_and_microbatches_change():
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"mesh.context": 2, "seq_len": 32}, "context: keys and values are gathered (gather): those of a layer"),
+        (
+            {"mesh.context": 2, "seq_len": 32},
+            "context: keys and values are gathered (gather): keys and values of a layer",
+        ),
         ({"mesh.context": 2, "seq_len": 32, "context.attention": "ulysses"}, "(ulysses): set by context.attention"),
         (
             {"mesh.expert": 2, "model.experts": dict(number=4, chosen=2, mlp_dim=16), "expert.exchange": "send"},

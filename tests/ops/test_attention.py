@@ -120,7 +120,7 @@ def test_splash_attention_equals_plain_attention(shape, settings):
 @pytest.mark.parametrize("form", ["blockwise", "long", "splash", "cudnn"])
 def test_values_may_have_another_size_than_keys(form):
     if form == "cudnn":
-        assert "cudnn takes values as wide as keys" in unsupported_reason(
+        assert "cudnn needs values of the same head_dim as keys" in unsupported_reason(
             form, AttentionNeeds(head_dim=8, dtype="bfloat16", value_dim=16), None
         )
         return
@@ -254,9 +254,13 @@ def needs(**settings):
         ("gpu", needs(window=9), ("cudnn", "")),
         ("gpu", needs(dtype="float16", head_dim=64), ("cudnn", "")),
         ("gpu", needs(dtype="float32"), ("xla", "cudnn computes in bfloat16 or float16, not in float32")),
-        ("gpu", needs(softcap=3.0), ("xla", "cudnn has no softcap")),
-        ("gpu", needs(head_dim=256), ("xla", "cudnn takes a head_dim of at most 128 and a multiple of 8, not 256")),
-        ("gpu", needs(head_dim=4), ("xla", "cudnn takes a head_dim of at most 128 and a multiple of 8, not 4")),
+        ("gpu", needs(softcap=3.0), ("xla", "cudnn does not support softcap")),
+        (
+            "gpu",
+            needs(head_dim=256),
+            ("xla", "cudnn needs a head_dim that is a multiple of 8 and at most 128, not 256"),
+        ),
+        ("gpu", needs(head_dim=4), ("xla", "cudnn needs a head_dim that is a multiple of 8 and at most 128, not 4")),
     ],
 )
 def test_auto_attention_is_the_platforms_own_and_says_why_when_it_is_not(platform, asked, chosen):
@@ -268,7 +272,7 @@ def test_auto_attention_leaves_cards_older_than_ampere_without_cudnn():
         def __init__(self, compute_capability):
             self.compute_capability = compute_capability
 
-    told = "cudnn needs compute capability 8.0 (Ampere), and this card has 7.5"
+    told = "cudnn needs compute capability 8.0 (Ampere), but this GPU has 7.5"
     assert unsupported_reason("cudnn", needs(dtype="float16"), Card("7.5")) == told
     assert [unsupported_reason("cudnn", needs(), Card(text)) for text in ("8.0", "9.0", "10.0")] == [""] * 3
 

@@ -115,7 +115,7 @@ def test_every_row_says_what_it_does_and_what_was_seen():
 def test_what_the_environment_sets_is_left_to_it_and_told(variable, value):
     options = compiler_options("gpu", "any", {}, {variable: f"--xla_a=1 --{SCHEDULER}{value}  --xla_b"})
     assert options.values == {GATHER: AHEAD, APART: 1} and options.set_by_environment == (SCHEDULER,)
-    told = f"{GATHER}={AHEAD}, {APART}=1; {SCHEDULER} as XLA_FLAGS or LIBTPU_INIT_ARGS has it"
+    told = f"{GATHER}={AHEAD}, {APART}=1; {SCHEDULER} from XLA_FLAGS or LIBTPU_INIT_ARGS"
     assert str(options) == told
 
 
@@ -139,9 +139,9 @@ def test_the_config_goes_over_the_table_and_the_environment():
     [
         (
             {"xla_no_such_thing": True},
-            "compiler.xla_no_such_thing=True: XLA for cpu refuses it: No such compile option",
+            "compiler.xla_no_such_thing=True: XLA for cpu rejects it: No such compile option",
         ),
-        ({"xla_cpu_enable_fast_math": "perhaps"}, "compiler.xla_cpu_enable_fast_math=perhaps: XLA for cpu refuses it"),
+        ({"xla_cpu_enable_fast_math": "perhaps"}, "compiler.xla_cpu_enable_fast_math=perhaps: XLA for cpu rejects it"),
     ],
 )
 def test_an_option_that_xla_does_not_know_is_one_line_before_anything_is_compiled(extra, told):

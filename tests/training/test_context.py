@@ -105,7 +105,7 @@ def test_a_text_is_that_of_one_device(programs):
             {"seq_len": 20, "batch_tokens": 320},
             "seq_len=20 is not a multiple of 8 .twice mesh.context=2 and mesh.ten",
         ),
-        ({"context.attention": "ulysses"}, "1 key-value heads of a device cannot be split over 2"),
+        ({"context.attention": "ulysses"}, "1 key-value heads per device cannot be split over 2"),
     ],
 )
 def test_a_row_that_cannot_be_shared_so_is_refused_before_compiling(changes, told):

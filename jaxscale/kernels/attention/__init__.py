@@ -43,7 +43,7 @@ def resolve_attention(
 ) -> tuple[Attend, Choice]:
     """Returns (attend, the choice of its kernel; its reason is why "auto" fell back to xla, or "").
 
-    device: one of the mesh; None if unknown. Raises BadInput for a kernel that the platform or the model rules out.
+    device: one of the mesh; None if unknown. Raises BadInput for a kernel that does not support them.
     """
     resolved = PLATFORM_DEFAULT.get(platform, "xla") if name == "auto" else name
     if resolved not in get_args(AttentionName):
@@ -70,12 +70,12 @@ def resolve_attention(
 
 
 def unsupported_reason(name: str, needs: AttentionNeeds, device: Device | None) -> str:
-    """Why this kernel cannot serve the model on this device, or ""."""
+    """Returns why this kernel does not support the model on this device, or ""."""
     if name != "xla":
         for needed, feature in (
             (needs.prefix, "a bidirectional prefix"),
             (needs.bidirectional, "bidirectional attention"),
-            (needs.bias, "a bias of the scores"),
+            (needs.bias, "an attention bias"),
         ):
             if needed:
                 return f"{name} does not support {feature}"
@@ -85,13 +85,13 @@ def unsupported_reason(name: str, needs: AttentionNeeds, device: Device | None) 
     if name != "cudnn":
         return ""
     if needs.softcap is not None:
-        return "cudnn has no softcap"
+        return "cudnn does not support softcap"
     if needs.v_dim != needs.head_dim:
-        return f"cudnn takes values as wide as keys, and here they have {needs.v_dim} and {needs.head_dim} numbers"
+        return f"cudnn needs values of the same head_dim as keys, not {needs.v_dim} and {needs.head_dim}"
     if needs.head_dim > CUDNN_MAX_HEAD_DIM or needs.head_dim % 8:
-        return f"cudnn takes a head_dim of at most {CUDNN_MAX_HEAD_DIM} and a multiple of 8, not {needs.head_dim}"
+        return f"cudnn needs a head_dim that is a multiple of 8 and at most {CUDNN_MAX_HEAD_DIM}, not {needs.head_dim}"
     if (capability := capability_of(device)) < CUDNN_CAPABILITY:
-        return f"cudnn needs compute capability {CUDNN_CAPABILITY} (Ampere), and this card has {capability}"
+        return f"cudnn needs compute capability {CUDNN_CAPABILITY} (Ampere), but this GPU has {capability}"
     return ""
 
 

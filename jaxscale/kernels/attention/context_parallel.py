@@ -44,7 +44,7 @@ SPLASH_BLOCKS = "jaxscale.kernels.attention.splash:blocks_for"
 DESCRIPTIONS = {
     "gather": "keys and values are gathered (gather)",
     "ulysses": "positions are exchanged for heads (ulysses)",
-    "ring": "keys and values go round (ring)",
+    "ring": "keys and values circulate in a ring (ring)",
 }
 
 
@@ -185,13 +185,13 @@ class ContextLoad(NamedTuple):
 def resolve_context_exchange(name: str, attention: str, needs: AttentionNeeds, load: ContextLoad) -> Choice:
     """Returns the requested exchange, for "auto" a suitable one, and an empty one for a single device.
 
-    attention: the name of the kernel. Raises BadInput for an exchange that the model, kernel or mesh rules out.
+    attention: the name of the kernel. Raises BadInput for an exchange that the model, kernel or mesh does not support.
     """
     if load.devices == 1:
         return Choice(name)
     context = f"mesh.context={load.devices}"
     if needs.bias:
-        raise BadInput(f"{context}: the bias that this model adds to its scores needs whole rows; use mesh.context=1")
+        raise BadInput(f"{context}: the attention bias of this model needs whole rows; use mesh.context=1")
     reasons = {form: unsupported_reason(form, attention, needs, load) for form in DESCRIPTIONS}
     unsupported = {form: reason for form, reason in reasons.items() if reason}
     if name != "auto":
@@ -209,17 +209,17 @@ def resolve_context_exchange(name: str, attention: str, needs: AttentionNeeds, l
 
 
 def unsupported_reason(form: str, attention: str, needs: AttentionNeeds, load: ContextLoad) -> str:
-    """Why this exchange is not possible, or ""."""
+    """Returns why this exchange is not possible, or ""."""
     if form == "ulysses":
         if load.kv_heads % load.devices:
-            return f"{load.kv_heads} key-value heads of a device cannot be split over {load.devices}"
+            return f"{load.kv_heads} key-value heads per device cannot be split over {load.devices}"
         return ""
     if attention == "cudnn":
-        return "cudnn reads whole rows only"
+        return "cudnn supports only whole rows"
     if form == "ring" and (needs.prefix or needs.bidirectional):
-        return "a ring is causal, and this model is bidirectional"
+        return "ring attention is causal, but this model is bidirectional"
     if form == "ring" and load.in_pipeline:
-        return "a ring's sends wait for the devices of all stages of mesh.pipeline, and some of those are idle"
+        return "ring sends wait for the devices of all stages of mesh.pipeline, and some stages are idle"
     return ""
 
 
@@ -237,10 +237,10 @@ def gather_if_it_fits(needs: AttentionNeeds, load: ContextLoad, unsupported: dic
         return Choice("auto", "gather", f"devices receive only the {needs.window - 1} remote keys within the window")
     head_dims = needs.head_dim + needs.v_dim
     gathered_bytes = 2 * load.rows * load.row_length * load.kv_heads * head_dims * ITEM_BYTES[needs.dtype]
-    memory = f"those of a layer and their gradients take {size(gathered_bytes)} on a device"
+    memory = f"keys and values of a layer and their gradients take {size(gathered_bytes)} per device"
     if load.memory_bytes is None or gathered_bytes <= MAX_GATHERED * load.memory_bytes:
         return Choice("auto", "gather", memory)
-    too_large = f"gathered, {memory}, more than 1/{1 / MAX_GATHERED:g} of its {size(load.memory_bytes)}"
+    too_large = f"gathered {memory}, more than 1/{1 / MAX_GATHERED:g} of its {size(load.memory_bytes)}"
     if "ulysses" not in unsupported:
         return Choice("auto", "ulysses", too_large)
     if "ring" not in unsupported:

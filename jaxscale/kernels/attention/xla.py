@@ -202,7 +202,7 @@ def attention_logit_bound(
     Ignores causality, window and segments, which only remove pairs. Raises ValueError for a bias.
     """
     if bias_NTS is not None:
-        raise ValueError("no bound on logits with a bias; use attention='xla', whose logits are exact")
+        raise ValueError("logits with a bias have no such bound; use attention='xla', whose logits are exact")
     spec = as_mask_spec(segments)
     B, _, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
