@@ -186,9 +186,7 @@ def test_another_mesh_goes_on_with_the_same_data_and_nearly_the_same_losses(home
 def test_unchanged_it_is_complete(home, copy, capsys):
     before = contents(copy)
     assert command(home, copy) == 0
-    assert (
-        f"this run is complete at step {STEPS}; a larger --config.train_tokens continues it" in capsys.readouterr().out
-    )
+    assert f"this run is complete at step {STEPS}; to continue, raise --config.train_tokens" in capsys.readouterr().out
     assert contents(copy) == before
 
 
@@ -198,7 +196,7 @@ def test_more_tokens_go_on_to_a_sample_and_the_new_horizon_and_each_change_are_t
     cadence += ["--config.sample.num_tokens=40", "--config.sample.prompt=def "]
     assert command(home, copy, f"--config.train_tokens={STEPS + 4} steps", *cadence) == 0
     out = capsys.readouterr().out
-    assert f"the learning rate follows the new horizon, {STEPS + 4} steps instead of {STEPS}" in out
+    assert f"the learning rate follows the new schedule of {STEPS + 4} steps instead of {STEPS}" in out
     assert f"resuming from step {STEPS}" in out
     found = metrics(copy, "batch_index", "learning_rate")
     assert [step for step in found if step > STEPS] == [STEPS + 1, STEPS + 2, STEPS + 4]
@@ -219,8 +217,8 @@ def test_the_way_without_a_jump_that_is_offered_has_none(home, copy, capsys):
     said, longer = [], f"{STEPS + 4} steps"
     run = open_run(config(home, {"train_tokens": longer}), str(copy), said.append)
     run.writer.close()
-    (offer,) = [line for line in said if "instead: Ctrl-C twice now, and start with" in line]
-    assert command(home, copy, f"--config.train_tokens={longer}", *offer.partition("start with ")[2].split()) == 0
+    (offer,) = [line for line in said if "instead: press Ctrl-C twice now, and restart with" in line]
+    assert command(home, copy, f"--config.train_tokens={longer}", *offer.partition("restart with ")[2].split()) == 0
     assert "jumps" not in capsys.readouterr().out
     rates = metrics(copy, "learning_rate")
     assert [rate for step, (rate,) in rates.items() if step >= STEPS] == pytest.approx([1e-3] * 5)
@@ -249,7 +247,7 @@ def test_changed_data_are_refused(home, copy):
         code, told = refusal(home, copy, "--config.train_tokens=99 steps")
     finally:
         (home / "03.txt").write_text(text)
-    assert code is Exit.DATA_MISMATCH == 12 and "the data have changed since the run began" in told
+    assert code is Exit.DATA_MISMATCH == 12 and "the data have changed since the run started" in told
 
 
 @pytest.mark.parametrize("item", ["run", "state"])
@@ -288,7 +286,7 @@ def test_data_that_cannot_be_reached_or_kept_now_are_not_called_other_data(home,
     def unreachable(cfg, **settings):
         Bucket("http://localhost", None).wait(Transient("503"), 99, "gs://bucket/index.json")
 
-    with pytest.raises(Stop, match="gs://bucket/index.json: 99 tries.*start again$") as stop:
+    with pytest.raises(Stop, match="gs://bucket/index.json: 99 consecutive attempts.*restart when they can$") as stop:
         open_same_data(DataConfig(), {"data": {}}, print, open_data=unreachable)
     assert stop.value.code == Exit.STORAGE
 

@@ -114,8 +114,8 @@ def test_a_branch_that_is_stopped_goes_on_bit_for_bit_without_its_trunk_and_with
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"seed": 3}, r"whose rows depend on seed, .*: seed: 2 there, 3 here; set these as there"),
-        ({"train_tokens": "4 steps"}, "train_tokens=4 steps is 4 steps, and the branch begins after step 4 of"),
+        ({"seed": 3}, r"whose rows depend on seed, .*: seed: 2 in the source, 3 in this run; use the values"),
+        ({"train_tokens": "4 steps"}, "train_tokens=4 steps is 4 steps, but the branch starts after step 4 of"),
         ({"init.skip": ("head",)}, "what='run' resumes all arrays unchanged, and skip changes some"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -138,13 +138,13 @@ def test_other_data_are_refused(trunk, tmp_path):
 def test_a_branch_that_decays_begins_where_the_rate_is_at_its_peak(tmp_path):
     train(tmp_path / "cosine", {"optim.decay": "cosine"}, stop_after=4)
     with pytest.raises(
-        BadInput, match="follows decay=cosine, and .* branch off a run with optim.decay=wsd or constant"
+        BadInput, match="follows decay=cosine, but .* branch from a run with optim.decay=wsd or constant"
     ):
         branch_settings(f"{tmp_path}/cosine", "4 steps", {})
     assert branch_settings(f"{tmp_path}/cosine", None, {}) == {
         "init.from_path": f"{tmp_path}/cosine/checkpoints/4", "init.what": "run",
     }  # fmt: skip
-    with pytest.raises(BadInput, match="--branch_from=.*: step 3 is not a checkpoint"):
+    with pytest.raises(BadInput, match="--branch_from=.*: no checkpoint of step 3"):
         branch_settings(f"{tmp_path}/cosine/checkpoints/3", "4 steps", {})
 
 

@@ -274,7 +274,9 @@ def test_a_step_that_is_to_come_and_a_skipped_batch_are_called_so(run, tmp_path,
 
 def test_a_mixture_may_not_change_behind(home, run):
     stages = lambda start, **weights: f"--config.data.mixture={STAGES | {start: weights}!r}"
-    with pytest.raises(Stop, match="data.mixture and data.max_epochs give other rows to the 12 steps") as stop:
+    with pytest.raises(
+        Stop, match="data.mixture and data.max_epochs would change the rows of the 12 completed steps"
+    ) as stop:
         train(home, run, stages("4 steps", web=1.0, code=1.0), "--config.train_tokens=13 steps")
     assert stop.value.code is Exit.DATA_MISMATCH
     with pytest.raises(Stop, match="only stages that start after batch 13 may change"):

@@ -130,7 +130,7 @@ def test_every_setting_that_differs_is_named_with_its_old_and_new_value(begun, n
         check_same_run(load_config(str(begun / "tiny.py"), {name: new}), begun / "run", recorded(begun))
     assert stop.value.code is Exit.CONFIG_MISMATCH == 11
     assert f"{name}: {old!r} -> {new!r}" in str(stop.value)
-    told = f"or allow it by --allow_change={name}"
+    told = f"or allow the change with --allow_change={name}"
     assert (told in str(stop.value)) == (name not in same_run.NEVER)
 
 
@@ -250,13 +250,13 @@ def test_a_set_that_was_prepared_anew_is_told_by_its_shards(home):
     write_manifest(home / "set", ["part-1", "part-2"], recipe={})
     code, line = refusal(home)
     assert code is Exit.DATA_MISMATCH
-    assert "shard part-0 is missing, shard part-1 is another, shard part-2 is new" in line
+    assert "shard part-0 is missing, shard part-1 is different, shard part-2 is new" in line
 
 
 @pytest.mark.fault("F14")
 def test_another_packing_or_held_out_part_is_told_even_where_it_was_allowed(home):
     code, line = refusal(home, "--config.data.packing=concat", "--allow_change=data.packing")
-    assert code is Exit.DATA_MISMATCH and "data.packing is another" in line
+    assert code is Exit.DATA_MISMATCH and "data.packing is different" in line
 
 
 def text_corpus(folder, tokenizer="bytes"):
@@ -275,9 +275,9 @@ def test_text_files_and_the_tokenizer_are_named_when_they_change(tmp_path):
     (tmp_path / "05.txt").unlink()
     (tmp_path / "99.txt").write_text("new")
     told = same_run.describe_data_changes(text_corpus(tmp_path), data)
-    assert told == "file 03.txt is another, file 05.txt is missing, file 99.txt is new"
+    assert told == "file 03.txt is different, file 05.txt is missing, file 99.txt is new"
     data["parts"]["the tokenizer"] = "0" * 16
-    assert same_run.describe_data_changes(begun, data) == "the tokenizer is another"
+    assert same_run.describe_data_changes(begun, data) == "the tokenizer is different"
 
 
 @pytest.mark.fault("F14")
@@ -288,7 +288,7 @@ def test_a_record_of_thousands_of_files_stays_small_and_a_long_list_is_cut(monke
     for number in range(10):
         (tmp_path / f"{number:02}.txt").write_text("changed " * 20)
     assert same_run.describe_data_changes(text_corpus(tmp_path), {"parts": begun.parts}).endswith(
-        "07.txt is another and 2 more"
+        "07.txt is different and 2 more"
     )
     monkeypatch.setattr("jaxscale.runtime.data.pipeline.MOST_PARTS", 5)
     changed = text_corpus(tmp_path)

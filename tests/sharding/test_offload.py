@@ -188,6 +188,6 @@ def test_devices_without_host_memory_are_refused_before_anything_is_compiled():
     with pytest.raises(ValueError) as error:
         check_host_memory("optim.offload_moments=true", mesh)
     assert str(error.value) == (
-        "optim.offload_moments=true needs devices with pinned_host memory, and Chip has device, unpinned_host; "
-        "leave it out"
+        "optim.offload_moments=true needs devices with pinned_host memory, but Chip has device, unpinned_host; "
+        "remove it"
     )

@@ -128,7 +128,7 @@ def test_a_rewind_binds_a_run_that_was_killed_after_it(tmp_path, spoil, straight
         return run.train_step(state, batch)
 
     if moment == "signalled meanwhile":
-        with pytest.raises(Stop, match="SIGTERM: going back to an older step") as stop:
+        with pytest.raises(Stop, match="SIGTERM: rewinding to an older step") as stop:
             loop.train(dataclasses.replace(run, train_step=train_step))
         assert stop.value.code is Exit.PREEMPTED
     else:
@@ -232,7 +232,7 @@ def test_behind_the_end_of_the_old_run_a_replay_judges_for_itself(tmp_path, spoi
 
 def test_a_replay_that_could_not_be_the_same_is_refused(tmp_path):
     loop.train(opened(tmp_path / "old", stop_after=2))
-    with pytest.raises(ValueError, match="--replay=.* is the workdir itself"):
+    with pytest.raises(ValueError, match="--replay=.* is the work folder itself"):
         opened(tmp_path / "old", replay=f"{tmp_path}/./old/")
     with pytest.raises(Stop, match="that run has 20 steps and this one 30") as stop:
         opened(tmp_path / "new", {"train_tokens": "30 steps"}, replay=str(tmp_path / "old"))
@@ -349,7 +349,7 @@ def test_a_new_level_is_told_and_an_excused_overflow_is_not_a_bad_step():
 @pytest.mark.parametrize(
     ("verdict", "line"),
     [
-        (guard.NOT_FINITE, r"1 step in a row was refused, .* not finite .*look at the data of these steps$"),
+        (guard.NOT_FINITE, r"1 consecutive step was skipped, .* not finite .*inspect the data of these steps$"),
         (guard.LOSS_RATIO, r"had a loss too far above .* or raise train\.guard\.spike_ratio if"),
         (guard.NORM_RATIO, r"had a gradient norm too far above .* or raise train\.guard\.grad_ratio if"),
     ],
@@ -362,7 +362,7 @@ def test_the_last_line_names_what_was_refused_and_by_which_setting(verdict, line
 
 def test_many_that_stand_alone_are_told_as_many():
     pilot, _ = pilot_that_has_read(*[(guard.LOSS_RATIO, 1)] * 51)
-    with pytest.raises(Stop, match="^51 of the last 100 steps were refused, up to step 51, which had"):
+    with pytest.raises(Stop, match="^51 of the last 100 steps were skipped, up to step 51, which had"):
         pilot.act(51, None)
 
 
@@ -370,7 +370,9 @@ def test_many_that_stand_alone_are_told_as_many():
 @pytest.mark.fault("F11")
 def test_a_run_that_cannot_be_healed_stops_after_so_many_rewinds(tmp_path, spoil):
     spoil("10:99:nan")
-    with pytest.raises(Stop, match=r"in a row were refused.*, after 0 cuts of the learning rate and 1 rewinds") as stop:
+    with pytest.raises(
+        Stop, match=r"consecutive steps were skipped.*, after 0 cuts of the learning rate and 1 rewinds"
+    ) as stop:
         trained(tmp_path / "run", FRAGILE | {"train.recovery.max_rewinds": 1})
     assert stop.value.code is Exit.NON_FINITE
     (rewind,) = told(tmp_path / "run", "rewind")
@@ -379,7 +381,7 @@ def test_a_run_that_cannot_be_healed_stops_after_so_many_rewinds(tmp_path, spoil
 
 def test_without_a_checkpoint_there_is_nothing_to_go_back_to(tmp_path, spoil):
     spoil("1:9:nan")
-    with pytest.raises(Stop, match="no checkpoint before step 2 to go back to"):
+    with pytest.raises(Stop, match="no checkpoint before step 2 to rewind to"):
         trained(tmp_path / "run", FRAGILE)
 
 

@@ -202,10 +202,10 @@ def test_a_replay_leaves_out_the_batches_that_its_ramp_left_out(tmp_path, progra
 @pytest.mark.soak
 def test_another_ramp_is_refused_like_another_batch(tmp_path, programs):
     loop.train(dataclasses.replace(open_ramp(tmp_path / "run", programs), stop_after=5))
-    with pytest.raises(Stop, match="belongs to another config: batch_ramp: .*set these back$") as stop:
+    with pytest.raises(Stop, match="belongs to another config: batch_ramp: .*restore these settings$") as stop:
         open_ramp(tmp_path / "run", programs, {"batch_ramp": (("8 rows", 24 * ROW), ("16 rows", "30%"))})
     assert stop.value.code is Exit.CONFIG_MISMATCH
-    with pytest.raises(Stop, match=r"up to 4, which are done: .* were \[\(0, 8\), \(3, 16\)\] and would be") as stop:
+    with pytest.raises(Stop, match=r"completed batches up to 4: .* were \[\(0, 8\), \(3, 16\)\] and would be") as stop:
         open_ramp(tmp_path / "run", programs, {"train_tokens": 170 * ROW})  # of which '17%' were reached at batch 4
     assert stop.value.code is Exit.DATA_MISMATCH
     longer = open_ramp(tmp_path / "run", programs, {"train_tokens": 400 * ROW})  # '17%' is later, and still ahead

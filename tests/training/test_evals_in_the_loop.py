@@ -95,5 +95,5 @@ def test_settings_are_typed(evals, told):
 def test_an_encoder_and_ids_without_a_tokenizer_are_refused(tmp_path, files):
     with pytest.raises(ValueError, match="evals need a decoder"):
         tiny.config({"model": tiny.ENCODER, "data.objective.name": "masked_lm", "evals": evals_of(files)})
-    with pytest.raises(ValueError, match="the tokenizer of this run's ids is not known"):
+    with pytest.raises(ValueError, match="the tokenizer of this run's token ids is unknown"):
         open_tiny(tmp_path / "run", files, evals_of(files), {"data.name": "synthetic", "data.files": ""})

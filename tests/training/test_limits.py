@@ -62,13 +62,13 @@ def steps_of(limiter, clock, steps, pace=lambda step: 1.0):
 def test_a_run_that_will_overrun_says_so_once_and_again_when_it_has():
     clock, said, noted = Clock(), [], []
     note = lambda kind, step, **facts: noted.append((kind, step, facts))
-    limiter = clock.limiter(say=said.append, note=note, advice="give fewer train_tokens")
+    limiter = clock.limiter(say=said.append, note=note, advice="reduce train_tokens")
     assert not steps_of(limiter, clock, range(1, 200))
     assert said[0] == (
-        "limit: at 1 s a step this run ends 2001-09-09T02:03 UTC, 15m00s after limit.deadline=100s; it continues: give "
-        "fewer train_tokens"
+        "limit: at 1 s per step this run ends 2001-09-09T02:03 UTC, 15m00s after limit.deadline=100s; it continues: "
+        "reduce train_tokens"
     )
-    assert len(said) == 2 and said[1].startswith("limit: limit.deadline=100s has passed, and at 1 s a step")
+    assert len(said) == 2 and said[1].startswith("limit: limit.deadline=100s has passed; at 1 s per step")
     assert [(kind, step, facts["passed"]) for kind, step, facts in noted] == [
         ("overrun", 11, False), ("overrun", 101, True)
     ]  # fmt: skip
@@ -107,10 +107,10 @@ def test_where_there_is_no_time_for_a_whole_decay_it_is_shorter_and_says_so():
     assert steps_of(limiter, clock, range(1, 100), pace) == {30: EarlyDecay(30, 32)}
     line = limiter.limit.line(EarlyDecay(30, 32))
     assert (
-        "over 2 steps to step 32; the time is too short for the 20 of a whole decay; step 30, at the peak, is saved"
-        in line
+        "over 2 steps to step 32; there is not enough time for the full decay of 20 steps; step 30, "
+        "at the peak learning rate, is saved" in line
     )
-    assert "too short" not in limiter.limit.line(EarlyDecay(30, 50))
+    assert "not enough time" not in limiter.limit.line(EarlyDecay(30, 50))
 
 
 class Board:
@@ -147,7 +147,7 @@ def test_all_processes_decay_after_the_same_step_which_the_first_one_tells():
     assert a == b == EarlyDecay(step, a.until) and step < a.until <= 100
     assert posted_at == [step - 2, step - 1, step], "as far ahead as it takes until all have looked"
     board.lines[board.told("jaxscale/decay/1")] = f"{step - 1} 99"
-    with pytest.raises(Stop, match="all were to decay after step") as stop:
+    with pytest.raises(Stop, match="all processes were to decay after step") as stop:
         other.decay_after(step)
     assert stop.value.code is Exit.PEER_LOST
 
@@ -247,11 +247,11 @@ def test_limits_that_cannot_be_are_refused(overrides, message):
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        ({}, "stop it, and start it with --config.limit.on_overrun=decay, or give fewer train_tokens"),
-        ({"limit.on_overrun": "decay"}, "its decay has begun, and is not made shorter"),
+        ({}, "stop it and restart it with --config.limit.on_overrun=decay, or reduce train_tokens"),
+        ({"limit.on_overrun": "decay"}, "its decay has started, and is not shortened"),
         (
             {"optim.decay": "cosine"},
-            "give fewer train_tokens; a run with optim.decay=wsd or constant could decay early",
+            "reduce train_tokens; a run with optim.decay=wsd or constant could decay early",
         ),
     ],
 )
@@ -262,7 +262,9 @@ def test_the_way_out_is_what_this_run_could_do(overrides, told):
 def test_a_budget_needs_a_price():
     mesh = tiny.program().mesh
     assert hourly_dollars(LimitConfig(dollars=9.0, chip_hour_dollars=2.5), mesh) == 2.5
-    with pytest.raises(BadInput, match="limit.dollars=9: no price of 'cpu' is known; give what an hour of one chip"):
+    with pytest.raises(
+        BadInput, match="limit.dollars=9: no list price is known for 'cpu'; give the price of one chip hour"
+    ):
         hourly_dollars(LimitConfig(dollars=9.0), mesh)
 
 

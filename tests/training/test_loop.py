@@ -100,7 +100,7 @@ class TestTrain:
             return run.train_step(state, batch._replace(weights=batch.weights * np.nan))
 
         with pytest.raises(
-            Stop, match="5 steps in a row were refused, up to step 5, which had a loss or gradient"
+            Stop, match="5 consecutive steps were skipped, up to step 5, which had a loss or gradient"
         ) as stop:
             loop.train(dataclasses.replace(run, train_step=train_step))
         assert stop.value.code is Exit.NON_FINITE
@@ -165,7 +165,7 @@ def test_a_save_that_fails_at_the_end_does_not_hide_why_a_run_stopped(failure, o
     told = []
     with pytest.raises(Stop) as stop:
         with loop.finish_saves(Failing(), lambda kind, step=None, **facts: told.append(facts["cause"])):
-            raise Stop(Exit.NON_FINITE, "5 steps in a row")
+            raise Stop(Exit.NON_FINITE, "5 consecutive steps")
     assert stop.value.code == (Exit.NON_FINITE if outcome == 17 else failure)
     assert told == (["no space left"] if outcome == 17 else [])
     with pytest.raises(Stop, match="no space left"), loop.finish_saves(Failing(), lambda kind, step=None, **facts: 0):

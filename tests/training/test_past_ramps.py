@@ -38,7 +38,7 @@ LARGER = {"mesh.data": 4, "mesh.fsdp": 2}
 NUM_SMALL, NUM_STEPS = 5, 14
 SMALL_FIRST = ((0, 4 * ROW), (NUM_SMALL, 16 * ROW))
 REFUSED = r"batch_ramp, batches of 4 rows: .* leaves 4 rows for 8 batch shards .* resumes at batch 5 or later"
-GOING_BACK = f"^batch 3 follows step 3: {REFUSED}"
+GOING_BACK = f"^batch 3, after step 3: {REFUSED}"
 
 
 @functools.cache
@@ -104,7 +104,7 @@ def test_a_first_batch_that_does_not_fit_is_refused_from_the_beginning_and_withi
     with pytest.raises(BadInput, match=f"^{REFUSED}"):
         opened(tmp_path / "new", number=8)
     loop.train(opened(tmp_path / "run", stop_after=4))
-    with pytest.raises(BadInput, match=f"^batch 4 follows step 4: {REFUSED}"):
+    with pytest.raises(BadInput, match=f"^batch 4, after step 4: {REFUSED}"):
         opened(tmp_path / "run", number=8)
 
 
@@ -183,7 +183,7 @@ def test_a_ramp_that_is_over_stays_where_its_end_in_percent_would_move(tmp_path)
     longer = PERCENT | {"train_tokens": 328 * ROW}
     assert opened(tmp_path / "run", longer).parts.budget.ramp[1][0] == 10  # of the next batch: it moves
     shorter = PERCENT | {"train_tokens": 100 * ROW}
-    with pytest.raises(Stop, match="batch_ramp gives other sizes to the batches up to 4"):
+    with pytest.raises(Stop, match="batch_ramp would change the sizes of the completed batches up to 4"):
         opened(tmp_path / "run", shorter)
     loop.train(opened(tmp_path / "run", PERCENT, stop_after=6))
     run = opened(tmp_path / "run", longer)
@@ -191,9 +191,7 @@ def test_a_ramp_that_is_over_stays_where_its_end_in_percent_would_move(tmp_path)
     assert run.total_steps == 5 + -(-(328 - 20) // 16)
     loop.train(dataclasses.replace(run, stop_after=7))
     same_length = PERCENT | {"train_tokens": 280 * ROW}  # 25 steps too, but 9 of 4 rows
-    with pytest.raises(
-        Stop, match=r"stages of batch_ramp, .* were \[\[0, 64\], \[5, 256\]\] there and would be"
-    ) as stop:
+    with pytest.raises(Stop, match=r"stages of batch_ramp, .* are \[\[0, 64\], \[5, 256\]\] in that run and") as stop:
         opened(tmp_path / "again", same_length, replay=str(tmp_path / "run"))
     assert stop.value.code is Exit.CONFIG_MISMATCH
 
@@ -220,7 +218,7 @@ DECAYING = {"optim.decay": "wsd", "optim.min_lr": 0.0}
 
 def test_a_decay_may_begin_early_once_batches_have_stopped_growing(tmp_path):
     limited = DECAYING | {"limit.deadline": "365d", "limit.on_overrun": "decay"}
-    with pytest.raises(BadInput, match="batches still grow .batch_ramp. until batch 5; set limit.on_overrun to tell"):
+    with pytest.raises(BadInput, match="batches grow .batch_ramp. until batch 5; set limit.on_overrun to tell"):
         opened(tmp_path / "run", limited)
     loop.train(opened(tmp_path / "run", DECAYING, stop_after=5))
     assert opened(tmp_path / "run", limited).limits is not None
@@ -231,7 +229,7 @@ def test_a_branch_decays_once_batches_have_stopped_growing(tmp_path):
     loop.train(opened(tmp_path / "run", over, stop_after=6))
     steps = lambda step: branch_settings(str(tmp_path / "run" / "checkpoints" / str(step)), "4 steps", {})
     with pytest.raises(
-        BadInput, match="at step 3 its batches still grow .* branch from a step after batch 5, its first"
+        BadInput, match="at step 3 its batches still grow .* branch from a step after batch 5, the first"
     ):
         steps(3)
     settings = steps(6)
@@ -263,7 +261,7 @@ def test_rows_are_shared_by_more_devices_once_short_ones_are_over(tmp_path):
     loop.train(run_on(1, {}, stop_after=3))
     with pytest.raises(
         BadInput,
-        match="^batch 3 follows step 3: seq_len_ramp, rows of 4 tokens, batches of 64 rows: seq_len=4 is not a mult",
+        match="^batch 3, after step 3: seq_len_ramp, rows of 4 tokens, batches of 64 rows: seq_len=4 is not a mult",
     ):
         run_on(8, {"mesh.context": 4, "mesh.data": 2})
 
@@ -298,7 +296,7 @@ def test_stages_of_a_mixture_that_have_begun_stay_and_later_ones_move(tmp_path):
         loop.train(run)
 
     run_to(3, 10)
-    with pytest.raises(Stop, match="data.mixture and data.max_epochs give other rows to the 3 steps that are done"):
+    with pytest.raises(Stop, match="data.mixture and data.max_epochs would change the rows of the 3 completed steps"):
         run_to(4, 5)  # '30%' would be batch 2
     run_to(4, 10)  # the second stage has begun with batch 3
     run_to(17, 20)
@@ -308,7 +306,7 @@ def test_stages_of_a_mixture_that_have_begun_stay_and_later_ones_move(tmp_path):
         for name in {piece.entry.name for piece in trace(str(tmp_path / "run"), step=step, characters=0).pieces}:
             source[name[0]].append(step)
     assert source == {"a": [0, 1, 2, 16, 17, 18, 19], "b": [*range(3, 16)]}
-    with pytest.raises(Stop, match=r"'30%': 3, .* there and would be .*'30%': 6, .*; it cannot be replayed"):
+    with pytest.raises(Stop, match=r"'30%': 3, .* in that run and .*'30%': 6, .*; it cannot be replayed"):
         run_to(20, 20, "again", replay=str(tmp_path / "run"))
 
 

@@ -58,7 +58,7 @@ def made(overrides):
 @pytest.mark.parametrize("mesh", [DATA, BOTH, TENSOR], ids=["data", "data and fsdp", "tensor"])
 def test_each_of_many_flipped_bits_is_found_in_its_leaf_and_on_its_device(mesh):
     _, state, check = made(mesh)
-    assert check(state).same and str(check(state)) == "all copies are the same"
+    assert check(state).same and str(check(state)) == "all copies are equal"
     leaves, rng, found = named_leaves(state), np.random.default_rng(0), 0
     sizes = {name: leaf.addressable_shards[0].data.nbytes * 8 for name, leaf in leaves.items()}
     for _ in range(100):
@@ -73,7 +73,7 @@ def test_each_of_many_flipped_bits_is_found_in_its_leaf_and_on_its_device(mesh):
 def test_the_line_names_the_device_and_the_leaf():
     _, state, check = made(DATA)
     report = check(flip_bit(state, 5, leaf="params/head"))
-    assert str(report) == "device 5 (cpu, process 0) holds other bits of params/head than the other copies"
+    assert str(report) == "device 5 (cpu, process 0) has different bits in params/head than the other copies"
 
 
 def test_several_wrong_devices_are_all_named():
@@ -89,10 +89,10 @@ def test_of_two_copies_that_differ_both_devices_are_named_unless_a_majority_else
     assert len(pair) == 2
     report = check(flip_bit(state, 3, leaf="params/head"))
     assert report.devices == tuple(sorted(pair)) and not report.certain
-    assert "too few copies to say which of them is wrong" in str(report)
+    assert "too few copies to identify the wrong one" in str(report)
     report = check(flip_bit(flip_bit(state, 3, leaf="params/head"), 3, leaf="params/final_norm"))
     assert report.devices == (3,) and report.certain
-    assert "of two copies that differ both are named" in str(
+    assert "if two copies differ, both are named" in str(
         replica_coverage(program.abstract_state, RULES[program.cfg.rules])
     )
 
@@ -118,7 +118,7 @@ def test_what_has_no_copy_is_told_and_a_flip_there_is_not_seen():
     program, state, check = made(SHARDED)
     told = replica_coverage(program.abstract_state, RULES[program.cfg.rules])
     assert 0 < told.copied_bytes < 0.1 * told.total_bytes and told.fewest_copies == 8
-    assert "the rest has no copy, and a wrong bit there is not seen" in str(told)
+    assert "the rest has no copy, and a wrong bit there is not detected" in str(told)
     assert check(flip_bit(state, 3, leaf="params/head")).same
     assert check(flip_bit(state, 3, leaf="params/final_norm")).devices == (3,)
     everywhere = replica_coverage(made(DATA)[0].abstract_state, RULES["zero3"])
@@ -127,7 +127,7 @@ def test_what_has_no_copy_is_told_and_a_flip_there_is_not_seen():
     assert "between the last step and the comparison" in str(replica_coverage(renewed, RULES["zero1"]))
     alone = tiny.program()
     assert str(replica_coverage(alone.abstract_state, RULES["zero3"])).startswith(
-        "no part of the state is held by more than one device"
+        "each part of the state is on one device only"
     )
     assert make_replica_check(alone.mesh, alone.abstract_state)(alone.init()).same
 
@@ -202,14 +202,14 @@ def test_a_fault_that_is_gone_when_the_steps_are_run_again_is_reported_and_the_r
     assert heard.check_agreement(13)
     assert heard.events == [("replicas_differ", 13, "unknown", [2]), ("replicas_differ", 13, "passing", None)]
     assert heard.check_agreement(15) and len(heard.events) == 2
-    assert "run again from the last checkpoint" in heard.said[0] and "has passed" in heard.said[1]
+    assert "running the same steps again from the last checkpoint" in heard.said[0] and "was transient" in heard.said[1]
 
 
 def test_a_fault_that_comes_again_ends_the_run_with_the_name_of_the_device():
     heard = Heard()
     assert not heard.check_agreement(10, wrong=6)
     with pytest.raises(
-        Stop, match=r"after step 10 device 6 \(cpu, process 0\) holds other bits .*run once more"
+        Stop, match=r"after step 10 device 6 \(cpu, process 0\) has different bits .*again also gives"
     ) as stop:
         heard.check_agreement(10, wrong=6)
     assert stop.value.code is Exit.SILENT_CORRUPTION == 16
@@ -222,7 +222,9 @@ def test_a_device_with_one_passing_fault_too_many_ends_the_run(passing, told):
     for step in (5, 15)[:passing]:
         assert not heard.check_agreement(step, wrong=3) and heard.check_agreement(step)
     assert not passing or not heard.check_agreement(20, wrong=4) and heard.check_agreement(20)
-    with pytest.raises(Stop, match=rf", and device 3 {told} \(train.replicas.max_passing={passing}\); take the device"):
+    with pytest.raises(
+        Stop, match=rf", and device 3 {told} \(train.replicas.max_passing={passing}\); remove the device"
+    ):
         heard.check_agreement(25, wrong=3)
 
 
@@ -269,13 +271,13 @@ class TestRun:
         tiny.assert_same_bits(state, straight)
         told = [line.partition(":")[0] for line in said if line.startswith("replicas, ")]
         assert told == ["replicas, step 6"] * 2 and "resuming from step 4" in said
-        assert next(line for line in said if "step 6: device 3 (cpu, process 0) holds other bits of params/" in line)
+        assert next(line for line in said if "step 6: device 3 (cpu, process 0) has different bits in params/" in line)
 
     @pytest.mark.slow
     def test_a_lasting_fault_ends_the_run_and_names_the_device_and_the_checkpoints_are_good(
         self, tmp_path, monkeypatch
     ):
-        with pytest.raises(Stop, match=r"after step 6 device 3 \(cpu, process 0\) holds other bits of") as stop:
+        with pytest.raises(Stop, match=r"after step 6 device 3 \(cpu, process 0\) has different bits in") as stop:
             self.train(tmp_path / "run", "5:3:99", monkeypatch)
         assert stop.value.code is Exit.SILENT_CORRUPTION
         assert Checkpoints(tmp_path / "run" / "checkpoints", CheckpointConfig()).all_steps() == [4]

@@ -120,7 +120,9 @@ def test_a_run_over_its_lengths_is_the_same_on_every_mesh_and_however_often_it_i
     assert longer.parts.budget.seq_len_ramp == ((0, 4), (3, 8), (5, 16))  # '37%' would be later, and is over
     longer.writer.close()
     loop.train(dataclasses.replace(open_ramp(tmp_path / "begun", meshes[-1]), stop_after=5))
-    with pytest.raises(Stop, match=r"other lengths to the batches up to 4, .* were \[\(0, 4\), \(3, 8\)") as stop:
+    with pytest.raises(
+        Stop, match=r"row lengths of the completed batches up to 4: .* were \[\(0, 4\), \(3, 8\)"
+    ) as stop:
         open_ramp(tmp_path / "begun", meshes[-1], {"train_tokens": 80 * ROW})
     assert stop.value.code is Exit.DATA_MISMATCH
     with pytest.raises(Stop, match="belongs to another config: seq_len_ramp"):

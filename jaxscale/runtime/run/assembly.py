@@ -150,7 +150,7 @@ def make_record(folder: RunFolder, start: Start, program: Program) -> dict[str, 
         "changed": record_changes(start.changes, past, start.steps_done, jump, folder.log),
     }
     versions = record["versions"]
-    pages = "; malloc in huge pages (JAXSCALE_HUGE_PAGES=0 disables them)" if has_huge_pages() else ""
+    pages = "; malloc uses huge pages (JAXSCALE_HUGE_PAGES=0 disables them)" if has_huge_pages() else ""
     folder.log("versions: " + ", ".join(f"{name} {version}" for name, version in versions.items() if version) + pages)
     for line in version_changes(start.recorded, versions):
         folder.log(line)
@@ -271,7 +271,7 @@ def open_evals(cfg: RunConfig, corpus: Corpus) -> tuple[Evaluator, ...]:
     if not cfg.evals:
         return ()
     if corpus.tokenizer is None:
-        raise BadInput("evals read text, and the tokenizer of this run's ids is not known; give data.tokenizer")
+        raise BadInput("evals read text, but the tokenizer of this run's token ids is unknown; set data.tokenizer")
     evaluators = open_evaluators(cfg.evals, EvalReading.of(corpus.tokenizer, cfg.seq_len))
     check_same_evals(evaluators)
     return evaluators

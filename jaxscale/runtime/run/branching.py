@@ -31,11 +31,11 @@ def branch_settings(path: str, decay_tokens: str | None, recorded: Mapping[str, 
     folder, step = parse_checkpoint_path(source)
     found = all_steps(folder)
     if not found:
-        raise BadInput(f"--branch_from={source} holds no checkpoint: {folder} has none that was completed")
+        raise BadInput(f"--branch_from={source} holds no checkpoint: {folder} has no complete one")
     step = found[-1] if step is None else step
     if step not in found:
         near = units.or_list(found[-MAX_LISTED:])
-        raise BadInput(f"--branch_from={source}: step {step} is not a checkpoint; {folder} has {near}")
+        raise BadInput(f"--branch_from={source}: no checkpoint of step {step}; {folder} has {near}")
     settings = {"init.from_path": str(folder / str(step)), "init.what": "run"}
     if decay_tokens is None:
         return settings
@@ -45,8 +45,9 @@ def branch_settings(path: str, decay_tokens: str | None, recorded: Mapping[str, 
     sizes = units.recorded_sizes(budget)
     if sizes.vary and (largest := sizes.stages[-1][0]) > batch_index(step - 1, run["data"]["skipped"]):
         raise BadInput(
-            f"--branch_from={path}: at step {step} its batches still grow (batch_ramp), and a branch with a decay has "
-            f"one size; branch from a step after batch {largest}, its first of {budget['batch_tokens']} tokens"
+            f"--branch_from={path}: at step {step} its batches still grow (batch_ramp), but a branch with a decay "
+            f"needs one batch size; branch from a step after batch {largest}, the first of {budget['batch_tokens']} "
+            "tokens"
         )
     known = dict(seq_len=run["config"]["seq_len"], batch_tokens=budget["batch_tokens"])
     steps = units.steps(units.resolve("--decay_tokens", decay_tokens, **known), known["batch_tokens"])
@@ -69,10 +70,12 @@ def check_stable(folder: Any, step: int, run: Mapping[str, Any]) -> None:
     elif step < budget["warmup_steps"]:
         reason, fix = f"is in its warmup of {budget['warmup_steps']} steps", "a later step"
     elif begin is not None and step > begin:
-        reason, fix = f"decays from step {begin} on", f"step {begin} or one before it"
+        reason, fix = f"decays from step {begin} on", f"step {begin} or an earlier one"
     else:
         return
-    raise BadInput(f"--decay_tokens: the rate of {folder} {reason}, and a decay begins at the peak; branch off {fix}")
+    raise BadInput(
+        f"--decay_tokens: the learning rate of {folder} {reason}, but a decay starts at the peak; branch from {fix}"
+    )
 
 
 def check_branch(cfg: RunConfig, source: InitSource) -> None:
@@ -80,26 +83,28 @@ def check_branch(cfg: RunConfig, source: InitSource) -> None:
     run = source.record["run"]
     if not run.get("data"):
         raise BadInput(
-            f"init.what='run': {source} is not of a run, and has no position in data; use 'state' or 'params'"
+            f"init.what='run': {source} is not from a training run and has no data position; use 'state' or 'params'"
         )
     old, new = run["config"], schema.to_dict(cfg)
     with contextlib.suppress(ValueError):
         old = schema.to_dict(schema.from_dict(RunConfig, old))  # defaults for settings newer than that run
     if changed := [name for name in NEVER if old.get(name) != new[name]]:
-        differences = "; ".join(f"{name}: {old.get(name)!r} there, {new[name]!r} here" for name in changed)
+        differences = "; ".join(
+            f"{name}: {old.get(name)!r} in the source, {new[name]!r} in this run" for name in changed
+        )
         raise BadInput(
             f"init.what='run' continues the data of {source}, whose rows depend on {', '.join(NEVER)}: {differences}; "
-            "set these as there, or use init.what='state', which reads the data from the beginning"
+            "use the values of the source, or init.what='state', which reads the data from the beginning"
         )
     expected = batch_index(source.step, [tuple(part) for part in run["data"]["skipped"]])
     if run["data"].get("batch_index", expected) != expected:
-        raise BadInput(f"init.what='run': {source} stands at batch {run['data']['batch_index']}, not at {expected}")
+        raise BadInput(f"init.what='run': {source} is at batch {run['data']['batch_index']} instead of {expected}")
 
 
 def check_longer(cfg: RunConfig, source: InitSource, total_steps: int) -> None:
-    """Raises BadInput for a branch that would end where it begins."""
+    """Raises BadInput for a branch that would end where it starts."""
     if total_steps <= source.step:
         raise BadInput(
-            f"train_tokens={cfg.train_tokens} is {total_steps} steps, and the branch begins after step {source.step} "
-            f"of {source.checkpoints.directory.parent}; train_tokens counts from that run's beginning, so give more"
+            f"train_tokens={cfg.train_tokens} is {total_steps} steps, but the branch starts after step {source.step} "
+            f"of {source.checkpoints.directory.parent}; train_tokens counts from the start of that run, so raise it"
         )

@@ -101,16 +101,16 @@ def jump_lines(jump: Jump | None, cfg: RunConfig, budget: Budget, workdir: Any) 
     if jump is None or not jump.is_jump:
         return []
     times = max(jump.before, jump.after) / max(min(jump.before, jump.after), 1e-30)
-    by = f", {times:.3g} times {'more' if jump.after > jump.before else 'less'}" if min(jump[1:3]) > 0 else ""
+    by = f", {times:.3g} times {'higher' if jump.after > jump.before else 'lower'}" if min(jump[1:3]) > 0 else ""
     last = budget.total_steps
     lines = [
         f"warning: the learning rate jumps from {jump.before:.4g} at step {jump.step} to {jump.after:.4g} at step "
-        f"{jump.step + 1}{by}: the schedule is computed again for {last} steps; the loss may rise before it falls"
+        f"{jump.step + 1}{by}: the schedule now has {last} steps; the loss may rise before it falls"
     ]
     if flags := constant_rate_flags(jump, cfg, budget):
-        lines.append(f"to stay at {jump.before:.4g} instead: Ctrl-C twice now, and start with {flags}")
+        lines.append(f"to keep {jump.before:.4g} instead: press Ctrl-C twice now, and restart with {flags}")
     lines.append(
-        f"or begin another run with these weights and its own warmup: --init_from={workdir} --workdir=NEW; future runs "
+        f"or start a new run with these weights and its own warmup: --init_from={workdir} --workdir=NEW; future runs "
         "with optim.decay=wsd can continue from a checkpoint before their decay without a jump"
     )
     return lines

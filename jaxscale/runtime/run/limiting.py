@@ -29,8 +29,8 @@ def hourly_dollars(limit: LimitConfig, mesh: Mesh) -> float:
     price = limit.chip_hour_dollars or (chip.price.dollars_per_hour if chip and chip.price else None)
     if price is None:
         raise BadInput(
-            f"limit.dollars={limit.dollars:g}: no price of {kind!r} is known; give what an hour of one "
-            "chip costs, --config.limit.chip_hour_dollars=DOLLARS"
+            f"limit.dollars={limit.dollars:g}: no list price is known for {kind!r}; give the price of "
+            "one chip hour: --config.limit.chip_hour_dollars=DOLLARS"
         )
     chips = mesh.size / (chip.devices_per_chip if chip else 1)
     return chips * price
@@ -41,9 +41,9 @@ def check_early_decay(cfg: RunConfig, start: Start) -> None:
     stages = start.remaining_stages
     if not cfg.limit.on or cfg.limit.on_overrun != "decay" or len(stages) == 1:
         return
-    reason = "counts steps of one size, and batches still grow (batch_ramp)"
+    reason = "needs a constant batch size, but batches grow (batch_ramp)"
     if len({stage.tokens for stage in stages}) == 1:
-        reason = "forecasts by the speed so far, and longer rows (seq_len_ramp) are slower"
+        reason = "forecasts from the speed so far, but longer rows (seq_len_ramp) are slower"
     raise BadInput(
         f"limit.on_overrun='decay' {reason} until batch {stages[-1].first}; set limit.on_overrun to tell until then"
     )
@@ -79,10 +79,10 @@ def make_limits(folder: RunFolder, start: Start, mesh: Mesh, services: Services,
 def overrun_advice(cfg: RunConfig) -> str:
     """Returns advice on how to end the run within its limit."""
     if cfg.optim.decay not in STABLE:
-        return f"give fewer train_tokens; a run with optim.decay={or_list(STABLE)} could decay early"
+        return f"reduce train_tokens; a run with optim.decay={or_list(STABLE)} could decay early"
     if cfg.limit.on_overrun == "decay":
-        return "its decay has begun, and is not made shorter"
-    return "stop it, and start it with --config.limit.on_overrun=decay, or give fewer train_tokens"
+        return "its decay has started, and is not shortened"
+    return "stop it and restart it with --config.limit.on_overrun=decay, or reduce train_tokens"
 
 
 def first_limit(path: Any, limit: LimitConfig, mesh: Mesh, now: float) -> tuple[float, str]:

@@ -124,7 +124,7 @@ def add_remaining_stages(program: Program, start: Start) -> Program:
     except BadInput as error:
         if not start.steps_done:
             raise
-        raise BadInput(f"batch {start.batch_of(start.steps_done)} follows step {start.steps_done}: {error}") from None
+        raise BadInput(f"batch {start.batch_of(start.steps_done)}, after step {start.steps_done}: {error}") from None
 
 
 def prepare_folder(cfg: RunConfig, workdir: str, log: Log, services: Services, options: RunOptions) -> RunFolder:
@@ -191,5 +191,5 @@ def first_state(folder: RunFolder, start: Start, program: Program) -> TrainState
     check_position(start.recorded, start.step)
     state = folder.checkpoints.restore(start.step, program.abstract_state)
     if int(state.step) != start.step:
-        raise folder.checkpoints.corrupt(start.step, "state", f"it has done {int(state.step)} steps")
+        raise folder.checkpoints.corrupt(start.step, "state", f"its state is of step {int(state.step)}")
     return state

@@ -25,12 +25,12 @@ def allowed_names(name: str, text: str) -> tuple[str, ...]:
         if one in NEVER:
             raise BadInput(
                 f"{name}={one}: the rows of each step depend on {one}, so a run cannot continue with another value; "
-                "begin a new run in another work folder"
+                "start a new run in another work folder"
             )
         if one not in known:
             leaf = {other.rpartition(".")[2]: other for other in sorted(known, reverse=True)}
             close = difflib.get_close_matches(one, known, n=1) or [leaf[n] for n in [one] if n in leaf]
-            hint = f"; did you mean {close[0]}?" if close else "; write names as in --config.NAME, with commas between"
+            hint = f"; did you mean {close[0]}?" if close else "; write names as in --config.NAME, separated by commas"
             raise BadInput(f"{name}={one} is not a setting{hint}")
     return names
 
@@ -47,24 +47,26 @@ class RunOptions:
 
     stop_after: int | None = flag(
         None,
-        "saves and leaves after this step (counted from 1); the learning rate's horizon is unchanged",
+        "saves and exits after this step (counted from 1); the learning rate schedule is unchanged",
         "STEP",
         least=1,
     )
     allow_change: tuple[str, ...] = flag(
         (),
-        "settings, or groups of them, with commas between, in which a resumed run may differ from how it began: "
-        "--allow_change=optim.peak_lr. Recorded; never for the order of the data",
+        "settings, or groups of settings, separated by commas, that may differ when a run resumes: "
+        "--allow_change=optim.peak_lr. Recorded; not allowed for the data order",
         "NAMES",
         read=lambda name, text: allowed_names(f"--{name}", text),
     )
     replay: str | None = flag(
-        None, "a new run that repeats what another one decided: skipped steps, cuts, rewinds' batches", "OLD_WORKDIR"
+        None,
+        "starts a new run that repeats the decisions of another: skipped steps, learning rate cuts, rewinds",
+        "OLD_WORKDIR",
     )
-    steal_lock: bool = flag(False, "takes the work folder from a process that holds it and is known to be gone")
+    steal_lock: bool = flag(False, "takes over the lock of the work folder from a process that no longer runs")
     mode: int = flag(
         paths.PRIVATE,
-        "who may read the run's files on a local disk, as chmod says it of a folder",
+        "permissions of the run's folders on a local disk, as for chmod",
         "0700",
         read=lambda _, text: folder_mode(text),
         name="run_dir_mode",

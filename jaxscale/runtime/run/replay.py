@@ -44,7 +44,7 @@ def with_replayed(cfg: RunConfig, folder: Any, old_workdir: str, log: Log) -> tu
     old = paths.as_path(old_workdir)
     resolved = lambda path: str(paths.absolute(path) if paths.is_remote(path) else paths.absolute(path).resolve())
     if resolved(old).rstrip("/") == resolved(folder).rstrip("/"):
-        raise BadInput(f"--replay={old_workdir} is the workdir itself; give the replay another --workdir")
+        raise BadInput(f"--replay={old_workdir} is the work folder itself; give another --workdir")
     if not (old / "config.json").exists():
         raise BadInput(f"--replay={old_workdir} holds no config.json: it is not the folder of a run")
     check_same_run(cfg, old, None)
@@ -53,8 +53,8 @@ def with_replayed(cfg: RunConfig, folder: Any, old_workdir: str, log: Log) -> tu
         dict.fromkeys(change["name"] for change in changes_of(old_record) if change.get("alters", True))
     ):
         raise cannot_replay(
-            f"--replay={old_workdir}: that run changed settings that affect its results ({names}), and a replay has "
-            "one config for all its steps; it cannot be replayed"
+            f"--replay={old_workdir}: that run changed settings that affect its results ({names}), but a replay has "
+            "one config for all steps; it cannot be replayed"
         )
     decisions = read_decisions(old)
     pending = decisions.pending
@@ -80,20 +80,20 @@ def check_same_schedule(budget: Budget, mixture: Mixture | None, old_workdir: st
     if old["total_steps"] != budget.total_steps:
         raise cannot_replay(
             f"--replay={old_workdir}: that run has {old['total_steps']} steps and this one {budget.total_steps}, so "
-            "that their learning rates differ; set train_tokens as it was there, and leave early by --stop_after"
+            "their learning rates differ; use the train_tokens of that run, and end early with --stop_after"
         )
     for name, setting in (("ramp", "batch_ramp"), ("seq_len_ramp", "seq_len_ramp")):
         stages = [list(stage) for stage in getattr(budget, name)]
         if (old_stages := [list(stage) for stage in old.get(name) or ()]) != stages:
             raise cannot_replay(
-                f"--replay={old_workdir}: the stages of {setting}, as [first batch, size], were {old_stages} there and "
-                f"would be {stages}: its train_tokens changed when they were over; it cannot be replayed"
+                f"--replay={old_workdir}: the stages of {setting}, as [first batch, size], are {old_stages} in that "
+                f"run and {stages} in this one, because train_tokens changed after them; it cannot be replayed"
             )
     starts = (record.get("mixture") or {}).get("starts")  # an earlier version recorded none
     if mixture is not None and starts not in (None, mixture.starts):
         raise cannot_replay(
-            f"--replay={old_workdir}: the first batches of the stages of data.mixture were {starts} there and would be "
-            f"{dict(mixture.starts)}: its train_tokens changed when they had begun; it cannot be replayed"
+            f"--replay={old_workdir}: the first batches of the stages of data.mixture are {starts} in that run and "
+            f"{dict(mixture.starts)} in this one, because train_tokens changed after them; it cannot be replayed"
         )
 
 

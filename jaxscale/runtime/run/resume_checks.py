@@ -75,7 +75,7 @@ def check_same_run(
     if recorded.get("converted"):
         raise Stop(
             Exit.CONFIG_MISMATCH,
-            f"{folder} holds a converted model and no run: train it in another --workdir, with --init_from={folder}",
+            f"{folder} holds a converted model, not a run; train it in another --workdir with --init_from={folder}",
         )
     old, new = recorded["config"], schema.to_dict(cfg)
     with contextlib.suppress(ValueError):
@@ -92,10 +92,12 @@ def check_same_run(
     if refused:
         lines = "; ".join(f"{change.name}: {change.old!r} -> {change.new!r}" for change in refused)
         may_be_allowed = [change.name for change in refused if change.name not in NEVER]
-        leave = f", or allow it by --allow_change={','.join(may_be_allowed)}" * (len(may_be_allowed) == len(refused))
+        leave = f", or allow the change with --allow_change={','.join(may_be_allowed)}" * (
+            len(may_be_allowed) == len(refused)
+        )
         raise Stop(
             Exit.CONFIG_MISMATCH,
-            f"{folder} belongs to another config: {lines}; use another --workdir, or set these back{leave}",
+            f"{folder} belongs to another config: {lines}; use another --workdir, or restore these settings{leave}",
         )
     return changed
 
@@ -110,8 +112,10 @@ def open_same_data(
         if recorded is None or isinstance(error, CacheUnwritable | Forbidden):
             raise
         if is_storage_error(error):
-            raise Stop(Exit.STORAGE, f"the data of this run cannot be reached: {error}; start again") from error
-        raise data_mismatch(f"the data of this run cannot be opened any more: {error}") from error
+            raise Stop(
+                Exit.STORAGE, f"the data of this run cannot be reached: {error}; restart when they can"
+            ) from error
+        raise data_mismatch(f"the data of this run can no longer be opened: {error}") from error
 
 
 def describe_data_changes(corpus: Corpus, data: Mapping[str, Any]) -> str:
@@ -121,7 +125,7 @@ def describe_data_changes(corpus: Corpus, data: Mapping[str, Any]) -> str:
         return ""
     names = [name for name in (*old, *(name for name in new if name not in old)) if old.get(name) != new.get(name)]
     words = [
-        f"{name} is {'missing' if name not in new else 'new' if name not in old else 'another'}"
+        f"{name} is {'missing' if name not in new else 'new' if name not in old else 'different'}"
         for name in names[:MAX_LISTED]
     ]
     more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
@@ -138,10 +142,10 @@ def check_same_data(
     data = recorded["data"]
     if data["fingerprint"] != corpus.fingerprint:
         changes = describe_data_changes(corpus, data)
-        changes = changes or "text, tokenizer, held-out part or the order of a release differ"
+        changes = changes or "the text, the tokenizer, the held-out part or the order of the release differs"
         raise data_mismatch(
-            f"the data have changed since the run began: fingerprint {corpus.fingerprint[:16]} now, "
-            f"{data['fingerprint'][:16]} then ({changes}); bring the old ones back, or begin another --workdir"
+            f"the data have changed since the run started: fingerprint {corpus.fingerprint[:16]} instead of "
+            f"{data['fingerprint'][:16]} ({changes}); restore the original data, or use another --workdir"
         )
     return merge_skips([tuple(r) for r in data["skipped"]], requested, start_step)
 
@@ -153,7 +157,7 @@ def check_position(recorded: Mapping[str, Any], step: int) -> None:
     if data.get("batch_index", expected) != expected:
         raise Stop(
             Exit.CHECKPOINT_CORRUPT,
-            f"step {step} cannot be resumed: its position in the data is batch {data['batch_index']}, and after "
+            f"step {step} cannot be resumed: its data position is batch {data['batch_index']}, but after "
             f"{step} steps it must be batch {expected}",
         )
 
@@ -163,9 +167,9 @@ def check_hosts_agree(corpus: Corpus) -> None:
     first = agreed(lambda: corpus.fingerprint, DATA_SECONDS)
     if first != corpus.fingerprint:
         raise data_mismatch(
-            f"the data of process {jax.process_index()} are not those of process 0: fingerprint "
-            f"{corpus.fingerprint[:16]} here, {first[:16]} there; give all hosts the same files, and where a cache of "
-            "tokenized text is older than the text, delete it"
+            f"the data of process {jax.process_index()} differ from those of process 0: fingerprint "
+            f"{corpus.fingerprint[:16]} instead of {first[:16]}; give all hosts the same files, and delete caches of "
+            "tokenized text that are older than the text"
         )
 
 
@@ -177,7 +181,7 @@ def check_same_evals(evaluators: Sequence[Evaluator]) -> None:
     first = agreed(lambda: found, DATA_SECONDS)
     if differ := [name for name in found if found[name] != first.get(name)]:
         raise data_mismatch(
-            f"the files of evals.{differ[0]} at process {jax.process_index()} are not those of process 0; give all "
+            f"the files of evals.{differ[0]} at process {jax.process_index()} differ from those of process 0; give all "
             "hosts the same files"
         )
 
@@ -188,21 +192,21 @@ def check_same_past(
     """Raises Stop(DATA_MISMATCH) if these batch sizes (in rows), row lengths or mixture would change past steps."""
     if not start_step:
         return
-    assert recorded is not None, "steps that are done have a record"
+    assert recorded is not None, "completed steps have a record"
     old, new = recorded["data"].get("mixture"), mixture.record() if mixture else None
     last = batch_index(start_step - 1, [tuple(r) for r in recorded["data"]["skipped"]])
     then = recorded_sizes(recorded["budget"], recorded["config"]["seq_len"])
-    check_same_stages("batch_ramp gives other sizes", "rows", then, sizes, last)
+    check_same_stages("batch_ramp would change the sizes", "rows", then, sizes, last)
     if not same_prefix(old, new, sizes.begin(last + 1)):
         raise data_mismatch(
-            f"data.mixture and data.max_epochs give other rows to the {start_step} steps that are done; only stages "
-            f"that start after batch {last} may change (write their starts in tokens or steps: '%' follows "
-            "train_tokens); set these back, or begin another --workdir"
+            f"data.mixture and data.max_epochs would change the rows of the {start_step} completed steps; only stages "
+            f"that start after batch {last} may change (write their starts in tokens or steps: '%' depends on "
+            "train_tokens); restore these settings, or use another --workdir"
         )
     if old != new:
         log("data: the mixture of later steps has changed; the change is recorded with the next checkpoint")
     lengths = recorded_rows(recorded["budget"], recorded["config"]["seq_len"])
-    check_same_stages("seq_len_ramp gives rows of other lengths", "tokens in a row", lengths, row_tokens, last)
+    check_same_stages("seq_len_ramp would change the row lengths", "tokens per row", lengths, row_tokens, last)
 
 
 def check_same_stages(what: str, unit: str, then: BatchSizes, now: BatchSizes, last: int) -> None:
@@ -210,9 +214,9 @@ def check_same_stages(what: str, unit: str, then: BatchSizes, now: BatchSizes, l
     past = lambda sizes: [stage for stage in sizes.stages if stage[0] <= last]
     if past(then) != past(now):
         raise data_mismatch(
-            f"{what} to the batches up to {last}, which are done: (first batch, {unit}) were {past(then)} and would be "
-            f"{past(now)}; ends written in '%' follow train_tokens: set that back, or begin another --workdir, with "
-            "the ends in tokens"
+            f"{what} of the completed batches up to {last}: (first batch, {unit}) were {past(then)} and would be "
+            f"{past(now)}; ends in '%' depend on train_tokens: restore train_tokens, or use another --workdir with the "
+            "ends in tokens"
         )
 
 
@@ -220,8 +224,8 @@ def version_changes(recorded: Mapping[str, Any] | None, now: Mapping[str, Any]) 
     """Returns one line for each package whose version differs from the checkpoint's."""
     old = (recorded or {}).get("versions") or {}
     return [
-        f"warning: {name} was {old[name]} when this run was last saved and is {version} now: numbers may differ in "
-        "their last bits"
+        f"warning: {name} was {old[name]} when this run was last saved and is {version} now: results may differ by "
+        "rounding"
         for name, version in now.items()
         if name in old and old[name] != version
     ]

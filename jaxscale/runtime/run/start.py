@@ -130,11 +130,11 @@ def nothing_to_do(step: int, total_steps: int, stop_after: int | None) -> str:
     """Returns the reason for which a run at this step has nothing left to train, or ''."""
     if step >= total_steps:
         return (
-            f"this run is complete at step {step}; a larger --config.train_tokens continues it, with the learning rate "
-            "of the longer schedule"
+            f"this run is complete at step {step}; to continue, raise --config.train_tokens; the learning rate then "
+            "follows the longer schedule"
         )
     if stop_after is not None and step >= stop_after:
-        return f"this run is at step {step} already, and --stop_after={stop_after}"
+        return f"this run is already at step {step}, and --stop_after={stop_after}"
     return ""
 
 

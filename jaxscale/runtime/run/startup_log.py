@@ -44,15 +44,17 @@ def log_model(program: Program, budget: Budget, log: Log) -> None:
         log(f"pipeline: {program.plan.stage_schedule}")
     if cfg.lora.on:
         learned = sum(leaf.size for leaf in jax.tree.leaves(program.abstract_grads))
-        log(f"lora: {units.count(learned)} parameters in adapters of rank {cfg.lora.rank} learn; all others are frozen")
+        log(f"lora: {units.count(learned)} trained parameters in adapters of rank {cfg.lora.rank}; others are frozen")
     if options := str(program.plan.compiler_options):
         log(f"compiler options: {options}")
     chip = find_chip(device.device_kind)
     peak = (
-        f"{chip.peak_flops / 1e12:g} TFLOP/s a chip ({chip.source})" if chip else "unknown for this device: MFU is n/a"
+        f"{chip.peak_flops / 1e12:g} TFLOP/s per chip ({chip.source})"
+        if chip
+        else "unknown for this device: MFU is n/a"
     )
     flops = cfg.flops_per_token
-    log(f"{budget}; {flops / 1e6:.4g} MFLOP a token; peak {peak}")
+    log(f"{budget}; {flops / 1e6:.4g} MFLOP per token; peak {peak}")
     for line in units.table(group_table(program.model.shapes, program.model.shardings, program.groups)):
         log(line)
 
@@ -62,7 +64,7 @@ def log_resume(program: Program, recorded: dict[str, Any], step: int, budget: Bu
     if recorded["budget"]["total_steps"] != budget.total_steps:
         last = recorded["budget"]["total_steps"]
         rates = ", ".join(f"{float(program.schedule(s)):.3g} at step {s}" for s in (step, budget.total_steps - 1))
-        log(f"the learning rate follows the new horizon, {budget.total_steps} steps instead of {last}: {rates}")
+        log(f"the learning rate follows the new schedule of {budget.total_steps} steps instead of {last}: {rates}")
     log(f"resuming from step {step}")
 
 
@@ -86,7 +88,7 @@ def sample_of_run(program: Program, corpus: Corpus, log: Log) -> Sample | None:
     if not program.cfg.sample.num_tokens:
         return None
     if program.cfg.model.kind != "decoder":
-        log(f"no sample: {program.cfg.model.name} writes no text from left to right")
+        log(f"no sample: {program.cfg.model.name} is not a decoder")
         return None
     if corpus.tokenizer is None:
         log(f"no sample: data.name={program.cfg.data.name!r} has no tokenizer")

@@ -23,10 +23,10 @@ from jaxscale.runtime.training.decisions import Decisions, LrCut
 from jaxscale.runtime.training.replicas import ReplicaMonitor
 from jaxscale.system.exits import Exit, Stop
 
-FIX = "lower optim.peak_lr, lengthen optim.warmup_tokens, or look at the data of these steps"
+FIX = "lower optim.peak_lr, lengthen optim.warmup_tokens, or inspect the data of these steps"
 VERDICT_TEXT = {
     guard.NOT_FINITE: "a loss or gradient that is not finite",
-    guard.ABSURD_NORM: "an absurd gradient norm",
+    guard.ABSURD_NORM: "a gradient norm above the absolute limit",
     guard.LOSS_RATIO: "a loss too far above the window's median",
     guard.LOSS_SIGMAS: "a loss too many sigmas above the window's median",
     guard.NORM_SIGMAS: "a gradient norm too many sigmas above the window's median",
@@ -154,17 +154,17 @@ class Autopilot:
         assert self.last_skipped is not None, "recovery acts after a bad step"
         batch, reading, verdict = self.last_skipped
         in_row, skipped = reading.skipped_in_row, len(self.state.bad)
-        count, what = in_row, f"{units.plural(in_row, 'step')} in a row"
+        count, what = in_row, units.plural(in_row, "consecutive step")
         if in_row <= self.spec.guard.max_skipped_in_row:
             count, what = skipped, f"{skipped} of the last {self.spec.guard.window_steps} steps"
         done = (f"{len(self.cuts)} cuts of the learning rate", f"{len(self.spec.past.rewinds)} rewinds")
         were, name = "were" if count > 1 else "was", guard.SETTINGS.get(verdict)
-        setting = f", or raise train.guard.{name} if these steps were well" if name else ""
+        setting = f", or raise train.guard.{name} if these steps were valid" if name else ""
         tried = f", after {' and '.join(done)}" if self.cuts or self.spec.past.rewinds else ""
-        tried += f", and no checkpoint before step {self.state.bad[0]} to go back to" if no_checkpoint else ""
+        tried += f", and there is no checkpoint before step {self.state.bad[0]} to rewind to" if no_checkpoint else ""
         return Stop(
             Exit.NON_FINITE,
-            f"{what} {were} refused, up to step {reading.step}, which had {VERDICT_TEXT[verdict]} "
+            f"{what} {were} skipped, up to step {reading.step}, which had {VERDICT_TEXT[verdict]} "
             f"(loss {reading.loss:.4g}, gradient norm {reading.grad_norm:.4g}"
             f"{self.worst_gradient(state, batch, reading.step)}){tried}; {FIX}{setting}",
         )
@@ -222,7 +222,7 @@ class Autopilot:
             raise Stop(
                 Exit.SILENT_CORRUPTION,
                 f"after step {now} devices hold different copies of the state, and none of the checkpoints is clean; "
-                "start a new run, without the devices named above",
+                "start a new run without the devices named above",
             )
         self.spec.note(
             "rewind", now, to=to, batch=self.spec.batch_index(to), why="replicas", skip_batches=[], clean=None

@@ -17,11 +17,13 @@ class RecoveryConfig:
     """Recovery from more skipped steps than the guard allows. Each recovery step is an event, and can be replayed."""
 
     steps: tuple[RecoveryStep, ...] = setting(
-        ("rewind",), "in this order, each up to its maximum; then the run ends with exit 17", may_change=True
+        ("rewind",),
+        "recovery steps, in this order, each up to its maximum; then the run ends with exit code 17",
+        may_change=True,
     )
     max_skipped_in_window: int = setting(
         50,
-        "more skipped steps than this among the last guard.window_steps start recovery too; 0: no limit",
+        "recovery also starts after more skipped steps than this among the last guard.window_steps; 0: no limit",
         may_change=True,
     )
     cut_factor: float = setting(
@@ -35,7 +37,7 @@ class RecoveryConfig:
     )
     max_cuts: int = setting(
         1,
-        "cut_lr: times in a run; a rewind also undoes the cuts after its checkpoint",
+        "cut_lr: maximum number per run; a rewind also undoes the cuts after its checkpoint",
         may_change=True,
         read_if="train.recovery.steps=cut_lr",
     )
@@ -47,7 +49,9 @@ class RecoveryConfig:
         may_change=True,
         read_if="train.recovery.steps=rewind",
     )
-    max_rewinds: int = setting(3, "rewind: times in a run", may_change=True, read_if="train.recovery.steps=rewind")
+    max_rewinds: int = setting(
+        3, "rewind: maximum number per run", may_change=True, read_if="train.recovery.steps=rewind"
+    )
     max_rewind_steps: int = setting(
         2000,
         "rewind: if the newest clean checkpoint is more than this many steps older than the first bad step, the newest "
@@ -57,7 +61,7 @@ class RecoveryConfig:
     )
     clean_source: str | None = setting(
         None,
-        "rewind: a source of data.mixture for the first steps after it; none: none",
+        "rewind: the source of data.mixture for the first steps after it; none: no change",
         may_change=True,
         read_if="train.recovery.steps=rewind",
     )
@@ -73,7 +77,7 @@ class RecoveryConfig:
         may_change=True,
     )
     plateau_steps: int = setting(
-        0, "steps in which the second half is compared with the first; 0: never", may_change=True
+        0, "steps of a window whose second half is compared with the first; 0: never", may_change=True
     )
     plateau_ratio: float = setting(
         0.99,
@@ -93,11 +97,11 @@ class RecoveryConfig:
                 raise BadInput(f"{name}={getattr(self, name)} must be at least 0")
         if bool(self.clean_source) != bool(self.clean_steps):
             raise BadInput(
-                f"clean_source={self.clean_source!r} and clean_steps={self.clean_steps} belong together: set both or "
+                f"clean_source={self.clean_source!r} and clean_steps={self.clean_steps} need each other: set both or "
                 "neither"
             )
         if len(set(self.steps)) < len(self.steps):
-            raise BadInput(f"steps={self.steps} names one twice; max_cuts and max_rewinds say how often")
+            raise BadInput(f"steps={self.steps} has a duplicate; max_cuts and max_rewinds set how often each is used")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,7 +112,8 @@ class ReplicaConfig:
         0, "steps between comparisons of all copies, also made before each save; 0: none", may_change=True
     )
     max_passing: int = setting(
-        3, "transient faults of one device, gone when the same steps ran again; one more ends the run (exit 16)",
+        3, "transient faults of one device that running the same steps again did not reproduce; one more ends the run "
+        "(exit code 16)",
         may_change=True, read_if="train.replicas.every_steps",)  # fmt: skip
 
     def __post_init__(self):
@@ -127,16 +132,16 @@ class LimitConfig:
         "first start; none: no deadline",
         may_change=True,
     )
-    dollars: float = setting(0.0, "budget for all starts of the run together; 0: no budget", may_change=True)
+    dollars: float = setting(0.0, "budget for all starts of the run in total; 0: no budget", may_change=True)
     chip_hour_dollars: float = setting(
         0.0,
-        "price of an hour of one chip; 0: its list price in kernels/hardware.py",
+        "price of one chip hour; 0: the list price in kernels/hardware.py",
         may_change=True,
         read_if=".dollars",
     )
     on_overrun: Literal["tell", "decay"] = setting(
         "tell",
-        "tell: a run that will overrun reports it and continues; decay: it begins its decay early (optim.decay=wsd or "
+        "tell: a run that will overrun reports it and continues; decay: it starts its decay early (optim.decay=wsd or "
         "constant) and ends in time at optim.min_lr",
         may_change=True,
         read_if=".deadline or .dollars",

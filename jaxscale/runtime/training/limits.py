@@ -47,10 +47,10 @@ class TimeLimit:
         """Returns the log line for an early decay, which says if it is shortened."""
         assert self.decay_steps is not None, "no decay begins early without it"
         steps, whole = decay.until - decay.step, self.decay_steps(decay.until)
-        short = "" if steps >= whole else f"; the time is too short for the {whole} of a whole decay"
-        saved = f"; step {decay.step}, at the peak, is saved"
+        short = "" if steps >= whole else f"; there is not enough time for the full decay of {whole} steps"
+        saved = f"; step {decay.step}, at the peak learning rate, is saved"
         return (
-            f"limit: the decay begins after step {decay.step}, over {steps} steps to step {decay.until}{short}{saved}"
+            f"limit: the decay starts after step {decay.step}, over {steps} steps to step {decay.until}{short}{saved}"
         )
 
 
@@ -88,7 +88,10 @@ class LimitMonitor:
             return None
         begin, until = map(int, line.split())
         if step > begin:
-            raise Stop(Exit.PEER_LOST, f"all were to decay after step {begin}, and this one is at {step}; start again")
+            raise Stop(
+                Exit.PEER_LOST,
+                f"all processes were to decay after step {begin}, but this one is at {step}; restart all",
+            )
         return EarlyDecay(begin, until) if step == begin else None
 
     def decide(self, step: int) -> EarlyDecay | None:
@@ -130,11 +133,11 @@ class LimitMonitor:
         over_seconds = forecast.ends_at - limit.ends_at
         facts = {"limit": limit.name, "ends": iso_time(forecast.ends_at), "over_seconds": over_seconds}
         limit.note("overrun", step, **facts, passed=passed, decays=self.may_decay)
-        then = "; its decay will begin early, to end in time" if self.may_decay else f"; it continues: {limit.advice}"
-        has = f"{limit.name} has passed, and " if passed else ""
+        then = "; its decay will start early, to end in time" if self.may_decay else f"; it continues: {limit.advice}"
+        has = f"{limit.name} has passed; " if passed else ""
         limit.say(
-            f"limit: {has}at {forecast.step_seconds:.3g} s a step this run ends {iso_time(forecast.ends_at)[:16]} UTC, "
-            f"{units.duration(over_seconds)} after {limit.name}{then}"
+            f"limit: {has}at {forecast.step_seconds:.3g} s per step this run ends {iso_time(forecast.ends_at)[:16]} "
+            f"UTC, {units.duration(over_seconds)} after {limit.name}{then}"
         )
 
     def latest_decay(self, step: int, now: float, step_seconds: float) -> EarlyDecay | None:

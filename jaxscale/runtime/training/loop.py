@@ -110,15 +110,13 @@ def train(run: LoopSpec) -> TrainState | Rewound:
             with StopRequest(run.services.board) as stop:
                 state = step_through(run, reporter, feed, stop, last_step)
             if signal := first_stop_request(stop.requested):  # since the last step's stop_after()
-                raise Stop(
-                    Exit.PREEMPTED, f"{signal}: saved step {last_step}, the last of this start; nothing else is done"
-                )
+                raise Stop(Exit.PREEMPTED, f"{signal}: saved step {last_step}, the last step of this start")
             with run.services.watchdog.phase("eval"):
                 run.finish(state)
         except Rewound as outcome:
             if signal := first_stop_request(stop.requested):  # would be lost with the signal handler
-                what = "its decay begins" if isinstance(outcome, Rescheduled) else "going back to an older step"
-                raise Stop(Exit.PREEMPTED, f"{signal}: {what}; the same command does that") from None
+                what = "its decay starts" if isinstance(outcome, Rescheduled) else "rewinding to an older step"
+                raise Stop(Exit.PREEMPTED, f"{signal}: {what}; the same command continues with that") from None
             return outcome
         finally:
             feed.close()

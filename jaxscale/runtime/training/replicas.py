@@ -70,16 +70,16 @@ class ReplicaReport:
         return tuple(dict.fromkeys(found.leaf for found in self.differences))
 
     def __str__(self) -> str:
-        """'device 5 (process 0) holds other bits of params/head than the other copies', or that all are the same."""
+        """'device 5 (process 0) has different bits in params/head than the other copies', or that all are equal."""
         if self.same:
-            return "all copies are the same"
+            return "all copies are equal"
         names = ", ".join(f"device {device} ({self.descriptions[device]})" for device in self.devices)
         more = f" and {len(self.leaves) - SHOWN_LEAVES} more arrays" if len(self.leaves) > SHOWN_LEAVES else ""
         leaves = ", ".join(self.leaves[:SHOWN_LEAVES]) + more
         if self.certain:
             plural = len(self.devices) > 1
-            return f"{names} {'hold' if plural else 'holds'} other bits of {leaves} than the other copies"
-        return f"{names} hold different bits of {leaves}, and too few copies to say which of them is wrong"
+            return f"{names} {'have' if plural else 'has'} different bits in {leaves} than the other copies"
+        return f"{names} have different bits in {leaves}; there are too few copies to identify the wrong one"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,15 +94,17 @@ class ReplicaCoverage:
     def __str__(self) -> str:
         """Describes the part of the state with replicas, and if a wrong one can be identified."""
         if not self.copied_bytes:
-            return "no part of the state is held by more than one device: no copies to compare"
+            return "each part of the state is on one device only: there are no copies to compare"
         share = self.copied_bytes / self.total_bytes
         percent = f"{share:.2g}" if share < 0.01 else f"{share:.0%}"
         amount = f"{units.size(self.copied_bytes)} of {units.size(self.total_bytes)} of the state ({percent})"
-        small = "; the rest has no copy, and a wrong bit there is not seen" if share < 1 else ""
-        voice = "a wrong copy is named" if self.fewest_copies > 2 else "of two copies that differ both are named"
-        soon = "; each step renews the copies from one of them, so only a bit that flips between the last step and the "
-        soon = f"{soon}comparison is seen" if self.regathered else ""
-        return f"{amount} are held by {self.fewest_copies} devices or more: {voice}{small}{soon}"
+        small = "; the rest has no copy, and a wrong bit there is not detected" if share < 1 else ""
+        voice = "a wrong copy is identified" if self.fewest_copies > 2 else "if two copies differ, both are named"
+        soon = (
+            "; each step overwrites the copies from one of them, so only bits that flip between the last step and the "
+        )
+        soon = f"{soon}comparison are detected" if self.regathered else ""
+        return f"{amount} are on {self.fewest_copies} devices or more: {voice}{small}{soon}"
 
 
 def replica_coverage(abstract_state: Any, rules: Rules) -> ReplicaCoverage:
@@ -205,20 +207,20 @@ class ReplicaMonitor:
         report = self.check(state)
         if report.same:
             if self.suspected is not None and step >= self.suspected:
-                self.log(step, "passing", "the same steps give the same copies now: a fault that has passed")
+                self.log(
+                    step, "passing", "the copies are equal after running the same steps again: the fault was transient"
+                )
                 self.suspected = None
             return True
         if self.suspected is not None:
-            self.stop(
-                step, report, f"and the steps up to {self.suspected}, run once more, end in different copies again"
-            )
+            self.stop(step, report, f"and running the steps up to {self.suspected} again also gives different copies")
         self.passing.update(report.devices)
         often = [device for device in report.devices if self.passing[device] > self.cfg.max_passing]
         if often:
             times = (f"device {device} has had {units.plural(self.passing[device], 'such fault')}" for device in often)
             self.stop(step, report, f"and {', '.join(times)} (train.replicas.max_passing={self.cfg.max_passing})")
         self.suspected = step
-        self.log(step, "unknown", f"{report}; the same steps are run again from the last checkpoint", report)
+        self.log(step, "unknown", f"{report}; running the same steps again from the last checkpoint", report)
         return False
 
     def stop(self, step: int, report: ReplicaReport, reason: str) -> None:
@@ -226,8 +228,8 @@ class ReplicaMonitor:
         self.log(step, "lasting", f"{report}: {reason}", report)
         raise Stop(
             Exit.SILENT_CORRUPTION,
-            f"after step {step} {report}, {reason}; take the device's machine out of the run and start the same "
-            "command: the checkpoints were saved from copies that agreed",
+            f"after step {step} {report}, {reason}; remove the device's machine from the run and run the same "
+            "command again: the checkpoints were saved from equal copies",
         )
 
     def log(self, step: int, verdict: str, text: str, report: ReplicaReport | None = None) -> None:

@@ -78,7 +78,9 @@ class StopRequest:
             return None
         last, _, name = line.partition(" ")
         if step > int(last):
-            raise Stop(Exit.PEER_LOST, f"all were to leave after step {last}, and this one is at {step}; start again")
+            raise Stop(
+                Exit.PEER_LOST, f"all processes were to stop after step {last}, but this one is at {step}; restart all"
+            )
         return name if step == int(last) else None
 
     def request(self, reason: str) -> None:

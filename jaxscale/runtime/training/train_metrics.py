@@ -91,8 +91,8 @@ class Reporter(NamedTuple):
         if not math.isfinite(metrics.get("validation/loss", 0.0)):
             raise Stop(
                 Exit.NON_FINITE,
-                f"the validation loss at step {step} is {metrics['validation/loss']}: a model that computes this "
-                "cannot be saved; lower optim.peak_lr, or set model.embed_compute_dtype=float32",
+                f"the validation loss at step {step} is {metrics['validation/loss']}: a model with a "
+                "non-finite loss is not saved; lower optim.peak_lr, or set model.embed_compute_dtype=float32",
             )
 
     def evaluation(self, step: int, metrics: dict[str, float], seconds: float) -> None:
