@@ -106,7 +106,7 @@ def test_what_cannot_be_read_ends_the_run_before_anything_is_written_into_its_fo
         run(tmp_path / "branch", 4, from_path=str(tmp_path / "nowhere"))
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "model.safetensors").touch()
-    with pytest.raises(ValueError, match="Hugging Face model: jaxscale convert --from=.*hf --workdir=NEW, then NEW"):
+    with pytest.raises(ValueError, match="Hugging Face model first: jaxscale convert --from=.*hf --workdir=NEW"):
         run(tmp_path / "branch", 4, from_path=str(tmp_path / "hf"))
     assert not (tmp_path / "branch" / "config.json").exists()
 

@@ -148,11 +148,11 @@ def test_merged_weights_are_a_plain_work_folder_with_the_same_logits(base, adapt
 
     on = tuned(tmp_path / "on", tmp_path / "merged", steps=2)  # a full run begins with them
     assert on.latest_step() == 2
-    with pytest.raises(ValueError, match="is in use"):
+    with pytest.raises(ValueError, match="is not empty"):
         merge_lora(run, 4, tmp_path / "merged")
     with pytest.raises(ValueError, match="has no adapters in params"):
         merge_lora(on, 2, tmp_path / "again")
-    with pytest.raises(ValueError, match="not in this config .*merge_lora makes plain weights"):
+    with pytest.raises(ValueError, match="not in this config .*merge_lora merges adapters"):
         tuned(tmp_path / "wrong", tmp_path / "tuned")
 
 

@@ -125,8 +125,8 @@ def test_a_model_may_compute_in_another_type_and_be_saved_in_another(workdir, tm
 @pytest.mark.parametrize(
     "how, told",
     [
-        ({"path": "{}/nowhere"}, "--workdir=.*nowhere holds no checkpoint: .* none that was completed$"),
-        ({"step": 5}, "step 5 is not a checkpoint; .* has 3 or 7"),
+        ({"path": "{}/nowhere"}, "--workdir=.*nowhere holds no checkpoint: .* has no complete one$"),
+        ({"step": 5}, "no checkpoint of step 5; .* has 3 or 7"),
         ({"path": "{}/checkpoints/3", "step": 7}, "is step 3, but step 7 is requested"),
         ({"mesh": MeshConfig(tensor=8)}, "model and mesh do not fit: .*kv_heads=2"),
     ],

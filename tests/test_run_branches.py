@@ -116,7 +116,7 @@ def test_a_branch_that_is_stopped_goes_on_bit_for_bit_without_its_trunk_and_with
     [
         ({"seed": 3}, r"whose rows depend on seed, .*: seed: 2 in the source, 3 in this run; use the values"),
         ({"train_tokens": "4 steps"}, "train_tokens=4 steps is 4 steps, but the branch starts after step 4 of"),
-        ({"init.skip": ("head",)}, "what='run' resumes all arrays unchanged, and skip changes some"),
+        ({"init.skip": ("head",)}, "what='run' resumes all arrays unchanged, but skip changes some"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

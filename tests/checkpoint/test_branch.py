@@ -109,7 +109,7 @@ def test_weights_alone_come_from_the_newest_step_and_all_else_is_new(old):
         "init: loaded   params/blocks/mlp: w; 128 numbers",
         "init: loaded   params/blocks: norm; 16 numbers",
         "init: loaded   params: embedding, head; 192 numbers",
-        "init: fresh    opt_state: all of it; 673 numbers",
+        "init: fresh    opt_state: all; 673 numbers",
     ]
 
 
@@ -141,7 +141,7 @@ def test_the_average_can_be_what_the_new_run_begins_with(old):
 def test_a_new_average_begins_as_the_weights_unless_the_old_one_comes_along(old, what, field):
     state, _, lines = branch(old, program(ema=True), what=what)
     tiny.assert_same_bits(state.ema, getattr(old[1][7], field))
-    assert ("init: fresh    ema: starts as the weights" in lines) == (what != "state")
+    assert ("init: fresh    ema: a copy of the weights" in lines) == (what != "state")
 
 
 def test_it_is_read_straight_into_the_shards_of_another_mesh_and_both_trees_can_be_donated(old):
@@ -189,7 +189,7 @@ def test_names_that_do_not_fit_are_told_with_the_nearest(old):
     told = refusal(old, program(head="header"))
     assert told == (
         f"init.from_path: {old[0]}/checkpoints/7 does not fit this config: params/header is not in the checkpoint "
-        "(nearest: params/head); params/head is in the checkpoint and not in this config "
+        "(nearest: params/head); params/head is in the checkpoint, but not in this config "
         "(nearest: params/header or params/embedding); use "
         "init.rename or init.skip, or the model it was trained with"
     )
@@ -198,7 +198,7 @@ def test_names_that_do_not_fit_are_told_with_the_nearest(old):
 def test_shapes_that_do_not_fit_are_told(old):
     told = refusal(old, program(width=4))
     mismatch = (
-        "params/blocks/mlp/w is float32[2,8,8] in the checkpoint and float32[2,8,4] in this config; use init.rename"
+        "params/blocks/mlp/w is float32[2,8,8] in the checkpoint, but float32[2,8,4] in this config; use init.rename"
     )
     assert mismatch in told
 
@@ -221,7 +221,7 @@ def momentum(lr):
         ({"rename": ("embedding|head=>one",)}, "init.rename gives several arrays of .* the name params/one"),
         ({"skip": ("lm_head",)}, "init.skip='lm_head' matches no leaf of the checkpoint .*; nearest: .*params/head"),
         ({"from_path": "nowhere"}, "init.from_path=nowhere holds no checkpoint"),
-        ({"from_path": "{}/checkpoints/4"}, "is not a checkpoint; .* has 3 or 7"),
+        ({"from_path": "{}/checkpoints/4"}, "no checkpoint of step 4; .* has 3 or 7"),
     ],
     ids=str,
 )
@@ -245,7 +245,7 @@ def test_an_average_that_was_never_kept_is_refused(tmp_path):
         ({"skip": ("(",)}, "'\\(' is not a regular expression"),
         (
             {"from_path": None, "what": "ema"},
-            "what is for a run that begins with another's weights; give from_path too",
+            "what applies only to a run that starts from another's weights; also set from_path",
         ),
     ],
     ids=str,
@@ -269,7 +269,7 @@ def test_a_larger_vocabulary_gets_rows_that_are_the_mean_of_the_old_ones(old, me
         mean = then["embedding"].astype(np.float64).mean(axis=0)
         np.testing.assert_allclose(now["embedding"][OLD_VOCAB:], np.tile(mean, (4, 1)), rtol=1e-6)  # float32 sums
     tiny.assert_same_bits(state.params["blocks"], old[1][7].params["blocks"])
-    assert "init: resized  params/head: 12 -> 16; the 4 added rows are the mean of the old ones" in lines
+    assert "init: resized  params/head: 12 -> 16; the 4 added rows are the mean of the old rows" in lines
 
 
 def test_or_rows_as_a_new_model_has_them(old):
@@ -281,12 +281,12 @@ def test_or_rows_as_a_new_model_has_them(old):
 def test_a_smaller_vocabulary_loses_its_last_rows(old):
     state, _, lines = branch(old, program(vocab=10), resize_vocab=True)
     np.testing.assert_array_equal(state.params["embedding"], old[1][7].params["embedding"][:10])
-    assert "init: resized  params/embedding: 12 -> 10; the last 2 rows are cut off" in lines
+    assert "init: resized  params/embedding: 12 -> 10; the last 2 rows are removed" in lines
 
 
 def test_another_vocabulary_is_refused_unless_asked_for(old):
     told = refusal(old, program(vocab=16))
-    mismatch = "params/embedding is float32[12,8] in the checkpoint and float32[16,8] in this config"
+    mismatch = "params/embedding is float32[12,8] in the checkpoint, but float32[16,8] in this config"
     assert f"{mismatch} (init.resize_vocab=true resizes it)" in told
     assert "params/blocks/mlp/w is" in refusal(
         old, program(vocab=16, width=12), resize_vocab=True
@@ -305,9 +305,9 @@ def test_a_branch_records_what_it_descends_from(old):
 def test_begun_again_it_is_the_same_ancestor_or_none(old):
     ancestor = open_source(f"{old[0]}/checkpoints/3").ancestry[0]
     assert open_source(str(old[0]), ancestor).step == 3  # though 7 is newer
-    with pytest.raises(ValueError, match="step 3 is not the checkpoint this run began with"):
+    with pytest.raises(ValueError, match="step 3 is not the checkpoint that this run started from"):
         open_source(str(old[0]), ancestor | {"sha256": "other"})
-    with pytest.raises(ValueError, match="this run began with its step 5, which no longer exists"):
+    with pytest.raises(ValueError, match="this run started from its step 5, which no longer exists"):
         open_source(str(old[0]), ancestor | {"step": 5})
 
 

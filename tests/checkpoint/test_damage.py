@@ -120,7 +120,7 @@ def test_a_bucket_that_cannot_be_asked_is_one_line_of_a_start():
 
     error = stop_of(stop_if_unreachable, ask, "gs://bucket/run")
     assert error.code == Exit.STORAGE
-    assert str(error).startswith("gs://bucket/run cannot be reached: HttpError: Service Unavailable, 503; start again")
+    assert str(error).startswith("gs://bucket/run cannot be reached: HttpError: Service Unavailable, 503; restart")
     with pytest.raises(KeyError):  # our own mistakes keep their traceback
         stop_if_unreachable(lambda: {}["x"], "gs://bucket/run")
     with pytest.raises(OfAClient):

@@ -26,7 +26,7 @@ def test_only_steps_that_hold_a_checkpoint_count(saved):
 
 def test_a_file_where_the_checkpoints_should_be_is_one_line(tmp_path):
     (tmp_path / "checkpoints").write_text("")
-    with pytest.raises(ValueError, match="checkpoints is a file where the folder of checkpoints belongs; move it away"):
+    with pytest.raises(ValueError, match="checkpoints is a file, but must be the folder of checkpoints; move it away"):
         Checkpoints(tmp_path / "checkpoints", CheckpointConfig()).latest_step()
 
 
@@ -87,7 +87,7 @@ def test_a_newest_step_that_is_not_whole_is_never_gone_on_from(saved, how, goes_
     assert_same_bits(state, make_state(seed=step // 10))
     assert all(path.exists() for path in before)
     assert notes == told and len(lines) == bool(told)
-    wanted = "resuming from step 10, 10 steps before it" if told == MOVED else "completely saved"
+    wanted = "resuming from step 10, 10 steps before it" if told == MOVED else "the last complete one"
     assert all(wanted in line for line in lines)
     names = [path.name for path in saved.directory.iterdir()]
     assert any(name.startswith("damaged-20-2") for name in names) == (told == MOVED)

@@ -234,7 +234,7 @@ def test_a_copy_of_another_mesh_is_told_and_passed_over(opened):
     second, said = opened(), []
     assert second.newest_readable(said.append) == 14
     stop = stop_of(second.restore, 14, abstract((2, 4)))
-    assert stop.code == Exit.CHECKPOINT_CORRUPT and "made on another mesh" in str(stop)
+    assert stop.code == Exit.CHECKPOINT_CORRUPT and "saved on another mesh" in str(stop)
     assert second.fall_back(14, stop, said.append) == 10
     assert_same_bits(second.restore(10, abstract((2, 4))), state_of(10, (2, 4)))
 
@@ -274,7 +274,7 @@ def test_copies_of_another_run_of_a_deleted_one_and_of_a_removed_step_are_not_ta
     (tmp_path / "run" / "checkpoints" / "last_good.json").unlink()
     second, said = opened(), []
     assert second.newest_readable(said.append) is None
-    assert "step 17 is skipped: it followed step 10, which no longer exists" in said[0]
+    assert "step 17 is skipped: it depends on step 10, which no longer exists" in said[0]
     moved.rename(tmp_path / "run" / "checkpoints" / "10")
     kill(second)
 
@@ -343,7 +343,7 @@ def test_a_folder_that_cannot_be_used_is_named(opened, tmp_path):
     with pytest.raises(BadInput, match="checkpoint.local.folder=.*taken cannot be used on this host"):
         opened("taken").newest_readable(print)
     for folder in ("gs://bucket/local", " "):
-        with pytest.raises(BadInput, match="must be a folder of the host itself"):
+        with pytest.raises(BadInput, match="must be a local folder of the host"):
             LocalConfig(folder=folder)
 
 
@@ -366,9 +366,9 @@ def test_a_step_counts_where_every_part_of_it_is_left_somewhere():
     other = hosts([part(0)], [part(1), part(2, state_digest="other bits")], [])
     assert choose(other, open_start)[0] == [] and len(choose(other, open_start)[1]) == 2
     assert choose(found, open_start, newest=7) == [[], []]  # the work folder has it, verified
-    assert choose(found, open_start, newest=4)[1][0].endswith("it followed step 5, which no longer exists")
+    assert choose(found, open_start, newest=4)[1][0].endswith("it depends on step 5, which no longer exists")
     assert choose(found, {"t": 6}) == choose(found, {"u": None}) == [[], []]
-    assert "3 processes made it, and there are 2 now" in choose(found[:2], open_start)[1][0]
+    assert "it was saved by 3 processes, but there are 2 now" in choose(found[:2], open_start)[1][0]
 
 
 def test_a_later_start_shortens_what_counts_of_the_earlier_ones(tmp_path):

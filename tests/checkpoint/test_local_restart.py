@@ -90,7 +90,7 @@ def test_killed_at_every_point_of_a_local_copy_it_goes_on_from_a_newer_step_each
         codes, said = run(home, workdir, f"local/{crash}", process % COUNT)
         assert codes[process % COUNT] == -9 and set(codes) == {-9, 13}, said
         if before >= 0:
-            assert "is taken from the local copies" in said and went_on_from(said) > before, said
+            assert "is restored from the local copies" in said and went_on_from(said) > before, said
             before = went_on_from(said)
         before = max(before, 0)
     codes, said = run(home, workdir)
@@ -111,8 +111,8 @@ def test_a_replaced_host_and_a_flipped_bit_cost_nothing_and_two_neighbours_the_s
     flip_bit(copies(workdir, 3)[3, newest], 8 * 300)  # a good one is on host 0
     codes, said = run(home, workdir, "step:14", 3)  # of this start: behind the save of step 20, before that of 30
     assert codes == [13, 13, 13, -9], said
-    assert went_on_from(said) == newest and "is taken from the local copies" in said
-    assert re.search(rf"WARNING: step {newest} is taken from a neighbour's copy: process 3: .* the bits of", said)
+    assert went_on_from(said) == newest and "is restored from the local copies" in said
+    assert re.search(rf"WARNING: step {newest} is restored from a neighbour's copy: process 3: .* the bits of", said)
 
     newest = newest_whole(workdir)
     slow = newest_slow(workdir)

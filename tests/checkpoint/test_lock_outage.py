@@ -110,7 +110,9 @@ def test_a_folder_that_is_moved_or_deleted_is_told_as_that_and_not_made_anew(tmp
         with pytest.raises(Stop) as stop:
             held.check()
     told = f"{workdir} was moved to {away} while" if how == "moved" else f"{workdir} was deleted while"
-    assert stop.value.code == Exit.STORAGE and told in str(stop.value) and "no new folder was made" in str(stop.value)
+    assert (
+        stop.value.code == Exit.STORAGE and told in str(stop.value) and "no new folder was created" in str(stop.value)
+    )
     assert not workdir.exists()
 
 

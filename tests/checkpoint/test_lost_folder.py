@@ -105,7 +105,7 @@ def test_a_try_after_a_commit_that_was_told_as_a_failure_is_no_error(tmp_path, m
     assert not failing and checkpoints.all_steps() == [5] and read_last_good(checkpoints.directory)["verified"]
     checkpoints.save(5, STATE, {"a": 1}, metrics={"validation/loss": 1.0}, wait=True)
     other = stop_of(checkpoints.save, 5, STATE, {"a": 2}, wait=True)
-    assert other.code == Exit.STORAGE and "already holds step 5" in str(other)
+    assert other.code == Exit.STORAGE and "already has step 5" in str(other)
 
 
 def test_leaving_waits_for_what_is_still_being_compiled(tmp_path):

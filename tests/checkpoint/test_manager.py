@@ -37,12 +37,12 @@ def test_another_shape_name_or_dtype_is_a_config_mismatch(saved):
     wanted = abstract((1, 1), width=64)
     error = stop_of(saved.restore, 20, wanted)
     assert error.code == Exit.CONFIG_MISMATCH
-    assert "params/block/w is float32[32,16] in the checkpoint and float32[32,64] in this config" in str(error)
+    assert "params/block/w is float32[32,16] in the checkpoint, but float32[32,64] in this config" in str(error)
 
     block = {"w": abstract().params["block"]["w"], "bias": jax.ShapeDtypeStruct((4,), jnp.bfloat16)}
     error = stop_of(saved.restore, 20, abstract()._replace(params=abstract().params | {"block": block}))
     assert error.code == Exit.CONFIG_MISMATCH
-    assert "params/block/bias is missing in the checkpoint and bfloat16[4] in this config" in str(error)
+    assert "params/block/bias is missing in the checkpoint, but bfloat16[4] in this config" in str(error)
 
     block = {"w": abstract().params["block"]["w"], "b": jax.ShapeDtypeStruct((4,), jnp.float32)}
     error = stop_of(saved.restore, 20, abstract()._replace(params=abstract().params | {"block": block}))

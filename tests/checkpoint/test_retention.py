@@ -112,7 +112,7 @@ def test_a_step_of_which_nothing_can_be_learnt_now_stays_until_it_can(tmp_path, 
         with pytest.raises(Stop, match="step 2 cannot be reached: .*Stale file handle") as stop:
             again.newest(health="clean")
     assert stop.value.code == Exit.STORAGE
-    assert "step 1 stays, its record cannot be read: " in alarms[0] and "Stale file handle" in alarms[0]
+    assert "step 1 is kept, because its record cannot be read: " in alarms[0] and "Stale file handle" in alarms[0]
     assert steps_after(again, 3, health="suspect") == [1, 3]  # it is the newest clean one
     (tmp_path / "1" / "run" / "metadata").write_text("{")
     assert retention.read_facts(tmp_path / "1") == retention.UNKNOWN

@@ -153,7 +153,7 @@ def test_a_foreign_folder_in_the_way_is_named_and_left_alone(saved):
     (saved.directory / "30" / "notes.txt").write_text("mine")
     saved.save(30, make_state(), {})
     error = stop_of(saved.wait)
-    assert error.code == Exit.STORAGE and f"{saved.directory / '30'} is in the way; move it away" in str(error)
+    assert error.code == Exit.STORAGE and f"{saved.directory / '30'} already exists; move it away" in str(error)
     assert (saved.directory / "30" / "notes.txt").read_text() == "mine"
     saved.save(31, make_state(), {}, wait=True)
     assert saved.all_steps() == [10, 20, 31]
@@ -202,8 +202,8 @@ def test_failures_in_a_row_end_the_run_and_others_do_not(noted, notes, small_fil
         noted.poll(step)
     fail(6)
     error = stop_of(noted.poll, 6)
-    assert error.code == Exit.STORAGE and "saving step 6" in str(error) and "failed 3 times in a row" in str(error)
-    assert "File too large" in str(error) and "step 3 is the newest that is safe" in str(error)
+    assert error.code == Exit.STORAGE and "saving step 6" in str(error) and "failed 3 consecutive times" in str(error)
+    assert "File too large" in str(error) and "step 3 is the newest complete one" in str(error)
     assert [facts["in_row"] for _, facts in notes.of("save_failed")] == [1, 2, 1, 2, 3]
 
 
@@ -211,7 +211,7 @@ def test_failures_in_a_row_end_the_run_and_others_do_not(noted, notes, small_fil
 def test_the_last_save_of_a_run_is_tried_again_before_it_is_given_up(noted, notes, small_files):
     small_files(100_000)
     error = stop_of(noted.save, 5, big_state(), {}, wait=True)
-    assert error.code == Exit.STORAGE and "failed 3 times in a row" in str(error) and "no earlier" in str(error)
+    assert error.code == Exit.STORAGE and "failed 3 consecutive times" in str(error) and "no earlier" in str(error)
     assert [step for step, _ in notes.of("save_failed")] == [5, 5, 5]
     assert noted.all_steps() == []
 
@@ -301,7 +301,7 @@ def test_a_folder_without_permission_is_named_with_what_is_missing(noted, notes)
     finally:
         noted.directory.chmod(0o700)
     ((_, facts),) = notes.of("save_failed")
-    assert "Permission denied" in facts["cause"] and f"right to write in {noted.directory}" in facts["cause"]
+    assert "Permission denied" in facts["cause"] and f"write permission for {noted.directory}" in facts["cause"]
     assert error.code == Exit.NO_GO and "Permission denied" in str(error)
 
 
@@ -361,7 +361,7 @@ def test_a_run_that_goes_on_without_room_for_all_is_told_what_can_go_and_not_ref
     told = capsys.readouterr().out
     aside = sorted(str(path) for path in checkpoints.directory.glob("rewound-*"))
     assert told.startswith("WARNING: ") and "4 checkpoints of 1.9 MiB need 8.4 MiB" in told and len(aside) == 2
-    assert told.endswith(f"this removes it: rm -r {aside[0]} {aside[1]}\n")
+    assert told.endswith(f"which this removes: rm -r {aside[0]} {aside[1]}\n")
     checkpoints.save(3, big_state(), {}, wait=True)
     with contextlib.suppress(OSError), (own_disk / "ballast").open("wb") as file:
         while True:

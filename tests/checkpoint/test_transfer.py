@@ -69,7 +69,7 @@ def test_a_copy_that_is_there_is_checked_again(kept, tmp_path):
     copy_step(kept, 20, tmp_path / "copy")
     assert copy_step(kept, 20, tmp_path / "copy").kept_bytes > 0
     kept_run.flip_bit(tmp_path / "copy" / "checkpoints" / "20" / "_CHECKPOINT_METADATA", 77)
-    with pytest.raises(Stop, match="_CHECKPOINT_METADATA: its md5 is not that of what was written"):
+    with pytest.raises(Stop, match="_CHECKPOINT_METADATA: its md5 differs from what was written"):
         copy_step(kept, 20, tmp_path / "copy")
 
 
@@ -77,7 +77,7 @@ def test_another_run_is_never_written_over(kept, tmp_path):
     other = kept_run.make_run(tmp_path / "other", steps=(10, 20), seed=7)
     before = content(tmp_path / "other")
     for step in (20, 30):
-        with pytest.raises(ValueError, match="holds step 10 of another run; name an empty folder"):
+        with pytest.raises(ValueError, match="holds step 10 of another run; choose an empty folder"):
             copy_step(kept, step, tmp_path / "other")
     assert content(tmp_path / "other") == before
 
@@ -112,14 +112,14 @@ def test_a_full_disk_is_one_line_and_the_copy_goes_on_afterwards(kept, tmp_path)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
     try:
-        with pytest.raises(Stop, match="cannot be written: File too large; run it again") as caught:
+        with pytest.raises(Stop, match="cannot be written: File too large; run the command again") as caught:
             copy_step(kept, 20, tmp_path / "copy")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert caught.value.code == Exit.STORAGE and there(tmp_path / "copy").all_steps() == []
     resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
     try:  # not even the note of what is copied: of any verb such an error is one line
-        with pytest.raises(Stop, match="/copy: File too large; fix that, then run it again$") as caught:
+        with pytest.raises(Stop, match="/copy: File too large; fix this and run the command again$") as caught:
             ckpt.main(["copy", f"--workdir={kept.directory.parent}", "--step=20", f"--to={tmp_path}/copy"])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -133,7 +133,7 @@ def test_what_cannot_be_read_is_told_of_the_file_it_is_in_and_not_of_the_copy(ru
     monkeypatch.chdir(odd.parent)  # the name of a socket is short
     with socket.socket(socket.AF_UNIX) as nobody:
         nobody.bind("odd")  # to open it is an OSError
-        told = re.escape(f"{odd} cannot be read: No such device or address; fix that")
+        told = re.escape(f"{odd} cannot be read: No such device or address; fix this")
         for copied in (lambda: copy_step(run, 20, tmp_path / "copy"), lambda: copy_file(odd, tmp_path / "odd")):
             with pytest.raises(Stop, match=told) as caught:
                 copied()
@@ -141,7 +141,9 @@ def test_what_cannot_be_read_is_told_of_the_file_it_is_in_and_not_of_the_copy(ru
     odd.unlink()
     (tmp_path / "copy/checkpoints/copying-20").mkdir(exist_ok=True)
     with folder_lock(tmp_path / "copy/checkpoints/copying-20", ""):
-        with pytest.raises(BadInput, match="another process is copying into .*copying-20 now; wait for it, or name a"):
+        with pytest.raises(
+            BadInput, match="another process is copying into .*copying-20 now; wait for it, or choose a"
+        ):
             copy_step(run, 20, tmp_path / "copy")
     assert copy_step(run, 20, tmp_path / "copy").num_files > 9
 
@@ -152,7 +154,7 @@ def test_a_step_that_training_deletes_meanwhile_is_one_line(run, tmp_path):
     def delete(done, total):
         path.unlink(missing_ok=True)
 
-    with pytest.raises(ValueError, match="_METADATA is gone: training deletes old steps; pin the step first"):
+    with pytest.raises(ValueError, match="_METADATA no longer exists: training deletes old steps; pin the step first"):
         copy_step(run, 20, tmp_path / "copy", delete)
 
 
@@ -169,7 +171,7 @@ def test_a_copy_that_was_killed_before_its_last_note_gets_it_at_the_next_run(kep
 
     note.write_text(json.dumps(begun))
     kept_run.flip_bit(directory / "20" / "_CHECKPOINT_METADATA", 77)  # which no restore looks at
-    with pytest.raises(Stop, match="_CHECKPOINT_METADATA: its md5 is not .*; remove that folder") as caught:
+    with pytest.raises(Stop, match="_CHECKPOINT_METADATA: its md5 differs .*; remove that folder") as caught:
         copy_step(kept, 20, tmp_path / "copy")
     assert caught.value.code == Exit.CHECKPOINT_CORRUPT
 

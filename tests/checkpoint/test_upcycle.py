@@ -25,7 +25,7 @@ from jaxscale.tools.interop import families
 DENSE = tiny.LLAMA | dict(num_layers=3)
 COPY = dict(number=4, chosen=2, mlp_dim=32)
 SPLIT = dict(number=8, chosen=4, mlp_dim=8, scale=4.0)  # two copies of four parts
-SAME = "init: the first loss is that of the dense model, but for rounding"
+SAME = "init: the first loss equals that of the dense model, except for rounding"
 SHAPES = {"params/blocks/mlp/gate": [3, 16, 32]}
 BATCH = tiny.packed_batch(0)
 
@@ -72,7 +72,9 @@ def test_copies_compute_what_the_dense_model_did(dense):
     state, lines = upcycled(dense[0], "copy", program)
     np.testing.assert_allclose(nats(program, state.params), dense[2], rtol=1e-6, atol=1e-6)  # sums in another order
     assert SAME in lines
-    assert "init: upcycled 4 experts a layer, 32 wide: each is the dense MLP; their routers start at random" in lines
+    assert (
+        "init: upcycled 4 experts per layer, mlp_dim 32: each is a copy of the dense MLP; routers are random" in lines
+    )
     blocks, old = tiny.host(state.params["blocks"]), dense[1]["blocks"]
     assert not blocks["mlp"]["shared"]["down"].any() and blocks["mlp"]["shared"]["up"].any()
     np.testing.assert_array_equal(blocks["attention"]["wq"], old["attention"]["wq"][1:])
@@ -95,7 +97,7 @@ def test_so_do_the_parts_of_a_split_one_which_are_its_columns_under_one_router(d
         np.testing.assert_array_equal(mlp["up"][:, expert], old["up"][:, :, columns])
         np.testing.assert_array_equal(mlp["down"][:, expert], old["down"][:, columns])
         np.testing.assert_array_equal(mlp["router"][:, :, expert], new["router"][:, :, expert // 4 * 4])
-    assert "the dense MLP in 4 parts, 2 times; their routers start at random" in "\n".join(lines)
+    assert "2 copies of the dense MLP, each split into 4 parts; routers are random" in "\n".join(lines)
 
 
 @pytest.mark.soak
@@ -115,16 +117,21 @@ def test_layers_that_are_each_by_themselves_are_numbered_from_the_first_with_exp
     ("experts", "told"),
     [
         (SPLIT | dict(normalised=False), "model.experts.normalised=false the sum of a token's weights varies"),
-        (SPLIT | dict(scale=1.0), "model.experts.scale=1, and not 4"),
+        (SPLIT | dict(scale=1.0), "model.experts.scale=1 instead of 4"),
         (SPLIT | dict(chosen=3), "model.experts.chosen=3 splits a copy: not a multiple of its 4 parts"),
-        (SPLIT | dict(groups=4, groups_chosen=2), "model.experts.groups=4 splits a copy: 2 of 4 parts a group"),
+        (
+            SPLIT | dict(groups=4, groups_chosen=2),
+            "model.experts.groups=4 splits a copy: 2 experts per group are not a multiple of its 4 parts",
+        ),
     ],
     ids=["normalised", "scale", "chosen", "groups"],
 )
 def test_what_promises_no_equal_loss_is_said_in_one_line(experts, told):
     model = tiny.config({"model": DENSE | dict(experts=experts)}).model
     lines = plan_upcycling("split", model, SHAPES, "runs/a").describe()
-    assert len(lines) == 2 and lines[1].startswith("init: WARNING: the first loss is not that of the dense model: ")
+    assert len(lines) == 2 and lines[1].startswith(
+        "init: WARNING: the first loss differs from that of the dense model: "
+    )
     assert told in lines[1]
 
 
@@ -134,10 +141,14 @@ def test_what_promises_no_equal_loss_is_said_in_one_line(experts, told):
         (
             "copy",
             COPY | dict(mlp_dim=16),
-            ["as wide as the dense MLP of runs/a, and model.experts.mlp_dim=16 is not 32"],
+            ["model.experts.mlp_dim=16 must be 32, the width of the dense MLP of runs/a"],
         ),
-        ("split", COPY | dict(mlp_dim=12), ["mlp_dim=12 does not divide the dense MLP of runs/a", "be 16, 8 or 4, or"]),
-        ("split", COPY, ["mlp_dim=32 does not divide", "init.experts='copy' with 32"]),
+        (
+            "split",
+            COPY | dict(mlp_dim=12),
+            ["mlp_dim=12 must be a proper divisor of 32, the width of the dense MLP of runs/a", "use 16, 8 or 4, or"],
+        ),
+        ("split", COPY, ["mlp_dim=32 must be a proper divisor", "init.experts='copy' with 32"]),
         ("split", SPLIT | dict(number=6), ["model.experts.number=6 must be a multiple of the 4 parts of a dense MLP"]),
     ],
 )
@@ -152,13 +163,13 @@ def test_widths_and_numbers_that_do_not_fit_are_refused_by_name(how, experts, to
 def test_so_are_checkpoints_of_other_models(dense):
     refused = lambda how, model: str(pytest.raises(BadInput, upcycled, dense[0], how, make(model)).value)
     told = refused("none", DENSE | dict(experts=COPY))
-    assert "mlp/down is float32[3,32,16] in the checkpoint and float32[3,4,32,16] in this config" in told
-    assert "(init.experts='copy' makes experts" in told
+    assert "mlp/down is float32[3,32,16] in the checkpoint, but float32[3,4,32,16] in this config" in told
+    assert "(init.experts='copy' converts it to experts" in told
     told = refused("copy", DENSE | dict(experts=COPY, num_layers=2))
-    assert "attention/wk is float32[3,16,2,8] in the checkpoint and float32[2,16,2,8] in this config; " in told
+    assert "attention/wk is float32[3,16,2,8] in the checkpoint, but float32[2,16,2,8] in this config; " in told
     mixture = SHAPES | {"params/blocks/mlp/router": [3, 16, 4]}
     model = tiny.config({"model": DENSE | dict(experts=COPY)}).model
-    for shapes, told in ((mixture, "runs/a has experts already; leave it out"), ({}, "runs/a has no gated MLP")):
+    for shapes, told in ((mixture, "runs/a already has experts; remove init.experts"), ({}, "runs/a has no gated MLP")):
         with pytest.raises(BadInput, match=told):
             plan_upcycling("copy", model, shapes, "runs/a")
 
@@ -166,9 +177,12 @@ def test_so_are_checkpoints_of_other_models(dense):
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"init.what": "state"}, "what='state' has no moments of the experts that experts='copy' makes"),
+        ({"init.what": "state"}, "what='state' has no moments for the experts of experts='copy'"),
         ({"model.experts": None}, "init.experts='copy': this model has no experts; set model.experts"),
-        ({"init.from_path": None}, "experts is for a run that begins with another's weights; give from_path too"),
+        (
+            {"init.from_path": None},
+            "experts applies only to a run that starts from another's weights; also set from_path",
+        ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

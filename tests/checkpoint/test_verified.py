@@ -47,7 +47,7 @@ def test_a_save_that_reads_back_wrong_is_moved_aside_and_fails(saved):
     ]  # a disk that lies
     saved.saver.may_commit = lambda: (original(), flip())
     error = stop_of(saved.save, 30, {"w": jnp.arange(5000.0)}, {}, wait=True)
-    assert error.code == Exit.STORAGE and "step 20 is the newest that is safe" in str(error)
+    assert error.code == Exit.STORAGE and "step 20 is the newest complete one" in str(error)
     assert [(kind, step) for kind, step, _ in notes] == [("set_aside", 30), ("save_failed", 30)]
     assert "read back" in notes[1][2] or "differ from those that were saved" in notes[1][2]
     assert saved.all_steps() == [10, 20] and read_last_good(saved.directory)["step"] == 20

@@ -127,7 +127,10 @@ def test_average_of_the_last_steps_leaves_out_what_training_suspected(do, run, t
         (["prune", "--workdir=RUN", "--keep_last=0"], "--keep_last=0 must be a whole number, 1 or more"),
         (["average", "--workdir=RUN", "--to=x"], "ckpt average needs either --last=5 or --steps=10,20,30"),
         (["average", "--workdir=RUN", "--to=x", "--last=9"], "--last=9 is more than the 3 clean steps"),
-        (["average", "--workdir=RUN", "--to=RUN", "--last=2"], "is in use, it holds config.json; name a new folder"),
+        (
+            ["average", "--workdir=RUN", "--to=RUN", "--last=2"],
+            "is not empty, it contains config.json; choose a new folder",
+        ),
         (["list", "--workdir=RUN", "--config=x.py"], "the settings are read from the work folder"),
     ],
 )
@@ -264,7 +267,7 @@ def test_every_verb_works_in_a_bucket(kept, tmp_path):
         }
     assert "holds step 10 of another run" in answers[11][0] and "holds no checkpoint" in answers[12][0]
     assert answers[13][0].startswith("error: cannot access the bucket: ") and "Storage Object Viewer" in answers[13][0]
-    assert "cannot be read now: PERMISSION_DENIED; it is not known whether it is intact" in answers[14][0]
+    assert "cannot be read now: PERMISSION_DENIED; it is unknown whether it is intact" in answers[14][0]
     assert "step 30 cannot be read now: PERMISSION_DENIED" in answers[15][0]
     back = Checkpoints(tmp_path / "back" / "checkpoints", CheckpointConfig())
     assert [path.read_bytes() for path in kept_run.files_of(back, 30)] == [

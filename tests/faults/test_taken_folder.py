@@ -119,7 +119,7 @@ def test_a_folder_that_is_moved_or_deleted_under_a_run_is_not_made_anew(tmp_path
                 pass  # the run made a file between rm's look at a folder and its removal
         code, line = trainer.end()
     told = f"{workdir} was moved to {away} while" if how == "moved" else f"{workdir} was deleted while"
-    assert code == Exit.STORAGE and told in line and "no new folder was made" in line, line
+    assert code == Exit.STORAGE and told in line and "no new folder was created" in line, line
     assert not workdir.exists()
 
 

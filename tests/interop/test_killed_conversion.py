@@ -131,7 +131,9 @@ def test_a_folder_of_another_conversion_is_not_gone_on_with(tmp_path):
 def test_two_conversions_do_not_write_into_one_folder_and_a_dead_one_holds_nothing(tmp_path):
     first = Journal(tmp_path / "converting.json", "one")
     assert not first.begin()
-    with pytest.raises(ValueError, match=f"another process is converting into {tmp_path} now; wait for it, or name a"):
+    with pytest.raises(
+        ValueError, match=f"another process is converting into {tmp_path} now; wait for it, or choose a"
+    ):
         Journal(tmp_path / "converting.json", "one").begin()
     first.close()  # as the system does where a process dies
     second = Journal(tmp_path / "converting.json", "one")

@@ -208,7 +208,10 @@ def test_it_is_no_run_to_go_on_with(tmp_path):
         (["--workdir=a", "--to=b", "--dtype=float8"], "--dtype=float8 must be bfloat16 or float32"),
         (["--workdir=nothing", "--to=b"], "nothing has no checkpoint; give the work folder of a run"),
         (["--workdir=a", "--to=b", "--config=c"], "the settings are read from the model's config.json"),
-        (["--workdir=a", "--to=b", "--push=alone"], "push='alone' must be a repository of the Hub, written OWNER/NAME"),
+        (
+            ["--workdir=a", "--to=b", "--push=alone"],
+            "push='alone' must be a repository on the Hub, written as OWNER/NAME",
+        ),
     ],
 )
 def test_flags_that_say_nothing_are_refused(flags, told):

@@ -249,9 +249,9 @@ def test_incidents_are_words_and_saves_in_a_row_one_line(run):
     drawn = {mark.step: mark for mark in marks(run.events)}
     assert drawn[3100].kind == "trouble" and "data wait is 31%" in drawn[3100].text and 3170 not in drawn
     busy = event(1, "alert", 4000, what="busy_machine", seen="the machine was busy with other work")
-    late = event(1, "alarm", 4000, cause="the save before was still in progress", waited=0.015)
+    late = event(1, "alarm", 4000, cause="the previous save was still in progress", waited=0.015)
     assert not any(one.is_trouble for one in incidents([busy, late])[0]) and marks([busy, late]) == []
-    assert event_message(late) == "the save before was still in progress; waited 15ms"
+    assert event_message(late) == "the previous save was still in progress; waited 15ms"
     assert len(marks([late | {"waited": 30.0}])) == 1
     assert event_message({"event": "new_kind", "step": 1, "x": 2}) == "new_kind: x 2"
 

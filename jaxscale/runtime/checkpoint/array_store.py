@@ -58,9 +58,9 @@ def format_mismatch(array: Any, shape: list[int], dtype: str) -> str:
     """Returns how an array in the files differs from a recorded shape and dtype, '' if it does not."""
     is_key, found = dtype.startswith(KEY_DTYPE_PREFIX), list(array.shape)
     if (found[:-1] if is_key else found) != shape:
-        return f"its shape is {found}, and {shape} was saved"
+        return f"its shape is {found}, but {shape} was saved"
     if dtype not in PYTHON_SCALARS and not is_key and array.dtype.name != dtype:
-        return f"its dtype is {array.dtype.name}, and {dtype} was saved"
+        return f"its dtype is {array.dtype.name}, but {dtype} was saved"
     return ""
 
 
@@ -239,7 +239,7 @@ class StepArrayWriter:
 
     def failure(self, error: BaseException) -> Stop:
         """Returns the error for a failed write."""
-        return Stop(Exit.STORAGE, f"{self.folder} cannot be written: {short_reason(error)}; run it again")
+        return Stop(Exit.STORAGE, f"{self.folder} cannot be written: {short_reason(error)}; run the command again")
 
 
 def leaf_files(folder: Any) -> dict[str, set[str]]:

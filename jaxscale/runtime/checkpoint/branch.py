@@ -89,7 +89,7 @@ def open_source(
 ) -> InitSource:
     """Returns the checkpoint at `path`: that step, or the newest of a work folder. The same in all processes.
 
-    Args: ancestor: the checkpoint with which the run started before, which this must equal in step and content.
+    Args: ancestor: the checkpoint from which the run started before, which this must equal in step and content.
     wanted: the step, if the path names none. named: the setting or flag that gave the path, for errors. log: receives
     warnings about unreadable newer steps and changed files.
     Raises: BadInput if there is none, Stop (CHECKPOINT_CORRUPT) if it cannot be read.
@@ -100,20 +100,20 @@ def open_source(
     steps = agreed(checkpoints.all_steps)
     if not steps:
         foreign = any((folder.parent / name).exists() for name in HUGGING_FACE)
-        how = f"; for a Hugging Face model: jaxscale convert --from={path} --workdir=NEW, then NEW" if foreign else ""
-        raise BadInput(f"{named}={path} holds no checkpoint: {folder} has none that was completed{how}")
+        how = f"; convert a Hugging Face model first: jaxscale convert --from={path} --workdir=NEW" if foreign else ""
+        raise BadInput(f"{named}={path} holds no checkpoint: {folder} has no complete one{how}")
     if step is not None and step not in steps:
         near = sorted(sorted(steps, key=lambda other: abs(other - step))[:3])
-        raise BadInput(f"{named}={path}: step {step} is not a checkpoint; {folder} has {units.or_list(near)}")
+        raise BadInput(f"{named}={path}: no checkpoint of step {step}; {folder} has {units.or_list(near)}")
     if step is None:
         step = ancestor["step"] if ancestor else newest_readable_step(checkpoints, log)
         if step is None or step not in steps:
-            raise BadInput(f"{named}={path}: this run began with its step {step}, which no longer exists")
+            raise BadInput(f"{named}={path}: this run started from its step {step}, which no longer exists")
     source = InitSource(checkpoints, step, checkpoints.read_record(step))
     if ancestor and ancestor["sha256"] != source.record["sha256"]:
         raise BadInput(
-            f"{named}={path}: step {step} is not the checkpoint this run began with "
-            f"({source.record['sha256'][:16]} now, {ancestor['sha256'][:16]} then); use another --workdir"
+            f"{named}={path}: step {step} is not the checkpoint that this run started from "
+            f"({source.record['sha256'][:16]} instead of {ancestor['sha256'][:16]}); use another --workdir"
         )
     checkpoints.log_changed_files(step, log, small=True)
     return source
@@ -212,8 +212,8 @@ def plan_branch(cfg: InitConfig, source: InitSource, targets: Mapping[str, Any],
     for new, name in available.items():
         if name not in used and (leaf_group(new) != "ema" or has_average(targets)):  # else it may stay unused
             near = nearest(name, targets)
-            merge = "; jaxscale ckpt merge_lora makes plain weights of it" * is_adapter(name)
-            problems.append(f"{name} is in the checkpoint and not in this config (nearest: {near}){merge}")
+            merge = "; jaxscale ckpt merge_lora merges adapters into the weights" * is_adapter(name)
+            problems.append(f"{name} is in the checkpoint, but not in this config (nearest: {near}){merge}")
     if problems:
         more = f"; and {len(problems) - SHOWN_PROBLEMS} more" if len(problems) > SHOWN_PROBLEMS else ""
         raise BadInput(
@@ -238,8 +238,8 @@ def match_leaf(
     else:
         way_out = " (init.resize_vocab=true resizes it)" if axis is not None else ""
         if not plan.upcycling and is_dense_mlp(old[0], new[0], name):
-            way_out = " (init.experts='copy' makes experts of it, or 'split' narrower ones)"
-        return [f"{name} is {leaf_text(found)} in the checkpoint and {leaf_text(new)} in this config{way_out}"]
+            way_out = " (init.experts='copy' converts it to experts, 'split' to smaller experts)"
+        return [f"{name} is {leaf_text(found)} in the checkpoint, but {leaf_text(new)} in this config{way_out}"]
     return []
 
 
@@ -259,8 +259,8 @@ def check_mup_scales(source: InitSource, model: Any) -> None:
     saved = folding_factors(convert(recorded, AnyModelConfig, f"{source}: model")) if recorded.get("mup") else {}
     if saved != folding_factors(model):
         raise BadInput(
-            f"init.from_path: the weights of {source} were trained with factors of model.mup other than those of this "
-            "config; set model.mup as in that run, or leave it out if that run has none"
+            f"init.from_path: the weights of {source} were trained with other model.mup factors than those of this "
+            "config; set model.mup as in that run, or remove it if that run has none"
         )
 
 
@@ -349,14 +349,14 @@ def describe_plan(cfg: InitConfig, source: InitSource, plan: BranchPlan, targets
     lines += [f"init: loaded   {line}" for line in summarize_leaves(plan.loaded, targets)]
     for name, axis in plan.resized.items():
         old, new = source.record["leaves"][plan.loaded[name]][0][axis], targets[name].shape[axis]
-        how = {"mean": "the mean of the old ones", "init": "initialized as in a new model"}[cfg.new_rows]
-        added = f"the {new - old} added rows are {how}" if new > old else f"the last {old - new} rows are cut off"
+        how = {"mean": "the mean of the old rows", "init": "initialized as in a new model"}[cfg.new_rows]
+        added = f"the {new - old} added rows are {how}" if new > old else f"the last {old - new} rows are removed"
         lines.append(f"init: resized  {name}: {old} -> {new}; {added}")
     lines += plan.upcycling.describe() if plan.upcycling else []
     fresh = [name for name in plan.fresh if leaf_group(name) in ("params", "opt_state")]
     lines += [f"init: fresh    {line}" for line in summarize_leaves(fresh, targets)]
     if any(name.startswith("ema/") for name in plan.fresh):
-        lines.append("init: fresh    ema: starts as the weights")
+        lines.append("init: fresh    ema: a copy of the weights")
     if plan.left_out:
         lines.append(f"init: left out {', '.join(plan.left_out)}")
     return lines
@@ -369,7 +369,7 @@ def summarize_leaves(names: Iterable[str], targets: Mapping[str, Any]) -> list[s
     for name in names:
         folder, _, last = name.rpartition("/")
         if leaf_group(name) in whole:
-            folder, last = leaf_group(name), "all of it"
+            folder, last = leaf_group(name), "all"
         folder = re.sub(r"(?<=/)[0-9]+(?=/|$)", "*", folder)
         members, size = folders.get(folder, ((), 0))
         folders[folder] = (*members, *(() if last in members else (last,))), size + targets[name].size

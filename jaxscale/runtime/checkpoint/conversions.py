@@ -116,13 +116,13 @@ class Upcycling:
 
     def describe(self) -> list[str]:
         """Returns log lines: what was made, and whether the first loss equals that of the dense model."""
-        cfg, what = self.experts, "each is the dense MLP"
+        cfg, what = self.experts, "each is a copy of the dense MLP"
         if self.parts > 1:
-            what = f"the dense MLP in {self.parts} parts, {cfg.number // self.parts} times"
-        made = f"init: upcycled {cfg.number} experts a layer, {cfg.mlp_dim} wide: {what}; their routers start at random"
+            what = f"{cfg.number // self.parts} copies of the dense MLP, each split into {self.parts} parts"
+        made = f"init: upcycled {cfg.number} experts per layer, mlp_dim {cfg.mlp_dim}: {what}; routers are random"
         if reasons := self.loss_changes():
-            return [made, f"init: WARNING: the first loss is not that of the dense model: {'; '.join(reasons)}"]
-        return [made, "init: the first loss is that of the dense model, but for rounding"]
+            return [made, f"init: WARNING: the first loss differs from that of the dense model: {'; '.join(reasons)}"]
+        return [made, "init: the first loss equals that of the dense model, except for rounding"]
 
     def loss_changes(self) -> list[str]:
         """Returns reasons for which the first loss differs from that of the dense model."""
@@ -130,11 +130,14 @@ class Upcycling:
         if not cfg.normalised:
             reasons.append("with model.experts.normalised=false the sum of a token's weights varies")
         elif cfg.scale != self.parts:
-            reasons.append(f"model.experts.scale={cfg.scale:g}, and not {self.parts}")
+            reasons.append(f"model.experts.scale={cfg.scale:g} instead of {self.parts}")
         if cfg.chosen % self.parts:
             reasons.append(f"model.experts.chosen={cfg.chosen} splits a copy: not a multiple of its {self.parts} parts")
         if (size := cfg.number // cfg.groups) % self.parts:
-            reasons.append(f"model.experts.groups={cfg.groups} splits a copy: {size} of {self.parts} parts a group")
+            reasons.append(
+                f"model.experts.groups={cfg.groups} splits a copy: {size} experts per group are not a multiple of its "
+                f"{self.parts} parts"
+            )
         if cfg.capacity_factor:
             reasons.append(f"model.experts.capacity_factor={cfg.capacity_factor:g} may drop tokens")
         return reasons
@@ -157,20 +160,20 @@ def plan_upcycling(
     assert model.experts is not None, "RunConfig refuses init.experts for a model without experts"
     cfg, gates = model.experts, [name for name in shapes if re.fullmatch(rf"params/{BLOCKS}/(0/)?mlp/gate", name)]
     if any(re.fullmatch(rf"params/{BLOCKS}/(0/)?mlp/router", name) for name in shapes):
-        raise BadInput(f"init.experts={mode!r}: {source} has experts already; leave it out")
+        raise BadInput(f"init.experts={mode!r}: {source} already has experts; remove init.experts")
     if not gates:
         raise BadInput(f"init.experts={mode!r}: {source} has no gated MLP, params/{BLOCKS}/mlp/gate, to convert")
     dense, width, named = shapes[gates[0]][-1], cfg.mlp_dim, f"model.experts.mlp_dim={cfg.mlp_dim}"
     if mode == "copy" and width != dense:
         raise BadInput(
-            f"init.experts='copy': an expert is as wide as the dense MLP of {source}, and {named} is not {dense}; set "
-            "that, or init.experts='split' with a width that divides it"
+            f"init.experts='copy': {named} must be {dense}, the width of the dense MLP of {source}; set it, or use "
+            "init.experts='split' with a divisor of that width"
         )
     if mode == "split" and (dense % width or dense == width):
         widths = or_list([dense // parts for parts in divisors(dense)[1:4]])
         raise BadInput(
-            f"init.experts='split': {named} does not divide the dense MLP of {source}, which is {dense} wide; "
-            f"it may be {widths}, or init.experts='copy' with {dense}"
+            f"init.experts='split': {named} must be a proper divisor of {dense}, the width of the dense MLP of "
+            f"{source}; use {widths}, or init.experts='copy' with {dense}"
         )
     if cfg.number % (parts := dense // width):
         raise BadInput(

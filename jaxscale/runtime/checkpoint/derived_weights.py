@@ -36,7 +36,7 @@ WEIGHTS = "params"  # group of the written leaves, as a run that starts from the
 AVERAGE, MERGED = "average", "merged"  # keys of the sources in the record and config.json
 TOKENIZER = "tokenizer"  # folder of a work folder with the tokenizer's files
 LEAVE_OUT = "leave it out"
-DAMAGED = "step {} is damaged: {}: {}; leave that step out"
+DAMAGED = "step {} is damaged: {}: {}; exclude that step"
 
 Combine = Callable[[Box, Iterator[np.ndarray]], np.ndarray]  # (box, its values in each source) -> the value to write
 
@@ -115,7 +115,7 @@ def mean(pieces: Iterator[np.ndarray], name: str) -> np.ndarray:
         elif not exact:
             total += piece
         elif not np.array_equal(total, piece):
-            raise BadInput(f"{name} is {piece.dtype} and not the same in all steps: whole numbers have no mean")
+            raise BadInput(f"{name} is {piece.dtype} but differs between steps; integers cannot be averaged")
     assert total is not None and dtype is not None, "there is a piece of each step"
     if not exact:
         total /= count
@@ -141,7 +141,9 @@ def merge_lora(
     lora = from_dict(LoraConfig, record["run"].get("config", {}).get("lora") or {}, f"{folder}: lora")
     adapters = {name: leaf for name, leaf in weight_leaves(record["leaves"], what).items() if is_adapter(name)}
     if not lora.on or not adapters:
-        raise BadInput(f"step {step} has no adapters in {what}; merge_lora is for a run with lora.rank above 0")
+        raise BadInput(
+            f"step {step} has no adapters in {what}; merge_lora applies only to a run with lora.rank above 0"
+        )
     leaves = {name: found for name, found in weight_formats(record, WEIGHTS).items() if not is_adapter(name)}
     sources = {"of": os.fspath(run), "what": what, "step": step, "record": record["sha256"], "lora": to_dict(lora)}
     arrays = ArrayReader(folder)
@@ -210,14 +212,16 @@ def write_weights(recipe: DerivedWeights, workdir: Any, on_bytes: Callable[[int,
             write_main_list(unfinished)
             if damages := verify_folder(unfinished, finished=False).damages:
                 raise Stop(
-                    Exit.STORAGE, f"what was written to {unfinished} reads back otherwise: {damages[0]}; run it again"
+                    Exit.STORAGE, f"{unfinished} differs from what was written: {damages[0]}; run the command again"
                 )
             if recipe.config is not None:
                 paths.write_json(destination.parent / "config.json", recipe.config)
             crash_point("average.commit")
             commit(unfinished, final)
     except OSError as error:
-        raise Stop(Exit.STORAGE, f"{unfinished} cannot be written: {error.strerror or error}; run it again") from None
+        raise Stop(
+            Exit.STORAGE, f"{unfinished} cannot be written: {error.strerror or error}; run the command again"
+        ) from None
     return WrittenWeights(recipe.step, len(recipe.leaves), recipe.num_bytes)
 
 
@@ -227,12 +231,10 @@ def common_leaves(records: Mapping[int, Mapping[str, Any]], what: str) -> dict[s
     below = {step: weight_formats(record, what) for step, record in records.items()}
     if not below[newest]:
         tops = sorted({name.partition("/")[0] for name in records[newest]["leaves"]})
-        raise BadInput(f"--what={what}: step {newest} has no such leaves; it has {', '.join(tops)}")
+        raise BadInput(f"--what={what}: step {newest} has no such leaves, only {', '.join(tops)}")
     for step, leaves in below.items():
         if wrong := sorted(name for name in leaves | below[newest] if leaves.get(name) != below[newest].get(name)):
-            raise BadInput(
-                f"steps {step} and {newest} differ in the shape or dtype of {what}/{wrong[0]}; leave one out"
-            )
+            raise BadInput(f"steps {step} and {newest} differ in the shape or dtype of {what}/{wrong[0]}; exclude one")
     return below[newest]
 
 
@@ -246,7 +248,7 @@ def prepare_folder(workdir: Any, sources_key: str, copied: Sequence[str]) -> Any
     """Returns the checkpoint folder of a new run. Raises BadInput if it holds more than a killed attempt left."""
     folder = paths.absolute(workdir)
     if used := foreign_entry(folder, sources_key, copied):
-        raise BadInput(f"--to={workdir} is in use, it holds {used}; name a new folder")
+        raise BadInput(f"--to={workdir} is not empty, it contains {used}; choose a new folder")
     paths.make_run_dir(folder)
     paths.make_run_dir(folder / "checkpoints")
     return folder / "checkpoints"

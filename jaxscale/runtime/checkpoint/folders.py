@@ -36,7 +36,7 @@ def all_steps(directory: Any) -> list[int]:
     if not directory.exists():
         return []
     if not directory.is_dir():
-        raise BadInput(f"{directory} is a file where the folder of checkpoints belongs; move it away")
+        raise BadInput(f"{directory} is a file, but must be the folder of checkpoints; move it away")
     return sorted(int(child.name) for child in directory.iterdir() if is_committed(child))
 
 
@@ -79,7 +79,7 @@ def commit(unfinished: Any, final: Any, content: bytes = COMMIT_TEXT.encode()) -
         unfinished.rename(final)
     except OSError as error:
         cause = error.strerror or error
-        raise BadInput(f"{final} is in the way of what was written to {unfinished} ({cause}); move it away") from None
+        raise BadInput(f"{unfinished} cannot be renamed to {final} ({cause}); move {final} away") from None
     paths.sync_folder(final.parent)
 
 
@@ -197,7 +197,9 @@ def copy_file(source: Any, target: Any) -> None:
     except BadInput:
         raise  # from a bucket; it is an OSError too
     except OSError as error:
-        raise Stop(Exit.STORAGE, f"{target} cannot be written: {error.strerror or error}; run it again") from None
+        raise Stop(
+            Exit.STORAGE, f"{target} cannot be written: {error.strerror or error}; run the command again"
+        ) from None
 
 
 @contextlib.contextmanager
@@ -208,10 +210,10 @@ def translate_read_errors(path: Any) -> Iterator[None]:
     except BadInput:
         raise  # from a bucket; it is an OSError too
     except FileNotFoundError:
-        raise BadInput(f"{path} is gone: training deletes old steps; pin the step first") from None
+        raise BadInput(f"{path} no longer exists: training deletes old steps; pin the step first") from None
     except OSError as error:
         cause = error.strerror or error
-        raise Stop(Exit.STORAGE, f"{path} cannot be read: {cause}; fix that, then run it again") from None
+        raise Stop(Exit.STORAGE, f"{path} cannot be read: {cause}; fix this and run the command again") from None
 
 
 def read_chunks(path: Any, size: int | None = None) -> Iterator[bytes]:

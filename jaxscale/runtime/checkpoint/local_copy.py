@@ -172,12 +172,12 @@ class LocalStore:
         try:
             paths.make_private(self.folder)
             if not os.access(self.folder, os.W_OK | os.X_OK):
-                raise PermissionError("this user may not write there")
+                raise PermissionError("this user cannot write there")
         except OSError as error:
             cause = error.strerror or error
             raise BadInput(
-                f"checkpoint.local.folder={folder} cannot be used on this host: {given}: {cause}; name one that every "
-                "host has and this user may write"
+                f"checkpoint.local.folder={folder} cannot be used on this host: {given}: {cause}; choose a folder "
+                "that exists on every host and that this user can write"
             ) from None
 
     @property
@@ -200,7 +200,7 @@ class LocalStore:
             try:
                 copy = read_description(path)
                 if (copy["owner"], copy["record"]["step"], copy["token"]) != (owner, step, token):
-                    raise DamagedCheckpoint(f"{path} was written under another name")
+                    raise DamagedCheckpoint(f"{path} has another name than when it was written")
                 state = digest([step, copy["record"]["leaves"]])
                 found.append(LocalCopy(step, token, state, copy["base"], owner, copy["parts"]))
             except (DamagedCheckpoint, OSError, KeyError, TypeError) as error:

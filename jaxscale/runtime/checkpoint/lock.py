@@ -102,7 +102,7 @@ class RunLock:
                     if (left := self.expiry_seconds(state) - state.age) > 0:
                         self.log(
                             f"{self.workdir} is locked by {state.owner or 'an unknown process'}, not visible from this "
-                            f"host: the lock is taken over if it is not renewed for {left:.0f} s (at once with "
+                            f"host: the lock is taken over if it is not renewed for {left:.0f} s (immediately with "
                             "--steal_lock)"
                         )
                 if state.version != first.version:  # renewed, or taken by another process
@@ -111,7 +111,7 @@ class RunLock:
                     self.sleep(self.cfg.lease_seconds / LOOKS_PER_LEASE)
                     continue
             if self.store.replace(self.me, state, steal=self.steal):
-                reason = "stolen" if alive is not False and self.steal else "its owner is gone"
+                reason = "stolen" if alive is not False and self.steal else "its owner no longer runs"
                 self.previous_owner = state.owner
                 self.log(f"{self.workdir}: the lock of {state.owner or 'an unknown process'} was taken over: {reason}")
                 self.note("lock_stolen", holder=str(state.owner), why=reason)
@@ -136,7 +136,7 @@ class RunLock:
         return Stop(
             Exit.LOCK_HELD,
             f"{self.workdir} is in use by {state.owner or 'an unknown process'}; stop that run, or choose another "
-            "--workdir (--steal_lock takes it from a run that can no longer end by itself)",
+            "--workdir (--steal_lock takes the lock over if that run can no longer be stopped)",
         )
 
     def work(self) -> None:
@@ -158,8 +158,8 @@ class RunLock:
         if self.lost is not None:
             return
         if isinstance(error, Moved):
-            line = f"{self.workdir} was {error} while the run trained; no new folder was made in its place"
-            self.lost = Exit.STORAGE, f"{line}: bring the folder back, or give its new place as --workdir"
+            line = f"{self.workdir} was {error} while the run trained; no new folder was created"
+            self.lost = Exit.STORAGE, f"{line}: restore the folder, or give its new path as --workdir"
             return
         who = "while this process was stopped, or deleted"
         with contextlib.suppress(Exception):  # the new owner is shown if known

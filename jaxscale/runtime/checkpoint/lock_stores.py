@@ -153,7 +153,7 @@ class FileLock:
     def read_state(self) -> LockState | None:
         """Returns the lock's state, None if it does not exist. Raises BadInput for anything but a regular file."""
         if self.path.is_symlink():
-            raise BadInput(f"{self.path} is a link, and the lock of a run is a file; move it away")
+            raise BadInput(f"{self.path} is a link, but the lock of a run must be a file; move it away")
         try:
             handle = paths.open_to_write(self.path, os.O_RDWR)
         except FileNotFoundError:
@@ -338,7 +338,7 @@ def folder_lock(folder: Any, doing: str) -> Iterator[None]:
     handle = os.open(folder, os.O_RDONLY)  # the folder itself, so that no lock file remains
     try:
         if flock(handle) is False:
-            raise BadInput(f"another process is {doing} {folder} now; wait for it, or name a new folder")
+            raise BadInput(f"another process is {doing} {folder} now; wait for it, or choose a new folder")
         yield
     finally:
         os.close(handle)

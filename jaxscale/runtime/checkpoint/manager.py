@@ -164,7 +164,7 @@ class Checkpoints:
         moved = self.set_aside(step, "damaged")
         cause = str(error).removesuffix(self.way_out(step, older))  # the fix is applied here
         self.note("fallback", step, to=older, cause=cause, moved_to=moved)
-        log(f"WARNING: {cause}. It is now {moved}; resuming from step {older}, {step - older} steps before it")
+        log(f"WARNING: {cause}; moved to {moved}; resuming from step {older}, {step - older} steps before it")
         return self.next_readable(log)
 
     def log_changed_files(self, step: int, log: Callable[[str], None], small: bool = False) -> None:
@@ -250,11 +250,11 @@ class Checkpoints:
         late, waiting = self.busy, 0.0 if self.postponed else self.cfg.wait_seconds
         if agreed(lambda: not self.saver.join(waiting)):
             self.due = self.postponed = True
-            self.note("alarm", step, cause="the save before is still in progress; this step is saved when it has ended")
+            self.note("alarm", step, cause="the previous save is still in progress; this step is saved after it")
             return time.monotonic() - began
         if late:
             waited = round(time.monotonic() - began, 3)
-            self.note("alarm", step, cause="the save before was still in progress", waited=waited)
+            self.note("alarm", step, cause="the previous save was still in progress", waited=waited)
         start()
         return time.monotonic() - began
 
@@ -350,10 +350,10 @@ class Checkpoints:
 
     def storage_error(self, step: int, cause: str) -> Stop:
         """Returns the error for failed saves, with the newest safe step."""
-        times = f" {self.failed_in_row} times in a row" if self.failed_in_row > 1 else ""
+        times = f" {self.failed_in_row} consecutive times" if self.failed_in_row > 1 else ""
         try:
             found = self.newest()
-            safe = "no earlier checkpoint exists" if found is None else f"step {found} is the newest that is safe"
+            safe = "no earlier checkpoint exists" if found is None else f"step {found} is the newest complete one"
         except (OSError, BadInput, Stop):
             safe = "the existing steps cannot be listed"
         return Stop(Exit.STORAGE, f"saving step {step} to {self.directory} failed{times}: {cause}; {safe}")
@@ -364,5 +364,5 @@ class Checkpoints:
         return Stop(
             Exit.STORAGE,
             f"a save to {self.directory} has not ended after {seconds:.0f} s (checkpoint.max_save_seconds); check "
-            "the storage, and start again when it answers",
+            "the storage, and restart when it responds",
         )

@@ -70,7 +70,7 @@ class Exporter:
                 self.thread.start()
         if skipped is not None:
             self.unpin(skipped)
-            self.failed(skipped, f"the export before it was still running when step {step} was saved")
+            self.failed(skipped, f"the previous export was still running when step {step} was saved")
 
     def work(self) -> None:
         """Exports pending steps until there is none."""
@@ -95,7 +95,7 @@ class Exporter:
             if self.ended:
                 return
             if code:
-                return self.failed(step, " ".join(text.split())[-TAIL:] or f"its process ended with {code}")
+                return self.failed(step, " ".join(text.split())[-TAIL:] or f"its process exited with code {code}")
         self.write_event("exported", step, folder=str(folder), pushed_to=self.cfg.push_to)
         try:
             steps = sorted(int(path.name) for path in folder.parent.iterdir() if is_step_name(path.name))
@@ -212,9 +212,11 @@ def check_push(name: str, folder: Any = None) -> None:
     """Raises BadInput for a push that cannot succeed, before anything is converted."""
     check_hub_name("push", name)
     if folder is not None and paths.is_remote(folder):
-        raise BadInput(f"--push sends a local folder, and {folder} is none; export to a disk and push from there")
+        raise BadInput(
+            f"--push needs a local folder, but {folder} is remote; export to a local folder and push from there"
+        )
     if not packages.is_installed("huggingface_hub"):
         raise BadInput("--push needs huggingface_hub: pip install 'jaxscale[hub]'")
     check_endpoint(True)
     if not os.environ.get(TOKEN, "").strip():
-        raise BadInput(f"--push needs a token that may write, in the environment variable {TOKEN}, and nowhere else")
+        raise BadInput(f"--push needs a token with write access in the environment variable {TOKEN}")

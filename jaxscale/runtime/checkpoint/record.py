@@ -143,4 +143,4 @@ def load_last_good(directory: Any) -> dict[str, Any] | str | None:
     except (OSError, BadInput) as error:
         return str(error)
     whole = isinstance(found, dict) and all(type(found.get(name)) is kind for name, kind in LAST_GOOD_KINDS.items())
-    return found if whole else f"{path} does not have the fields that a save writes"
+    return found if whole else f"{path} lacks fields that every save writes"

@@ -76,12 +76,12 @@ def changed_files_message(folder: Any, small: bool = False) -> str:
     except Exception as error:
         if not is_storage_error(error):
             raise
-        mine = [["its files", f"they could not be compared with their list: {short_reason(error)}"]]
+        mine = [["its files", f"they could not be verified: {short_reason(error)}"]]
     changed, number = gathered(next_key("files"), mine, RESTORE_SECONDS, made_of=first_and_count)
     if not number:
         return ""
     (name, cause), more = changed, f"; and {number - 1} more" if number > 1 else ""
-    scope = "jaxscale ckpt verify reads all of it" if small else "every array is bitwise correct"
+    scope = "`jaxscale ckpt verify` checks all files" if small else "every array is bitwise correct"
     return f"{name} in {folder}: {cause}{more}; {scope}; check the disk"
 
 
@@ -129,8 +129,8 @@ def raise_read_error(folder: Any, item: str, cause: str, is_storage: bool) -> No
     if is_storage:
         raise Stop(
             Exit.STORAGE,
-            f"step {folder.name} cannot be reached: {item} in {folder / item}: {cause}; nothing was changed: start "
-            "again when the storage answers",
+            f"step {folder.name} cannot be reached: {item} in {folder / item}: {cause}; nothing was changed; restart "
+            "when the storage responds",
         )
     raise UnreadableCheckpoint(item, cause)
 
@@ -141,7 +141,7 @@ def check_formats(folder: Any, saved: Mapping, wanted: Mapping, partial: bool) -
     for name in sorted({*wanted, *saved}):
         old, new = (list(side[name][:2]) if name in side else None for side in (saved, wanted))
         if old != new and not (partial and new is None):
-            differences.append(f"{name} is {leaf_text(old)} in the checkpoint and {leaf_text(new)} in this config")
+            differences.append(f"{name} is {leaf_text(old)} in the checkpoint, but {leaf_text(new)} in this config")
     if differences:
         more = f"; and {len(differences) - MAX_SHOWN} more" if len(differences) > MAX_SHOWN else ""
         raise Stop(
@@ -196,17 +196,15 @@ def warn_if_last_good_lost(checkpoints: Any, log: Callable[[str], None]) -> None
     if agreed(lambda: folders.is_committed(directory / str(step))):
         if record_error(checkpoints, step) or checkpoints.read_record(step)["sha256"] == good["sha256"]:
             return  # an invalid record is reported when the step is opened
-        cause = (
-            f"step {step} is not the one that was last saved here ({directory / record.LAST_GOOD}): was it copied in"
-        )
+        cause = f"step {step} is not the step that was last saved here ({directory / record.LAST_GOOD}): was it copied"
         checkpoints.note("alarm", step, cause=f"{cause}?")
         return log(f"WARNING: {cause} from another run?")
     if newest is not None and agreed(lambda: is_last_good_set_aside(directory, good)):
         return
-    cause = f"step {step}, the last that was completely saved ({directory / record.LAST_GOOD}), is missing"
+    cause = f"step {step}, the last complete one ({directory / record.LAST_GOOD}), is missing"
     if paths.is_remote(directory) and agreed(lambda: (directory / str(step)).exists()):
         moved = checkpoints.set_aside(step, "damaged")
-        cause = f"step {step} was completely saved and has no {folders.COMMITTED} any more; it is now {moved}"
+        cause = f"step {step} was complete, but its {folders.COMMITTED} is missing; moved to {moved}"
     if newest is None:
         way_out = "restore one from a copy, or choose another --workdir"
         raise Stop(Exit.CHECKPOINT_CORRUPT, f"{cause}, and no other step exists; {way_out}")

@@ -92,8 +92,8 @@ class SharedReports:
         if now_step > when:
             raise Stop(
                 Exit.PEER_LOST,
-                f"all were to hear at step {when} that saving step {step} failed ({cause}), and this one is at "
-                f"{now_step}; start again",
+                f"all processes were to report at step {when} that saving step {step} failed ({cause}), but this one "
+                f"is at step {now_step}; restart all",
             )
         if now_step < when:
             return None
@@ -182,7 +182,7 @@ class Saver:
                 record.clear()
             gone = self.last_saved is not None and not self.directory.exists()
             if gone:
-                self.note("alarm", step, cause=f"{self.directory} was removed during the run; it is made again")
+                self.note("alarm", step, cause=f"{self.directory} was removed during the run; it is created again")
             write.check_room(self.directory, write.state_bytes(leaves.values()))
             write.prepare_step(self.directory, step)
             return False
@@ -280,7 +280,9 @@ class Saver:
         for step in sorted(set(steps) - set(retained) - set(unknown)):
             folders.remove_step(self.directory, step)
         for step, error in unknown.items():
-            self.note("alarm", newest, cause=f"step {step} stays, its record cannot be read: {short_reason(error)}")
+            self.note(
+                "alarm", newest, cause=f"step {step} is kept, because its record cannot be read: {short_reason(error)}"
+            )
 
     def stage(
         self,

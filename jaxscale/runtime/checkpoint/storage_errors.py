@@ -105,7 +105,7 @@ def stop_if_unreachable(ask: Callable[[], T], folder: Any) -> T:
         if isinstance(error, Stop) or not paths.is_remote(folder) or not is_storage_error(error):
             raise
         cause = short_reason(error)
-        way_out = permission_hint(cause, folder) or "; start again when it answers"
+        way_out = permission_hint(cause, folder) or "; restart when it responds"
         raise Stop(Exit.STORAGE, f"{folder} cannot be reached: {cause}{way_out}") from None
 
 
@@ -123,7 +123,7 @@ def stop_if_unwritable(write: Callable[[], T], folder: Any) -> T:
         return stop_if_unreachable(write, folder)
     except OSError as error:
         cause = short_reason(error)
-        way_out = permission_hint(cause, folder) or "; free space or fix the disk, then start again: nothing is lost"
+        way_out = permission_hint(cause, folder) or "; free space or fix the disk, then restart: nothing is lost"
         raise Stop(Exit.STORAGE, f"{folder} cannot be written: {cause}{way_out}") from error
 
 
@@ -135,4 +135,4 @@ def permission_hint(cause: str, directory: Any) -> str:
         return ""
     if paths.is_remote(directory):
         return f"; this account needs storage.objects.create, get, list and delete on {directory}"
-    return f"; this user needs the right to write in {directory}"
+    return f"; this user needs write permission for {directory}"

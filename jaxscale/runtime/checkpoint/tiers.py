@@ -95,7 +95,9 @@ class TieredCheckpoints(Checkpoints):
             next_host = rows[(row + 1) % len(rows)]
             neighbours |= {process: next_host[number % len(next_host)] for number, process in enumerate(members)}
         if len(found) > 1 and len(rows) == 1 and self.cfg.local.neighbour:
-            lines.append("all processes keep their local copies in one folder, so that no neighbour has a second one")
+            lines.append(
+                "all processes store their local copies in the same folder, so there is no second copy on another host"
+            )
         for process, one in enumerate(found):
             offers = []
             for key, owners in whole:
@@ -122,10 +124,10 @@ class TieredCheckpoints(Checkpoints):
                 self.warn(offer.step, f"the local copy of step {offer.step} is skipped: {failed}", log)
                 continue
             if replaced:
-                self.warn(offer.step, f"step {offer.step} is taken from a neighbour's copy: {replaced}", log)
+                self.warn(offer.step, f"step {offer.step} is restored from a neighbour's copy: {replaced}", log)
             record = agreed(lambda description=description: description["record"])
             self.resumed_copy = ResumedCopy(offer, record, pieces)
-            log(f"step {offer.step} is taken from the local copies in {self.cfg.local.folder}")
+            log(f"step {offer.step} is restored from the local copies in {self.cfg.local.folder}")
             return offer.step
         return None
 
@@ -167,7 +169,7 @@ class TieredCheckpoints(Checkpoints):
         try:
             leaves = [local_copy.array_from_pieces(pieces[name], leaf) for name, leaf in wanted.items()]
         except KeyError:
-            cause = "it was made on another mesh"
+            cause = "it was saved on another mesh"
         cause = gathered(next_key("placed"), cause, restore.RESTORE_SECONDS, join_causes)
         if not cause:
             differing = [name for name, found in zip(wanted, fingerprints(leaves)) if found != saved[name][2]]
@@ -272,9 +274,9 @@ def whole_copies(
             continue
         missing = sorted(set(range(copy.parts)) - set(parts[key]))
         if copy.base > newest:
-            problem = f"it followed step {copy.base}, which no longer exists"
+            problem = f"it depends on step {copy.base}, which no longer exists"
         elif copy.parts != len(found):
-            problem = f"{copy.parts} processes made it, and there are {len(found)} now"
+            problem = f"it was saved by {copy.parts} processes, but there are {len(found)} now"
         elif missing:
             problem = f"no host has the part of process {missing[0]}"
         if problem:

@@ -127,7 +127,7 @@ def check_destination(run: Any, record: Mapping[str, Any], step: int, workdir: A
     """
     folder = paths.absolute(workdir)
     if os.fspath(folder).rstrip("/") == os.fspath(run).rstrip("/"):
-        raise BadInput(f"--to={workdir} is the run itself; name another folder")
+        raise BadInput(f"--to={workdir} is the run itself; choose another folder")
     destination, identity = folder / "checkpoints", run_identity(record)
     other = Checkpoints(destination, CheckpointConfig())
     steps, shared = other.all_steps(), False
@@ -137,16 +137,18 @@ def check_destination(run: Any, record: Mapping[str, Any], step: int, workdir: A
         except BadInput:
             continue  # damaged, so the run is unknown
         if run_identity(found) != identity:
-            raise BadInput(f"--to={workdir} holds step {theirs} of another run; name an empty folder")
+            raise BadInput(f"--to={workdir} holds step {theirs} of another run; choose an empty folder")
         mine = record if theirs == step else read_optional(run / "checkpoints" / str(theirs) / RECORD)
         if mine and mine["sha256"] != found["sha256"]:
-            raise BadInput(f"--to={workdir} has another step {theirs} than {run}: it is another run; name an empty one")
+            raise BadInput(
+                f"--to={workdir} has another step {theirs} than {run}: it is another run; choose an empty folder"
+            )
         shared |= bool(mine)
     started = [read_optional(note) for note in sorted((destination / COPIED).glob("*.json"))]
     if any(note.get("run", identity) != identity for note in started):
-        raise BadInput(f"--to={workdir} holds a copy of another run, {started[0].get('from')}; name an empty folder")
+        raise BadInput(f"--to={workdir} holds a copy of another run, {started[0].get('from')}; choose an empty folder")
     if not started and not shared and (steps or (folder / "config.json").exists()):
-        raise BadInput(f"--to={workdir} holds a run that shares no step with {run}; name an empty folder")
+        raise BadInput(f"--to={workdir} holds a run that shares no step with {run}; choose an empty folder")
     return destination
 
 
@@ -168,7 +170,8 @@ def copy_files(source: Any, target: Any, on_bytes: Callable[[int, int], None]) -
             folders.copy_file(source / name, target / name)
             if folders.size_and_md5(target / name) != source_md5:
                 raise Stop(
-                    Exit.STORAGE, f"{target / name} differs from what was written; check the disk, then run it again"
+                    Exit.STORAGE,
+                    f"{target / name} differs from what was written; check the disk, then run the command again",
                 )
         files[name] = list(source_md5)
         done += size

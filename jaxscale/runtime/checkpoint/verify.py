@@ -102,7 +102,7 @@ def require_reachable(error: Exception, folder: Any) -> None:
     """Raises Stop (STORAGE) if the error is of the storage, which says nothing about its content."""
     if is_storage_error(error):
         raise Stop(
-            Exit.STORAGE, f"{folder} cannot be read now: {short_reason(error)}; it is not known whether it is intact"
+            Exit.STORAGE, f"{folder} cannot be read now: {short_reason(error)}; it is unknown whether it is intact"
         ) from None
 
 
@@ -122,7 +122,7 @@ def tree_damages(folder: Any, leaves: Mapping[str, Any]) -> Iterator[StepDamage]
                 yield StepDamage(name, f"a leaf is described as {value}")
             described["/".join(str(part["key"]) for part in entry["key_metadata"])] = entry
         if wrong := sorted(set(described) ^ set(leaves)):
-            yield StepDamage(name, f"its leaves are not those of the record: {', '.join(wrong[:4])}")
+            yield StepDamage(name, f"its leaves differ from those of the record: {', '.join(wrong[:4])}")
     except (OSError, BadInput, KeyError, TypeError, AttributeError) as error:
         require_reachable(error, folder)
         yield StepDamage(name, f"it cannot be parsed: {short_reason(error)}")
@@ -164,14 +164,14 @@ def changed_files(
         found = [f"run/{name}" for name in files_under(folder / "run")]
         lists = [name for name in found if LIST.fullmatch(name) and name != MAIN_LIST]
         if share == 0 and MAIN_LIST in found:
-            yield MAIN_LIST, "it does not read as it was written"
+            yield MAIN_LIST, "it differs from what was written"
         elif share == 0 and (lists or has_file_lists(folder)):
-            yield MAIN_LIST, "it is missing, and with it the md5 of the other files"
+            yield MAIN_LIST, "it is missing, so the other files cannot be verified"
     expected = dict(sorted((main_list or {}).items())[share::shares])
     for number, name in enumerate(() if small else lists):
         if (number - share) % min(shares, len(lists)) == 0:
             if (found := read_list(folder / name)) is None:
-                yield name, "it does not read as it was written"
+                yield name, "it differs from what was written"
             first, step = share // len(lists), max(1, -(-(shares - number) // len(lists)))  # among its readers
             expected |= dict(sorted((found or {}).items())[first::step])
     if not finished:
@@ -214,7 +214,7 @@ def file_problem(path: Any, expected: list) -> str:
         return f"it cannot be read: {short_reason(error)}"
     if found is None:
         return "it is missing"
-    return "" if list(found) == expected else "its md5 is not that of what was written"
+    return "" if list(found) == expected else "its md5 differs from what was written"
 
 
 def verify_leaves(folder: Any, leaves: Mapping[str, list]) -> None:

@@ -55,7 +55,7 @@ def prepare_step(directory: Any, step: int) -> None:
     if newest is not None and newest >= step:
         raise Stop(
             Exit.STORAGE,
-            f"step {step} was not saved because {directory} already holds step {newest}; "
+            f"step {step} was not saved because {directory} already has step {newest}; "
             f"move steps {step} and later away, or resume from step {newest}",
         )
     folders.remove_leftovers(directory)
@@ -63,7 +63,7 @@ def prepare_step(directory: Any, step: int) -> None:
     final = directory / str(step)
     if final.exists():
         if not final.is_dir() or any(final.iterdir()):  # remove_leftovers has removed unfinished saves
-            raise FileExistsError(f"{final} is in the way; move it away")
+            raise FileExistsError(f"{final} already exists; move it away")
         if not paths.is_remote(final):
             fence.ask(final)
             final.rmdir()
@@ -303,17 +303,17 @@ def check_before_run(directory: Any, needed: int, keep: int, steps: list[int]) -
             raise Stop(
                 Exit.NO_GO,
                 f"no checkpoint can be written in {directory}: {cause or error.strerror or error}; "
-                "give this user the right to write there, or choose another --workdir",
+                "give this user write permission, or choose another --workdir",
             ) from None
     number = max(1, keep + 2 - len(steps))  # all that stay, and the one that is being written
     free, total = free_bytes(directory), number * needed
     if free is None or free >= total * MARGIN:
         return None
     need = f"{number} checkpoints of {units.size(needed)} need {units.size(total * MARGIN)}"
-    lack = f"{directory} has {units.size(free)} free, and {need}; "
+    lack = f"{directory} has {units.size(free)} free, but {need}; "
     if not steps and not aside:
-        raise Stop(Exit.NO_GO, f"{lack}free some, choose another --workdir, or lower checkpoint.keep_last")
+        raise Stop(Exit.NO_GO, f"{lack}free space, choose another --workdir, or lower checkpoint.keep_last")
     if not aside:
-        return f"{lack}free some, or lower checkpoint.keep_last"
+        return f"{lack}free space, or lower checkpoint.keep_last"
     removal = shlex.join(["rm", "-r", *map(str, aside)])
-    return f"{lack}free some: the run reads nothing of what was set aside, and this removes it: {removal}"
+    return f"{lack}free some: the run does not need the folders that were set aside, which this removes: {removal}"
