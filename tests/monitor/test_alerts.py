@@ -83,7 +83,7 @@ def test_the_console_has_one_line_and_the_event_all_facts(tmp_path):
     events.close()
     assert said == [
         "health: step 120: spike: the loss is 9 after 3; likely: a bad batch (batch 119); try: look at the batch",
-        "health: step 130: spike is over: the loss is back at 3",
+        "health: step 130: spike ended: the loss is back at 3",
     ]
     first, second = read_events(tmp_path)
     assert (first["event"], first["step"], first["what"], first["over"]) == ("alert", 120, "spike", False)
@@ -130,7 +130,7 @@ def test_a_redirect_is_not_followed(status):
             webhook.post("one")
             webhook.close(5)
             assert len(received) == 1 and followed == []
-            assert webhook.take_problem() == f"it answered {status}, a redirect, which is not followed"
+            assert webhook.take_problem() == f"it returned {status}, a redirect, which is not followed"
             assert webhook.take_problem() is None  # said once
 
 
@@ -140,7 +140,7 @@ def test_what_is_refused_is_not_tried_again_and_one_that_always_fails_not_for_ev
             webhook = Webhook(url, first_wait=0.001)
             webhook.post("one")
             webhook.close(5)
-        assert len(received) == tries and webhook.take_problem() == f"it answered {status}"
+        assert len(received) == tries and webhook.take_problem() == f"it returned {status}"
 
 
 def test_an_address_that_fails_is_complained_of_once_and_again_when_it_fails_after_it_was_well():
@@ -156,7 +156,7 @@ def test_an_address_that_fails_is_complained_of_once_and_again_when_it_fails_aft
             alerts.log_webhook_problem()
         alerts.close()
     assert len(received) == 5
-    spoken = [number for number, line in enumerate(said) if line == "webhook: it answered 404"]
+    spoken = [number for number, line in enumerate(said) if line == "webhook: it returned 404"]
     assert spoken == [1, 6] and len(said) == 7  # behind the first of five alerts, and behind the last
 
 
@@ -168,14 +168,14 @@ def test_nothing_waits_for_a_server_that_is_slow_or_away():
         for number in range(MAX_PENDING + 50):
             webhook.post(str(number))
         assert time.monotonic() - began < 1
-        assert len(webhook.pending) <= MAX_PENDING and "are left out" in webhook.take_problem()
+        assert len(webhook.pending) <= MAX_PENDING and "are dropped" in webhook.take_problem()
         webhook.close(0.1)
         assert time.monotonic() - began < 2 and "may be lost" in webhook.take_problem()
         release.set()
     away = Webhook("http://127.0.0.1:9/x", first_wait=0.001)
     away.post("one")
     away.close(10)
-    assert away.take_problem() == "it could not be reached: Connection refused"
+    assert away.take_problem() == "it cannot be reached: Connection refused"
 
 
 def test_the_address_comes_from_the_environment_and_must_be_private():
@@ -208,7 +208,7 @@ def test_a_failing_webhook_is_said_without_its_address(monkeypatch, tmp_path):
         writer.close()
         events.close()
     everything = stream.getvalue() + "".join(path.read_text() for path in tmp_path.iterdir())
-    assert "webhook: it answered 404" in stream.getvalue()
+    assert "webhook: it returned 404" in stream.getvalue()
     assert "secretpath" not in everything and url not in everything
 
 
@@ -267,7 +267,7 @@ def test_a_fault_of_the_diagnosis_is_said_once_and_ends_no_run(tmp_path):
     for step in range(1, 4):
         writer.write(step, record(step))
     writer.close()
-    assert stream.getvalue().count("no diagnosis from step 1 on, by a fault in it: ZeroDivisionError") == 1
+    assert stream.getvalue().count("alerts are disabled from step 1 on by an internal error: ZeroDivisionError") == 1
     assert noted == [("alarm", "no diagnosis")] and len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
 
 
@@ -293,15 +293,15 @@ def test_the_largest_documents_of_the_batch_are_told_and_a_fault_in_finding_them
         diagnosis.update({"step": step} | record(step, loss=loss))
     assert noted[0]["documents"] == [f"web w20.txt, document {n}" for n in range(8)]
     assert (noted[0]["numbers"]["batch"], noted[0]["numbers"]["documents"]) == (20, 12)
-    assert "; batch 20 holds web w20.txt, document 0; web w20.txt, document 1; and 10 more documents; try" in said[0]
+    assert "; batch 20 has web w20.txt, document 0; web w20.txt, document 1; and 10 more documents; try" in said[0]
     assert noted[1]["over"] and noted[1]["documents"] == []
     finding = SPIKE._replace(numbers={"batch": 7, "documents": 1}, documents=("a b, document 0",))
-    assert "\nBatch 7 holds a b, document 0\nWhat to try:" in format_message(finding)
+    assert "\nBatch 7 has a b, document 0\nWhat to try:" in format_message(finding)
 
     diagnosis.documents = lambda batch: 1 / 0
     for number in (1, 2):
         assert diagnosis.with_documents(SPIKE._replace(numbers={"batch": number})).documents == ()
-    assert [line for line in said if "by a fault: ZeroDivisionError" in line] == said[-1:]
+    assert [line for line in said if "because of an internal error: ZeroDivisionError" in line] == said[-1:]
 
 
 def test_a_forecast_of_no_use_is_said_and_left_out(tmp_path):
@@ -312,7 +312,7 @@ def test_a_forecast_of_no_use_is_said_and_left_out(tmp_path):
     for wrong in ("{", '{"tokens": [1]}', '{"tokens": [1], "low": [1, 2], "high": [1]}', "[1]"):
         (tmp_path / "forecast.json").write_text(wrong)
         assert read_facts(tmp_path, config, None, said.append).forecast == ()
-    assert len(said) == 4 and all("no alert will rest on" in line for line in said)
+    assert len(said) == 4 and all("health: no alerts from" in line for line in said)
 
 
 def test_what_is_told_is_plain_text_and_json():

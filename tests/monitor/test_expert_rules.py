@@ -44,9 +44,9 @@ def test_a_sick_mixture_is_told_by_its_rule_with_numbers_causes_and_advice(recor
         assert found[kind].step <= latest and found[kind].advice and found[kind].causes[0].evidence
     assert NOT_TOLD.get(name) not in found
     if "a bias" in name:
-        assert found["router_bias"].causes[0].what == "the bias moves too fast"
+        assert found["router_bias"].causes[0].what == "the bias changes too fast"
     if "dead_experts" in TOLD[name]:
-        assert found["dead_experts"].causes[0].what == "nothing keeps the experts equally busy"
+        assert found["dead_experts"].causes[0].what == "the load of the experts is not balanced"
         assert found["dead_experts"].numbers["dead"] == (1 if "one" in name else 6)
     silent = replay(records, cfg=HealthConfig(off=tuple(KINDS)), facts=facts)
     assert KINDS.isdisjoint(finding.kind for finding in silent)
@@ -97,7 +97,7 @@ def test_a_slow_bias_is_given_the_steps_in_which_it_reaches_everywhere():
 def test_a_router_that_is_sure_of_every_token_is_a_collapse_however_evenly_they_are_spread():
     records = [record(step, router_entropy_lowest=0.01) for step in range(10, 300, 10)]
     (found,) = [f for f in replay(records, facts=RunFacts(experts=8, chosen=2)) if f.kind == "router_collapse"]
-    assert "an entropy of 0.01 nats of at most 2.08" in found.seen and "equal experts" not in found.seen
+    assert "probabilities is 0.01 of at most 2.08 nats" in found.seen and "effective number" not in found.seen
 
 
 def test_steps_before_dead_experts_can_be_known_count_neither_way():

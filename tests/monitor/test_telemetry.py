@@ -61,7 +61,7 @@ def test_what_a_device_does_not_tell_is_left_out():
 
 @pytest.mark.parametrize("text", ["No devices were found", "<html>", "0, GPU-1, 3", "a, b, c, d, e"])
 def test_rubbish_is_no_table(text):
-    with pytest.raises(ValueError, match="printed no table"):
+    with pytest.raises(ValueError, match="unexpected output of nvidia-smi"):
         parse_nvidia(text)
 
 
@@ -78,9 +78,9 @@ def watched(read, seconds, **settings):
     ("code", "told"),
     [
         ("import time; time.sleep(60)", "TimeoutExpired"),
-        ("print('<!doctype html>')", "ValueError: nvidia-smi printed no table: '<!doctype html>'"),
+        ("print('<!doctype html>')", "ValueError: unexpected output of nvidia-smi: '<!doctype html>'"),
         ("import sys; sys.exit('driver/library version mismatch')", "exited with 1: driver/library version mismatch"),
-        ("import sys; sys.stdout.buffer.write(bytes(range(256)) * 100)", "printed no table"),
+        ("import sys; sys.stdout.buffer.write(bytes(range(256)) * 100)", "unexpected output of nvidia-smi"),
     ],
     ids=["hangs", "rubbish", "fails", "binary"],
 )

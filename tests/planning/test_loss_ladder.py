@@ -134,7 +134,7 @@ def test_a_run_that_began_with_anothers_parameters_is_left_out(tmp_path):
 
 def test_folders_that_hold_no_run_or_a_damaged_one_are_left_out(tmp_path):
     (tmp_path / "empty").mkdir()
-    assert "holds no run" in why_left_out(tmp_path / "empty")
+    assert "is not a work folder" in why_left_out(tmp_path / "empty")
     folder = made_ladder.write(tmp_path / "run", made_ladder.config())
     assert why_left_out(folder, target_folder=str(folder)) == "it is the run to forecast"
     for text in ("{", '{"config": {}}', '{"budget": {}}', "[]"):

@@ -41,7 +41,7 @@ def test_a_torn_last_line_and_damaged_ones_are_left_out_and_told(tmp_path):
     assert losses(found) == [(1, 3.0), (2, 2.0)]
     told = "\n".join(found.problems)
     assert (
-        "2 damaged lines left out" in told and "1 line without a step" in told and "its last line is not whole" in told
+        "2 damaged lines skipped" in told and "1 line without a step" in told and "its last line is incomplete" in told
     )
 
 
@@ -86,14 +86,14 @@ def test_missing_and_damaged_files_are_told_in_words(tmp_path):
     found = read_history(tmp_path)
     assert found.config == {} and found.forecast is None and found.rows == ()
     told = "\n".join(found.problems)
-    assert "metrics.jsonl is not there" in told and "config.json is damaged" in told and "forecast.json lacks" in told
+    assert "metrics.jsonl does not exist" in told and "config.json is damaged" in told and "forecast.json needs" in told
 
 
 @pytest.mark.parametrize(
     ("make", "told"),
     [
         (lambda path: None, "does not exist"),
-        (lambda path: path.mkdir(), "holds no run: none of metrics.jsonl"),
+        (lambda path: path.mkdir(), "is not a work folder: it has none of metrics.jsonl"),
         (lambda path: path.write_text(""), "is a file"),
     ],
 )
@@ -143,5 +143,5 @@ def test_a_folder_in_a_bucket_is_read_where_it_is(monkeypatch):
         found = read_history("gs://bucket/run")
         assert losses(found) == [(1, 3.0), (2, 2.0)] and len(found.events) == len(found.supervised) == 1
         assert found.name == "run" and found.written_at is not None
-        with pytest.raises(ValueError, match="holds no run"):
+        with pytest.raises(ValueError, match="is not a work folder"):
             read_history("gs://bucket/nothing")

@@ -107,7 +107,7 @@ def test_a_step_counts_once_and_what_is_no_table_is_left_out(tmp_path):
     assert [(one.step, one.steps, one.busiest) for one in found.windows] == [
         (10, 5, (1.5, 1.0)), (20, 2, (1.5, 1.0)), (40, 5, (None, 2.0)),
     ]  # fmt: skip
-    assert found.counts == ((0, 0), (4, 0)) and len(problems) == 1 and "not whole" in problems[0]
+    assert found.counts == ((0, 0), (4, 0)) and len(problems) == 1 and "incomplete" in problems[0]
     assert read_expert_counts(tmp_path / "none", []) is None
 
 

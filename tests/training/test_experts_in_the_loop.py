@@ -62,7 +62,7 @@ def test_counts_are_of_every_step_once_also_where_steps_are_run_again_and_a_sick
     rows = [row for row in lines(tmp_path / "metrics.jsonl") if "loss" in row]
     assert EXPERTS - {"train/experts_dead"} <= rows[-1].keys(), "a start has too few steps to tell of dead ones"
     alert = next(event for event in read_events(tmp_path) if event["event"] == "alert")
-    assert alert["what"] == "router_bias" and alert["causes"][0]["what"] == "the bias moves too fast"
+    assert alert["what"] == "router_bias" and alert["causes"][0]["what"] == "the bias changes too fast"
     assert "model.experts.bias_rate is 1" in alert["causes"][0]["evidence"]
 
     history = read_history(tmp_path)

@@ -86,7 +86,7 @@ def test_a_spike_names_the_stage_that_began_the_batch_its_documents_and_the_comm
     assert alert["step"] == STAGE + 1 and alert["numbers"]["batch"] == STAGE
     assert alert["causes"][0] == {
         "what": "the data changed",
-        "evidence": f"a stage of data.mixture began with batch {STAGE}; this is batch {STAGE}",
+        "evidence": f"a stage of data.mixture started with batch {STAGE}; this is batch {STAGE}",
     }
     batch = next(cause["evidence"] for cause in alert["causes"] if cause["what"].startswith("a bad batch"))
     command = shlex.split(batch.split("`")[1])

@@ -44,7 +44,7 @@ LAST_SECONDS = 5.0  # for pending messages, when a run ends
 def format_line(finding: Finding) -> str:
     """Returns the finding as one console line."""
     if finding.over:
-        return f"health: step {finding.step}: {finding.kind} is over: {finding.seen}"
+        return f"health: step {finding.step}: {finding.kind} ended: {finding.seen}"
     likely = f"; likely: {finding.causes[0].what} ({finding.causes[0].evidence})" if finding.causes else ""
     advice = f"; try: {finding.advice[0]}" if finding.advice else ""
     documents = f"; {format_documents(finding, 2)}" if finding.documents else ""
@@ -52,11 +52,11 @@ def format_line(finding: Finding) -> str:
 
 
 def format_documents(finding: Finding, most: int) -> str:
-    """Returns 'batch 30 holds web a.txt, document 3; and 14 more documents', with at most `most` named."""
+    """Returns 'batch 30 has web a.txt, document 3; and 14 more documents', with at most `most` named."""
     named = finding.documents[:most]
     remaining = finding.numbers["documents"] - len(named)
     others = [f"and {remaining} more document{'s' * (remaining > 1)}"] if remaining else []
-    return f"batch {finding.numbers['batch']} holds {'; '.join([*named, *others])}"
+    return f"batch {finding.numbers['batch']} has {'; '.join([*named, *others])}"
 
 
 def format_message(finding: Finding) -> str:
@@ -96,7 +96,7 @@ def read_facts(
     except FileNotFoundError:
         pass
     except (BadInput, OSError) as error:
-        say(f"health: no alert will rest on {folder / 'forecast.json'}: {error}")
+        say(f"health: no alerts from {folder / 'forecast.json'}: {error}")
     return facts if stage_batches is None else dataclasses.replace(facts, stage_batches=tuple(stage_batches))
 
 
@@ -152,7 +152,7 @@ class Diagnosis:
             return self.health.observe(record, events)
         except Exception as error:  # monitoring must not end a run
             self.broken = True
-            self.say(f"health: no diagnosis from step {record.get('step')} on, by a fault in it: {error!r}")
+            self.say(f"health: alerts are disabled from step {record.get('step')} on by an internal error: {error!r}")
             self.note("alarm", record.get("step"), what="no diagnosis", cause=repr(error))
             return []
 
@@ -165,7 +165,7 @@ class Diagnosis:
             names = self.documents(number)
         except Exception as error:  # as above
             self.documents = None
-            self.say(f"health: alerts do not name documents any more, by a fault: {error!r}")
+            self.say(f"health: alerts no longer name documents because of an internal error: {error!r}")
             return finding
         numbers = finding.numbers | {"documents": len(names)}
         return finding._replace(numbers=numbers, documents=tuple(names[:MAX_DOCUMENTS]))
@@ -198,7 +198,9 @@ def webhook_url(environment: Mapping[str, str] = os.environ) -> str | None:
         host = None
     plain = url.isascii() and url.isprintable() and " " not in url
     if not plain or not host or not (parts.scheme == "https" or parts.scheme == "http" and is_loopback(host)):
-        raise BadInput(f"{VARIABLE} must be an https:// address (http:// for this machine alone); unset it for none")
+        raise BadInput(
+            f"{VARIABLE} must be an https:// address (http:// only for this machine); unset it to disable it"
+        )
     return url
 
 
@@ -230,7 +232,7 @@ class Webhook:
                 return
             if len(self.pending) >= MAX_PENDING:
                 self.pending.popleft()
-                self.set_problem("messages come faster than it takes them, and the oldest are left out")
+                self.set_problem("it is too slow: the oldest messages are dropped")
             self.pending.append(text)
             if self.thread is None:
                 self.thread = threading.Thread(target=self.work, name="webhook", daemon=True)
@@ -254,7 +256,9 @@ class Webhook:
             idle = self.changed.wait_for(lambda: not self.pending and not self.busy, timeout=seconds)
             if not idle and not self.ended:
                 left = len(self.pending) + self.busy
-                self.set_problem(f"the last {left} message{'s' * (left > 1)} may be lost: no answer in {seconds:g} s")
+                self.set_problem(
+                    f"the last {left} message{'s' * (left > 1)} may be lost: no response within {seconds:g} s"
+                )
             self.ended = True
             self.changed.notify_all()
 
@@ -297,7 +301,7 @@ class Webhook:
                 return None, None
         except urllib.error.HTTPError as error:
             with error:
-                problem = f"it answered {error.code}"
+                problem = f"it returned {error.code}"
                 if error.code == 429:
                     return problem, retry_after(error.headers.get("Retry-After"), time.time())
                 if 300 <= error.code < 400:
@@ -305,7 +309,7 @@ class Webhook:
                 return problem, 0.0 if error.code >= 500 or error.code == 408 else None
         except (OSError, http.client.HTTPException, ValueError) as error:
             reason = getattr(error, "reason", error)
-            return f"it could not be reached: {getattr(reason, 'strerror', None) or type(reason).__name__}", 0.0
+            return f"it cannot be reached: {getattr(reason, 'strerror', None) or type(reason).__name__}", 0.0
 
 
 def retry_after(header: str | None, now: float) -> float:

@@ -53,43 +53,45 @@ class HealthConfig:
     compares a norm with optim.clip_norm, the health rules compare it with the run's median.
     """
 
-    on: bool = setting(True, "watch the metrics, and say what is wrong and what to try", may_change=True)
-    off: tuple[str, ...] = setting((), f"rules that are silent: {', '.join(RULES)}", may_change=True)
+    on: bool = setting(True, "monitor the metrics, and report problems, likely causes and fixes", may_change=True)
+    off: tuple[str, ...] = setting((), f"disabled rules: {', '.join(RULES)}", may_change=True)
     spike_ratio: float = threshold(
         1.5,
-        "two records with a loss of at least this multiple of the median before them are a spike (common rules have "
-        "1.5, 2 and 3: from 2 on one record is enough)",
+        "two records with a loss of at least this multiple of the median before them are a spike (common rules use "
+        "1.5, 2 and 3; from 2 on, one record is enough)",
         "spike",
     )
     spike_sigma: float = threshold(
         8.0,
-        "and at least this many robust standard deviations above it, to exclude noise of small batches; twice as many "
-        "count alone",
+        "and at least this many robust standard deviations above the median, which excludes noise of small batches; "
+        "twice as many are enough without spike_ratio",
         "spike",
     )
     divergence_ratio: float = threshold(
         1.05, "a smoothed loss that stays above this multiple of its lowest has diverged", "divergence"
     )
     flat_drop: float = threshold(
-        0.02, "a loss that has fallen by less than this fraction once the rate is warmed up is flat", "flat_start"
+        0.02, "a loss that has fallen by less than this fraction after the learning rate warmup is flat", "flat_start"
     )
     plateau_drop: float = threshold(
         0.01,
-        "a loss that surely falls by less than this fraction over the last half of the run is a plateau (a common"
-        " rule: its second half is at least 0.99 of its first)",
+        "a loss that falls with certainty by less than this fraction over the last half of the run is a plateau (a "
+        "common rule: its second half is at least 0.99 of its first)",
         "plateau",
     )
-    plateau_records: int = threshold(100, "records before a plateau can be found", "plateau")
+    plateau_records: int = threshold(100, "records before a plateau can be detected", "plateau")
     oscillation_ratio: float = threshold(
         3.0, "swings of the loss at least this multiple of their earlier width are an oscillation", "oscillation"
     )
     grad_norm: float = threshold(
         100.0,
-        "a gradient norm above it alerts (0.1 to 10 counts as normal; another common rule, 3 times the clip "
-        "norm, is in that range and does not alert)",
+        "a gradient norm above this raises an alert (0.1 to 10 counts as normal; another common rule, 3 times the clip "
+        "norm, is in that range and raises none)",
         "explosion",
     )
-    grad_ratio: float = threshold(10.0, "and so do two records above this multiple of the median", "explosion")
+    grad_ratio: float = threshold(
+        10.0, "two records above this multiple of the median also raise an alert", "explosion"
+    )
     zero_grad_records: int = threshold(
         3,
         "consecutive records with statistics in which the gradient of one trained parameter is exactly zero",
@@ -118,22 +120,24 @@ class HealthConfig:
         "utilisation_drop",
         "busy_machine",
     )
-    memory_rise: float = threshold(0.05, "a steady memory rise by this fraction and 1 GiB is reported", "memory_creep")
+    memory_rise: float = threshold(
+        0.05, "a steady rise of memory by this fraction and at least 1 GiB is reported", "memory_creep"
+    )
     overfit_rise: float = threshold(
-        0.01, "a validation loss above its lowest by this fraction three times in a row is reported", "overfitting"
+        0.01, "a validation loss above its lowest by this fraction three consecutive times is reported", "overfitting"
     )
     source_ratio: float = threshold(1.25, "a source's loss above this multiple of its median has jumped", "source_jump")
 
     def __post_init__(self):
         if unknown := [name for name in self.off if name not in RULES]:
-            raise BadInput(f"off={unknown} names no rule; the rules are {', '.join(RULES)}")
-        few = "a first step, or a batch without targets, gives gradients of zero in a healthy run"
+            raise BadInput(f"off={unknown}: unknown rule; rules: {', '.join(RULES)}")
+        few = "a single zero gradient can be normal, as of a first step or of a batch without targets"
         for name, value in dataclasses.asdict(self).items():
             for is_broken, rule in (
-                (name.endswith("_ratio") and value <= 1, "above 1: it multiplies what is usual"),
+                (name.endswith("_ratio") and value <= 1, "above 1: it is a multiple of the usual value"),
                 (name in FRACTIONS and not 0 < value < 1, "a fraction between 0 and 1"),
                 (name in ("spike_sigma", "grad_norm", "attention_logit") and value <= 0, "above 0"),
-                (name == "plateau_records" and value < 50, "at least 50: fewer are noise"),
+                (name == "plateau_records" and value < 50, "at least 50: fewer records are too noisy"),
                 (name == "zero_grad_records" and value < 2, f"at least 2: {few}"),
                 (name == "speed_seconds" and value < 0, "at least 0"),
             ):
@@ -147,7 +151,7 @@ class HealthConfig:
 class MonitorConfig:
     """Settings of metrics, the console, profiles and health alerts."""
 
-    log_every_steps: int = setting(10, "steps between two lines of training metrics", may_change=True)
+    log_every_steps: int = setting(10, "steps between two records of training metrics", may_change=True)
     statistics_every_steps: int = setting(
         100,
         "steps between statistics of activations, attention, gradients and updates of each layer; each costs about a "
@@ -178,7 +182,7 @@ class MonitorConfig:
     def __post_init__(self):
         parse_steps(self.profile_steps)
         if len(set(self.writers)) < len(self.writers):
-            raise BadInput(f"writers={self.writers} names one twice")
+            raise BadInput(f"writers={self.writers} has a duplicate")
         if self.telemetry_seconds != 0 and not 1 <= self.telemetry_seconds < math.inf:
             raise BadInput(f"telemetry_seconds={self.telemetry_seconds} must be 0 (never) or at least 1")
         if self.log_every_steps < 1:

@@ -126,7 +126,7 @@ class Console:
         except OSError as error:
             self.stream = None
             cause = error.strerror or error
-            print_stderr(f"WARNING: no more progress on standard output: {cause}; metrics.jsonl still has everything")
+            print_stderr(f"WARNING: cannot write to standard output: {cause}; progress is still in metrics.jsonl")
 
 
 class NotebookConsole(Console):

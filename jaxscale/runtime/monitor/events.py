@@ -62,8 +62,8 @@ class Events:
             if kind == "rewind" and written and self.file.uploader is not None:
                 self.rewind_version = self.file.uploader.version
         if kind == "rewind" and not (written and self.sync(SYNC_SECONDS)):
-            cause = self.file.cause or self.file.problem or f"no answer for {SYNC_SECONDS:g} s"
-            raise Stop(Exit.STORAGE, f"{self.path} could not be written, and a rewind must be there: {cause}")
+            cause = self.file.cause or self.file.problem or f"no response for {SYNC_SECONDS:g} s"
+            raise Stop(Exit.STORAGE, f"{self.path} could not be written, but a rewind must be recorded: {cause}")
 
     def sync(self, seconds: float) -> bool:
         """Waits for pending uploads; returns False on a timeout."""

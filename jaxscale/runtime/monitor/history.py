@@ -159,12 +159,12 @@ def read_history(workdir: Any, most_values: int | None = MOST_VALUES) -> History
 def missing_run_message(workdir: Any, folder: Any) -> str:
     """Returns the error message for a folder without a run."""
     if not os.fspath(workdir).strip():
-        return f"workdir={workdir!r} is empty; name the folder of a run, such as --workdir=runs/first"
+        return f"workdir={workdir!r} is empty; give the work folder of a run, such as --workdir=runs/first"
     if not folder.exists() and not paths.is_remote(workdir):
-        return f"workdir={workdir} does not exist; name the folder of a run, as training was given it"
+        return f"workdir={workdir} does not exist; give the --workdir of the training"
     if not paths.is_remote(workdir) and not folder.is_dir():
-        return f"workdir={workdir} is a file; name the folder of a run"
-    return f"workdir={workdir} holds no run: none of {', '.join(RUN_FILES)} is in it"
+        return f"workdir={workdir} is a file; give the work folder of a run"
+    return f"workdir={workdir} is not a work folder: it has none of {', '.join(RUN_FILES)}"
 
 
 def read_newest(path: Any, problems: list[str]) -> list[Row]:
@@ -175,7 +175,7 @@ def read_newest(path: Any, problems: list[str]) -> list[Row]:
         if event := clean_event(record):
             newest.append(event)
     if count > MOST_EVENTS:
-        problems.append(f"{path.name} has {count:,} lines, of which the newest {MOST_EVENTS:,} are kept")
+        problems.append(f"{path.name} has {count:,} lines; only the newest {MOST_EVENTS:,} are used")
     return list(newest)
 
 
@@ -200,7 +200,7 @@ def read_forecast(folder: Any, problems: list[str]) -> dict[str, Any] | None:
     if good and len(set(map(len, columns))) == 1:
         return found
     if found:
-        problems.append("forecast.json lacks lists of equal length named tokens, low, middle, high: it is not shown")
+        problems.append("forecast.json needs lists of equal length named tokens, low, middle and high; it is not shown")
     return None
 
 

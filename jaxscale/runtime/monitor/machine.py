@@ -141,7 +141,7 @@ class Telemetry:
             except Exception as error:  # telemetry must not end a run
                 self.latest, failures = {}, failures + 1
                 if failures == MAX_FAILURES:
-                    return self.say(f"telemetry: no longer read ({first_line(error)}); training continues without it")
+                    return self.say(f"telemetry is disabled ({first_line(error)}); training continues without it")
             self.stopped.wait(self.every_seconds)
 
 
@@ -179,7 +179,7 @@ def parse_nvidia(text: str, visible: str | None = None) -> list[dict[str, float]
     for line in filter(None, map(str.strip, text.splitlines())):
         cells = [cell.strip() for cell in line.split(",")]
         if len(cells) != len(FIELDS) or not cells[0].isdecimal():
-            raise ValueError(f"nvidia-smi printed no table: {line[:80]!r}")
+            raise ValueError(f"unexpected output of nvidia-smi: {line[:80]!r}")
         percent, watts, celsius = map(parse_number, cells[2:])
         utilisation = None if percent is None else percent / 100
         values = {"utilisation": utilisation, "power_watts": watts, "temperature_c": celsius}

@@ -116,7 +116,7 @@ class Profiler:
             self.start(str(self.folder))
         except Exception as error:  # OSError, or an error of the platform's profiler, such as being in use
             self.first = None
-            self.fail(step, "could not begin", error)
+            self.fail(step, "could not start", error)
             return
         self.note("profile", step, what="begun", last=last, place=str(self.destination))
         self.say(f"profile: capturing steps {step} to {last} into {self.destination}")
@@ -153,7 +153,7 @@ class Profiler:
             pass
         except Exception as error:  # any exception of the storage client
             with contextlib.suppress(Stop):
-                self.fail(step, f"could not be uploaded to the bucket, and stays in {folder}", error)
+                self.fail(step, f"could not be uploaded to the bucket and is still in {folder}", error)
         else:
             self.report_written(step, destination, began)
 
@@ -161,7 +161,7 @@ class Profiler:
         """Logs that the capture is complete."""
         seconds = round(time.monotonic() - began, 3)
         self.note("profile", step, what="written", place=str(destination), seconds=seconds)
-        self.say(f"profile: written in {seconds:g} s; look at it with: xprof {destination}")
+        self.say(f"profile: written in {seconds:g} s; view it with: xprof {destination}")
 
     def fail(self, step: int, what: str, error: Exception) -> None:
         """Logs the failure of the capture that began at `step` and disables the profiler for this start."""

@@ -264,8 +264,8 @@ class RecordFile:
             return self.uploader.problem
         if self.cause is None:
             return None
-        lost = "; the oldest of its lines are lost" if len(self.unwritten) == MAX_UNWRITTEN else ""
-        return f"{self.path} is behind and tried again: {self.cause}{lost}"
+        lost = "; its oldest lines are lost" if len(self.unwritten) == MAX_UNWRITTEN else ""
+        return f"{self.path} is delayed and will be retried: {self.cause}{lost}"
 
     def write(self, record: Mapping[str, Any]) -> bool:
         """Returns True if the record is written or queued. Raises Stop if another process owns the folder."""

@@ -37,11 +37,11 @@ def read_lines(path: Any, problems: list[str]) -> Iterator[Row]:
     except BadInput as error:
         problems.append(str(error))
     except OSError as error:
-        problems.append(f"{path.name} cannot be read to its end: {error.strerror or error}")
+        problems.append(f"{path.name} cannot be read completely: {error.strerror or error}")
     if damage.lines:
-        problems.append(f"{path.name}: {units.plural(damage.lines, 'damaged line')} left out")
+        problems.append(f"{path.name}: {units.plural(damage.lines, 'damaged line')} skipped")
     if damage.torn:
-        problems.append(f"{path.name}: its last line is not whole, as while it is written, and is left out")
+        problems.append(f"{path.name}: its last line is incomplete, as during a write, and is skipped")
 
 
 def read_object(path: Any, problems: list[str], without: str) -> dict[str, Any]:
@@ -158,14 +158,14 @@ def read_metrics(folder: Any, most_values: int | None, problems: list[str]) -> M
     """The rows of metrics.jsonl."""
     found = MetricRows(most_values)
     if not (folder / "metrics.jsonl").exists():
-        problems.append("metrics.jsonl is not there yet: no step has been reported")
+        problems.append("metrics.jsonl does not exist yet: no step has been reported")
         return found
     for row in read_rows(folder / "metrics.jsonl", problems):
         found.add(row)
     if found.thinned:
         problems.append(
-            f"metrics.jsonl has {found.lines:,} lines, of which {len(found.rows):,} are kept: of each group those with "
-            "the lowest and highest loss, the largest gradient norm, the longest step, and a skipped one"
+            f"metrics.jsonl has {found.lines:,} lines, of which {len(found.rows):,} are used: in each group, those "
+            "with the lowest and highest loss, the largest gradient norm, the longest step, and a skipped one"
         )
     return found
 
@@ -187,8 +187,8 @@ def read_abandoned(folder: Any, metrics: MetricRows, most_values: int | None, pr
     if replaced:
         steps = [row["step"] for row in replaced]
         problems.append(
-            f"metrics.jsonl has steps {min(steps)} to {max(steps)} twice: the later lines count, the earlier are "
-            "shown as abandoned"
+            f"metrics.jsonl has steps {min(steps)} to {max(steps)} twice: the later lines are used, the earlier "
+            "ones are shown as abandoned"
         )
     in_order = lambda row: (row["rewind"] if is_number(row["rewind"]) else math.inf, row["step"])
     return sorted([*moved.replaced, *replaced], key=in_order)
@@ -225,7 +225,7 @@ def read_rows(path: Any, problems: list[str]) -> Iterator[Row]:
             row["nonfinite"] = list(dict.fromkeys(nonfinite))
         yield row
     if without_step:
-        problems.append(f"{path.name}: {units.plural(without_step, 'line')} without a step left out")
+        problems.append(f"{path.name}: {units.plural(without_step, 'line')} without a step skipped")
 
 
 def is_number(value: Any) -> TypeGuard[float]:

@@ -117,7 +117,7 @@ class Sink:
         with contextlib.suppress(queue.Full):
             self.records.put(None, timeout=self.close_seconds)
         if not self.finished.wait(max(0.0, deadline - time.monotonic())):
-            self.cause = self.cause or f"it did not take the last of them within {self.close_seconds:g} s"
+            self.cause = self.cause or f"it did not accept the last ones within {self.close_seconds:g} s"
 
 
 def open_wandb(service_run: ServiceRun) -> Service:
@@ -130,7 +130,7 @@ def open_wandb(service_run: ServiceRun) -> Service:
 
     offline = os.environ.get("WANDB_MODE") in OFFLINE
     if not offline and not wandb.api.api_key:
-        raise BadInput("nobody is logged in; set WANDB_API_KEY, or WANDB_MODE=offline to keep all on this machine")
+        raise BadInput("not logged in; set WANDB_API_KEY, or WANDB_MODE=offline to store everything on this machine")
     settings = wandb.Settings(
         console="off",  # do not redirect the run's output
         silent=True,
@@ -156,8 +156,8 @@ def open_wandb(service_run: ServiceRun) -> Service:
     run.define_metric("*", step_metric="step")
 
     log = lambda step, metrics: run.log(service_run.with_attempt(metrics) | {"step": step})
-    offline_path = f"kept in {run.dir.removesuffix('/files')}; wandb sync --append brings it there"
-    link = run.url or "not sent: W&B gives no address"  # as with WANDB_MODE=disabled
+    offline_path = f"stored in {run.dir.removesuffix('/files')}; upload it with wandb sync --append"
+    link = run.url or "not sent: W&B returned no address"  # as with WANDB_MODE=disabled
     return Service(offline_path if run.offline else link, log, run.finish)
 
 
@@ -197,7 +197,7 @@ def open_sinks(names: Sequence[str], workdir: Any) -> list[Sink]:
 def missing_packages(names: Sequence[str]) -> list[str]:
     """Returns one line for each writer whose package is not installed."""
     return [
-        f"monitor.writers={name!r} needs its package: pip install 'jaxscale[{name}]', or leave it out"
+        f"monitor.writers={name!r} needs its package: pip install 'jaxscale[{name}]', or remove it"
         for name in names
         if not packages.is_installed(name)
     ]

@@ -111,7 +111,7 @@ class Uploader:
                 self.failing_since = now
             refused = isinstance(error, (ValueError, FileNotFoundError))  # no permission, or no bucket
             if refused or now - self.failing_since >= QUIET_SECONDS:
-                self.problem = f"{self.path} is behind and tried again: {' '.join(str(error).split())}"
+                self.problem = f"{self.path} is delayed and will be retried: {' '.join(str(error).split())}"
             longest = min(FIRST_WAIT * 2 ** min(self.failures - 1, 10), MAX_WAIT)
             self.due = now + max(getattr(error, "wait", 0.0), longest * random.uniform(0.5, 1.0))
 
@@ -149,5 +149,7 @@ class ExclusiveObject:
             is_ours = found is None or found.content in (before, content)  # an earlier try whose response was lost
             if not is_ours and not fence.ask(self.url):  # with the lock held, it is a late retry of our earlier upload
                 self.tried = before
-                raise WrittenElsewhere(f"another process has written {self.url}; this one stops writing it") from None
+                raise WrittenElsewhere(
+                    f"another process has written {self.url}; this process no longer writes it"
+                ) from None
             self.generation = self.bucket.put(self.url, content, found.generation if found else 0)

@@ -61,7 +61,7 @@ class Writer:
             self.say(f"metrics.jsonl: dropped {units.plural(existing.damaged, 'damaged line')}")
         if existing.dropped_steps:
             first, last = min(existing.dropped_steps), max(existing.dropped_steps)
-            self.say(f"metrics.jsonl: steps {first} to {last} are run again")
+            self.say(f"metrics.jsonl: steps {first} to {last} are repeated")
         self.sinks = open_sinks(self.cfg.writers, self.workdir)
         if self.cfg.tensorboard and paths.is_remote(self.workdir):
             self.say("TensorBoard events are written to local folders only; metrics.jsonl has every number")
@@ -151,7 +151,7 @@ class Writer:
         """Flushes and closes all outputs. May be called twice."""
         for file in self.files():
             if not file.flush(LAST_SECONDS):
-                self.say(f"{file.path} lacks the last lines: {file.problem or 'no answer yet'}")
+                self.say(f"{file.path} lacks the last lines: {file.problem or 'no response yet'}")
         for output in self.outputs():
             output.close()
         if self.diagnosis is not None:

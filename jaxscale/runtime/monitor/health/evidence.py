@@ -86,22 +86,22 @@ EvidenceFn = Callable[[RecentRecords, RunFacts, int], Evidence]  # step: of the 
 def warmup(recent: RecentRecords, facts: RunFacts, step: int) -> Evidence:
     """The warmup has just ended."""
     if not facts.warmup_steps:
-        return Evidence(NEUTRAL, "this run has no warmup, or it is not known")
+        return Evidence(NEUTRAL, "this run has no warmup, or it is unknown")
     if step <= facts.warmup_steps:
         return Evidence(FOR, f"step {step} is in the warmup, which ends at step {facts.warmup_steps}")
     since = step - facts.warmup_steps
     if since <= max(facts.warmup_steps / 2, 10):
-        return Evidence(STRONG, f"the warmup ended at step {facts.warmup_steps}, {since} steps before")
-    return Evidence(AGAINST, f"the warmup ended at step {facts.warmup_steps}, long before")
+        return Evidence(STRONG, f"the warmup ended at step {facts.warmup_steps}, {since} steps earlier")
+    return Evidence(AGAINST, f"the warmup ended long before, at step {facts.warmup_steps}")
 
 
 def rate(recent: RecentRecords, facts: RunFacts, step: int) -> Evidence:
     """The learning rate is at its peak."""
     now = recent.last.get("learning_rate")
     if now is None or not recent.highest_rate:
-        return Evidence(NEUTRAL, "the learning rate is not known" if now is None else "the learning rate is 0")
+        return Evidence(NEUTRAL, "the learning rate is unknown" if now is None else "the learning rate is 0")
     if now >= 0.9 * recent.highest_rate:
-        return Evidence(FOR, f"the learning rate is {now:.3g}, at its highest so far")
+        return Evidence(FOR, f"the learning rate is {now:.3g}, its maximum so far")
     fraction = now / recent.highest_rate
     weight = NEUTRAL if fraction > 0.3 else AGAINST
     return Evidence(weight, f"the learning rate is {now:.3g}, {fraction:.0%} of its peak")
@@ -111,7 +111,7 @@ def low_rate(recent: RecentRecords, facts: RunFacts, step: int) -> Evidence:
     """The learning rate is small, absolutely or relative to its peak."""
     now = recent.last.get("learning_rate")
     if now is None:
-        return Evidence(NEUTRAL, "the learning rate is not known")
+        return Evidence(NEUTRAL, "the learning rate is unknown")
     if now < 1e-6:
         return Evidence(STRONG, f"the learning rate is {now:.3g}; 1e-4 to 3e-4 is usual")
     if now < 0.5 * recent.highest_rate:
@@ -123,11 +123,11 @@ def stage(recent: RecentRecords, facts: RunFacts, step: int) -> Evidence:
     """A stage of the mixture has just begun."""
     batch = recent.last.get("batch_index")
     if not facts.stage_batches or batch is None:
-        return Evidence(AGAINST, "the mixture of sources is the same all along")
+        return Evidence(AGAINST, "the mixture of sources does not change")
     started = [first for first in facts.stage_batches if first <= batch]
     if started and batch - started[-1] <= recent.width:
-        return Evidence(STRONG, f"a stage of data.mixture began with batch {started[-1]}; this is batch {batch}")
-    return Evidence(AGAINST, f"no stage of data.mixture began near batch {batch}")
+        return Evidence(STRONG, f"a stage of data.mixture started with batch {started[-1]}; this is batch {batch}")
+    return Evidence(AGAINST, f"no stage of data.mixture started near batch {batch}")
 
 
 def suspect_batch(recent: RecentRecords, step: int) -> tuple[int, int, int | None] | None:
@@ -146,11 +146,11 @@ def suspect_batch(recent: RecentRecords, step: int) -> tuple[int, int, int | Non
 def batch(recent: RecentRecords, facts: RunFacts, step: int) -> Evidence:
     """The batch of the step, and whether its tokens are a repeat."""
     if (found := suspect_batch(recent, step)) is None:
-        return Evidence(NEUTRAL, "the number of the batch is not known")
+        return Evidence(NEUTRAL, "the batch number is unknown")
     n, trained_at, same_as = found
     hint = f"`jaxscale trace --workdir={shlex.quote(facts.workdir)} --batch={n}` lists its documents"
     if same_as is not None:
-        return Evidence(STRONG, f"batch {n} has the very tokens of batch {same_as}: {hint}")
+        return Evidence(STRONG, f"batch {n} has the same tokens as batch {same_as}: {hint}")
     return Evidence(FOR, f"step {trained_at} trained on batch {n}: {hint}")
 
 
@@ -159,10 +159,10 @@ def gradient(recent: RecentRecords, facts: RunFacts, step: int) -> Evidence:
     near = [record for record in recent.records if record["step"] <= step + recent.width]
     known = [(record["grad_norm"], record["step"]) for record in near if record.get("grad_norm") is not None]
     if not known:
-        return Evidence(NEUTRAL, "the gradient norm is not known, or not finite")
+        return Evidence(NEUTRAL, "the gradient norm is unknown or not finite")
     norm, at = max(known)
     if not facts.clip_norm:
-        text = f"the largest norm was {norm:.3g} at step {at}; nothing is clipped"
+        text = f"the largest norm was {norm:.3g} at step {at}; gradients are not clipped"
         return Evidence(FOR if norm > 10 else NEUTRAL, text)
     if norm > 3 * facts.clip_norm:
         text = f"the norm reached {norm:.3g} at step {at} and was clipped to {facts.clip_norm:g}"
@@ -171,14 +171,14 @@ def gradient(recent: RecentRecords, facts: RunFacts, step: int) -> Evidence:
 
 
 def numerics(recent: RecentRecords, facts: RunFacts, step: int) -> Evidence:
-    """The compute dtype is narrow, or the loss scale changes."""
+    """The compute dtype has a small range, or the loss scale changes."""
     if len(scales := set(recent.known("train/loss_scale"))) > 1:
-        return Evidence(STRONG, f"the loss scale moved between {min(scales):g} and {max(scales):g}")
+        return Evidence(STRONG, f"the loss scale varied between {min(scales):g} and {max(scales):g}")
     if facts.compute_dtype == "float16":
-        return Evidence(FOR, "model.compute_dtype is float16, which ends at 65504")
+        return Evidence(FOR, "model.compute_dtype is float16, whose largest number is 65504")
     if facts.compute_dtype == "float32":
         return Evidence(AGAINST, "model.compute_dtype is float32")
-    return Evidence(NEUTRAL, f"model.compute_dtype is {facts.compute_dtype or 'not known'}")
+    return Evidence(NEUTRAL, f"model.compute_dtype is {facts.compute_dtype or 'unknown'}")
 
 
 def float16(recent: RecentRecords, facts: RunFacts, step: int) -> Evidence:
@@ -186,7 +186,7 @@ def float16(recent: RecentRecords, facts: RunFacts, step: int) -> Evidence:
     dtype = facts.compute_dtype
     if dtype == "float16":
         return Evidence(FOR, "model.compute_dtype is float16, whose smallest number is 6e-8")
-    return Evidence(AGAINST if dtype else NEUTRAL, f"model.compute_dtype is {dtype or 'not known'}")
+    return Evidence(AGAINST if dtype else NEUTRAL, f"model.compute_dtype is {dtype or 'unknown'}")
 
 
 def data_wait(recent: RecentRecords, facts: RunFacts, step: int) -> Evidence:
@@ -194,7 +194,7 @@ def data_wait(recent: RecentRecords, facts: RunFacts, step: int) -> Evidence:
     pairs = [(record.get("data_wait_seconds"), record.get("step_seconds")) for record in list(recent.records)[-5:]]
     known = [(wait, seconds) for wait, seconds in pairs if wait is not None and seconds]
     if not known:
-        return Evidence(NEUTRAL, "the wait for data is not known")
+        return Evidence(NEUTRAL, "the time spent waiting for data is unknown")
     fraction = sum(wait for wait, _ in known) / sum(seconds for _, seconds in known)
     text = f"{min(fraction, 1):.0%} of the step was spent waiting for data"
     return Evidence(STRONG if fraction > 0.3 else FOR if fraction > 0.1 else AGAINST, text)
@@ -207,49 +207,51 @@ def recent_event(recent: RecentRecords, facts: RunFacts, step: int) -> Evidence:
         if at is not None and step - max(recent.width, 1) <= at <= step:
             to = f", to step {at}" if at != event["step"] else ""
             return Evidence(STRONG, f"events.jsonl has '{event['event']}' at step {event['step']}{to}")
-    return Evidence(AGAINST, "events.jsonl has no start, rewind or cut of the rate near it")
+    return Evidence(AGAINST, "events.jsonl has no start, rewind or learning rate cut shortly before")
 
 
 def skips(recent: RecentRecords, facts: RunFacts, step: int) -> Evidence:
     """The guard skipped steps."""
     if not (totals := recent.known("skipped_total")):
-        return Evidence(NEUTRAL, "skipped steps are not known")
+        return Evidence(NEUTRAL, "the number of skipped steps is unknown")
     skipped = totals[-1] - totals[0]
     if skipped > 0:
         return Evidence(FOR, f"{skipped} of the last {recent.width} steps were skipped by train.guard")
-    return Evidence(AGAINST, "no step near it was skipped")
+    return Evidence(AGAINST, "no recent step was skipped")
 
 
 def other_work(recent: RecentRecords, facts: RunFacts, step: int) -> Evidence:
-    """Other programs used this host's processors."""
+    """Other programs used this host's CPU."""
     if not (shares := recent.known("host_other_share")):
-        return Evidence(NEUTRAL, "whose work the processors do is not known")
+        return Evidence(NEUTRAL, "the CPU use of other programs is unknown")
     share = sum(shares[-5:]) / len(shares[-5:])
-    text = f"other programs took {share:.0%} of the processors"
+    text = f"other programs used {share:.0%} of the CPU"
     return Evidence(STRONG if share > 0.5 else FOR if share > 0.2 else AGAINST, text)
 
 
 def schedule(recent: RecentRecords, facts: RunFacts, step: int) -> Evidence:
     """Progress of the run in its schedule."""
     if not facts.total_steps:
-        return Evidence(NEUTRAL, "the length of the run is not known")
-    text = f"{step / facts.total_steps:.0%} of {facts.total_steps} steps are done, decay {facts.decay or 'unknown'}"
+        return Evidence(NEUTRAL, "the length of the run is unknown")
+    text = (
+        f"{step / facts.total_steps:.0%} of {facts.total_steps} steps are completed, decay: {facts.decay or 'unknown'}"
+    )
     return Evidence(NEUTRAL, text)
 
 
 def balance(recent: RecentRecords, facts: RunFacts, step: int) -> Evidence:
     """The load of the experts is not balanced by a bias or a loss."""
     if not facts.balanced_by:
-        text = "there is neither model.experts.bias with a rate nor a balance loss in train.aux_losses"
+        text = "neither model.experts.bias nor a balance loss in train.aux_losses is active"
         return Evidence(STRONG, text)
-    return Evidence(AGAINST, f"they are balanced by {' and '.join(facts.balanced_by)}")
+    return Evidence(AGAINST, f"experts are balanced by {' and '.join(facts.balanced_by)}")
 
 
 def bias_rate(recent: RecentRecords, facts: RunFacts, step: int) -> Evidence:
     """The step of the biases is large compared with the scores that they are added to."""
     scores = recent.last.get("train/router_scores")
     if not facts.bias_rate or not scores:
-        return Evidence(NEUTRAL, "no bias moves" if not facts.bias_rate else "the scores are not known")
+        return Evidence(NEUTRAL, "biases do not change" if not facts.bias_rate else "the scores are unknown")
     fraction = 2 * facts.bias_rate / scores
     text = f"model.experts.bias_rate is {facts.bias_rate:g}, and the scores of a token span {scores:.3g}"
     return Evidence(STRONG if fraction > MAX_BIAS_STEP else FOR if fraction > 0.03 else AGAINST, text)
@@ -257,7 +259,7 @@ def bias_rate(recent: RecentRecords, facts: RunFacts, step: int) -> Evidence:
 
 def no_evidence(recent: RecentRecords, facts: RunFacts, step: int) -> Evidence:
     """Evidence of causes that the metrics cannot show."""
-    return Evidence(NEUTRAL, "the metrics do not show it")
+    return Evidence(NEUTRAL, "cannot be seen in the metrics")
 
 
 # (cause, function that returns its evidence), of several rules
@@ -265,9 +267,9 @@ RATE = ("the learning rate is too high", rate)
 BATCH = ("a bad batch: broken, repeated or very long documents", batch)
 WARMUP = ("the warmup is too short", warmup)
 STAGE = ("the data changed", stage)
-NUMERICS = ("numbers out of range in the computation", numerics)
-RETURN = ("the run has just come back from another state", recent_event)
+NUMERICS = ("overflow or underflow in the computation", numerics)
+RETURN = ("the run has just resumed or rewound", recent_event)
 GRADIENT = ("a gradient explosion", gradient)
 WAIT = ("the step waits for data", data_wait)
-OTHER_PROGRAMS = ("other work takes the host's processors", other_work)
-SLOW_DEVICE = ("a device or a link is slow, or throttled by heat", no_evidence)
+OTHER_PROGRAMS = ("other programs use the host's CPU", other_work)
+SLOW_DEVICE = ("a device or a link is slow, or thermally throttled", no_evidence)

@@ -11,7 +11,7 @@ from jaxscale.runtime.monitor.health.rule import Rule, RuleResult, RunFacts, Vie
 # Steps without a token after which an expert counts as dead. An expert that is chosen in one step of ten reaches it
 # by chance 3 times in 100,000.
 DEAD_STEPS = 100
-PATIENCE = 200  # steps that a router has to become balanced: healthy ones are uneven at first
+PATIENCE = 200  # steps within which a router must become balanced: healthy ones are unbalanced at first
 SCORE_RANGE = 1.0  # of softmax and sigmoid
 MIN_USED_FRACTION = 0.25  # of the way from the fewest effective experts (those of one token) to all
 MIN_ENTROPY = 0.05  # nats of a token's router probabilities: one expert has 99%
@@ -30,21 +30,21 @@ class RouterCollapse(Rule):
 
     kind = "router_collapse"
     causes = (
-        ("nothing keeps the experts equally busy", evidence.balance),
+        ("the load of the experts is not balanced", evidence.balance),
         RATE,
         WARMUP,
-        ("the bias moves so far in a step that loads swing", evidence.bias_rate),
-        ("the router's weights are so large that scores are all or nothing", evidence.no_evidence),
+        ("the bias changes so much per step that loads oscillate", evidence.bias_rate),
+        ("the router's weights are so large that scores saturate", evidence.no_evidence),
     )
     advice = (
-        "see in the report which layers and experts it is",
-        "balance it: model.experts.bias=true in a new run, or balance_loss=0.01 in train.aux_losses",
+        "see the layers and experts in the report",
+        "balance the load: model.experts.bias=true in a new run, or balance_loss=0.01 in train.aux_losses",
         "router_z_loss=0.001 in train.aux_losses keeps the router's logits small",
-        "lower optim.peak_lr 2 times or lengthen the warmup",
+        "halve optim.peak_lr or lengthen the warmup",
     )
     sources = (
-        "routers left alone send ever more tokens to few experts: arXiv:1701.06538, section 4",
-        "own threshold: a quarter of the way from the fewest experts to all, for longer than balance takes",
+        "without balancing, routers send ever more tokens to a few experts: arXiv:1701.06538, section 4",
+        "own threshold: a quarter of the way from the fewest effective experts to all, for longer than balancing takes",
     )
 
     def check(self, view: View) -> RuleResult | None:
@@ -59,17 +59,17 @@ class RouterCollapse(Rule):
             busiest = view.number("train/experts_busiest")
             load = f" (the busiest has {busiest:.3g} times the mean)" if busiest is not None else ""
             parts.append(
-                f"in some layer tokens are spread as unevenly as over {used:.3g} equal experts of {experts}{load}: "
-                f"fewer than {least:.3g}; {chosen}, those of one token, are the fewest"
+                f"in some layer the effective number of experts is {used:.3g} of {experts}{load}: below {least:.3g}; "
+                f"the minimum is {chosen}, the experts per token"
             )
         if entropy < MIN_ENTROPY:
             parts.append(
-                f"in some layer the router's shares of a token have an entropy of {entropy:.2g} nats of at most "
-                f"{math.log(experts):.3g}: below {MIN_ENTROPY:g}, one expert has nearly all of it"
+                f"in some layer the entropy of the router probabilities is {entropy:.2g} of at most "
+                f"{math.log(experts):.3g} nats: below {MIN_ENTROPY:g}, one expert has nearly all the probability"
             )
         if parts:
             return RuleResult(True, "; ".join(parts), numbers, patience=balance_steps(view.facts))
-        seen = f"tokens are spread as over {used:.3g} equal experts of {experts} at least, entropy {entropy:.3g} nats"
+        seen = f"the effective number of experts is at least {used:.3g} of {experts}, the entropy {entropy:.3g} nats"
         return RuleResult(False, seen, numbers)
 
 
@@ -78,26 +78,26 @@ class DeadExperts(Rule):
 
     kind = "dead_experts"
     causes = (
-        ("nothing keeps the experts equally busy", evidence.balance),
+        ("the load of the experts is not balanced", evidence.balance),
         ("the batch is small for this number of experts", evidence.no_evidence),
-        ("the router began far from balance, and its bias has not come far enough yet", evidence.bias_rate),
+        ("the router started far from balance, and its bias has not changed enough yet", evidence.bias_rate),
         RATE,
     )
     advice = (
-        "see in the report which they are: a layer alone points at its router, some everywhere at the balance",
-        "balance it: model.experts.bias=true in a new run, or balance_loss=0.01 in train.aux_losses",
-        "an expert without tokens learns nothing: fewer experts would do the same",
+        "see the experts in the report: in a single layer they point to its router, in all layers to the balancing",
+        "balance the load: model.experts.bias=true in a new run, or balance_loss=0.01 in train.aux_losses",
+        "an expert without tokens learns nothing; use fewer experts",
     )
-    sources = ("own threshold: 100 steps without a token, for longer than balance takes",)
+    sources = ("own threshold: 100 steps without a token, for longer than balancing takes",)
 
     def check(self, view: View) -> RuleResult | None:
         if (dead := view.number("train/experts_dead")) is None:
             return None
         numbers = {"dead": dead, "steps": DEAD_STEPS}
         if not dead:
-            return RuleResult(False, f"every expert had a token in the last {DEAD_STEPS} steps", numbers)
+            return RuleResult(False, f"every expert received a token in the last {DEAD_STEPS} steps", numbers)
         has = "has" if dead == 1 else "have"
-        seen = f"{units.plural(int(dead), 'expert')} {has} had no token in {DEAD_STEPS} steps: memory without use"
+        seen = f"{units.plural(int(dead), 'expert')} {has} received no token in {DEAD_STEPS} steps"
         patience = balance_steps(view.facts) - DEAD_STEPS
         return RuleResult(True, f"{seen}; the report shows which", numbers, patience=patience)
 
@@ -107,18 +107,18 @@ class RouterBias(Rule):
 
     kind = "router_bias"
     causes = (
-        ("the bias moves too fast", evidence.bias_rate),
-        ("some expert is not wanted whatever its bias is", evidence.no_evidence),
+        ("the bias changes too fast", evidence.bias_rate),
+        ("some expert is never chosen, whatever its bias", evidence.no_evidence),
         RATE,
     )
     advice = (
-        "lower model.experts.bias_rate: 0.001 is usual, for scores by sigmoid",
-        "if it grows at a usual rate: add balance_loss or row_balance_loss to train.aux_losses, so that scores "
-        "themselves come closer",
+        "lower model.experts.bias_rate: 0.001 is usual for sigmoid scores",
+        "if the range grows at a usual bias_rate: add balance_loss or row_balance_loss to train.aux_losses, so that "
+        "the scores become more similar",
     )
     sources = (
-        "a rate of 0.001: arXiv:2408.15664; arXiv:2412.19437",
-        "own threshold: three times the range of a token's scores, and a tenth of it in one step",
+        "a bias rate of 0.001: arXiv:2408.15664; arXiv:2412.19437",
+        "own threshold: three times the range of a token's scores, and a tenth of it per step",
     )
 
     def check(self, view: View) -> RuleResult | None:
@@ -131,15 +131,15 @@ class RouterBias(Rule):
         if bias_range > MAX_BIAS_RANGE:
             patience = 0
             parts.append(
-                f"the biases of some layer lie {bias_range:.3g} times as far apart as the scores of a token: above "
-                f"{MAX_BIAS_RANGE:g}, they choose experts whatever the scores say"
+                f"in some layer the range of the biases is {bias_range:.3g} times that of a token's scores: above "
+                f"{MAX_BIAS_RANGE:g}, biases alone determine the experts"
             )
         if moved > MAX_BIAS_STEP:
             parts.append(
-                f"a step moves two experts apart by up to {moved:.0%} of what the scores of a token lie apart "
-                f"({scores:.3g}): above {MAX_BIAS_STEP:.0%}, loads swing from step to step"
+                f"a step changes the difference of two biases by up to {moved:.0%} of the range of a token's scores "
+                f"({scores:.3g}): above {MAX_BIAS_STEP:.0%}, loads oscillate from step to step"
             )
         if parts:
             return RuleResult(True, "; ".join(parts), numbers, patience=patience)
-        seen = f"the biases of every layer are at most {bias_range:.3g} times as far apart as the scores of a token"
+        seen = f"in every layer the range of the biases is at most {bias_range:.3g} times that of a token's scores"
         return RuleResult(False, seen, numbers)

@@ -22,15 +22,15 @@ class Explosion(Rule):
     kind = "explosion"
     causes = (RATE, WARMUP, BATCH, NUMERICS, STAGE, RETURN)
     advice = (
-        "check that optim.clip_norm is 1: the norm that is logged is from before clipping",
-        "lower the rate 2 to 5 times",
-        "look at the batch",
+        "check that optim.clip_norm is 1; the logged norm is the one before clipping",
+        "divide the learning rate by 2 to 5",
+        "inspect the batch",
         "try model.embed_compute_dtype=float32",
     )
     sources = (
         "above 100 or NaN, 0.1 to 10 is normal: a common rule",
-        "above 3 times the clip norm: another; with clip norm 1 that is 3, normal by the first, so "
-        "it is shown and alerts nobody",
+        "above 3 times the clip norm: another; with clip norm 1 that is 3, normal by the first rule, so "
+        "it is shown but raises no alert",
         "own threshold: a multiple of the run's own median",
     )
 
@@ -71,16 +71,16 @@ class ZeroGradient(Rule):
             "the loss does not depend on it: an unused parameter, or a branch that is multiplied by zero",
             evidence.no_evidence,
         ),
-        ("both factors of a product are zero, so that neither gets a gradient", evidence.no_evidence),
+        ("both factors of a product are zero, so that neither has a gradient", evidence.no_evidence),
         ("a mask or gate in front of it is always closed", evidence.no_evidence),
         ("its gradient underflows in float16", evidence.float16),
     )
     advice = (
         "follow the parameter from its use in the model to the loss",
-        "initialize one of the two factors with values that are not zero",
-        "if it is not meant to learn, freeze it: optim.groups with its pattern and frozen=true, which saves its "
+        "initialize one of the two factors with nonzero values",
+        "if it should not be trained, freeze it: optim.groups with its pattern and frozen=true, which saves its "
         "moments and its gradient",
-        "if it belongs to an expert, look for dead_experts too: one without tokens gets no gradient",
+        "if it belongs to an expert, check for dead_experts: an expert without tokens has no gradient",
     )
     sources = ("own threshold: exactly zero, in consecutive records with statistics",)
 
@@ -100,7 +100,7 @@ class ZeroGradient(Rule):
         first = min(self.steps[name][0] for name in found)
         names = found[:4] + [f"{len(found) - 4} more"] * (len(found) > 4)
         joined = f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else names[0]
-        seen = f"the gradient of {joined} was exactly zero in {records} records with statistics in a row"
+        seen = f"the gradient of {joined} was exactly zero in {records} consecutive records with statistics"
         numbers = {"parameters": found[:8], "count": len(found), "records": records, "since": first}
         return RuleResult(True, f"{seen}, since step {first}", numbers)
 
@@ -110,11 +110,11 @@ class SkippedSteps(Rule):
 
     kind = "skipped_steps"
     begin, end = 2, 10
-    causes = (("the guard meets gradients that explode", evidence.gradient), NUMERICS, BATCH, STAGE)
+    causes = (("gradients explode", evidence.gradient), NUMERICS, BATCH, STAGE)
     advice = (
-        "read why in events.jsonl: each 'skipped' has its verdict",
-        "if the steps were well, raise the setting of train.guard that the verdict follows from",
-        "else lower the rate, or leave the batches out with --skip-data",
+        "read the reasons in events.jsonl: each 'skipped' event has a verdict",
+        "if the steps were valid, raise the setting of train.guard that caused the verdict",
+        "else lower the learning rate, or skip the batches with --skip-data",
     )
     sources = ("skipping is the first answer to a spike: a common rule; own threshold",)
 
@@ -131,9 +131,9 @@ class SkippedSteps(Rule):
             return None  # dynamic loss scaling reduced the scale
         skipped, steps = total - before[1], view.step - before[0]
         if not skipped:
-            return RuleResult(False, f"no step is skipped since step {before[0]}", {"skipped_total": total})
+            return RuleResult(False, f"no step was skipped since step {before[0]}", {"skipped_total": total})
         last = f"{skipped:.0f} of the last {steps} steps" if steps > 1 else "this step and the one before"
-        seen = f"{last} were skipped, {total:.0f} in all"
+        seen = f"{last} were skipped, {total:.0f} in total"
         often = skipped >= 3 and skipped >= 0.2 * steps
         return RuleResult(True, seen, {"skipped": skipped, "steps": steps, "skipped_total": total}, sure=often)
 
@@ -146,12 +146,12 @@ class Activations(Rule):
     causes = (
         RATE,
         NUMERICS,
-        ("a layer's weights began too large or too small", evidence.warmup),
-        ("weight decay, or a norm, has shut the layer", evidence.no_evidence),
+        ("a layer's initial weights are too large or too small", evidence.warmup),
+        ("weight decay or a norm has shut down the layer", evidence.no_evidence),
     )
     advice = (
         "see stats/grad_norm and stats/update_ratio of the same layers",
-        "huge: lower the rate, raise the weight decay, or bound attention logits",
+        "huge: lower the learning rate, raise the weight decay, or limit attention logits",
         "dead: check the init, the norm before the layer and optim.groups",
     )
     sources = ("about 1; above 100 or below 0.01 is a concern: a common rule",)
@@ -178,7 +178,9 @@ class Activations(Rule):
         sentences = [f"activation RMS {'; '.join(parts)} {rule}"] if parts else []
         if weak:
             branches = listed([*weak], weak)
-            sentences.append(f"of the stream behind them, these add less than {view.cfg.branch_low:g}: {branches}")
+            sentences.append(
+                f"relative to the residual stream, these add less than {view.cfg.branch_low:g}: {branches}"
+            )
         return RuleResult(True, "; ".join(sentences), numbers | {"low": low, "high": high}, sure=bool(nonfinite))
 
 
@@ -201,10 +203,13 @@ class AttentionLogits(Rule):
     kind = "attention_logits"
     begin, end = 2, 2
     causes = (RATE, WARMUP, ("query and key weights grow without bound", evidence.no_evidence))
-    advice = ("lower the rate or lengthen the warmup", "in a new run, set model.qk_norm or model.attention_softcap")
+    advice = (
+        "lower the learning rate or lengthen the warmup",
+        "in a new run, set model.qk_norm or model.attention_softcap",
+    )
     sources = (
         "attention logits cause spikes: a common rule",
-        "QK-Clip holds them at 100: arXiv:2507.20534",
+        "QK-Clip limits them to 100: arXiv:2507.20534",
         "own threshold: ten times that",
     )
 
@@ -219,8 +224,8 @@ class AttentionLogits(Rule):
         if not large:
             return RuleResult(False, f"attention logits of all layers are at most {limit:g}", numbers)
         what = "the largest attention logit" if exact else "the bound max|q| max|k| of the attention logits"
-        bound = "" if exact else ", which no logit exceeds and all may be far below"
-        seen = f"{what}{bound} is above {limit:g} in {listed(large, layers)}; QK-Clip holds logits at 100"
+        bound = "" if exact else " (an upper bound; the logits may be far below it)"
+        seen = f"{what}{bound} is above {limit:g} in {listed(large, layers)}; QK-Clip limits logits to 100"
         seen += " (arXiv:2507.20534)"
         return RuleResult(True, seen, numbers | {"exact": bool(exact)})
 
@@ -232,14 +237,14 @@ def listed(names: list[str], values: dict[str, float]) -> str:
 
 
 class SourceJump(Rule):
-    """The loss of one source of the mixture jumps and stays."""
+    """The loss of one source of the mixture jumps and stays high."""
 
     kind = "source_jump"
     begin, end = 3, 5
     causes = (STAGE, BATCH, RATE, RETURN)
     advice = (
-        "if a stage began: this is the price of the new mix, and should fall again; ease it in over more steps",
-        "if none began: look at the source's documents in the batch",
+        "if a stage of the mixture started, the loss should fall again; introduce it over more steps",
+        "if none started, inspect the source's documents in the batch",
     )
     sources = ("check the data source's transition: a common rule; own threshold",)
 
@@ -266,7 +271,7 @@ class SourceJump(Rule):
                 baseline.add(loss)
                 self.rejected[name] = 0
         if not jumped:
-            return HEALTHY if not self.active else RuleResult(False, "the losses of the sources are usual again")
+            return HEALTHY if not self.active else RuleResult(False, "the losses of the sources are back to normal")
         parts = [f"{name} {loss:.4g} after {usual:.4g}" for name, (loss, usual) in sorted(jumped.items())]
         numbers = {"sources": sorted(jumped), "losses": {name: list(pair) for name, pair in sorted(jumped.items())}}
         return RuleResult(True, f"the loss of a source has jumped: {', '.join(parts)}", numbers)

@@ -37,10 +37,10 @@ class NonFinite(Rule):
     begin, end = 1, 5
     causes = (NUMERICS, ("the gradient exploded before", evidence.gradient), RATE, BATCH)
     advice = (
-        "look at the batch",
-        "if it comes back, lower optim.peak_lr by 2 to 5 times or lengthen the warmup",
-        "compute in bfloat16 or float32 in place of float16, and try model.embed_compute_dtype=float32",
-        "the guard skips such steps; too many in a row rewind the run, or end it with exit 17",
+        "inspect the batch",
+        "if it happens again, divide optim.peak_lr by 2 to 5 or lengthen the warmup",
+        "compute in bfloat16 or float32 instead of float16, and try model.embed_compute_dtype=float32",
+        "the guard skips such steps; too many consecutive ones rewind the run, or end it with exit code 17",
     )
     sources = ("common rules: a norm that is NaN is an alarm; stop at NaN",)
 
@@ -60,11 +60,11 @@ class Spike(Rule):
     begin, end = 2, 3
     causes = (BATCH, WARMUP, STAGE, RATE, GRADIENT, RETURN, NUMERICS)
     advice = (
-        "wait: most spikes heal within some tens of steps",
-        "look at the batch, and leave it out with --skip-data if its documents are bad",
-        "if spikes return: lower the rate 10 times for 100 steps, then restore it (a common rule; "
-        "another: 2 to 5 times for 100 to 500 steps)",
-        "if it does not heal: go back to a checkpoint before it and skip the batches around it",
+        "wait: most spikes recover within tens of steps",
+        "inspect the batch, and skip it with --skip-data if its documents are bad",
+        "if spikes recur: divide the learning rate by 10 for 100 steps, then restore it (a common rule; "
+        "another: by 2 to 5 for 100 to 500 steps)",
+        "if it does not recover: rewind to a checkpoint before it and skip the batches around it",
     )
     sources = (
         "1.5 times the rolling average: a common rule",
@@ -83,7 +83,7 @@ class Spike(Rule):
             self.highest = max(self.highest, loss)
         numbers = {"loss": loss, "usual": compared.centre}
         if view.losses.new_level:
-            seen = f"the loss has not come back from {loss:.4g} to {self.usual:.4g}: that is taken as its level now"
+            seen = f"the loss has not returned from {loss:.4g} to {self.usual:.4g}: {loss:.4g} is now its level"
             return RuleResult(False, seen, numbers, sure=True) if self.active else HEALTHY
         least = loss_limit(LOW_RATIO, compared.centre)
         high = loss >= loss_limit(view.cfg.spike_ratio, compared.centre) and compared.sigmas >= view.cfg.spike_sigma
@@ -98,7 +98,7 @@ class Spike(Rule):
         levels = ", ".join(f"{side(level)} {level:g} ({source})" for level, source in SPIKE_LEVELS)
         seen = (
             f"the loss is {loss:.4g}, {format_ratio(compared.ratio, 2)} times the median {compared.centre:.4g} of the "
-            f"records before: {levels}; {format_ratio(compared.sigmas, 0)} standard deviations of its noise"
+            f"previous records: {levels}; {format_ratio(compared.sigmas, 0)} standard deviations of its noise"
         )
         numbers |= {"ratio": compared.ratio, "sigmas": compared.sigmas, "threshold": view.cfg.spike_ratio}
         return RuleResult(True, seen, numbers, sure=compared.ratio >= max(SURE_RATIO, view.cfg.spike_ratio))
@@ -111,12 +111,12 @@ class Divergence(Rule):
     begin, end = 5, 5
     causes = (RATE, WARMUP, STAGE, GRADIENT, NUMERICS, RETURN)
     advice = (
-        "if a stage of the mixture began, look at the losses by source before anything else",
-        "go back to the newest checkpoint from before it, with optim.peak_lr 2 to 10 times lower",
+        "if a stage of the mixture started, check the losses by source first",
+        "rewind to the newest checkpoint before it, with optim.peak_lr divided by 2 to 10",
         "lengthen the warmup",
         "check that optim.clip_norm is 1",
     )
-    sources = ("own rule: the smoothed loss against its lowest", "a loss that rises is a concern: a common rule")
+    sources = ("own rule: the smoothed loss relative to its minimum", "a loss that rises is a concern: a common rule")
 
     lowest, lowest_step = math.inf, 0
 
@@ -135,13 +135,13 @@ class Divergence(Rule):
             if not self.active and median(recent[5:]) < median(recent[:5]) - usual[1]:
                 return None  # on its way back, as after a spike
             seen = (
-                f"the loss, smoothed, is {smoothed:.4g} and was {self.lowest:.4g} at step {self.lowest_step}: "
+                f"the smoothed loss is {smoothed:.4g} after a minimum of {self.lowest:.4g} at step {self.lowest_step}: "
                 f"{smoothed / self.lowest:.2f} times as high, above {view.cfg.divergence_ratio:g}"
             )
             return RuleResult(True, seen, numbers | {"threshold": view.cfg.divergence_ratio})
         if self.active and smoothed > (self.lowest + limit) / 2:
             return None
-        return RuleResult(False, f"the loss, smoothed, is back at {smoothed:.4g}", numbers)
+        return RuleResult(False, f"the smoothed loss is back at {smoothed:.4g}", numbers)
 
 
 class FlatStart(Rule):
@@ -151,17 +151,20 @@ class FlatStart(Rule):
     begin, end = 3, 3
     causes = (
         ("the learning rate is too low", evidence.low_rate),
-        ("the learning rate is so high that nothing is learnt", evidence.rate),
-        ("steps are skipped, so that nothing is learnt", evidence.skips),
+        ("the learning rate is so high that the model does not learn", evidence.rate),
+        ("steps are skipped, so that the model does not learn", evidence.skips),
         ("targets or weights of the data are wrong", evidence.batch),
         ("parameters are frozen by optim.groups", evidence.no_evidence),
     )
     advice = (
         "try optim.peak_lr between 1e-4 and 1e-3 on a short run",
-        "read a batch with jaxscale trace: is it text, and is it what the model is to learn",
-        "overfit one batch: a model that cannot has a fault in its code or settings",
+        "read a batch with jaxscale trace: is it the intended text?",
+        "overfit one batch: if the model cannot, its code or settings have an error",
     )
-    sources = ("flat from the start: a common rule; own threshold", "too low a rate is flat or glacial: a common rule")
+    sources = (
+        "flat from the start: a common rule; own threshold",
+        "a learning rate that is too low gives a flat or very slowly falling loss: a common rule",
+    )
     records = 20
     fell = False
 
@@ -181,17 +184,17 @@ class FlatStart(Rule):
         if smoothed < initial * (1 - 2 * view.cfg.flat_drop):
             self.fell = True
             return RuleResult(
-                False, f"the loss has begun to fall: {smoothed:.4g} after {initial:.4g}", numbers, sure=True
+                False, f"the loss has started to fall: {smoothed:.4g} after {initial:.4g}", numbers, sure=True
             )
         if view.losses.records < self.records or view.step < view.facts.warmup_steps / 2:
             return None
         if smoothed < initial * (1 - view.cfg.flat_drop):
             return None
         chance = math.log(view.facts.vocab_size) if view.facts.vocab_size else None
-        uniform = f"; ln {view.facts.vocab_size} = {chance:.4g} is a guess among all tokens" if chance else ""
+        uniform = f"; ln {view.facts.vocab_size} = {chance:.4g} is the loss of uniform predictions" if chance else ""
         seen = (
-            f"the loss was {initial:.4g} in the first records and is {smoothed:.4g} now, {view.losses.records} records "
-            f"on: it has not fallen by {view.cfg.flat_drop:.0%}{uniform}"
+            f"the loss was {initial:.4g} in the first records and is {smoothed:.4g} now, after {view.losses.records} "
+            f"records: it has not fallen by {view.cfg.flat_drop:.0%}{uniform}"
         )
         return RuleResult(True, seen, numbers | {"threshold": view.cfg.flat_drop, "chance": chance})
 
@@ -202,19 +205,19 @@ class Plateau(Rule):
     kind = "plateau"
     begin, end = 3, 3
     causes = (
-        ("the rate has decayed too early, or is too low", evidence.low_rate),
-        ("the model has learnt what its size can", evidence.schedule),
-        ("the data are used up and come again", evidence.batch),
-        ("the learning rate is too high to go lower", evidence.rate),
+        ("the learning rate decayed too early, or is too low", evidence.low_rate),
+        ("the capacity of the model is exhausted", evidence.schedule),
+        ("the data are repeated", evidence.batch),
+        ("the learning rate is too high for a lower loss", evidence.rate),
     )
     advice = (
-        "see the ratio of tokens to parameters with jaxscale plan: past it, a larger model gains more",
-        "try the rate 2 times higher on a branch (--init_from); if that is worse, decay it now",
-        "see in data.max_epochs and the start's messages how often the data come round",
+        "check the tokens per parameter with jaxscale plan: beyond the usual ratio, a larger model gains more",
+        "try twice the learning rate in a run from these weights (--init_from); if that is worse, decay it now",
+        "check in data.max_epochs and the startup messages how often the data are repeated",
     )
     sources = (
         "second half of the window at least 0.99 of its first: a common rule",
-        "ours grows the window with the run and asks for certainty: 100 noisy steps are not enough",
+        "own rule: the window grows with the run, and the fall must be certain: 100 noisy steps are not enough",
     )
 
     def __init__(self) -> None:
@@ -253,9 +256,9 @@ class Plateau(Rule):
         if drop + (2 if len(late) >= 16 else 3) * error < view.cfg.plateau_drop:
             seen = (
                 f"from step {late[0][0]:.0f} to {view.step} the loss has fallen by {drop:.2%} with a standard error of "
-                f"{error:.2%}, surely by less than {view.cfg.plateau_drop:.0%}; it is {line.level:.4g}. Its "
-                f"second half is {ratio:.4f} of its first: {'a' if ratio >= HALF else 'no'} plateau by a common rule, "
-                f"from {HALF:g} on"
+                f"{error:.2%}, with certainty by less than {view.cfg.plateau_drop:.0%}; it is {line.level:.4g}. Its "
+                f"second half is {ratio:.4f} of its first: {'a' if ratio >= HALF else 'no'} plateau by a common rule "
+                f"(at least {HALF:g})"
             )
             return RuleResult(True, seen, numbers | {"threshold": view.cfg.plateau_drop})
         seen = f"the loss falls again: by {drop:.2%} since step {late[0][0]:.0f}"
@@ -276,16 +279,16 @@ class Oscillation(Rule):
     begin, end = 3, 3
     causes = (
         RATE,
-        ("sources come in long runs in place of a mix", evidence.stage),
-        ("the batch is small for this rate", evidence.no_evidence),
-        ("the gradient is clipped nearly always", evidence.gradient),
+        ("sources come one after the other instead of mixed", evidence.stage),
+        ("the batch is too small for this learning rate", evidence.no_evidence),
+        ("the gradient is clipped in almost every step", evidence.gradient),
     )
     advice = (
-        "lower optim.peak_lr 2 times, or raise the batch",
+        "halve optim.peak_lr, or increase the batch size",
         "lower optim.b2 to 0.95 if it is higher",
-        "see the losses by source: do they swing one after the other",
+        "check the losses by source: do they oscillate one after the other?",
     )
-    sources = ("oscillation points at rate, data or numerics, not at the architecture: a common rule; own threshold",)
+    sources = ("learning rate, data or numerics cause oscillation, not the architecture: a common rule; own threshold",)
     every = 6  # records: the windows overlap by three quarters
 
     def __init__(self) -> None:
@@ -312,8 +315,8 @@ class Oscillation(Rule):
         usual = median(self.widths) if len(self.widths) >= 4 else None
         if usual is not None and width > view.cfg.oscillation_ratio * usual and width > 0.02 and crossings >= 4:
             seen = (
-                f"over the last {SWING} records the loss swings by {width:.1%} of itself, to both sides ({crossings} "
-                f"crossings), {width / max(usual, 1e-9):.1f} times as wide as the {usual:.1%} before"
+                f"over the last {SWING} records the loss oscillates by {width:.1%} around its trend ({crossings} "
+                f"crossings), {width / max(usual, 1e-9):.1f} times the {usual:.1%} before"
             )
             numbers = {"width": width, "usual": usual, "crossings": crossings, "threshold": view.cfg.oscillation_ratio}
             return RuleResult(True, seen, numbers)
@@ -322,7 +325,7 @@ class Oscillation(Rule):
             self.pending.append(width)
             if len(self.pending) > SWING // self.every:
                 self.widths.append(self.pending.pop(0))
-        seen = f"the loss swings by {width:.1%} of itself again"
+        seen = f"the loss oscillates by only {width:.1%} again"
         return RuleResult(False, seen, {"width": width, "usual": usual}) if calm or not self.active else None
 
 
@@ -332,11 +335,11 @@ class Overfitting(Rule):
     kind = "overfitting"
     begin, end = 3, 1
     causes = (
-        ("the data come round too often", evidence.batch),
-        ("the validation text differs from what is trained on now", evidence.stage),
-        ("the model is large for the data", evidence.schedule),
+        ("the data are repeated too often", evidence.batch),
+        ("the validation text differs from the current training data", evidence.stage),
+        ("the model is too large for the data", evidence.schedule),
     )
-    advice = ("see how many epochs are done", "stop here, or add data", "raise weight decay or dropout on a branch")
+    advice = ("check the number of epochs", "stop here, or add data", "raise weight decay or dropout on a branch")
     sources = ("log training and validation loss together: a common rule; own threshold",)
 
     lowest: tuple[float, int, float | None] | None = None  # loss, step, training loss at that step
@@ -352,12 +355,12 @@ class Overfitting(Rule):
             return None
         numbers = dict(validation_loss=loss, lowest=lowest, lowest_step=step, loss=training, loss_then=training_then)
         if loss <= lowest * (1 + view.cfg.overfit_rise):
-            return RuleResult(False, f"the validation loss is {loss:.4g}, its lowest {lowest:.4g}", numbers)
+            return RuleResult(False, f"the validation loss is {loss:.4g}, its minimum {lowest:.4g}", numbers)
         if training_then is None or training is None or training >= training_then:
             return None  # both rise: not overfitting
         seen = (
-            f"the validation loss is {loss:.4g} after {lowest:.4g} at step {step}, {loss / lowest - 1:.1%} higher, "
-            f"while the training loss fell from {training_then:.4g} to {training:.4g}"
+            f"the validation loss is {loss:.4g}, {loss / lowest - 1:.1%} above its minimum of {lowest:.4g} at step "
+            f"{step}, while the training loss fell from {training_then:.4g} to {training:.4g}"
         )
         return RuleResult(True, seen, numbers | {"threshold": view.cfg.overfit_rise})
 
@@ -368,15 +371,15 @@ class OutOfForecast(Rule):
     kind = "forecast"
     begin, end = 10, 10
     causes = (
-        ("the rate, the batch or the warmup differs from that of the runs the forecast was made from", evidence.rate),
+        ("the learning rate, the batch or the warmup differs from the runs of the forecast", evidence.rate),
         STAGE,
-        ("the fit does not reach this far", evidence.schedule),
+        ("the forecast is not valid this far from its runs", evidence.schedule),
     )
     advice = (
-        "above the band: compare the settings with the small runs' before spending more",
-        "below it: look for validation text among the training data, and fit again",
+        "above the band: compare the settings with those of the small runs before you continue",
+        "below the band: check for validation text in the training data, and repeat the forecast",
     )
-    sources = ("forecast.json, made by jaxscale plan --loss (arXiv:2203.15556, approach 3)",)
+    sources = ("forecast.json, written by jaxscale plan --loss (arXiv:2203.15556, approach 3)",)
 
     def check(self, view: View) -> RuleResult | None:
         tokens, smoothed, band = view.number("tokens_seen"), view.losses.smoothed, view.facts.forecast
@@ -386,10 +389,10 @@ class OutOfForecast(Rule):
         low, high = float(np.interp(tokens, xs, lows)), float(np.interp(tokens, xs, highs))
         numbers = {"loss": smoothed, "low": low, "high": high, "tokens": tokens}
         if low <= smoothed <= high:
-            seen = f"the loss is {smoothed:.4g}, within the forecast's {low:.4g} to {high:.4g}"
+            seen = f"the loss is {smoothed:.4g}, within the forecast band, {low:.4g} to {high:.4g}"
             return RuleResult(False, seen, numbers)
         seen = (
-            f"the loss, smoothed, is {smoothed:.4g}, {'above' if smoothed > high else 'below'} the forecast's band "
+            f"the smoothed loss is {smoothed:.4g}, {'above' if smoothed > high else 'below'} the forecast band, "
             f"{low:.4g} to {high:.4g}"
         )
         return RuleResult(True, seen, numbers)

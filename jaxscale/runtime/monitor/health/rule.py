@@ -259,7 +259,7 @@ def parse_forecast(forecast: Mapping[str, Any]) -> tuple[tuple[float, float, flo
         columns = [[float(number) for number in forecast[name]] for name in ("tokens", "low", "high")]
         return tuple(sorted(zip(*columns, strict=True)))
     except (KeyError, TypeError, ValueError):
-        raise BadInput("forecast.json must hold tokens, low and high, lists of numbers of one length") from None
+        raise BadInput("forecast.json must have tokens, low and high, lists of numbers of equal length") from None
 
 
 class View(NamedTuple):

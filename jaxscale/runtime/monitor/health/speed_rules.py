@@ -67,13 +67,13 @@ class BusyMachine(TimedRule):
     """Other programs use the processors while steps take longer: not a fault of the run."""
 
     kind = "busy_machine"
-    causes = (("other programs compute on this machine", evidence.other_work),)
+    causes = (("other programs use the CPU of this machine", evidence.other_work),)
     advice = (
-        "nothing is wrong with the run: it continues at its usual speed once they are done",
-        "see which programs they are: top, or htop",
-        "give the run its own processors",
+        "the run is not at fault: it returns to its usual speed when they end",
+        "find the programs with top or htop",
+        "reserve CPU cores for the run",
     )
-    sources = ("own threshold: a fifth of the processors, while none is left over",)
+    sources = ("own threshold: a fifth of the CPU, while it is fully used",)
     skip_if_contended = False
 
     def evaluate(self, view: View, seconds: float) -> RuleResult | None:
@@ -88,10 +88,10 @@ class BusyMachine(TimedRule):
             return None
         numbers = {"step_seconds": seconds, "usual": usual, "others": others, "threshold": OTHER_WORK}
         if busy:
-            seen = f"the machine was busy with other work, which took {others:.0%} of its processors"
+            seen = f"other programs used {others:.0%} of the machine's CPU"
             seen += f"; a step took {seconds / usual:.1f} times its usual {units.step_duration(usual)}"
             return RuleResult(True, seen, numbers)
-        seen = f"other work takes {others:.0%} of the processors, and a step {units.step_duration(seconds)}"
+        seen = f"other programs use {others:.0%} of the CPU, and a step takes {units.step_duration(seconds)}"
         return RuleResult(False, seen, numbers)
 
 
@@ -106,10 +106,10 @@ class Starvation(TimedRule):
     )
     advice = (
         "give the host more cores",
-        "prepare token shards ahead with jaxscale prepare",
+        "prepare token shards with jaxscale prepare",
         "put data.cache_dir on a local disk",
     )
-    sources = ("own threshold", "throughput falls where the host and the device wait for each other: a common rule")
+    sources = ("own threshold", "throughput falls if host and device wait for each other: a common rule")
 
     def evaluate(self, view: View, seconds: float) -> RuleResult | None:
         if (waited := view.number("data_wait_seconds")) is None:
@@ -131,10 +131,10 @@ class SlowStep(TimedRule):
     causes = (WAIT, RETURN, SLOW_DEVICE, OTHER_PROGRAMS)
     advice = (
         "capture a profile of a few steps",
-        "compare the hosts: one that is slow holds up all",
-        "see the device's temperature and clock",
+        "compare the hosts: one slow host delays all",
+        "check the device's temperature and clock",
     )
-    sources = ("slower than expected: a common rule; own threshold, against the run's own median",)
+    sources = ("slower than expected: a common rule; own threshold, relative to the run's own median",)
 
     def evaluate(self, view: View, seconds: float) -> RuleResult | None:
         self.clear_if_batches_grew(view)
@@ -160,13 +160,13 @@ class UtilisationDrop(TimedRule):
     kind = "utilisation_drop"
     causes = (
         WAIT,
-        ("rows of another length, or another stage of the data", evidence.stage),
+        ("another row length, or another stage of the data", evidence.stage),
         RETURN,
         OTHER_PROGRAMS,
         SLOW_DEVICE,
     )
-    advice = ("capture a profile and compare it with one from before", "compare the hosts", "see the device's clock")
-    sources = ("utilisation drops: a common rule; own threshold, against the run's own best blocks",)
+    advice = ("capture a profile and compare it with an earlier one", "compare the hosts", "check the device's clock")
+    sources = ("utilisation drops: a common rule; own threshold, relative to the run's own best blocks",)
 
     in_block, name = 0, ""
 
@@ -195,8 +195,8 @@ class UtilisationDrop(TimedRule):
         amount = (lambda x: f"{x:.1%}") if name == "mfu" else (lambda x: f"{units.count(x)} tokens/s")
         if now < best * (1 - view.cfg.speed_drop):
             what = "MFU" if name == "mfu" else "the throughput"
-            seen = f"{what} is {amount(now)} over the last {BLOCK} records and was {amount(best)}"
-            return RuleResult(True, f"{seen}: {1 - now / best:.0%} less", numbers)
+            seen = f"{what} is {amount(now)} over the last {BLOCK} records, {1 - now / best:.0%} below {amount(best)}"
+            return RuleResult(True, seen, numbers)
         if self.active and now < best * (1 - view.cfg.speed_drop / 2):
             return None
         return RuleResult(False, f"the throughput is back at {amount(now)}", numbers)
@@ -208,15 +208,15 @@ class MemoryCreep(Rule):
     kind = "memory_creep"
     begin, end = 1, 1  # of windows
     causes = (
-        ("arrays or compiled functions are kept alive", evidence.no_evidence),
-        ("the reader of data keeps what it has read", evidence.data_wait),
+        ("references keep arrays or compiled functions alive", evidence.no_evidence),
+        ("the data reader does not release memory", evidence.data_wait),
         RETURN,
     )
     advice = (
-        "host memory: stop and start again at a checkpoint before it is full, and see whether it rises again",
-        "device memory: look for shapes that change from step to step, which compile again",
+        "host memory: restart from a checkpoint before it is full, and check whether it rises again",
+        "device memory: look for shapes that change between steps, which cause recompilation",
     )
-    sources = ("memory is to be logged, and does not rise in a steady run: a common rule; own threshold",)
+    sources = ("memory should not rise in a steady run: a common rule; own threshold",)
     window, settle = 100, 20  # records of the short window; records skipped after a start
 
     def __init__(self) -> None:
@@ -263,6 +263,6 @@ def check_memory(name: str, points: list[tuple[float, float]], view: View) -> Ru
     if limit and limit > now:
         steps = (last - first) * (1 - 1 / PARTS)  # between the first and the last part
         numbers["full_at_step"] = round(last + (limit - now) / rise * steps)
-        end = f"; at this rate {units.size(limit)} are full at step {numbers['full_at_step']}"
+        end = f"; at this rate, the limit of {units.size(limit)} is reached at step {numbers['full_at_step']}"
     seen = f"{name} has risen by {units.size(rise)} from step {first:.0f} to {last:.0f}"
-    return RuleResult(True, f"{seen}, in {rises} of {PARTS - 1} parts{end}", numbers)
+    return RuleResult(True, f"{seen}, in {rises} of {PARTS - 1} intervals{end}", numbers)
