@@ -239,8 +239,8 @@ def with_trained_eos(files: dict[str, bytes], eos_token: str) -> TokenizerFiles:
         return TokenizerFiles(files, (), ends)
     ends |= {"eos_token_id": [*known, learned]}
     generation = read_object(files.get(GENERATION, b"")) | {"eos_token_id": ends["eos_token_id"]}
-    said = f"{GENERATION} also stops at {eos_token}, which ends this run's documents"
-    return TokenizerFiles(files | {GENERATION: as_json(generation)}, (said,), ends)
+    note = f"{GENERATION} also stops at {eos_token}, which ends this run's documents"
+    return TokenizerFiles(files | {GENERATION: as_json(generation)}, (note,), ends)
 
 
 def with_begin_tokens(texts: TokenizerFiles, begin: Sequence[str] | None) -> TokenizerFiles:
@@ -273,8 +273,8 @@ def with_begin_tokens(texts: TokenizerFiles, begin: Sequence[str] | None) -> Tok
         files[load.SPECIAL] = as_json(read_object(files[load.SPECIAL]) | {"bos_token": begin[0]})
     if begin and GENERATION in files and "bos_token_id" in ends:
         files[GENERATION] = as_json(read_object(files[GENERATION]) | {"bos_token_id": ends["bos_token_id"]})
-    said = f"the tokenizer starts texts with {''.join(begin) or 'nothing'}, as in this run's documents"
-    return TokenizerFiles(files, (*texts.notes, said), ends)
+    note = f"the tokenizer starts texts with {''.join(begin) or 'nothing'}, as in this run's documents"
+    return TokenizerFiles(files, (*texts.notes, note), ends)
 
 
 def as_json(value: Mapping[str, Any]) -> bytes:

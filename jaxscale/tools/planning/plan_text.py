@@ -178,13 +178,13 @@ def checkpoint_rows(plan: RunPlan) -> Rows:
     """Returns size, time and interval of checkpoints, and their storage."""
     saves, chips = plan.saves, cost.chips(plan.machine.num_chips)
     every = NOT_KNOWN if saves.save_interval_seconds is None else span(saves.save_interval_seconds, duration)
-    stay = f"{plural(saves.kept_checkpoints, 'checkpoint')}, {dollars(saves.storage_dollars_per_month)} per month"
+    kept = f"{plural(saves.kept_checkpoints, 'checkpoint')}, {dollars(saves.storage_dollars_per_month)} per month"
     return [
         ("one", size(saves.checkpoint_bytes), "parameters, moments and counters in float32, one copy"),
         ("save", duration(saves.save_seconds), "size / bandwidth; overlaps training"),
         ("every", every, f"optimal (Young and Daly): {duration(saves.best_interval_seconds)}"),
         ("interruptions", f"every {duration(saves.between_failures_seconds)}", f"{chips} at a published failure rate"),
-        ("at the end", size(saves.kept_bytes), stay),
+        ("at the end", size(saves.kept_bytes), kept),
     ]
 
 

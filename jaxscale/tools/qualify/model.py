@@ -171,11 +171,12 @@ def memory_figures(
     """Returns the peak memory compared with the compiler's figure; [] if unknown or an earlier probe used more."""
     if peak is None or report is None or report.peak_bytes is None or peak <= (before or 0):
         return []
-    said, within = report.peak_bytes, machine.floors.memory_within
+    expected, within = report.peak_bytes, machine.floors.memory_within
     return [
         Reading(
-            name="peak memory per device", value=peak, unit="bytes", against=said,
-            source="the compiler's, as in jaxscale preflight", least=said * (1 - within), most=said * (1 + within),
+            name="peak memory per device", value=peak, unit="bytes", against=expected,
+            source="the compiler's, as in jaxscale preflight",
+            least=expected * (1 - within), most=expected * (1 + within),
         )
     ]  # fmt: skip
 

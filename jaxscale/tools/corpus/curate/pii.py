@@ -1,6 +1,6 @@
 """Finds and redacts personal data: e-mail and IP addresses, phone, card and account numbers, national ids.
 
-Rules and checksums only. Names, dates and addresses of people are not looked for: a medical text is not de-identified
+Rules and checksums only. Names, dates and addresses of people are not detected: a medical text is not de-identified
 by this. One pass over the text finds where digits stand close together; the rules look only there.
 """
 

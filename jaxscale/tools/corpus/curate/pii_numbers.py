@@ -68,8 +68,8 @@ def find_cards(text: str, start: int, end: int) -> Iterator[tuple[int, int]]:
         digits = re.sub(r"\D", "", match[0])
         if not checker("luhn")(digits) or len(set(digits)) < 2:
             continue
-        said = SAID_CARD.search(text[max(0, match.start() - CONTEXT_CHARS) : match.start()])
-        if issued(digits) or said and issued(digits, LOOSE_ISSUERS):
+        named = SAID_CARD.search(text[max(0, match.start() - CONTEXT_CHARS) : match.start()])
+        if issued(digits) or named and issued(digits, LOOSE_ISSUERS):
             yield match.span()
 
 

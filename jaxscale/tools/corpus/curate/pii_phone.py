@@ -71,7 +71,7 @@ AFTER = re.compile(
     r"[\s,;\\(-]{1,4}(?:tel|phone|telephone|mobile|mob|cell|fax|office|home|work|desk|direct|landline|handy)(?!\w)",
     re.IGNORECASE,
 )
-MEASURE = re.compile(  # what says that a number counts something: "1 500 000 people"
+MEASURE = re.compile(  # a number that counts something: "1 500 000 people"
     r" ?(?:%|°|dollars?|euros?|pounds?|usd|eur|people|persons?|years?|days?|hours?|min(?:ute)?s?|miles?|km|kg|m|cm|mm|"
     r"ft|feet|inch(?:es)?|tons?|tonnes?|members?|users?|votes?|points?|copies|units|times|square|cubic|million|billion|"
     r"bytes?|[kmg]b|[ap]\.?m)\b",
@@ -146,7 +146,7 @@ def find_phones(text: str, start: int, end: int) -> Iterator[tuple[int, int]]:
 
 
 def is_other_number(before: str) -> bool:
-    """True if the text before a number says that it is not a telephone number: "ISBN ", "order no. ", "$ "."""
+    """True if the text before a number excludes a telephone number: "ISBN ", "order no. ", "$ "."""
     before = before.lower()
     if before.rstrip()[-1:] in CURRENCY and before.rstrip():
         return True
