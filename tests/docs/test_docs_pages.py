@@ -258,13 +258,13 @@ def test_parameter_counts_in_the_readme_are_those_of_the_configs():
     v3, k2 = model("deepseek_v3.py"), model("kimi_k2.py")
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     for expected in (
-        f"a Llama of {quick.num_params / 1e6:.1f} million parameters",
+        f"a {quick.num_params / 1e6:.1f}M-parameter Llama model",
         f"Llama, {quick.num_params / 1e6:.1f}M",
-        f"{small.experts.number} experts, {small.num_params / 1e6:.1f}M, "
-        f"{small.active_params / 1e6:.1f}M of them active",
+        f"{small.experts.number} experts; {small.num_params / 1e6:.1f}M parameters, "
+        f"{small.active_params / 1e6:.1f}M active",
         f"GPT-2, {gpt2.num_params / 1e6:.0f}M",
-        f"mixtures of {v3.num_params / 1e9:.0f}B and {k2.num_params / 1e12:.2f}T, "
-        f"{v3.active_params / 1e9:.1f}B and {k2.active_params / 1e9:.1f}B of them active",
+        f"{v3.num_params / 1e9:.0f}B parameters ({v3.active_params / 1e9:.1f}B active)",
+        f"{k2.num_params / 1e12:.2f}T parameters ({k2.active_params / 1e9:.1f}B active)",
     ):
         assert expected in text
 
