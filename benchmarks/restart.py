@@ -33,7 +33,7 @@ LOCAL = "JAXSCALE_BENCH_HOST"  # the variable that names each process's own loca
 MOST_SECONDS = 500.0  # for a start to come to its steps
 STEP, JOINED = (
     re.compile(r"step (\d+)/\d+  loss "),  # of training; an evaluation may come before
-    re.compile(r"processes: the roll call took ([\d.]+) s, joining jax ([\d.]+) s"),
+    re.compile(r"processes: the roll call took ([\d.]+) s, jax.distributed.initialize ([\d.]+) s"),
 )
 PHASES = (
     ("detection", "the first survivor says who is lost"),

@@ -100,10 +100,10 @@ def test_what_is_no_token_file_is_one_line(model, tmp_path):
     for given, told in (
         (f"{tmp_path}/none.bin", r"tokens\['x'\]=.*none.bin does not exist"),
         (f"{tmp_path}/large.bin", "large.bin .*300.*257"),
-        ([[300]], r"tokens\['x'\]\[0\] has the token id 300, and the model's vocabulary is 257"),
+        ([[300]], r"tokens\['x'\]\[0\] has the token id 300, but the model's vocabulary has 257 ids"),
         ([1, 2], r"tokens\['x'\]\[0\] must be a list of token ids; a single document is \[ids\]"),
-        ([[1]], "has no document of two tokens"),
-        ([], "has no document of two tokens"),
+        ([[1]], "has no document of two or more tokens"),
+        ([], "has no document of two or more tokens"),
     ):
         with pytest.raises(BadInput, match=told):
             jaxscale.evaluate(model, tokens={"x": given})

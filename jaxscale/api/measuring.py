@@ -212,7 +212,7 @@ def measure_tokens(request: EvalRequest, model: LoadedModel, tokens: Mapping[str
     stride = request.stride or max(context // 2, 1)
     check_context(model, context)
     if stride > context:
-        raise BadInput(f"stride={stride} is more than the {context} tokens that the model reads")
+        raise BadInput(f"stride={stride} is more than the context of {context} tokens")
     found, scorer = {}, Scorer.of(model.sharded, request.batch_tokens)
     for name, given in tokens.items():
         label = f"tokens[{name!r}]"

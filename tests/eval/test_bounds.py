@@ -86,7 +86,7 @@ def test_each_bound_is_named_with_the_file(tmp_path, monkeypatch, name, value, t
 def test_a_context_before_many_answers_is_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(items, "MAX_ITEM_CHARACTERS", 1000)
     path = write_lines(tmp_path / "x.jsonl", {"context": "c" * 100, "choices": ["a", "b"] * 5, "answer": 0})
-    with pytest.raises(BadInput, match="x.jsonl:1 has 10 answers, with the context before each 1,010 characters"):
+    with pytest.raises(BadInput, match="x.jsonl:1 has 10 answers with 1,010 characters"):
         read_items([path], "choice")
 
 
@@ -106,7 +106,9 @@ def test_text_that_is_held_in_memory_is_bounded(tmp_path, monkeypatch):
     one = TextSet((file,), ReadConfig(), EvalReading.of(ByteTokenizer(), 10), 10)
     assert sum(len(ids) for ids, _ in one.loaded().in_memory[0]) == 600
     monkeypatch.setattr(text, "MAX_TOKENS", 500)
-    with pytest.raises(BadInput, match="a.txt: more than 500 tokens to hold in memory; set a limit of documents"):
+    with pytest.raises(
+        BadInput, match="a.txt: more than 500 tokens, which are stored in memory; set a limit of documents"
+    ):
         one.loaded()
 
 

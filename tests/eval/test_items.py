@@ -75,7 +75,7 @@ def test_the_word_to_guess_is_the_last_one_with_its_space(tmp_path):
     "kind, line, told",
     [
         ("choice", '{"a": 1}', "has the fields a; an item has context, choices and answer"),
-        ("choice", "[1]", "is a list, and an item is an object"),
+        ("choice", "[1]", "is a list, but an item must be an object"),
         ("choice", "{", "is not JSON"),
         ("choice", json.dumps(PIQA | {"label": 2}), "has label=2, which is not an index of its 2 answers"),
         ("choice", json.dumps(PIQA | {"goal": 3}), "has no text in 'goal', but 3"),
@@ -110,7 +110,7 @@ def test_files_that_are_missing_empty_torn_or_of_another_kind_are_told(tmp_path)
     with pytest.raises(ValueError, match=r"--choice=.*a.csv must be .jsonl"):
         check_item_files(str(tmp_path / "a.csv"), "--choice")
     (tmp_path / "a.jsonl").write_text("\n")
-    with pytest.raises(ValueError, match="hold no item"):
+    with pytest.raises(ValueError, match="contain no item"):
         read_items([tmp_path / "a.jsonl"], "choice")
     (tmp_path / "t.jsonl.gz").write_bytes(gzip.compress(json.dumps(OWN).encode() * 999)[:-20])
     with pytest.raises(ValueError, match="t.jsonl.gz is cut short"):
@@ -168,7 +168,7 @@ def test_a_context_is_cut_at_the_left_and_a_continuation_never():
     span, cut = span_of(encode_pair(reading, "abcdef", "xy"), 4)
     assert bytes(span.ids.tolist()) == b"defxy" and span.first == 3 and cut
     assert not span_of(encode_pair(reading, "abc", "xy"), 4)[1]
-    with pytest.raises(ValueError, match="its continuation has 5 tokens, and 4 are read; remove it"):
+    with pytest.raises(ValueError, match="its continuation has 5 tokens, more than the limit of 4; remove it"):
         span_of(encode_pair(reading, "a", "vwxyz"), 4)
     with pytest.raises(ValueError, match="evaluation item f:1: its continuation has 5 tokens"):
         encode_items("cloze", [EvalItem("f:1", "a", ("vwxyz",), ("vwxyz",), 0)], reading)

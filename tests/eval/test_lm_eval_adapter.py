@@ -108,7 +108,7 @@ def test_a_continuation_that_cannot_be_scored_is_refused_with_its_context(served
 def test_likelihoods_that_are_not_numbers_are_told(served):
     broken = served._replace(params=jax.tree.map(lambda leaf: leaf * np.float32(np.nan), served.params))
     for ask, asked in ((log_likelihoods, [("a", "b")]), (rolling_log_likelihoods, ["ab"])):
-        with pytest.raises(ValueError, match="likelihoods that are NaN; measure another step"):
+        with pytest.raises(ValueError, match="likelihoods of this checkpoint are NaN; evaluate another step"):
             ask(broken, asked)
 
 
@@ -120,7 +120,7 @@ def test_texts_of_many_lengths_and_settings_come_back_in_their_order(served):
     assert stopped == [found[1].partition(found[1][2:4])[0]]
     long = generated(served, [("x" * 99 + "some text", {"max_gen_toks": 6})])
     assert len(long[0]) > 0
-    with pytest.raises(ValueError, match="32 new tokens leave no room in a context of 32"):
+    with pytest.raises(ValueError, match="32 new tokens do not fit in a context of 32"):
         generated(served, [("a", {"max_gen_toks": 32})])
 
 

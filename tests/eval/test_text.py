@@ -149,8 +149,8 @@ def test_a_source_without_text_is_named_with_what_was_left_out(model, tmp_path):
     (tmp_path / "empty.txt").write_bytes(b"\xff\xfe")
     reading = EvalReading.of(load_tokenizer("bytes"), context=16)
     evals = {"x": TextEval(files=str(tmp_path / "empty.txt"))}
-    with pytest.raises(ValueError, match=f"evals.x.files: no text to measure in {LEFT_OUT}"):
+    with pytest.raises(ValueError, match=f"evals.x.files: no text to evaluate in {LEFT_OUT}"):
         open_evaluators(evals, reading)
     (one,) = open_evaluators(evals, reading, hold=False)
-    with pytest.raises(ValueError, match=f"^no text to measure in {LEFT_OUT}"):
+    with pytest.raises(ValueError, match=f"^no text to evaluate in {LEFT_OUT}"):
         one.metrics(Scorer.of(model.sharded, 64), model.params)

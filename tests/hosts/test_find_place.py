@@ -56,7 +56,7 @@ def test_one_process_alone_has_no_place(env):
 @pytest.mark.parametrize(
     ("flags", "env", "told"),
     [
-        ({"coordinator": "a:1"}, {}, "--num_processes and --process_id must be given too"),
+        ({"coordinator": "a:1"}, {}, "--num_processes and --process_id must also be given"),
         ({"coordinator": "a", "num_processes": "2", "process_id": "0"}, {}, "--coordinator=a must be HOST:PORT"),
         ({"coordinator": "a:1", "num_processes": "2", "process_id": "2"}, {}, "process_id=2 .* must be 0 to 1"),
         ({"coordinator": "a:65535", "num_processes": "2", "process_id": "1"}, {}, "must be 1 to 65534"),

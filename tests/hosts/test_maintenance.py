@@ -66,7 +66,7 @@ def test_the_end_of_the_machine_is_told_once(metadata, name, value):
     with heard(env) as found:
         assert found == []
         values[name] = value
-        assert wait_for(found) == [f"the machine is about to be taken away ({name}: {value})"]
+        assert wait_for(found) == [f"the machine is about to be stopped ({name}: {value})"]
         time.sleep(0.2)
         assert len(found) == 1
 
@@ -90,7 +90,7 @@ def test_where_there_is_no_such_server_nobody_asks():
 
 def test_the_first_signal_after_the_announcement_does_not_kill():
     with StopRequest() as stop:
-        stop.request("the machine is about to be taken away (preempted: TRUE)")
-        assert stop.stop_after(3) == "the machine is about to be taken away (preempted: TRUE)"
+        stop.request("the machine is about to be stopped (preempted: TRUE)")
+        assert stop.stop_after(3) == "the machine is about to be stopped (preempted: TRUE)"
         stop.handle_signal(15, None)  # SIGTERM, as the machine shuts down
-        assert stop.stop_after(4) == "the machine is about to be taken away (preempted: TRUE)"
+        assert stop.stop_after(4) == "the machine is about to be stopped (preempted: TRUE)"

@@ -49,7 +49,7 @@ def test_all_that_are_there_and_alike_are_connected_with_the_first():
 def test_whoever_is_missing_is_named_on_every_process_that_is_there():
     for stop in roll([0, 2], count=4, seconds=0.7):
         assert stop.code is Exit.PEER_LOST == 13
-        assert "after 0.7 s, missing process 1 of 4 (b), process 3 of 4 (d); here: process 0 of 4" in str(stop)
+        assert "after 0.7 s, missing process 1 of 4 (b), process 3 of 4 (d); present: process 0 of 4" in str(stop)
 
 
 def test_a_missing_first_process_is_named_too():
@@ -62,19 +62,19 @@ def test_what_differs_is_named_on_every_process(monkeypatch):
     results = roll([0, 1, 2], facts=lambda number: FACTS | {"seed": number // 2})
     for stop in results:
         assert stop.code is Exit.BAD_INPUT == 2
-        assert str(stop).startswith("roll call: process 2 of 3 (") and "seed is '1' there and '0' on proc" in str(stop)
+        assert str(stop).startswith("roll call: process 2 of 3 (") and "seed is '1', but '0' on proc" in str(stop)
         assert "jax" not in str(stop)
 
 
 def test_a_fact_that_only_one_has_differs_too(monkeypatch):
     results = roll([0, 1], facts=lambda number: FACTS | ({"new": 1} if number else {}))
-    assert ["new is '1' there and None on process 0" in str(stop) for stop in results] == [True, True]
+    assert ["new is '1', but None on process 0" in str(stop) for stop in results] == [True, True]
 
 
 def test_a_number_that_is_taken_is_refused(monkeypatch):
     monkeypatch.setattr(roll_call, "AFTER_A_PROBLEM", 0.2)
     for stop in roll([0, 1, 1], count=4):
-        assert "this number is taken by process 1 of 4" in str(stop) and stop.code is Exit.BAD_INPUT
+        assert " has the same process_id" in str(stop) and stop.code is Exit.BAD_INPUT
 
 
 def test_who_calls_before_the_first_is_there_is_heard_and_a_stranger_is_not():

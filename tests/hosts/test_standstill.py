@@ -124,7 +124,7 @@ def test_a_frozen_process_is_left_behind_and_writes_nothing_when_it_thaws(home, 
         running.running[frozen].send_signal(signal.SIGSTOP)
         assert running.running[1 - frozen].wait(60) == Exit.PEER_LOST == 13, running.log(1 - frozen)
         assert time.monotonic() - began < 20
-        told = rf"stopped \(peer_lost, exit 13\): process {frozen} of 2 .*has not answered for 10 s or more \(frozen"
+        told = rf"stopped \(peer_lost, exit 13\): process {frozen} of 2 .*has not responded for 10 s or more \(frozen"
         assert re.search(told, running.log(1 - frozen)), running.log(1 - frozen)
         steps = saved_steps(workdir)
         running.running[frozen].send_signal(signal.SIGCONT)
@@ -142,4 +142,4 @@ def test_the_others_name_the_first_process_when_it_is_killed(home, tmp_path):
         running.running[0].kill()
         assert running.codes() == [-9, Exit.PEER_LOST] and time.monotonic() - began < 5
         last = running.log(1).splitlines()[-1]
-    assert re.match(r"stopped \(peer_lost, exit 13\): process 0 of 2 .*was lost; start all again", last), last
+    assert re.match(r"stopped \(peer_lost, exit 13\): process 0 of 2 .*was lost; restart all", last), last

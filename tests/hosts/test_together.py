@@ -163,7 +163,7 @@ def test_another_config_in_one_is_told_by_all(home, tmp_path):
         assert running.codes() == [Exit.BAD_INPUT] * 2
         for number in range(2):
             assert "roll call: process 1 of 2" in running.log(number)
-            assert "seed is '1' there and '0' on process 0" in running.log(number)
+            assert "seed is '1', but '0' on process 0" in running.log(number)
 
 
 @pytest.mark.soak
@@ -175,7 +175,7 @@ def test_an_error_of_one_alone_ends_all_with_its_code_and_cause(home, tmp_path):
         told = f"error: the cache {tmp_path / 'file' / 'jaxscale'} cannot be written: "
         assert running.log(1).splitlines()[-1].startswith(told)
         last = running.log(0).splitlines()[-1]
-        assert last.startswith("stopped (bad_input, exit 2): process 1 of 2 (") and f" has left: {told}" in last
+        assert last.startswith("stopped (bad_input, exit 2): process 1 of 2 (") and f" ended: {told}" in last
 
 
 @pytest.mark.soak

@@ -102,9 +102,7 @@ def test_a_process_that_is_gone_ends_all_others_with_code_13(team, lost, capfd):
     others = [number for number in range(COUNT) if number != lost]
     assert team.settled(*others) == dict.fromkeys(others, Exit.PEER_LOST)
     lines = capfd.readouterr().err.splitlines()
-    told = (
-        f"stopped (peer_lost, exit 13): process {lost} of 3 (h{lost}) was lost; start all again with the same command"
-    )
+    told = f"stopped (peer_lost, exit 13): process {lost} of 3 (h{lost}) was lost; restart all with the same command"
     assert len(lines) == 2 and all(line.startswith(told) for line in lines)
 
 
@@ -113,7 +111,7 @@ def test_an_error_of_one_is_told_by_all_with_its_own_code(team, capfd):
     team.end(2, Exit.STORAGE)
     assert team.settled(0, 1) == dict.fromkeys(range(COUNT), Exit.STORAGE)
     told = capfd.readouterr().err
-    assert told.count("process 2 of 3 (h2) has left: stopped (storage, exit 14): step 6 was not saved: no space") == 2
+    assert told.count("process 2 of 3 (h2) ended: stopped (storage, exit 14): step 6 was not saved: no space") == 2
 
 
 def test_a_crash_of_one_is_a_lost_peer_for_the_others(team):
@@ -168,7 +166,7 @@ def test_who_is_silent_when_jax_gives_up_is_named_by_all(team, frozen, capfd, mo
     for number in others:  # jax's heartbeats end all that are alive
         os.write(team.aborts[number][1], b"Fatal Python error: Aborted")
     assert team.settled(*others) == dict.fromkeys(others, Exit.PEER_LOST)
-    told = f"stopped (peer_lost, exit 13): process {frozen} of 3 (h{frozen}) has not answered for 10 s or more (frozen"
+    told = f"stopped (peer_lost, exit 13): process {frozen} of 3 (h{frozen}) has not responded for 10 s or more (frozen"
     assert capfd.readouterr().err.count(told) == 2
 
 

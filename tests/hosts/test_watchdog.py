@@ -187,4 +187,4 @@ def test_a_real_process_ends_with_code_15_wherever_it_stands_still(tmp_path, how
     assert line == "begun\n" and child.returncode == 15 and time.monotonic() - began < 1 + 5, error
     assert "stopped (hang, exit 15): process 0: step 4 has made no progress for 1 s (hang.step_seconds)" in error
     assert "standstill" in stacks(tmp_path).read_text()
-    assert ("Python stands still" in error) == ("with the lock" in how)
+    assert ("Python is blocked" in error) == ("with the lock" in how)

@@ -141,7 +141,7 @@ def test_a_server_that_ends_breaks_off_what_it_writes_and_begins_nothing():
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
         connection.request("POST", "/say", json.dumps(HI), {"Content-Type": "application/json"})
         assert began.wait(20) and server.end_answer(20) and ended.is_set()
-        assert lines(connection.getresponse().read())[-1] == {"error": "the server has been ended"}
+        assert lines(connection.getresponse().read())[-1] == {"error": "the server was stopped"}
         assert ask(port)[0] == 503
         assert not server.end_answer(0.01)  # it is asked once
         server.shutdown()

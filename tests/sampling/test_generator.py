@@ -205,7 +205,7 @@ def test_each_prompt_draws_by_itself_whatever_is_beside_it():
 def test_a_model_that_gives_no_numbers_is_told_and_writes_nothing():
     made = generator("llama", "one")
     broken = Generator(made.engine, jax.tree.map(lambda leaf: leaf * np.nan, made.params))
-    with pytest.raises(NotFinite, match="no finite logits for token 1 after prompt 1: .* overflow float32"):
+    with pytest.raises(NotFinite, match="the logits of token 1 after prompt 1 are not finite: .* overflow float32"):
         next(broken.generate(PROMPTS[:2], GREEDY, 8))
 
 
@@ -257,9 +257,9 @@ def test_time_of_prompts_and_of_new_tokens_is_told_apart():
         ([], "0 prompts for a batch of 4"),
         ([[1]] * 5, "5 prompts for a batch of 4"),
         ([[1], []], "prompt 2 has no token"),
-        ([[1] * 25], "prompt 1 has 25 tokens, and a text has at most 24"),
-        ([[64]], "token id 64, and the model's vocabulary is 64"),
-        ([[-1, 5]], "token id -1, and the model's vocabulary is 64"),
+        ([[1] * 25], "prompt 1 has 25 tokens, but a text can have at most 24"),
+        ([[64]], "token id 64, but the model's vocabulary has 64 ids"),
+        ([[-1, 5]], "token id -1, but the model's vocabulary has 64 ids"),
     ],
 )
 def test_prompts_that_cannot_be_gone_on_from_are_refused(prompts, told):
@@ -269,10 +269,10 @@ def test_prompts_that_cannot_be_gone_on_from_are_refused(prompts, told):
 
 def test_models_that_cannot_write_or_read_so_far_are_refused():
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
-    with pytest.raises(ValueError, match="a text of 33 tokens is longer than the model can read, max_seq_len=32"):
+    with pytest.raises(ValueError, match="a text of 33 tokens is longer than model.max_seq_len=32"):
         Engine(shard(config("gpt2"), mesh), batch=1, longest=33)
     encoder = schema.convert(tiny.ENCODER, AnyModelConfig, "model")
-    with pytest.raises(ValueError, match="'encoder' writes no text"):
+    with pytest.raises(ValueError, match="'encoder' is not a decoder"):
         Engine(shard(encoder, mesh), batch=1, longest=8)
 
 

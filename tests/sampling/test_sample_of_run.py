@@ -34,7 +34,7 @@ def test_a_sample_is_longer_than_the_rows_of_training_and_never_ends_a_document(
     assert write(state) == text
     assert [line.partition(" for ")[0] for line in said if "compiling" in line] == ["sample: compiling"]
     lost = write(state._replace(params=jax.tree.map(lambda leaf: leaf * np.nan, state.params)))
-    assert lost.startswith("(no text: the model gives no finite logits for token 1")  # and the run goes on
+    assert lost.startswith("(no text: the logits of token 1")  # and the run goes on
     assert write(state._replace(params=jax.tree.map(lambda leaf: leaf * 3, state.params))) != text
     halves = [text[i : i + 8] for i in range(16, 48, 8)]
     assert len(set(halves)) == len(halves)  # each row has draws of its own

@@ -107,7 +107,7 @@ def check_text_files(files: Globs, setting: str) -> dict[str, list[SourceFile]]:
     found, problems = list_files(files, setting, "text")
     problems += [problem for file in found if (problem := text_problem(file))]
     if problems or not found:
-        raise BadInput(problems[0] if problems else f"{setting} names no file")
+        raise BadInput(problems[0] if problems else f"{setting} has no file")
     sources: dict[str, list[SourceFile]] = {}
     for file in found:
         sources.setdefault(file.source, []).append(file)
@@ -162,7 +162,9 @@ class TextSet:
             tokens += sum(len(ids) for ids, _ in block)
             if tokens > MAX_TOKENS:
                 files = ", ".join(file.path for file in self.files[:3])
-                raise BadInput(f"{files}: more than {MAX_TOKENS:,} tokens to hold in memory; set a limit of documents")
+                raise BadInput(
+                    f"{files}: more than {MAX_TOKENS:,} tokens, which are stored in memory; set a limit of documents"
+                )
         return dataclasses.replace(self, in_memory=tuple(blocks), left_out=left_out)
 
     def blocks(self, skipped: Counter) -> Iterator[Block]:
@@ -190,7 +192,7 @@ class TextSet:
         """Returns the error for a source without text, with what was skipped."""
         reasons = ", ".join(f"{number:,} {reason}" for reason, number in left_out.items())
         files = ", ".join(file.path for file in self.files[:3])
-        return f"no text to measure in {files}" + (f" (left out: {reasons})" if reasons else "")
+        return f"no text to evaluate in {files}" + (f" (left out: {reasons})" if reasons else "")
 
     @property
     def fingerprint(self) -> str:
@@ -242,7 +244,9 @@ def checked_documents(name: str, documents: Iterable[Any], vocab_size: int) -> I
             raise BadInput(f"{name}[{number}] must be a list of token ids; a single document is [ids]")
         if ids.size and not 0 <= ids.min() <= ids.max() < vocab_size:
             worst = ids.max() if ids.max() >= vocab_size else ids.min()
-            raise BadInput(f"{name}[{number}] has the token id {worst}, and the model's vocabulary is {vocab_size}")
+            raise BadInput(
+                f"{name}[{number}] has the token id {worst}, but the model's vocabulary has {vocab_size} ids"
+            )
         yield ids
 
 
@@ -254,7 +258,7 @@ def open_token_files(name: str, files: Globs, vocab_size: int) -> Callable[[], I
     shards = open_tokens(cfg, corpus_files(cfg)[0][0], (), vocab_size, lambda line: None)[0]
     for shard in shards:
         if (largest := shard.header["max_id"]) >= vocab_size:
-            raise BadInput(f"{shard.place} has the token id {largest}, and the model's vocabulary is {vocab_size}")
+            raise BadInput(f"{shard.place} has the token id {largest}, but the model's vocabulary has {vocab_size} ids")
 
     def documents() -> Iterator[np.ndarray]:
         for shard in shards:
@@ -274,5 +278,5 @@ def token_metrics(
         triples = [(ids[:1], ids[1:], size) for ids, size in block]
         measured += measure_documents(triples, scorer, params, context, stride)
     if not measured:
-        raise BadInput(f"{name} has no document of two tokens or more: nothing is predicted")
+        raise BadInput(f"{name} has no document of two or more tokens, so there is nothing to predict")
     return summarise_text(measured)

@@ -9,20 +9,18 @@ from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
-EVERY = "steps between measurements, with one before the first step and one at the end; 0: only at the end"
+EVERY = "steps between evaluations, with one before the first step and one at the end; 0: only at the end"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextEval(ReadConfig):
     """Perplexity and bits per byte of text, read by the settings of ReadConfig."""
 
-    kind: Literal["text"] = setting("text", "what is measured")
-    files: Globs = setting(help="glob or list of globs, or {source: globs}; any kind of file that data.files reads")
+    kind: Literal["text"] = setting("text", "kind of evaluation")
+    files: Globs = setting(help="glob or list of globs, or {source: globs}; any file type of data.files")
     every_steps: int = setting(1000, EVERY)
-    limit: int = setting(0, "documents of each source; 0: all")
-    stride: int = setting(
-        0, "tokens by which the window over a long document advances; 0: half of what the model reads"
-    )
+    limit: int = setting(0, "maximum number of documents per source; 0: all")
+    stride: int = setting(0, "tokens by which the window over a long document advances; 0: half of the context")
 
     def __post_init__(self):
         super().__post_init__()
@@ -36,9 +34,9 @@ class ItemEval:
     kind: Literal["choice", "cloze"]
     file: str = setting(help=".jsonl (also .gz, .zst), .parquet or .arrow, or a glob of them")
     every_steps: int = setting(1000, EVERY)
-    limit: int = setting(0, "items; 0: all")
+    limit: int = setting(0, "maximum number of items; 0: all")
     damaged: Literal["stop", "skip"] = setting(
-        "stop", "an item or file that cannot be read or scored: stop and name it, or leave it out and count it"
+        "stop", "if an item or file cannot be read or scored: stop with an error, or skip and count it"
     )
 
     def __post_init__(self):
@@ -49,14 +47,14 @@ class ItemEval:
 class ChoiceEval(ItemEval):
     """Questions with answers to choose from (PIQA, SciQ, ARC, own): accuracy, also normalised by length."""
 
-    kind: Literal["choice"] = setting("choice", "what is measured")
+    kind: Literal["choice"] = setting("choice", "kind of evaluation")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClozeEval(ItemEval):
     """Texts with an end to predict (LAMBADA, own): accuracy and perplexity of the target."""
 
-    kind: Literal["cloze"] = setting("cloze", "what is measured")
+    kind: Literal["cloze"] = setting("cloze", "kind of evaluation")
 
 
 NamedEval = TextEval | ChoiceEval | ClozeEval
@@ -75,8 +73,8 @@ def check_names(evals: Evals) -> None:
     for name in evals:
         if not NAME.fullmatch(name):
             raise BadInput(
-                f"evals has the name {name!r}: part of metrics' names, so it is of letters, digits, _ . and -, "
-                "at most 64, and begins with a letter or a digit"
+                f"evals has the name {name!r}; a name is part of metric names and needs 1 to 64 letters, digits, _ . "
+                "or -, and a letter or digit at the beginning"
             )
 
 

@@ -44,7 +44,9 @@ def check_item_files(pattern: str, setting: str) -> list[Path]:
         raise BadInput(problems[0])
     for file in found:
         if kind_of(Path(file.path)) not in ENDINGS or Path(file.path).is_dir():
-            raise BadInput(f"{setting}={file.path} must be .jsonl (also .gz, .zst), .parquet or .arrow, an item a row")
+            raise BadInput(
+                f"{setting}={file.path} must be .jsonl (also .gz, .zst), .parquet or .arrow, with an item per row"
+            )
     return [Path(file.path) for file in found]
 
 
@@ -83,14 +85,14 @@ def read_items(files: Sequence[Path], kind: str, limit: int = 0, skipped: Skippe
         for name, value in read_records(path, skipped.damaged, skipped.counts):
             try:
                 if not isinstance(value, Mapping):
-                    raise BadInput(f"is a {type(value).__name__}, and an item is an object with fields")
+                    raise BadInput(f"is a {type(value).__name__}, but an item must be an object with fields")
                 item = form(name, value)
                 answers = len(item.continuations)
                 size = answers * len(item.context) + sum(map(len, item.continuations))
                 if size > MAX_ITEM_CHARACTERS:
                     raise BadInput(
-                        f"has {answers:,} answers, with the context before each {size:,} characters, and at most "
-                        f"{MAX_ITEM_CHARACTERS:,} are read; take it out"
+                        f"has {answers:,} answers with {size:,} characters, including the context of each; the limit "
+                        f"is {MAX_ITEM_CHARACTERS:,}; remove it"
                     )
                 items.append(item)
             except BadInput as error:
@@ -98,7 +100,7 @@ def read_items(files: Sequence[Path], kind: str, limit: int = 0, skipped: Skippe
             if limit and len(items) == limit:
                 return items
     if not items:
-        raise BadInput(f"{', '.join(map(str, files))} hold no item{skipped}")
+        raise BadInput(f"{', '.join(map(str, files))} contain no item{skipped}")
     return items
 
 

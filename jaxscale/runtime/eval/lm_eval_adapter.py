@@ -78,7 +78,7 @@ def score(served: Served, spans: Sequence[TokenSpan]) -> Scores:
     """Returns the scores. Raises BadInput for NaN, which lm-eval would count as an answer."""
     scores = served.scorer.score(served.params, spans)
     if np.isnan(scores.nats).any():
-        raise BadInput("the weights of this checkpoint give likelihoods that are NaN; measure another step")
+        raise BadInput("the likelihoods of this checkpoint are NaN; evaluate another step")
     return scores
 
 
@@ -100,7 +100,7 @@ def write_settings(settings: dict[str, Any]) -> WriteSettings:
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     given: dict[str, Any] = {name: settings.pop(name) for name in names if settings.get(name) is not None}
     if settings := {name: value for name, value in settings.items() if value is not None}:
-        raise BadInput(f"generation_kwargs {', '.join(sorted(settings))} are not supported; leave them out")
+        raise BadInput(f"generation_kwargs {', '.join(sorted(settings))} are not supported; remove them")
     if not draws:
         given = {"repetition_penalty": given.get("repetition_penalty", 1.0), "temperature": 0.0}
     given.setdefault("temperature", 1.0)
@@ -124,7 +124,7 @@ def generated(
     for settings, numbers in groups.items():
         max_prompt = reading.context - settings.num_tokens
         if max_prompt < 1:
-            raise BadInput(f"{settings.num_tokens} new tokens leave no room in a context of {reading.context}")
+            raise BadInput(f"{settings.num_tokens} new tokens do not fit in a context of {reading.context}")
         generator = served.open_generator(min(served.rows, len(numbers)), reading.context)
         whole = {number: ids_of(requests[number][0]) for number in numbers}
         num_truncated += sum(len(ids) > max_prompt for ids in whole.values())

@@ -156,8 +156,8 @@ def span_of(pair: EncodedPair, longest: int) -> tuple[TokenSpan, bool]:
     cut = max(len(ids) - 1 - longest, 0)
     if first - cut < 1:
         raise BadInput(
-            f"its continuation has {len(ids) - first} tokens, and {longest} are read; remove it, or increase the limit "
-            "(--context, or seq_len of the run)"
+            f"its continuation has {len(ids) - first} tokens, more than the limit of {longest}; remove it, or raise "
+            "the limit (--context, or seq_len of the run)"
         )
     ids = ids[cut:].copy() if cut else ids  # a view would keep the whole array in memory
     return TokenSpan(ids, first - cut), cut > 0
@@ -200,7 +200,7 @@ def open_one(name: str, settings: NamedEval, reading: EvalReading, where: str, h
     longest = max(span.num_positions for span in items.spans)
     packed = pack_spans(items.spans, row_length(longest, reading.context))  # once for all models
     summary = f"{settings.kind}, {len(items.items):,} items{skipped}"
-    summary += f", {items.cut:,} contexts cut at the left to {reading.context} tokens" if items.cut else ""
+    summary += f", {items.cut:,} contexts truncated on the left to {reading.context} tokens" if items.cut else ""
     summary += f", {items.alone:,} continuations encoded alone: a token spans the boundary" if items.alone else ""
 
     def measure(scorer: Scorer, params: Any) -> dict[str, float]:
@@ -214,7 +214,7 @@ def text_evaluator(name: str, settings: TextEval, reading: EvalReading, where: s
     """Opens an evaluator of text."""
     stride = settings.stride or max(reading.context // 2, 1)
     if stride > reading.context:
-        raise BadInput(f"{where}: stride={stride} is more than the {reading.context} tokens that the model reads")
+        raise BadInput(f"{where}: stride={stride} is more than the context of {reading.context} tokens")
     sources = check_text_files(settings.files, where)
     make = lambda files: TextSet(tuple(files), settings, reading, stride, settings.limit)
     sets = {source: make(files) for source, files in sources.items()}

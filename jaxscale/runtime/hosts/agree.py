@@ -68,7 +68,7 @@ def agreed(
     else:
         line = blocking_get(peer.client, key, seconds)
     if line is None:
-        raise Stop(Exit.PEER_LOST, f"process 0 said nothing for {seconds:g} s; start all again")
+        raise Stop(Exit.PEER_LOST, f"no response from process 0 for {seconds:g} s; restart all processes")
     return json.loads(line)
 
 
@@ -104,7 +104,7 @@ def barrier(peer: Peer | None = None) -> None:
         # jax's barrier would block signal handlers
         gathered(next_key("barrier", peer), None, made_of=lambda _: None, peer=peer)
     except TimeoutError as error:
-        raise Stop(Exit.PEER_LOST, f"{error}; start all again") from None
+        raise Stop(Exit.PEER_LOST, f"{error}; restart all processes") from None
 
 
 def blocking_get(client: Any, key: str, seconds: float) -> str | None:
@@ -189,7 +189,7 @@ def collected(key: str, mine: Any, seconds: float, made_of: Callable[[list[Any]]
 
 def late_message(process: int, seconds: float) -> str:
     """Returns the error for a process that did not answer."""
-    return f"process {process} said nothing for {seconds:g} s"
+    return f"no response from process {process} for {seconds:g} s"
 
 
 def consulted(key: str, mine: Any, answer: Callable[[list[Any]], list[Any]], seconds: float = WAIT_SECONDS) -> Any:
@@ -245,7 +245,7 @@ def check_shared(folder: Any, prepare: Callable[[], None]) -> None:
         if time.monotonic() > deadline:
             raise Stop(
                 Exit.BAD_INPUT,
-                f"workdir={folder} of process {process} is not the folder of process 0; name one that all "
+                f"workdir={folder} of process {process} is not the folder of process 0; use one that all "
                 "hosts share: an absolute path on a network file system, or gs://",
             )
         time.sleep(0.2)

@@ -81,7 +81,10 @@ def joined(place: ProcessInfo | None, facts: Mapping[str, Any], flags: Mapping[s
         start_jax(place)
         team = Team(watch, place.process_id, jax.process_index() == 0)  # TPUs number processes by their topology
         joining = time.monotonic() - called
-        team(f"{place.num_processes} processes: the roll call took {called - began:.2f} s, joining jax {joining:.2f} s")
+        team(
+            f"{place.num_processes} processes: the roll call took {called - began:.2f} s, "
+            f"jax.distributed.initialize {joining:.2f} s"
+        )
         yield team
     except BaseException as error:
         end_with(watch, error)
@@ -120,12 +123,13 @@ def start_jax(place: ProcessInfo) -> None:
         cause = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise Stop(
             Exit.PEER_LOST,
-            f"jax could not join {place.name(place.process_id)} at {address(place.host, place.port)}: {cause}",
+            f"jax.distributed.initialize failed in {place.name(place.process_id)} for the coordinator "
+            f"{address(place.host, place.port)}: {cause}",
         ) from error
     if jax.process_count() != place.num_processes:
         raise Stop(
             Exit.BAD_INPUT,
-            f"{place.num_processes} processes answered the roll call ({place.found_in}), and the devices, of kind "
+            f"{place.num_processes} processes answered the roll call ({place.found_in}), but the devices, of kind "
             f"{jax.default_backend()}, belong to {jax.process_count()}; start one process for each host of the slices",
         )
 
@@ -144,7 +148,8 @@ def end_with(watch: Watch, error: BaseException) -> None:
             cause = str(error).splitlines()[0][:200]
             code = Exit.PEER_LOST
             line = (
-                f"stopped (peer_lost, exit {int(code)}): work with the other processes broke: {cause}; start all again"
+                f"stopped (peer_lost, exit {int(code)}): communication with other processes failed: {cause}; "
+                "restart all"
             )
     print_stderr(line or shown_traceback(error).rstrip("\n"))
     silence_closed_streams()

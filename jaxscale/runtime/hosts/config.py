@@ -44,10 +44,10 @@ def host_budgets(num_processes: int) -> HostBudgets:
 class HangConfig:
     """Time limits of phases in seconds, after which they count as a hang (exit 15); 0: unlimited."""
 
-    step_seconds: float = adjustable(600.0, "one training step, and the metrics of the step before")
+    step_seconds: float = adjustable(600.0, "one training step, and the metrics of the previous step")
     data_seconds: float = adjustable(600.0, "waiting for the batch of a step")
     compile_seconds: float = adjustable(3600.0, "the first step of a start, with its compilation")
-    restore_seconds: float = adjustable(3600.0, "reading a checkpoint, or making the first state")
+    restore_seconds: float = adjustable(3600.0, "reading a checkpoint, or initializing the state")
     save_seconds: float = adjustable(3600.0, "saving a checkpoint, from the snapshot to its verification")
     eval_seconds: float = adjustable(3600.0, "one validation, or one sample, with its compilation")
     statistics_seconds: float = adjustable(
@@ -58,4 +58,4 @@ class HangConfig:
         for field in dataclasses.fields(self):
             seconds = getattr(self, field.name)
             if not (math.isfinite(seconds) and (seconds == 0 or seconds >= 1)):
-                raise BadInput(f"{field.name}={seconds} must be 0 (never a hang) or at least 1")
+                raise BadInput(f"{field.name}={seconds} must be 0 (no limit) or at least 1")

@@ -25,14 +25,14 @@ class HostFlags:
     """Flags of a verb that runs as several processes."""
 
     coordinator: str | None = flag(
-        None, "of several processes: where process 0 listens, with the next port too", "HOST:PORT"
+        None, "with several processes: address of process 0, which also uses the next port", "HOST:PORT"
     )
-    num_processes: str | None = flag(None, "how many there are; 1: this one alone, whatever the cluster says", "N")
+    num_processes: str | None = flag(None, "number of processes; 1: only this one, whatever the cluster", "N")
     process_id: str | None = flag(
-        None, "which of them this is, from 0; all three are found without flags on TPU slices, Slurm and GKE", "I"
+        None, "index of this process, from 0; all three are detected on TPU slices, Slurm and GKE", "I"
     )
     roll_call_seconds: str | None = flag(
-        None, "how long the first waits for all to be there; default: 300 up to 16, 720 for 1,536", "S"
+        None, "how long process 0 waits for the others; default: 300 up to 16 processes, 720 for 1,536", "S"
     )
 
 
@@ -55,7 +55,7 @@ class ProcessInfo:
         if not 0 <= self.process_id < self.num_processes:
             raise BadInput(
                 f"process_id={self.process_id} (from {self.found_in}) must be 0 to {self.num_processes - 1}, "
-                f"there being num_processes={self.num_processes}"
+                f"because num_processes={self.num_processes}"
             )
         if not 0 < self.port < 65535:
             raise BadInput(f"port {self.port} of the coordinator (from {self.found_in}) must be 1 to 65534")
@@ -100,7 +100,7 @@ def from_flags(flags: Mapping[str, str]) -> ProcessInfo | None:
         return ProcessInfo(host="localhost", port=TPU_PORT, num_processes=1, process_id=0, found_in="flags")
     missing = [f"--{name}" for name in FLAGS[:3] if name not in given]
     if missing or count is None:
-        raise BadInput(f"{' and '.join(missing)} must be given too: {', '.join(f'--{n}' for n in given)} alone is "
+        raise BadInput(f"{' and '.join(missing)} must also be given: {', '.join(f'--{n}' for n in given)} alone is "
                          "not enough to connect the processes")  # fmt: skip
     host, port = split_address("--coordinator", given["coordinator"])
     process_id = parse_number("--process_id", given["process_id"])
@@ -114,7 +114,7 @@ def from_jax_variables(env: Mapping[str, str]) -> ProcessInfo | None:
     if not address or not count:
         return None
     if index is None:
-        raise BadInput("JAX_COORDINATOR_ADDRESS is set, and neither JAX_PROCESS_ID nor JOB_COMPLETION_INDEX is; "
+        raise BadInput("JAX_COORDINATOR_ADDRESS is set, but neither JAX_PROCESS_ID nor JOB_COMPLETION_INDEX; "
                          f"set one, {WAY_OUT}")  # fmt: skip
     host, port = split_address("JAX_COORDINATOR_ADDRESS", address)
     return ProcessInfo(
@@ -134,7 +134,7 @@ def from_tpu_variables(env: Mapping[str, str]) -> ProcessInfo | None:
     if "TPU_WORKER_ID" not in env:
         if "," not in workers and "MEGASCALE_NUM_SLICES" not in env:
             return None  # one host
-        raise BadInput(f"TPU_WORKER_HOSTNAMES names several hosts and TPU_WORKER_ID is not set; set it, {WAY_OUT}")
+        raise BadInput(f"TPU_WORKER_HOSTNAMES names several hosts, but TPU_WORKER_ID is not set; set it, {WAY_OUT}")
     return from_tpu_workers(workers, env["TPU_WORKER_ID"], env.get, "TPU_WORKER_HOSTNAMES")
 
 
@@ -154,7 +154,7 @@ def from_tpu_workers(workers: str, index: str, variable: Callable[[str], str | N
     slice_id = parse_number("MEGASCALE_SLICE_ID", variable("MEGASCALE_SLICE_ID") or "0")
     first = variable("MEGASCALE_COORDINATOR_ADDRESS") if slices > 1 else None
     if slices > 1 and not first:
-        raise BadInput(f"there are {slices} TPU slices and MEGASCALE_COORDINATOR_ADDRESS is not set ({found_in}); "
+        raise BadInput(f"there are {slices} TPU slices, but MEGASCALE_COORDINATOR_ADDRESS is not set ({found_in}); "
                          f"set it, {WAY_OUT}")  # fmt: skip
     return ProcessInfo(
         host=worker_host(first) if first else hosts[0],
@@ -179,7 +179,7 @@ def from_slurm(env: Mapping[str, str]) -> ProcessInfo | None:
         return None
     nodes = env.get("SLURM_STEP_NODELIST")
     if not nodes or "SLURM_PROCID" not in env:
-        raise BadInput(f"SLURM_NTASKS={count} and this process was not started by srun; start it with srun, {WAY_OUT}")
+        raise BadInput(f"SLURM_NTASKS={count}, but this process was not started by srun; start it with srun, {WAY_OUT}")
     hosts, tasks = expand_nodes(nodes), expand_counts(env.get("SLURM_STEP_TASKS_PER_NODE", "1"))
     node = parse_number("SLURM_NODEID", env.get("SLURM_NODEID", "0"))
     shared = node < len(tasks) and tasks[node] > 1
@@ -286,7 +286,7 @@ class Maintenance:
         while not self.stopped.wait(self.poll_seconds):
             now = announced(server)
             if news := sorted(now - known):
-                return self.announce(f"the machine is about to be taken away ({news[0]})")
+                return self.announce(f"the machine is about to be stopped ({news[0]})")
             known = now
 
 

@@ -145,7 +145,7 @@ def read_reply(sock: socket.socket, peer: Sequence) -> dict[str, Any]:
 def check_room(folder: pathlib.Path, size: int) -> None:
     """Raises OSError if the folder's disk has less than `size` bytes free."""
     if (free := shutil.disk_usage(folder).free) < size:
-        raise OSError(f"No space left on device: {folder} has {free} bytes, and {size} are needed")
+        raise OSError(f"No space left on device: {folder} has {free} bytes, but {size} are needed")
 
 
 def receive(sock: socket.socket, path: pathlib.Path, size: int) -> None:
@@ -176,7 +176,7 @@ def read_line(sock: socket.socket) -> dict[str, Any]:
     while not line.endswith(b"\n"):
         byte = sock.recv(1)
         if not byte or len(line) >= MAX_LINE_BYTES:
-            raise BadInput("the connection ended, or sent no line")
+            raise BadInput("the connection ended before a complete line")
         line += byte
     message = parse_json(line)
     if not isinstance(message, dict):

@@ -59,7 +59,7 @@ def write_entry(key: str, seconds: float, name: str, backend: Any, executable: A
     try:
         compilation_cache.put_executable_and_time(key, name, executable, backend, int(seconds))
     except Exception as error:  # as in jax: the program can run without the cache
-        warnings.warn(f"{name} is not kept in the compilation cache: {type(error).__name__}: {error}", stacklevel=2)
+        warnings.warn(f"{name} is not stored in the compilation cache: {type(error).__name__}: {error}", stacklevel=2)
     return None
 
 

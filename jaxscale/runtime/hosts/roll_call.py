@@ -91,13 +91,13 @@ def roll_call_failure(
     """Returns the error that ends the run: a difference, or missing processes; None if all are present and equal."""
     if problems:
         listed = "; ".join(problems[:MAX_LISTED])
-        return Stop(Exit.BAD_INPUT, f"roll call: {listed}; start all of them the same way")
+        return Stop(Exit.BAD_INPUT, f"roll call: {listed}; start all processes with the same command")
     if not (missing := [place.name(n) for n in range(1, place.num_processes) if n not in present]):
         return None
     names = ", ".join([place.name(0, hello["host"]), *(name for _, name in present.values())][:MAX_LISTED])
     more = f" and {len(missing) - MAX_LISTED} more" if len(missing) > MAX_LISTED else ""
     listed = ", ".join(missing[:MAX_LISTED]) + more
-    return Stop(Exit.PEER_LOST, f"roll call: after {seconds:g} s, missing {listed}; here: {names}")
+    return Stop(Exit.PEER_LOST, f"roll call: after {seconds:g} s, missing {listed}; present: {names}")
 
 
 def gather(place: ProcessInfo, hello: dict, facts: Mapping[str, str], seconds: float) -> Wires:
@@ -145,15 +145,15 @@ def gather(place: ProcessInfo, hello: dict, facts: Mapping[str, str], seconds: f
 def difference(place: ProcessInfo, first: Mapping, facts: Mapping[str, str], other: Mapping, present: Mapping) -> str:
     """Describes how another process differs from process 0; '' if it does not."""
     if other["of"] != place.num_processes:
-        return f"it says there are {other['of']} processes, and process 0 ({first['host']}) says {place.num_processes}"
+        return (
+            f"it was started with {other['of']} processes, but process 0 ({first['host']}) with {place.num_processes}"
+        )
     if not 0 < other["process"] < place.num_processes or other["process"] in present:
         known = present[other["process"]][1] if other["process"] in present else place.name(0, first["host"])
-        return f"this number is taken by {known}; give every process its own"
+        return f"{known} has the same process_id; give each process a different one"
     theirs = other["facts"]
     names = [name for name in sorted(facts | theirs) if facts.get(name) != theirs.get(name)]
-    differing = [
-        f"{name} is {theirs.get(name)!r} there and {facts.get(name)!r} on process 0" for name in names[:MAX_LISTED]
-    ]
+    differing = [f"{name} is {theirs.get(name)!r}, but {facts.get(name)!r} on process 0" for name in names[:MAX_LISTED]]
     return "; ".join(differing)
 
 
@@ -178,14 +178,14 @@ def interface(host: str, resolve: Any = socket.getaddrinfo) -> str:
     try:
         address = resolve(host, None, type=socket.SOCK_STREAM)[0][4][0]
     except OSError as error:
-        raise BadInput(f"the coordinator's name {host} has no address: {error.strerror or error}") from None
+        raise BadInput(f"the coordinator's host name {host} cannot be resolved: {error.strerror or error}") from None
     literal = host == "localhost" or host.replace(".", "").isdecimal() or ":" in host
     return address if literal or not ipaddress.ip_address(address.partition("%")[0]).is_loopback else "0.0.0.0"
 
 
 def answer(place: ProcessInfo, hello: dict, facts: Mapping[str, str], seconds: float) -> Wires:
     """Connects to process 0, sends a hello, and waits for the result."""
-    deadline, cause = time.monotonic() + seconds, "no connection was tried"
+    deadline, cause = time.monotonic() + seconds, "no connection was attempted"
     while time.monotonic() < deadline:
         try:
             wire = Connection(socket.create_connection((place.host, place.port + 1), timeout=5))
@@ -195,7 +195,7 @@ def answer(place: ProcessInfo, hello: dict, facts: Mapping[str, str], seconds: f
             continue
         reply = receive(wire, seconds + ANSWER_SECONDS) if wire.send(**hello, facts=facts) else None
         if reply is None:
-            cause = "the connection ended without an answer"
+            cause = "the connection ended without a response"
             wire.close()
             time.sleep(0.2)
         elif reply.get("roll") == "complete":
@@ -205,7 +205,7 @@ def answer(place: ProcessInfo, hello: dict, facts: Mapping[str, str], seconds: f
             raise Stop(Exit(reply.get("code", Exit.ERROR)), str(reply.get("line")))
     raise Stop(
         Exit.PEER_LOST,
-        f"roll call: after {seconds:g} s, missing {place.name(0)} at port {place.port + 1}, which calls the roll: "
+        f"roll call: after {seconds:g} s, missing {place.name(0)} at port {place.port + 1}: "
         f"{cause}; this is {place.name(place.process_id, hello['host'])}",
     )
 

@@ -105,7 +105,7 @@ class Watch:
                 return
             self.named = True
         self.pass_on(lost=name, how=how)
-        self.leave(Exit.PEER_LOST, f"{name} {how}; start all again with the same command: {AGAIN}", LOST_SECONDS)
+        self.leave(Exit.PEER_LOST, f"{name} {how}; restart all with the same command: {AGAIN}", LOST_SECONDS)
 
     def stopped(self, name: str, code: int, line: str | None) -> None:
         """Ends this process with the first error of another one, unless it ends by itself within GRACE_SECONDS."""
@@ -113,7 +113,7 @@ class Watch:
 
         def end() -> None:
             if not self.leaving.wait(GRACE_SECONDS):
-                self.leave(exit_code, f"{name} has left: {line or f'exit {code}'}", LOST_SECONDS)
+                self.leave(exit_code, f"{name} ended: {line or f'exit {code}'}", LOST_SECONDS)
 
         self.follow(end, stopped=code, name=name, line=line)
 
@@ -128,7 +128,7 @@ class Watch:
         if silent and not self.following.is_set():
             names = ", ".join(self.names[number] for number in silent)
             seconds = host_budgets(self.place.num_processes).heartbeat_seconds
-            self.lost(names, f"has not answered for {seconds} s or more (frozen, or cut off)")
+            self.lost(names, f"has not responded for {seconds} s or more (frozen or disconnected)")
 
     def hangs(self, line: str) -> None:
         """Writes stacks and ends this process after a hang of another one."""

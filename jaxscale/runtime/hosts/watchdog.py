@@ -66,7 +66,7 @@ class SignalEvent(ctypes.Structure):
 class Backstop:
     """Kernel timers that end the process with exit code 15 at a deadline that is moved, after its stacks are written.
 
-    A Python thread cannot run while C code holds the GIL, possibly for ever. The timers call functions of the C
+    A Python thread cannot run while C code holds the GIL, possibly forever. The timers call functions of the C
     library, which need no interpreter: `_exit(15)` in a separate thread.
     """
 
@@ -75,7 +75,7 @@ class Backstop:
         self.text = ctypes.create_string_buffer(500)
         self.timers: list[ctypes.c_void_p] = []
         if not sys.platform.startswith("linux") or sys.maxsize < 2**32:
-            raise OSError("no timers of the kernel")
+            raise OSError("no kernel timers")
         self.libc = ctypes.CDLL(None, use_errno=True)
         if not hasattr(self.libc, "timer_create"):  # before glibc 2.34 the timers were in librt
             self.libc = ctypes.CDLL("librt.so.1", use_errno=True)
@@ -183,7 +183,7 @@ class Watchdog:
         if phase is None or phase.deadline == math.inf:
             backstop.disarm()
         else:
-            line = f"stopped (hang, exit {int(Exit.HANG)}): {self.overdue_message(phase)}, and Python stands still"
+            line = f"stopped (hang, exit {int(Exit.HANG)}): {self.overdue_message(phase)}, and Python is blocked"
             backstop.arm(phase.deadline, f"{line}; stacks of all threads: {self.stacks.name}")
 
     def overdue_message(self, phase: "WatchedPhase") -> str:
@@ -209,7 +209,7 @@ class Watchdog:
             return
         if backstop := self.backstop:
             backstop.set_timers(0.0, 0.0, time.monotonic() + LAST_SECONDS)  # without stacks or line
-        where = self.stacks.name if self.stacks else "none, for no phase had begun"
+        where = self.stacks.name if self.stacks else "none, because no phase had started"
         print_stderr(f"stopped (hang, exit {int(Exit.HANG)}): {line}; stacks of all threads: {where}")
         if self.others and not is_remote:
             self.others.report_hang(line)
@@ -291,6 +291,6 @@ def all_stacks(phases: dict[int, WatchedPhase]) -> str:
     texts = []
     for ident, frame in sorted(sys._current_frames().items(), key=lambda item: item[0] not in phases):
         where = f", in phase {phases[ident].name}" if ident in phases else ""
-        title = f"Thread {names.get(ident, 'without a name')}{where} (the latest call is the last):"
+        title = f"Thread {names.get(ident, 'without a name')}{where} (most recent call last):"
         texts.append("\n".join([title, *traceback.format_stack(frame)]))
     return "\n".join(texts)

@@ -116,7 +116,7 @@ class ChatHandler(LocalHandler):
             for piece in self.server.answer(messages, written):
                 self.send_line({"text": piece})
                 if self.server.ending.is_set():
-                    raise BadInput("the server has been ended")
+                    raise BadInput("the server was stopped")
         except (BadInput, Stop) as error:
             self.send_line({"error": str(error)})
             return
@@ -132,14 +132,14 @@ class ChatHandler(LocalHandler):
         """Returns the conversation of the request. Raises BadInput if it is invalid, or from another page."""
         port = self.server.server_address[1]
         if self.path != "/say":
-            raise BadInput("turns are requested at /say")
+            raise BadInput("messages must be sent to /say")
         if self.headers.get("Origin") not in (None, *(f"http://{name}:{port}" for name in (ADDRESS, "localhost"))):
-            raise BadInput("other pages may not send requests")
+            raise BadInput("requests from other pages are not allowed")
         if self.headers.get_content_type() != "application/json":
             raise BadInput("a conversation must be sent as application/json")
         length = self.headers.get("Content-Length", "")
         if not (length.isascii() and length.isdecimal() and len(length) < 19) or not 0 < int(length) <= MAX_BYTES:
-            raise BadInput(f"a conversation must have 1 to {MAX_BYTES} bytes, as given in Content-Length")
+            raise BadInput(f"a conversation must have 1 to {MAX_BYTES} bytes (Content-Length)")
         body = self.rfile.read(int(length))
         self.server.has_asked(self.connection)
         messages, longest = check_messages(parse_json(body)), self.server.longest
@@ -147,8 +147,8 @@ class ChatHandler(LocalHandler):
         # certainly more than `longest` tokens, or a template that would be slow to render
         if turns > min(MAX_TURNS, longest) or characters > MAX_CHARACTERS_PER_TOKEN * longest:
             raise TooLong(
-                f"this has {turns:,} turns and {characters:,} characters; the limits are {min(MAX_TURNS, longest):,} "
-                f"turns, and texts of {longest:,} tokens; start a new conversation, or write less"
+                f"the conversation has {turns:,} turns and {characters:,} characters; the limits are "
+                f"{min(MAX_TURNS, longest):,} turns and {longest:,} tokens; start a new conversation, or write less"
             )
         return messages
 
@@ -172,7 +172,7 @@ def check_messages(sent: Any) -> list[dict[str, str]]:
     for number, message in enumerate(messages):
         role, content = (message.get(key) if isinstance(message, dict) else None for key in ("role", "content"))
         if role != ROLES[number % 2] or not isinstance(content, str):
-            raise BadInput(f"message {number + 1} must have role {ROLES[number % 2]!r} and a text as content")
+            raise BadInput(f"message {number + 1} must have role {ROLES[number % 2]!r} and text as content")
         found.append({"role": role, "content": content})
     if len(found) % 2 == 0:
         raise BadInput("the last message must be the user's")

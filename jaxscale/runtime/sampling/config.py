@@ -18,12 +18,14 @@ class SampleConfig:
         read_if="model.name=llama|gpt2 and data.name!=synthetic",
     )
     every_steps: int = setting(
-        0, "steps between samples during the run, which go to samples.jsonl; 0: only at the end", may_change=True
+        0, "steps between samples during the run, written to samples.jsonl; 0: only at the end", may_change=True
     )
-    ema: bool = setting(False, "true: with the average that train.ema keeps", may_change=True)
+    ema: bool = setting(False, "true: sample with the moving average of train.ema", may_change=True)
     prompt: str = setting("\n", "text to continue", may_change=True)
-    temperature: float = setting(0.8, "1: the model's probabilities; towards 0: always the likeliest", may_change=True)
-    top_k: int = setting(40, "sample among the k likeliest tokens; 0: among all", may_change=True)
+    temperature: float = setting(
+        0.8, "1: the model's probabilities; near 0: almost always the most likely token", may_change=True
+    )
+    top_k: int = setting(40, "sample from the k most likely tokens; 0: from all", may_change=True)
 
     def __post_init__(self):
         for name in ("num_tokens", "top_k"):
@@ -32,9 +34,9 @@ class SampleConfig:
         if self.temperature <= 0:
             raise BadInput(f"temperature={self.temperature} must be above 0")
         if self.every_steps < 0 or self.every_steps and not self.num_tokens:
-            raise BadInput(f"every_steps={self.every_steps} must be at least 0, and is for num_tokens above 0")
+            raise BadInput(f"every_steps={self.every_steps} must be at least 0, and needs num_tokens above 0")
         if not self.prompt:
-            raise BadInput("prompt must not be empty: the first token needs one before it")
+            raise BadInput("prompt must not be empty: the model needs at least one token")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,15 +44,15 @@ class Sampling:
     """Sampling parameters, applied in this order. Tokens as likely as the last one that passes a filter pass too."""
 
     repetition_penalty: float = setting(
-        1.0, "above 1: tokens of the text so far become less likely (arXiv:1909.05858); 1: no penalty"
+        1.0, "above 1: tokens already in the text become less likely (arXiv:1909.05858); 1: no penalty"
     )
-    temperature: float = setting(0.8, "1: the model's probabilities; 0: always the likeliest")
-    top_k: int = setting(0, "draw among the k likeliest tokens; 0: among all")
+    temperature: float = setting(0.8, "1: the model's probabilities; 0: always the most likely token")
+    top_k: int = setting(0, "sample from the k most likely tokens; 0: from all")
     top_p: float = setting(
-        1.0, "draw among the likeliest tokens that together have this probability (arXiv:1904.09751); 1: among all"
+        1.0, "sample from the most likely tokens with this total probability (arXiv:1904.09751); 1: from all"
     )
     min_p: float = setting(
-        0.0, "draw among tokens that have this part of the likeliest one's probability (arXiv:2407.01082); 0: all"
+        0.0, "sample from tokens with at least this fraction of the highest probability (arXiv:2407.01082); 0: from all"
     )
 
     def __post_init__(self):

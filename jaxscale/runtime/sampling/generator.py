@@ -93,9 +93,9 @@ class Engine:
     ):
         cfg, limit = sharded.cfg, sharded.cfg.max_seq_len
         if cfg.kind != "decoder":
-            raise BadInput(f"model.name={cfg.name!r} writes no text from left to right; llama and gpt2 do")
+            raise BadInput(f"model.name={cfg.name!r} is not a decoder and cannot generate text; llama and gpt2 can")
         if limit is not None and longest > limit:
-            raise BadInput(f"a text of {longest} tokens is longer than the model can read, max_seq_len={limit}")
+            raise BadInput(f"a text of {longest} tokens is longer than model.max_seq_len={limit}")
         self.sharded, self.longest, self.say = sharded, longest, say
         self.batch = batch + -batch % sharded.plan.batch_axes.num_shards
         self.drawable_V = np.arange(cfg.vocab_size) < (num_ids or cfg.vocab_size)
@@ -245,7 +245,7 @@ class Generator:
             self.timing = Timing(compile_seconds, prefill_seconds, sum(map(len, prompts)), now - first, written)
             if (broken := np.flatnonzero(found_B == NOT_FINITE)).size:
                 raise NotFinite(
-                    f"the model gives no finite logits for token {steps} after prompt {broken[0] + 1}: its weights "
+                    f"the logits of token {steps} after prompt {broken[0] + 1} are not finite: the model's weights "
                     f"have diverged, or overflow {engine.sharded.cfg.compute_dtype}; use an older step, or float32"
                 )
             if (found_B == ENDED).all():
@@ -309,10 +309,10 @@ def check_prompts(prompts: Sequence[Sequence[int]], engine: Engine) -> None:
         if not len(prompt):
             raise BadInput(f"prompt {number} has no token; give at least one")
         if len(prompt) > engine.longest:
-            raise BadInput(f"prompt {number} has {len(prompt)} tokens, and a text has at most {engine.longest}")
+            raise BadInput(f"prompt {number} has {len(prompt)} tokens, but a text can have at most {engine.longest}")
         if not 0 <= min(prompt) <= max(prompt) < engine.sharded.cfg.vocab_size:
             worst, size = min(prompt) if min(prompt) < 0 else max(prompt), engine.sharded.cfg.vocab_size
-            raise BadInput(f"prompt {number} has the token id {worst}, and the model's vocabulary is {size}")
+            raise BadInput(f"prompt {number} has the token id {worst}, but the model's vocabulary has {size} ids")
 
 
 def prompt_length(tokens: int, longest: int) -> int:

@@ -91,7 +91,7 @@ class TextStream:
 
     def __init__(self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int] = (), stops: Sequence[str] = ()):
         if "" in stops:
-            raise BadInput("a stop text is empty, and would end every text at once; leave it out")
+            raise BadInput("an empty stop text would end every text immediately; remove it")
         self.decode, self.stops = decode, tuple(stops)
         self.ids = list(prompt)[-CONTEXT:]  # tokens that are decoded; those before `begin` are only context
         self.begin, self.num_emitted = len(self.ids), 0  # num_emitted: characters returned after the context
