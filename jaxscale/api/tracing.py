@@ -159,7 +159,10 @@ def trace(
 
 
 def step_and_batch(run: TracedRun, step: int | None, batch: int | None, row: int) -> tuple[int | None, int]:
-    """Returns (step or None if skipped, batch) of either. Raises BadInput beyond the run's end or the batch's rows."""
+    """Returns (step, batch) for a step or a batch; step is None if the batch was skipped.
+
+    Raises BadInput for a step after the end of the run, and for a row that the batch does not have.
+    """
     name, number = ("batch", batch) if step is None else ("step", step)
     assert number is not None, "one of step and batch is given"
     last = run.total_steps - 1 if name == "step" else run.ledger.batch_of(run.total_steps - 1)

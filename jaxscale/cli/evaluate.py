@@ -165,7 +165,7 @@ def read_evals(flags: EvaluateFlags) -> Evals:
 
 
 def default_name(pattern: str, kind: str) -> str:
-    """Returns the file's name up to the first dot, or the kind for a pattern."""
+    """Returns the file name up to the first dot, or `kind` if the path is a glob pattern."""
     stem = Path(pattern).name.partition(".")[0]
     plain = re.sub(r"[^A-Za-z0-9_-]", "_", stem).strip("_-")
     return plain if plain and not set("*?[") & set(pattern) else kind

@@ -35,7 +35,7 @@ local_or_remote_file = lambda name, text: paths.as_path(text) if paths.is_remote
 
 
 def noise_of(name: str, text: str) -> float:
-    """Returns a fraction of the loss, '0.005' or '0.5%'. Raises BadInput for anything else."""
+    """Parses a noise level: a fraction of the loss ('0.005') or a percentage ('0.5%'). Raises BadInput otherwise."""
     with contextlib.suppress(ValueError):
         number = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
         if 0 < number <= MAX_NOISE:

@@ -236,7 +236,7 @@ def continue_lines(writer: TextWriter, generator: Generator) -> None:
 def generate_pieces(
     writer: TextWriter, generator: Generator, ids: Sequence[int], stop_ids: Sequence[int], written: list[GeneratedText]
 ) -> Iterator[str]:
-    """Yields the pieces of the text that follows `ids`. Raises BadInput if they leave no room for one."""
+    """Yields the generated text after `ids`, in pieces. Raises BadInput if `ids` leave no room for a token."""
     generator.timing = None
     if len(ids) >= generator.engine.longest:
         raise BadInput(

@@ -282,7 +282,7 @@ def check_stages(cfg: ModelConfig, settings: ParallelSettings, pipeline: Pipelin
     }
     for what, applies in unsupported.items():
         if applies:
-            raise BadInput(f"mesh.pipeline={stages} cannot go with {what}")
+            raise BadInput(f"mesh.pipeline={stages} cannot be combined with {what}")
 
 
 def context_parallel_attend(

@@ -138,8 +138,8 @@ def test_scores_are_divided_by_the_size_of_a_head_beyond_the_base():
     ("settings", "optimizer", "text"),
     [
         (dict(mup=dict(base_dim=0)), "adamw", "base_dim=0 must be at least 1"),
-        (dict(mup=MUP, scaled_embeddings=True), "adamw", "scaled_embeddings cannot go with mup"),
-        (dict(mup=MUP, query_scalar=3.0), "adamw", "query_scalar=3.0 cannot go with mup.base_head_dim=8"),
+        (dict(mup=MUP, scaled_embeddings=True), "adamw", "scaled_embeddings cannot be combined with mup"),
+        (dict(mup=MUP, query_scalar=3.0), "adamw", "query_scalar=3.0 cannot be combined with mup.base_head_dim=8"),
         (dict(mup=AT_BASE), "sgd", "base_layers is for AdamW"),
     ],
 )

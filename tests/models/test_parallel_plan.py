@@ -69,6 +69,6 @@ def test_options_of_the_environment_and_of_the_user_are_kept():
 def test_a_model_that_stages_do_not_support_is_refused_by_name():
     cfg = tiny.config({})
     mesh = make_mesh(MeshConfig(pipeline=2), jax.devices()[:2])
-    with pytest.raises(BadInput, match="mesh.pipeline=2 cannot go with .*remat"):
+    with pytest.raises(BadInput, match="mesh.pipeline=2 cannot be combined with .*remat"):
         resolve_plan(cfg.model, mesh, ParallelSettings(pipeline=PipelineConfig()))
     assert resolve_plan(cfg.model, mesh).pipeline.size == 1  # inference shards rows and weights instead

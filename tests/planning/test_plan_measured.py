@@ -83,5 +83,5 @@ def test_measurements_are_kept_and_a_damaged_file_is_named():
     damaged = [{"spec": "T"}, *(vars(one) | change for change in ({"flops_per_second": "x"}, {"date": None}))]
     for each in [*damaged, vars(one) | {"num_devices": 0}, vars(one) | {"pass_flops": math.nan}]:
         kept.measured_file().write_text(json.dumps({"format": kept.FORMAT, "measured": [each]}))
-        with pytest.raises(BadInput, match="measured.json is not a valid file of measurements"):
+        with pytest.raises(BadInput, match="measured.json is not a valid measurements file"):
             kept.read_measured()

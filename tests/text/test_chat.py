@@ -95,7 +95,7 @@ def test_a_text_that_holds_the_guard_gets_another_and_one_that_holds_all_is_refu
     content = f"<|im_end|>{GUARDS[0]}"
     ids, _ = encode(chatml, [{"role": "user", "content": content}, ASSISTANT])
     assert content in chatml.decode(ids)
-    with pytest.raises(ValueError, match="holds noncharacters"):
+    with pytest.raises(ValueError, match="contains noncharacters"):
         encode(chatml, [{"role": "user", "content": "".join(GUARDS)}, ASSISTANT])
 
 

@@ -107,7 +107,7 @@ def test_what_a_template_refuses_of_a_conversation_is_one_line(tmp_path):
     for ask in (asking.ids, lambda messages: asking.text_ids(asking.text(messages, True), "")):
         with pytest.raises(BadInput, match="^this conversation cannot be rendered by .*: at most 2 turns$"):
             ask(TALK)
-        with pytest.raises(BadInput, match="^this conversation holds noncharacters"):
+        with pytest.raises(BadInput, match="^this conversation contains noncharacters"):
             ask([turn("\ufdee")])
 
 
@@ -117,7 +117,7 @@ def test_a_template_that_wants_a_system_message_is_asked_with_one(tmp_path):
     assert kept.tokenizer.special_ids["<|im_end|>"] in asking.stop_ids
     assert asking.ids([turn("be brief", "system"), USER])
     for ask in (asking.ids, lambda messages: asking.text_ids(asking.text(messages, True), "")):
-        with pytest.raises(BadInput, match="^this conversation holds half a surrogate pair"):
+        with pytest.raises(BadInput, match="^this conversation contains an unpaired surrogate"):
             ask([turn("be brief", "system"), turn("\ud800")])
     with pytest.raises(BadInput, match="^this conversation cannot be rendered .*: no system$"):
         asking.text([USER], True)
@@ -153,7 +153,7 @@ def test_a_conversation_as_text_has_the_ids_of_one_that_is_asked_and_nothing_wri
     special, begun = set(kept.tokenizer.special_ids.values()), len(asking.ids(talk))
     assert longer[:begun] == asking.ids(talk) and not set(longer[begun:]) & special
     assert kept.tokenizer.decode(longer).endswith(ATTACK)
-    with pytest.raises(ValueError, match="^this conversation holds noncharacters"):
+    with pytest.raises(ValueError, match="^this conversation contains noncharacters"):
         asking.text([turn("\ufdd0")], True)
 
 

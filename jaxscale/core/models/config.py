@@ -351,6 +351,6 @@ def check_remat(remat: RematName, save: tuple[str, ...], offload: tuple[str, ...
         raise BadInput(f"remat='save' needs remat_save or remat_offload: names among {', '.join(names)}")
     if offload and remat not in (*SAVED_NAMES, "save"):
         able = ", ".join(name for name in get_args(RematName) if name in SAVED_NAMES or name == "save")
-        raise BadInput(f"remat_offload cannot go with remat={remat!r}, which ignores names; use {able}")
+        raise BadInput(f"remat_offload cannot be combined with remat={remat!r}, which ignores names; use {able}")
     if both := [name for name in save if name in offload]:
         raise BadInput(f"{both[0]!r} is in remat_save and in remat_offload; name it in one of them")

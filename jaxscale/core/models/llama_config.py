@@ -310,8 +310,8 @@ def check_latent(cfg: LlamaConfig, latent: LatentConfig) -> None:
     ):  # fmt: skip
         if (value := getattr(cfg, name)) != usual:
             raise BadInput(
-                f"{name}={value} cannot go with latent, which has no biases, norms on its latents, and scores divided "
-                "by sqrt(head_dim); leave it out"
+                f"{name}={value} cannot be combined with latent, which has no biases, norms on its latents, and "
+                f"scores divided by sqrt(head_dim); remove {name}"
             )
     if cfg.num_kv_heads != cfg.num_heads:
         raise BadInput(
@@ -329,11 +329,11 @@ def check_mup_model(cfg: LlamaConfig, mup: MupConfig) -> None:
     """Raises BadInput for settings without a muP rule here."""
     for name, usual in (("latent", None), ("scaled_embeddings", False), ("zero_centred_norms", False)):
         if getattr(cfg, name) != usual:
-            raise BadInput(f"{name} cannot go with mup, which is not built for it; leave one of them out")
+            raise BadInput(f"{name} cannot be combined with mup, which does not support it; remove one of them")
     if cfg.query_scalar is not None and mup.base_head_dim is not None:
         raise BadInput(
-            f"query_scalar={cfg.query_scalar} cannot go with mup.base_head_dim={mup.base_head_dim}: both scale "
-            "attention's scores; leave one of them out"
+            f"query_scalar={cfg.query_scalar} cannot be combined with mup.base_head_dim={mup.base_head_dim}: both "
+            "scale attention's scores; remove one of them"
         )
 
 

@@ -135,16 +135,16 @@ class OptimConfig:
             raise BadInput(f"decay_fraction={self.decay_fraction} must be above 0 and at most 1")
         self.parse_factors()
         if self.offload_moments and self.name == "sgd" and self.b1 == 0:
-            raise BadInput("offload_moments=true: sgd with b1=0 has no moments; leave it out")
+            raise BadInput("offload_moments=true: sgd with b1=0 has no moments; remove offload_moments")
         if self.moment_dtype != "float32" and self.name == "sgd" and self.b1 == 0:
-            raise BadInput(f"moment_dtype={self.moment_dtype!r}: sgd with b1=0 has no moments; leave it out")
+            raise BadInput(f"moment_dtype={self.moment_dtype!r}: sgd with b1=0 has no moments; remove moment_dtype")
         if self.moment_dtype != "float32" and self.offload_moments:
             raise BadInput(
-                f"moment_dtype={self.moment_dtype!r} cannot be combined with offload_moments=true; leave one out"
+                f"moment_dtype={self.moment_dtype!r} cannot be combined with offload_moments=true; remove one of them"
             )
         for name, rules in (("offload_moments", WHOLE_TENSORS), ("offload_params", NEED_PARAMETERS)):
             if getattr(self, name) and self.name in rules:
-                raise BadInput(f"{name}=true: name={self.name!r} needs whole tensors on the device; leave it out")
+                raise BadInput(f"{name}=true: name={self.name!r} needs whole tensors on the device; remove {name}")
         if self.qk_clip is not None and self.qk_clip <= 0:
             raise BadInput(f"qk_clip={self.qk_clip} must be above 0, or null for none")
         for name in ("weight_decay", "clip_norm", "eps"):

@@ -168,11 +168,12 @@ class RunLock:
         self.lost = Exit.LOCK_HELD, line
 
     def poll(self) -> None:
-        """Checks the lock after every step, without reading files unless this process was stopped for three leases.
+        """Checks that this process still holds the lock; called after every step.
 
-        Then one quick request is made, unless the renewing thread is already making one.
-        Raises: Stop with LOCK_HELD if the lock was lost, with STORAGE if the folder was moved or deleted, or could not
-        be reached for too long.
+        Reads no files unless the process was suspended for three lease periods. In that case it makes one short
+        request, unless the renewal thread is already making one.
+        Raises: Stop with LOCK_HELD if the lock was lost, and with STORAGE if the folder was moved, deleted or
+        unreachable for too long.
         """
         silent = self.clock() - self.reached
         if self.store is not None and not self.cause and silent > LEASES * self.cfg.lease_seconds:

@@ -195,7 +195,7 @@ def read_abandoned(folder: Any, metrics: MetricRows, most_values: int | None, pr
 
 
 def fingerprint(row: Row) -> str:
-    """The row without the number of its rewind, as text: two with the same timings are one line in two files."""
+    """Returns a row as JSON without its rewind count. Rows with equal fingerprints, timings included, are copies."""
     return json.dumps({name: value for name, value in row.items() if name != "rewind"}, sort_keys=True)
 
 

@@ -243,7 +243,8 @@ def adapter_of_run(
             )
         if len(adapted) < len(pair.leaves):
             raise BadInput(
-                f"{adapted[0]} has an adapter, but not all of {module}, which PEFT cannot represent; merge it"
+                f"{adapted[0]} has an adapter, but other matrices of {module} do not, which PEFT cannot represent; "
+                "merge the adapters"
             )
         pairs += adapter_pairs(module, pair, lora.rank, out=True)
         joint[".".join(module.split(".")[-2:])] = len(pair.leaves)

@@ -120,7 +120,7 @@ class Problem(NamedTuple):
     def model(
         self, thetas: np.ndarray, weights: np.ndarray, pulls: np.ndarray, targets: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns (losses [draws], gradients [draws, p], positive curvatures [draws, p, p]), p = 1 + 2 powers."""
+        """Returns losses [draws], gradients [draws, p] and curvatures [draws, p, p]; p = 1 + 2 * powers."""
         powers = self.powers
         parts = log_terms(thetas, self.x)
         fitted = np.logaddexp.reduce(parts, axis=1)

@@ -62,7 +62,7 @@ def read_measured() -> list[Measured]:
     except FileNotFoundError:
         return []
     except (TypeError, KeyError) as error:
-        raise BadInput(f"{file} is not a valid file of measurements ({error}); delete it and measure again") from None
+        raise BadInput(f"{file} is not a valid measurements file ({error}); delete it and measure again") from None
 
 
 def save_measured(measured: Measured) -> pathlib.Path:

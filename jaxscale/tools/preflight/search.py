@@ -136,7 +136,7 @@ def make_candidates(
 
 
 def remat_settings(cfg: RunConfig) -> Iterator[dict[str, Any]]:
-    """Yields the settings of every remat policy; one that needs lists of names only as in the config."""
+    """Yields the settings of every remat policy. A policy that needs name lists comes with those of the config."""
     lists = {"model.remat_save": cfg.model.remat_save, "model.remat_offload": cfg.model.remat_offload}
     yield {"model.remat": cfg.model.remat} | lists
     for name in get_args(RematName):

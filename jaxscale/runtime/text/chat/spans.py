@@ -250,7 +250,7 @@ def open_prompts(saved: SavedTokenizer, today: str) -> ChatPrompts:
 
     def encode(rendered: RenderedDocument) -> list[int]:
         if not is_utf8(rendered.text):
-            raise BadInput("holds half a surrogate pair, which no text should")
+            raise BadInput("contains an unpaired surrogate, which is not valid text")
         return encode_prompt(tokenizer, rendered).tolist()
 
     @prefix_errors("this conversation")
@@ -282,7 +282,7 @@ def prefix_errors(subject: str) -> Iterator[None]:
 def render_text(messages: Sequence[Message], answer: bool, template: ChatTemplate, guard: Guard) -> str:
     """Renders messages, with MARK in names of special tokens. answer: add its prompt, else continue the last one."""
     if guard.choose_marker(list(messages)) != MARK:
-        raise BadInput("holds noncharacters (U+FDD0 to U+FDEF), which no text should")
+        raise BadInput("contains noncharacters (U+FDD0 to U+FDEF), which are not valid in text")
     if not answer and messages and messages[-1]["role"] == ASSISTANT:
         prefix = render_text(messages[:-1], True, template, guard)
         return prefix + guard.escape_text(messages[-1]["content"], MARK)

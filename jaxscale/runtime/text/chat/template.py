@@ -286,7 +286,7 @@ class Guard:
         whole = "".join(strings_in(value))
         free = [guard for guard in GUARDS if guard not in whole]
         if not free or OPEN in whole or CLOSE in whole:
-            raise BadInput("holds noncharacters (U+FDD0 to U+FDEF), which no text should")
+            raise BadInput("contains noncharacters (U+FDD0 to U+FDEF), which are not valid in text")
         return free[0]
 
     def escape(self, value: Any, guard: str) -> Any:

@@ -185,7 +185,7 @@ class GzipDecompressor:
 
 
 def packed_suffix(head: bytes) -> str:
-    """Returns '.gz' or '.zst' if a file that begins with these bytes is packed, else ''."""
+    """Returns '.gz' or '.zst' if these first bytes are those of a gzip or Zstandard file, else ''."""
     return next((ending for magic, ending in MAGIC.items() if head.startswith(magic)), "")
 
 

@@ -233,7 +233,10 @@ def find_ips(text: str, public_only: bool) -> Iterator[tuple[int, int]]:
 
 
 def is_version(text: str, match: re.Match) -> bool:
-    """True if four numbers are a version or a section: named so, or single digits that are not named an address."""
+    """True if four dotted numbers are a version or section number.
+
+    Either the text calls them one, or all are single digits and the text does not call them an address.
+    """
     before = text[max(0, match.start() - 32) : match.start()]
     if VERSION_BEFORE.search(before):
         return True
