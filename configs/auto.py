@@ -3,8 +3,7 @@
     python -m jaxscale.main --config=configs/auto.py:depth=4       # 3.3e6 parameters, 66e6 tokens
 
 Cost: 1.7e15 FLOPs at depth 4, 9.7e17 at 12 (2.2 hours of one A100 at 40% MFU), 2e19 at 20; it grows as depth**6.
-It trains on the bytes of Python's standard library. For other text:
---config.data.name=files --config.data.files='corpus/*.txt'
+Data: the bytes of Python's standard library, or --config.data.name=files --config.data.files='corpus/*.txt'
 
 The optimizer is Muon, which reached a lower loss than AdamW at depths 1, 2 and 3. Its learning rate, 0.024 /
 sqrt(depth), is near the best at these depths (docs/lab.md). Depths of 4 or more and vocabularies above 264 were not

@@ -3,9 +3,8 @@
     python -m jaxscale.main --config=configs/long_context.py:4,runs/base --config.data.files='books/*.txt'
     python -m jaxscale.main --config=configs/long_context.py:32,runs/base --config.mesh.context=8    # devices per row
 
-The argument is the factor of the length, and the work folder of the base model (default: the model of
-configs/quickstart.py). RoPE is scaled with YaRN, or with the scaling that the model already has. 400 steps of 64
-rows: arXiv:2309.00071, section 4.
+The argument is the length factor and the work folder of the base model (default: that of configs/quickstart.py).
+RoPE is scaled with YaRN, or with the model's own scaling. 400 steps of 64 rows: arXiv:2309.00071, section 4.
 Cost: 6 FLOPs per parameter and token, and attention, which grows with the row length. Not measured.
 """
 

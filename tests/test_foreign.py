@@ -58,7 +58,7 @@ def test_nested_json_is_left_out_where_a_line_may_be_torn(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{DEEP}\n{{"step": 2}}\n')
     problems = []
     assert [row["step"] for row in read_lines(tmp_path / "metrics.jsonl", problems)] == [1, 2]
-    assert problems == ["metrics.jsonl: 1 damaged line left out"]
+    assert problems == ["metrics.jsonl: 1 damaged line skipped"]
     assert last_measured(tmp_path) == 2 and records.parse_record(DEEP.encode()) is None
     assert abandon(tmp_path, 1, 1) == 1
 

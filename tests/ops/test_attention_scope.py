@@ -76,7 +76,7 @@ def test_a_bias_is_added_to_the_scores_of_each_head(scale):
     np.testing.assert_allclose(out, exact, rtol=1e-4, atol=1e-5)
 
 
-WANTED = {"prefix": "a bidirectional prefix", "bidirectional": "bidirectional attention", "bias": "a bias"}
+WANTED = {"prefix": "a bidirectional prefix", "bidirectional": "bidirectional attention", "bias": "bias"}
 
 
 @pytest.mark.parametrize("need", WANTED)
