@@ -24,7 +24,7 @@ CONFIG = dict(
     model_type="llama", architectures=["LlamaForCausalLM"], vocab_size=257, hidden_size=16, intermediate_size=24,
     num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=64, eos_token_id=256,
 )  # fmt: skip
-WAY_OUT = "give --tokenizer=FILE .* or convert it again from a folder with the tokenizer's files; from Python"
+WAY_OUT = "give --tokenizer=FILE .* or convert it again from a folder with the tokenizer's files; the Python API"
 PROMPT = list(b"def f")
 
 
