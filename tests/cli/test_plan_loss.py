@@ -87,7 +87,7 @@ def test_without_the_same_schedule_there_is_no_band_and_nothing_is_written(runs,
     argv = [f"--runs={runs}/*", f"--config={config_file}", "--config.optim.warmup_tokens=20%"]
     with pytest.raises(ValueError, match="no band to write"):
         main([*argv, f"--to={tmp_path / 'big'}"])
-    assert "no band for the loss curve: the curve of 16-200 followed cosine" in capsys.readouterr().out
+    assert "no band for the loss curve: the schedule of 16-200 is cosine" in capsys.readouterr().out
     assert not (tmp_path / "big").exists()
 
 

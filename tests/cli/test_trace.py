@@ -161,7 +161,7 @@ def test_a_document_lists_its_steps(home, run, capsys):
             ["--workdir={run}", "--step=12"],
             "step=12 is after the end of the run, which has 12 steps .*use 0 to 11",
         ),
-        (["--workdir={run}", "--batch=14"], "batch=14 is after the end of the run.*give 0 to 13"),
+        (["--workdir={run}", "--batch=14"], "batch=14 is after the end of the run.*use 0 to 13"),
     ],
 )
 def test_what_is_wrong_with_the_command_is_one_line(run, flags, message):

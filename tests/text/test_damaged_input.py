@@ -202,4 +202,4 @@ for name, output in (("shut", "out"), ("open", "locked"), ("open", "locked/out")
     told = [line for line in done.stdout.splitlines() if " error: " in line]
     assert [line.startswith("2 error: ") for line in told] == [True] * 3, (done.stdout, done.stderr[-2000:])
     assert "shut.jsonl cannot be read: Permission denied" in told[0]
-    assert "locked cannot be written" in told[1] and "locked/out cannot be made" in told[2]
+    assert "locked is not writable" in told[1] and "locked/out cannot be created" in told[2]
