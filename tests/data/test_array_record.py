@@ -86,7 +86,7 @@ def test_a_run_reads_a_file_of_ids_by_its_documents(tmp_path):
 def test_a_record_that_does_not_fit_is_named(tmp_path):
     make = dict(dtype="uint16", vocab_size=300, eos_id=0)
     path = write_records(tmp_path / "odd", [b"\1\0", b"\1\0\2"])
-    with pytest.raises(ValueError, match="odd: record 1 of 3 bytes is not a multiple of uint16"):
+    with pytest.raises(ValueError, match="odd: record 1 of 3 bytes is not a multiple of the size of uint16"):
         import_array_record(SourceFile(str(path), path.name, "web"), tmp_path, **make)
     path = write_records(tmp_path / "beyond", [b"\1\0", b"\xff\xff"])
     with pytest.raises(ValueError, match="beyond: record 1: token id 65535 .* not among the 300 ids"):

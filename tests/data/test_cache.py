@@ -168,7 +168,7 @@ def test_a_damaged_shard_is_told_and_made_again(tmp_path, name):
     good = path.read_bytes()
     path.write_bytes(good[:-1])
     again, said = open_cached(globs, tmp_path / "cache")
-    assert said[0].startswith(f"{path.parent} is damaged; creating it again (") and name in said[0]
+    assert said[0].startswith(f"{path.parent} is damaged; recreating it (") and name in said[0]
     assert path.read_bytes() == good and again.fingerprint == shard.fingerprint
     assert open_cached(globs, tmp_path / "cache")[1] == []
 

@@ -63,7 +63,7 @@ def test_a_file_that_changes_while_it_is_trained_on_is_found(worlds, name, file)
     (path,) = one.folder.glob(file)
     change(path)
     if is_told:
-        with pytest.raises(Stop, match=f"{path.name} was changed after the run began") as stop:
+        with pytest.raises(Stop, match=f"{path.name} was changed after the run started") as stop:
             corpus.batches(rows).batch(0)
         assert stop.value.code is Exit.DATA_MISMATCH and "\n" not in str(stop.value)
     else:
@@ -74,7 +74,7 @@ def test_a_file_that_changes_before_its_first_row_is_read_is_found(worlds):
     one, _ = worlds("shards")
     corpus = open_data(one.cfg, say=lambda line: None, **OPENED)
     replaced(one.folder / "data" / "part-1.bin")
-    with pytest.raises(Stop, match="part-1.bin was changed after the run began"):
+    with pytest.raises(Stop, match="part-1.bin was changed after the run started"):
         corpus.batches(len(corpus.train_rows)).batch(0)
 
 
@@ -99,7 +99,7 @@ def test_a_file_whose_inode_alone_changed_is_hashed_beside_the_run(tmp_path, dam
     DAMAGES["flipped, time kept"](path) if damaged else os.link(path, tmp_path / "backup")
     files.check([str(path)])  # goes on
     if damaged:
-        with pytest.raises(Stop, match="another file of the same size") as stop:
+        with pytest.raises(Stop, match="a different file of the same size") as stop:
             rehashed(files, str(path))
         assert stop.value.code is Exit.DATA_MISMATCH
     else:
@@ -204,7 +204,7 @@ def test_size_compares_no_more_than_sizes(worlds):
     path.write_bytes(bytes(path.stat().st_size))
     corpus.batches(len(corpus.train_rows)).batch(0)
     path.write_bytes(b"short")
-    with pytest.raises(Stop, match="part-1.bin was changed after the run began: it is cut short"):
+    with pytest.raises(Stop, match="part-1.bin was changed after the run started: it is truncated"):
         corpus.batches(len(corpus.train_rows)).batch(0)
 
 

@@ -206,7 +206,7 @@ def test_named_transforms_change_the_batches_in_order_and_the_same_on_any_number
         ("no.such:thing", "no.such cannot be imported"),
         ("math:nothing", "math has no function nothing"),
         (f"{__name__}:as_integers", r"changes weights from float32\[2, 32\] to int32\[2, 32\]"),
-        (f"{__name__}:by_place", "gives row 1 other values when called with that row alone"),
+        (f"{__name__}:by_place", "gives row 1 different values when called with that row alone"),
         (f"{__name__}:failing", "fails on batch 0: KeyError: 'words'"),
         (f"{__name__}:leaving", "fails on batch 0: SystemExit: 0"),
         ("leaves:anything", "leaves cannot be imported .SystemExit: 0"),
@@ -218,7 +218,7 @@ def test_a_transform_that_is_not_fit_is_named_in_one_line(folder, name, line, tm
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(BadInput, match=f"data.transforms: .*{line}"):
         open_corpus(folder, transforms=(name,)).as_grain(4)
-    with pytest.raises(BadInput, match="named as MODULE:FUNCTION"):
+    with pytest.raises(BadInput, match="write a function as MODULE:FUNCTION"):
         open_corpus(folder, transforms=("no module",))
 
 

@@ -99,7 +99,7 @@ def test_every_change_after_the_manifest_is_refused_and_named(folder, name, dama
         (folder / name).write_bytes(changed[damage])
     told = {
         "gone": "is missing",
-        "cut": "cut short",
+        "cut": "truncated",
         "longer": "too long",
         "flipped": "was changed after the manifest",
     }
@@ -188,7 +188,7 @@ def test_a_missing_or_torn_manifest_is_named(folder):
 def test_a_set_is_of_one_tokenizer_with_plain_recipe_and_good_shards(folder):
     with pytest.raises(ValueError, match="the recipe cannot be written"):
         write_manifest(folder, ["part-0"], recipe={"x": object()})
-    with pytest.raises(ValueError, match="lists each shard once"):
+    with pytest.raises(ValueError, match="must list each shard once"):
         write_manifest(folder, ["part-0", "part-0"], recipe={})
     with pytest.raises(ValueError, match="missing.json is not the header"):
         write_manifest(folder, ["missing"], recipe={})

@@ -145,7 +145,7 @@ def change(path, place, content):
         (lambda idx: change(idx, 9, b"\2"), "has version 2"),
         (lambda idx: change(idx, 17, b"\x09"), "type 9"),
         (lambda idx: change(idx, 17, b"\x06"), "type 6 .float64. is not a type of token ids|are not contiguous"),
-        (lambda idx: idx.write_bytes(idx.read_bytes()[:-1]), "cut short"),
+        (lambda idx: idx.write_bytes(idx.read_bytes()[:-1]), "truncated"),
         (lambda idx: idx.write_bytes(idx.read_bytes() + b"too much"), "too long"),
         (lambda idx: change(idx, HEAD.size, b"\3"), "are not contiguous"),
         (lambda idx: change(idx, HEAD.size, b"\xff\xff\xff\xff"), "are not contiguous"),
@@ -167,7 +167,7 @@ def test_a_multimodal_set_is_refused(tmp_path):
         read_pair(path, tmp_path)
 
 
-@pytest.mark.parametrize(("content", "told"), [(b"\1\0", "cut"), (b"\0" * 10, "too long"), (None, "cannot be")])
+@pytest.mark.parametrize(("content", "told"), [(b"\1\0", "truncated"), (b"\0" * 10, "too long"), (None, "cannot be")])
 def test_tokens_that_do_not_fit_their_index_are_named(tmp_path, content, told):
     path = write_pair(tmp_path, [[[1, 2], [3]], [[4]]])
     path.unlink() if content is None else path.write_bytes(content)

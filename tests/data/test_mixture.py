@@ -121,12 +121,12 @@ def test_stages_start_at_amounts_of_training(start):
             "names 'books', which is not a source of the training data; the sources are web, code",
         ),
         ({"web": 1.0}, {"books": 1.0}, "data.max_epochs names 'books'"),
-        ({"10 steps": {"web": 1.0}}, {}, "begins at batch 10; its first stage must start at '0'"),
-        ({"0": {"web": 1.0}, "0%": {"web": 1.0}}, {}, "two stages that start at one batch"),
+        ({"10 steps": {"web": 1.0}}, {}, "starts at batch 10; its first stage must start at '0'"),
+        ({"0": {"web": 1.0}, "0%": {"web": 1.0}}, {}, "two stages that start at the same batch"),
         ({"0": {"web": 1.0}, "soon": {"web": 1.0}}, {}, "is not an amount of training"),
-        ({"0": {"web": 1.0}, "web": 0.5}, {}, "not both in one"),
-        ({"web": 0.0}, {}, "at least 0, finite, and one above"),
-        ({"web": -1.0, "code": 2.0}, {}, "at least 0, finite, and one above"),
+        ({"0": {"web": 1.0}, "web": 0.5}, {}, "but not both"),
+        ({"web": 0.0}, {}, "finite and at least 0, and one must be above 0"),
+        ({"web": -1.0, "code": 2.0}, {}, "finite and at least 0, and one must be above 0"),
     ],
 )
 def test_what_is_wrong_with_a_mixture_is_one_line(mixture, max_epochs, message):

@@ -217,7 +217,7 @@ def test_our_own_shards_are_known_by_their_header_with_tokenizer_and_sources(fol
     np.arange(100, dtype="<u2").tofile("raw.bin")
     with pytest.raises(ValueError, match="holds token id 99, which data.tokenizer=.* does not have"):
         open_quietly(name="tokens", files="raw.bin", tokenizer=path)
-    with pytest.raises(BadInput, match=f"is not the one that {folder / shard} was made with, .* with end token 256"):
+    with pytest.raises(BadInput, match=f"is not the tokenizer of {folder / shard}, .* with end token 256"):
         open_quietly(name="tokens", files={"raw": "raw.bin", "own": shard}, tokenizer=path)
 
 
@@ -231,7 +231,7 @@ def test_a_shard_of_others_that_tells_less_is_trained_on_or_refused_in_one_line(
     assert opened(val_fraction=0.0).train_rows.num_documents == 20
     with pytest.raises(BadInput, match="own.bin lists the files of 0 of its 20 documents.*or data.val_fraction=0"):
         opened()
-    with pytest.raises(BadInput, match="made with, which is gone.json with end token unknown"):
+    with pytest.raises(BadInput, match="is not the tokenizer of .*, which is gone.json with end token unknown"):
         opened(tokenizer="bytes")
 
 

@@ -124,11 +124,11 @@ def test_an_edited_shard_is_refused_by_its_hash_and_a_cut_one_by_its_size(folder
         open_corpus(cfg)
     (folder / "part-1.bin").write_bytes(content[:-2])
     (problem,) = check_data(cfg, SEQ_LEN, 257)
-    assert "part-1.bin" in problem and "cut short" in problem
+    assert "part-1.bin" in problem and "truncated" in problem
 
 
 def test_a_shard_of_a_set_is_not_read_past_its_manifest(folder, tmp_path):
-    with pytest.raises(ValueError, match="belongs to a prepared set; name its manifest, which has the hashes"):
+    with pytest.raises(ValueError, match="belongs to a prepared set; use its manifest, which has the hashes"):
         open_data(config(folder / "*.bin", tmp_path), seq_len=SEQ_LEN, vocab_size=257, seed=0)
 
 
@@ -169,7 +169,7 @@ def test_rows_that_stay_half_empty_are_told_with_the_price_of_cutting(folder, tm
     write_shard(folder, "alike", ["x" * 39] * 200, ["web"] * 200)  # no two fit into a row
     write_manifest(folder, ["alike"], recipe={})
     make = functools.partial(config, folder / "manifest.json", tmp_path, val_fraction=0.0)
-    told = "packing best_fit, 62.50% of positions filled (data.packing=concat would fill all, but split up to 62% of"
+    told = "packing best_fit, 62.50% of positions filled (data.packing=concat would fill 100%, but split up to 62% of"
     assert told in open_corpus(make())[0].summary
     assert "packing concat, 100.00% of positions filled;" in open_corpus(make(packing="concat"))[0].summary
 

@@ -86,7 +86,7 @@ def test_every_type_of_list_is_read_as_a_plain_reader_does(tmp_path, name, kind)
     corpus = opened(tmp_path, path, said := [])
     assert documents_of(corpus) == documents
     assert corpus.tokenizer is None and "skipped 1 empty" in corpus.summary
-    assert f"{path}: token ids from 'input_ids', since 'text' has no text" in said
+    assert f"{path}: token ids from 'input_ids', because there is no 'text' with text" in said
 
 
 @pytest.mark.parametrize("kind", ["saved", "jsonl", "hf"])
@@ -158,8 +158,11 @@ def test_labels_in_a_later_file_alone_are_read_too(tmp_path):
 
 BAD = [
     (dict(input_ids=[1, 2], labels=[1]), "has 1 labels for 2 token ids"),
-    (dict(input_ids=[1, 2], labels=[2, 3]), r"has labels\[0\]=2 where the token id is 1; a label must be its own"),
-    (dict(input_ids=[1, 2, 3], attention_mask=[1, 0, 1]), "has padding between tokens by its attention_mask"),
+    (
+        dict(input_ids=[1, 2], labels=[2, 3]),
+        r"has labels\[0\]=2 where the token id is 1; a label must equal its token id",
+    ),
+    (dict(input_ids=[1, 2, 3], attention_mask=[1, 0, 1]), "has padding between tokens in its attention_mask"),
     (dict(input_ids=[1, 2, 3], attention_mask=[1, 1, 2]), "has 2 in its attention_mask, which must be 1"),
     (dict(input_ids=[1, None, 3]), "'input_ids' is not a list of integers"),
     (dict(input_ids=[1, 50_000]), "has the token id 50000|holds token id 50000"),
@@ -203,9 +206,9 @@ def test_text_goes_first_unless_ids_are_asked_for_and_both_are_named(tmp_path):
     table = pyarrow.table({"text": ["some text"] * 40, "input_ids": [[i, 2, 3, 4] for i in range(40)]})
     path = write_table(tmp_path / "a.parquet", table)
     text = opened(tmp_path, path, said := [])
-    assert f"{path}: text from 'text'; not read: input_ids (token ids: data.ids_field='input_ids')" in said
+    assert f"{path}: text from 'text'; ignored: input_ids (token ids: data.ids_field='input_ids')" in said
     ids = opened(tmp_path, path, said, ids_field="input_ids")
-    assert f"{path}: token ids from 'input_ids'; not read: text (text)" in said
+    assert f"{path}: token ids from 'input_ids'; ignored: text (text)" in said
     assert documents_of(ids) == table.column("input_ids").to_pylist() and text.fingerprint != ids.fingerprint
 
 
@@ -242,9 +245,11 @@ def test_a_tokenizer_that_is_named_counts_bytes_and_ends_and_refuses_ids_it_does
 def test_ids_beside_text_need_the_tokenizer_by_name(tmp_path):
     ids = write_table(tmp_path / "a.parquet", pyarrow.table({"input_ids": [[1, 2, 3]] * 40}))
     text = write_table(tmp_path / "b.parquet", pyarrow.table({"text": ["abc"] * 40}))
-    with pytest.raises(BadInput, match="a.parquet holds token ids, and .*b.parquet holds text; name the tokenizer"):
+    with pytest.raises(
+        BadInput, match="a.parquet contains token ids, and .*b.parquet contains text; set data.tokenizer"
+    ):
         opened(tmp_path, (ids, text))
-    with pytest.raises(BadInput, match="hold token ids and text; name the tokenizer"):
+    with pytest.raises(BadInput, match="contain token ids and text; set data.tokenizer"):
         opened(tmp_path, ids, val_files=text)
     both = opened(tmp_path, (ids, text), tokenizer="bytes", vocab_size=300)
     assert documents_of(both) == [[1, 2, 3]] * 40 + [[97, 98, 99, 256]] * 40

@@ -231,7 +231,7 @@ def edit(path):
     ("damage", "told"),
     [
         (lambda folder: (folder / "part-1.bin").unlink(), "part-1.bin is missing; prepare the set again"),
-        (lambda folder: os.truncate(folder / "part-1.bin", 100), "part-1.bin has 100 bytes where the manifest says"),
+        (lambda folder: os.truncate(folder / "part-1.bin", 100), "part-1.bin has 100 bytes instead of the"),
         (lambda folder: edit(folder / "part-1.bin"), "part-1.bin was changed after the manifest was written"),
         (lambda folder: (folder / "manifest.json").unlink(), "manifest.json does not exist"),
     ],
@@ -301,7 +301,7 @@ def test_a_record_of_thousands_of_files_stays_small_and_a_long_list_is_cut(monke
     ("harm", "told"),
     [
         (os.unlink, r"tokens [\d,]+ to [\d,]+ cannot be read: No such file"),
-        (None, "was changed after the run began: it is cut short"),
+        (None, "was changed after the run started: it is truncated"),
     ],
 )
 def test_a_shard_that_goes_away_while_a_run_reads_is_named_with_its_tokens(home, monkeypatch, harm, told):

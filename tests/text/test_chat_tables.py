@@ -97,20 +97,20 @@ def test_conversations_in_a_table_are_those_of_json_lines(tmp_path, tokenizer, k
 def test_the_field_is_named_where_others_could_have_been_meant(tmp_path, tokenizer, kind):
     files, said = write(kind, tmp_path / "table", ROWS), []
     opened(tmp_path, files, tokenizer, said, record_format="json")
-    (line,) = (line for line in said if "not read" in line)
-    assert line == f"{files}: conversations from 'messages'; not read: text (text)"
+    (line,) = (line for line in said if "ignored" in line)
+    assert line == f"{files}: conversations from 'messages'; ignored: text (text)"
     said.clear()
     opened(tmp_path, files, said=said, record_format="json", name="files")
     opened(tmp_path, files, said=said, record_format="json", name="files")  # out of the cache
-    lines = [line for line in said if "not read" in line]
-    assert lines == [f"{files}: text from 'text'; not read: messages (conversations: data.name='chat')"] * 2
+    lines = [line for line in said if "ignored" in line]
+    assert lines == [f"{files}: text from 'text'; ignored: messages (conversations: data.name='chat')"] * 2
 
 
 @pytest.mark.cases(3)
 @pytest.mark.parametrize("kind", ["jsonl", *TABLES])
 def test_conversations_are_refused_where_there_are_none(tmp_path, kind):
     files = write(kind, tmp_path / "table", [{"text": f"text {i}" * 9} for i in range(30)])
-    with pytest.raises(BadInput, match="data.name='chat', and .* hold no conversation .* set data.name='files'"):
+    with pytest.raises(BadInput, match="data.name='chat', and .* have no conversation .* set data.name='files'"):
         opened(tmp_path, files, record_format="json")
 
 

@@ -89,9 +89,9 @@ def test_shards_tell_how_their_documents_begin(tmp_path, texts, bos_token):
     other = "none" if expected else NAME
     stranger = str(tmp_path / "other.json")
     train_bpe(["hi there"], 300, ["<|endoftext|>"], "gpt2", "tokenizers").save(stranger)
-    with pytest.raises(ValueError, match="is not the one that .* was made with"):
+    with pytest.raises(ValueError, match="is not the tokenizer of"):
         open_corpus(tmp_path, name="tokens", files=str(tmp_path / "out/manifest.json"), tokenizer=stranger)
-    with pytest.raises(ValueError, match="is not the one that .* was made with"):
+    with pytest.raises(ValueError, match="is not the tokenizer of"):
         open_corpus(tmp_path, name="tokens", files=str(tmp_path / "out/manifest.json"), tokenizer=path, bos_token=other)
 
 

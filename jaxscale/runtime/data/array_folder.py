@@ -119,7 +119,7 @@ def parse_header(folder: str, content: bytes) -> dict[str, Any]:
 def unreadable_folder(folder: Path | str, reason: str | Exception) -> BadInput:
     """Returns the error for a folder that is damaged, or that the storage cannot read."""
     kind = Unreadable if isinstance(reason, Exception) and is_of_storage(reason) else BadInput
-    return kind(f"the index {folder} cannot be read: {reason}; delete the folder so that it is created again")
+    return kind(f"the index {folder} cannot be read: {reason}; delete the folder to recreate it")
 
 
 class Arrays(Mapping[str, np.ndarray]):

@@ -55,7 +55,7 @@ def scan_raw(file: SourceFile, dtype: str, eos_id: int | None, cfg: DataConfig, 
     ids = np.asarray(open_ids(path, dtype)[:PROBED_IDS])
     upper_halves_are_0 = not ids[1::2].any() and ids[::2].any()
     if dtype == "uint16" and size // 2 >= MIN_PROBED and size % 4 == 0 and upper_halves_are_0:
-        raise BadInput(f"{path} does not look like uint16 ids: every second one is 0; set data.token_dtype=uint32")
+        raise BadInput(f"{path} does not look like uint16 ids: every second id is 0; set data.token_dtype=uint32")
     cache_key = {"bin": [*file, *size_and_mtime(path)], "dtype": dtype, "eos_id": eos_id}
     return cached_shard(cfg, cache_key, lambda folder: index_raw(folder, file, dtype, eos_id, say), say)
 
@@ -75,7 +75,7 @@ def index_raw(
     """
     before = stamp_of(file.path)
     ids = open_ids(file.path, dtype) if before[0] else np.zeros(0, dtype)
-    purpose = "to find its documents" if offsets is None else "to know its ids"
+    purpose = "to find its documents" if offsets is None else "to check its ids"
     say(f"reading {file.path} once, {purpose} ({len(ids):,} tokens)")
     sha256, largest, ends = hashlib.sha256(), 0, [np.zeros(1, np.int64)]
     for start in range(0, len(ids), SCAN_TOKENS):
@@ -91,7 +91,7 @@ def index_raw(
         if offsets[-1] != len(ids):
             offsets = np.append(offsets, len(ids))
         if eos_id is not None and len(offsets) == 2:
-            say(f"  the end token {eos_id} does not divide it: the whole file is one document (see data.eos_id)")
+            say(f"  the end token {eos_id} does not occur in it: the whole file is one document (see data.eos_id)")
     documents = len(offsets) - 1
     header = {"bin": file.path, "dtype": dtype, "num_tokens": len(ids), "max_id": largest}
     header |= unknown_tokenizer_header(file_entry(file, documents), eos_id)
@@ -140,7 +140,7 @@ def open_or_rebuild(
         pass  # checked again under the lock: another process may have rebuilt it by then
     with contextlib.ExitStack() as stack:
         try:
-            waiting = lambda: say(f"waiting for another process that is creating {folder} again")
+            waiting = lambda: say(f"waiting for another process that recreates {folder}")
             stack.enter_context(locked(root / f"lock-{folder.name}", waiting))
         except OSError as error:
             raise CacheUnwritable(f"{folder} is damaged and cannot be locked: {error}; set data.cache_dir") from None
@@ -149,7 +149,7 @@ def open_or_rebuild(
         except Unreadable:
             raise
         except BadInput as error:
-            say(f"{folder} is damaged; creating it again ({error})")
+            say(f"{folder} is damaged; recreating it ({error})")
         try:
             with contextlib.suppress(FileNotFoundError):
                 remove(folder)

@@ -45,7 +45,7 @@ def check_data(cfg: DataConfig, seq_len: int, vocab_size: int) -> list[str]:
     if cfg.name in ("files", "chat", "hf"):
         problems += filter(None, map(text_problem, everything))
     if cfg.name != "tokens" and not problems and all(size_of(file.path) == 0 for file in files):
-        problems.append(f"data.files is an empty corpus: {plural(len(files), 'file')} of 0 bytes; name other files")
+        problems.append(f"data.files is an empty corpus: {plural(len(files), 'file')} of 0 bytes; choose other files")
     if cfg.name == "tokens" and files and not problems:
         problems += token_file_problems(cfg, files, everything, seq_len, vocab_size)
     name = cfg.tokenizer or ("" if cfg.name == "tokens" or not problems and holds_ids(cfg, files) else "bytes")
@@ -53,7 +53,7 @@ def check_data(cfg: DataConfig, seq_len: int, vocab_size: int) -> list[str]:
         problems += tokenizer_problems(cfg, name, vocab_size, seq_len)
     folder = cache_folder(cfg)
     if folder.exists() and not folder.is_dir():
-        problems.append(f"data.cache_dir={folder} is a file; name a folder")
+        problems.append(f"data.cache_dir={folder} is a file; choose a folder")
     return problems
 
 
@@ -71,15 +71,15 @@ def check_facts(cfg: DataConfig, names: Sequence[str], seq_len: int, facts: Mapp
     """Raises BadInput for a corpus that no run can use. names: of the sources. facts: from write_documents."""
     tokens = {part: sum(counts) for part, counts in facts["tokens"].items()}
     if cfg.name == "chat" and not sum(facts["members"]["train"]):
-        fix = "lengthen seq_len" + ", or set data.chat.too_long='cut'" * (cfg.chat.too_long == "drop")
-        raise BadInput(f"data.files has no document for training that fits into a row of seq_len={seq_len:,}; {fix}")
+        fix = "raise seq_len" + ", or set data.chat.too_long='cut'" * (cfg.chat.too_long == "drop")
+        raise BadInput(f"data.files has no training document that fits into a row of seq_len={seq_len:,}; {fix}")
     if tokens["train"] < seq_len and cfg.name != "chat":
         raise BadInput(
             f"data.files has {tokens['train']:,} training tokens, fewer than one row of seq_len={seq_len:,}; "
-            "add text or shorten seq_len"
+            "add text or reduce seq_len"
         )
     if "valid" in tokens and not facts["targets"]["valid"]:
-        way_out = "name other data.val_files" if cfg.val_files else "raise data.val_fraction, or set it to 0"
+        way_out = "choose other data.val_files" if cfg.val_files else "raise data.val_fraction, or set it to 0"
         raise BadInput(f"the validation set is empty ({tokens['valid']} tokens of {tokens['train']:,}); {way_out}")
     for _, weights in mixture_stages(cfg.mixture) if cfg.mixture else ():
         check_sources("mixture", weights, dict(zip(names, facts["tokens"]["train"])))
@@ -101,7 +101,7 @@ def corpus_files(
         if not files:
             problems = ["data.name='stdlib': this Python has no source of its standard library; set data.files"]
     elif not cfg.files:
-        return ([], []), [f"data.files is empty, and data.name={cfg.name!r} reads files; set data.files='FOLDER/*.txt'"]
+        return ([], []), [f"data.files is empty, but data.name={cfg.name!r} reads files; set data.files='FOLDER/*.txt'"]
     else:
         files, problems = list_setting(cfg.files, "data.files", "text")
     if not cfg.val_files:
@@ -111,7 +111,7 @@ def corpus_files(
     if twice := [file for file in val_files if file_identity(same(file.path)) in trained]:
         path, first = same(twice[0].path), trained[file_identity(same(twice[0].path))]
         files_of = f"data.files{'' if path == first else f', as {first}'}"
-        more += [f"{path} is in {files_of} and in data.val_files; take it out of one ({len(twice)} in all)"]
+        more += [f"{path} is in {files_of} and in data.val_files; remove it from one ({len(twice)} in total)"]
     return (files, val_files), problems + more
 
 
@@ -164,7 +164,7 @@ def inspect_token_file(path: str, cfg: DataConfig, seq_len: int, vocab_size: int
         return 0, -1, [str(error)]
     problems = []
     if header is not None and (manifest_path := Path(path).parent / MANIFEST).exists():
-        problems.append(f"{path} belongs to a prepared set; name its manifest, which has the hashes: {manifest_path}")
+        problems.append(f"{path} belongs to a prepared set; use its manifest, which has the hashes: {manifest_path}")
     if is_array_record(path):
         return seq_len, -1, problems  # the number of tokens is unknown until the file is read
     if header is not None:

@@ -39,7 +39,7 @@ def read_batch(read: ReadRows, rows: Sequence[int], transforms: Sequence[Transfo
         except Exception:
             raise
         except BaseException as error:  # such as SystemExit, with which Grain's thread would end silently
-            raise RuntimeError(f"a transform of data.transforms ended with {type(error).__name__}: {error}") from error
+            raise RuntimeError(f"a transform of data.transforms raised {type(error).__name__}: {error}") from error
     return batch
 
 
@@ -82,12 +82,12 @@ def check_transforms(transforms: Sequence[Transform], names: Sequence[str], batc
         except (Exception, SystemExit) as error:  # user code may raise anything
             raise BadInput(f"data.transforms: {name} fails on batch {n}: {type(error).__name__}: {error}") from error
         if problem := structure_change(before, after):
-            raise BadInput(f"data.transforms: {name} {problem}; a transform keeps fields, shapes and dtypes")
+            raise BadInput(f"data.transforms: {name} {problem}; a transform must keep fields, shapes and dtypes")
         last = named_arrays(copy_rows(after, rows[-1:]))
         if not all(map(np.array_equal, last.values(), named_arrays(alone).values())):
             raise BadInput(
-                f"data.transforms: {name} gives row {rows[-1]} other values when called with that row alone; "
-                "make each row from itself, n and its number"
+                f"data.transforms: {name} gives row {rows[-1]} different values when called with that row alone; "
+                "a row may depend only on itself, n and its number"
             )
         before = after
 

@@ -121,7 +121,7 @@ def choose_field(
     setting = f"{cfg.where}ids_field"
     if fields is None:
         if cfg.ids_field:
-            raise BadInput(f"{path} has no fields, and {setting}={cfg.ids_field!r}; leave the file out or unset it")
+            raise BadInput(f"{path} has no fields, and {setting}={cfg.ids_field!r}; exclude the file or unset it")
         return FieldChoice("text")
     found = candidate_fields(fields, cfg, chat)
     if cfg.ids_field and not fields.has_ids(cfg.ids_field):
@@ -131,7 +131,7 @@ def choose_field(
     if not found or (found[0][0] == "chat" and chat is None):
         if found and cfg.damaged == "stop":
             raise BadInput(
-                f"{path} has no field {cfg.text_field!r}, but conversations in {found[0][1]!r}; train on these with "
+                f"{path} has no field {cfg.text_field!r}, but conversations in {found[0][1]!r}; train on them with "
                 f"data.name='chat', or set {cfg.where}text_field"
             )
         return FieldChoice("text", cfg.text_field)  # reading it raises an error with file and row
@@ -193,8 +193,8 @@ def check_tokenizer(found: Mapping[SourceFile, FieldChoice], *, is_named: bool, 
     ids = [file.path for file, choice in found.items() if choice.kind == "ids"]
     others = [file.path for file, choice in found.items() if choice.kind != "ids"]
     if ids and not is_named and (others or needed):
-        text = f", and {others[0]} holds text" if others else ""
-        raise BadInput(f"{ids[0]} holds token ids{text}; name the tokenizer that made the ids in data.tokenizer")
+        text = f", and {others[0]} contains text" if others else ""
+        raise BadInput(f"{ids[0]} contains token ids{text}; set data.tokenizer to the tokenizer of the ids")
 
 
 def describe_choices(found: Mapping[SourceFile, FieldChoice], cfg: DocumentsConfig) -> list[str]:
@@ -208,10 +208,10 @@ def describe_choices(found: Mapping[SourceFile, FieldChoice], cfg: DocumentsConf
         files = paths[0] + (f" and {units.plural(len(paths) - 1, 'other file')}" if len(paths) > 1 else "")
         what = {"ids": "token ids", "chat": "conversations", "text": "text"}[choice.kind]
         facts = [f"{what} from {choice.field!r}"]
-        facts[0] += f", since {cfg.text_field!r} has no text" if choice.automatic else ""
+        facts[0] += f", because there is no {cfg.text_field!r} with text" if choice.automatic else ""
         facts += [f"{choice.labels!r} is the loss mask"] if choice.labels else []
         facts += [f"padding in {choice.mask!r} is removed"] if choice.mask else []
-        facts += [f"not read: {', '.join(choice.others)}"] if choice.others else []
+        facts += [f"ignored: {', '.join(choice.others)}"] if choice.others else []
         lines.append(f"{files}: {'; '.join(facts)}")
     return lines
 
@@ -284,7 +284,7 @@ def list_column(batch: Any, name: str, path: str) -> list[np.ndarray | None]:
 
     compute: Any = pyarrow.compute  # its functions are created at import
     if type_of(batch.schema, name) is None:
-        raise BadInput(f"{path} has no column {name!r} in some of its rows; write it again with one schema")
+        raise BadInput(f"{path} has no column {name!r} in some of its rows; rewrite it with one schema")
     column = column_of(batch, name)
     if isinstance(column, pyarrow.ExtensionArray):
         column = column.storage
@@ -318,8 +318,8 @@ def check_row(ids: Any, labels: Any, mask: Any, place: str, field: str) -> Token
     if labels is not None and (wrong := np.flatnonzero(loss_mask & (labels != ids))).size:
         i = int(wrong[0])
         raise BadInput(
-            f"{place} has labels[{i}]={labels[i]} where the token id is {ids[i]}; a label must be its own token id, or "
-            "-100 for one without loss (labels must be neither shifted nor of other text)"
+            f"{place} has labels[{i}]={labels[i]} where the token id is {ids[i]}; a label must equal its token id, or "
+            "be -100 for no loss (labels must not be shifted)"
         )
     if mask is not None:
         tokens = token_slice(mask, place)
@@ -358,7 +358,9 @@ def token_slice(mask: np.ndarray, place: str) -> slice:
         return slice(0, 0)
     begin, end = int(tokens[0]), int(tokens[-1]) + 1
     if end - begin != len(tokens):
-        raise BadInput(f"{place} has padding between tokens by its attention_mask; only padding at the ends is read")
+        raise BadInput(
+            f"{place} has padding between tokens in its attention_mask; only padding at the ends is supported"
+        )
     return slice(begin, end)
 
 
@@ -368,5 +370,6 @@ def check_vocabulary(found: TokenIds, vocabulary: Vocabulary, setting: str) -> N
     if bad.any():
         raise BadInput(
             f"{found.place} has the token id {found.ids[bad][0]}, but {vocabulary.tokenizer or 'a vocabulary'} has ids "
-            f"from 0 to {vocabulary.size - 1}; name the tokenizer that made the ids, and their field in {setting}"
+            f"from 0 to {vocabulary.size - 1}; set data.tokenizer to the tokenizer of the ids, and their field in "
+            f"{setting}"
         )

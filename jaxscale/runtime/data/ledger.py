@@ -120,7 +120,7 @@ class Ledger:
             which = f"each of the {len(found)} documents of this name, such as " if len(found) > 1 else ""
             raise BadInput(
                 f"--doc={document}: {which}document {number} of {self.corpus.shards[at].place} is empty or in "
-                "validation: no step trains on it; name one that --step lists"
+                "validation: no step trains on it; give one that --step lists"
             )
         occurrences = []
         for number, document_rows in rows.items():
@@ -195,8 +195,8 @@ class Ledger:
                     found += [(at, number) for number in scan_lineage(shard, document, file, place)]
         if not found and document:
             raise BadInput(
-                f"--doc={document}: no document of the corpus has this id or location; write an id, FILE:OFFSET, or "
-                "SHARD.bin:NUMBER as --step lists them"
+                f"--doc={document}: no document of the corpus has this id or location; give an id, FILE:OFFSET, or "
+                "SHARD.bin:NUMBER as listed by --step"
             )
         return sorted(set(found))
 

@@ -90,7 +90,7 @@ def write_manifest(
     """
     folder = Path(folder)
     if not names or len(set(names)) != len(names):
-        raise BadInput(f"{folder}: a manifest lists each shard once and at least one, not {list(names)[:5]}")
+        raise BadInput(f"{folder}: a manifest must list each shard once, and at least one, not {list(names)[:5]}")
     entries, tokenizers = [], {}
     sources: dict[str, dict[str, Any]] = {}
     for name in names:
@@ -106,7 +106,7 @@ def write_manifest(
             total["documents"] += number
             total["tokens"] += size
     if len(tokenizers) > 1:
-        raise BadInput(f"{folder} holds shards of {len(tokenizers)} tokenizers; a set has one")
+        raise BadInput(f"{folder} has shards of {len(tokenizers)} tokenizers; a set must have one")
     for source, size in (source_bytes or {}).items():
         sources.setdefault(source, {"documents": 0, "tokens": 0})["text_bytes"] = int(size)
     (made_with,) = tokenizers.values()

@@ -132,7 +132,7 @@ def whole_counts(weights_G: np.ndarray) -> np.ndarray:
             return counts[best]
     raise BadInput(
         f"a weight of data.mixture is {weights_G[weights_G > 0].min():.2g} of its stage, less than 1 in "
-        f"{LONGEST_PATTERN}; raise it or leave the source out"
+        f"{LONGEST_PATTERN}; raise it or remove the source"
     )
 
 
@@ -256,9 +256,9 @@ def start_batches(
     starts = [(first[start], weights, start) for start, weights in mixture_stages(mixture)]
     starts.sort(key=lambda stage: stage[0])
     if starts[0][0] != 0:
-        raise BadInput(f"data.mixture begins at batch {starts[0][0]}; its first stage must start at '0'")
+        raise BadInput(f"data.mixture starts at batch {starts[0][0]}; its first stage must start at '0'")
     if len({start for start, *_ in starts}) < len(starts):
-        raise BadInput(f"data.mixture has two stages that start at one batch: {[start for start, *_ in starts]}")
+        raise BadInput(f"data.mixture has two stages that start at the same batch: {[start for start, *_ in starts]}")
     return starts
 
 

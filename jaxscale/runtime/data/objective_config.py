@@ -47,7 +47,7 @@ class DenoisingConfig:
 
     layout: Literal["encoder_decoder", "one_row"] = setting(
         "encoder_decoder",
-        "encoder_decoder: inputs to the encoder, targets to the decoder; one_row: for a decoder alone, each document's "
+        "encoder_decoder: inputs to the encoder, targets to the decoder; one_row: for a decoder, each document's "
         "inputs as a prefix, followed by its targets",
     )
     multiple_of: int = setting(1, "rows are padded to multiples of this")
@@ -58,7 +58,7 @@ class DenoisingConfig:
         read_if="data.objective.first_sentinel_id!=none",
     )
     sentinel_step: Literal[-1, 1] = setting(
-        1, "from one sentinel's id to the next; -1 for T5", read_if="data.objective.first_sentinel_id!=none"
+        1, "difference of consecutive sentinel ids; -1 for T5", read_if="data.objective.first_sentinel_id!=none"
     )
     end_id: int | None = setting(None, "id that ends the inputs and targets of a document; none: the tokenizer's end")
     start_id: int | None = setting(
@@ -78,7 +78,7 @@ class SpanCorruptionConfig(DenoisingConfig):
     """T5 span corruption: 15% of the tokens, in spans of 3 on average."""
 
     name: Literal["span_corruption"] = setting("span_corruption", "selects this objective")
-    noise_density: float = setting(0.15, "fraction of a row's tokens that is cut out")
+    noise_density: float = setting(0.15, "fraction of a row's tokens that is removed from the inputs")
     mean_span: float = setting(3.0, "mean length of a span [tokens]")
 
     def __post_init__(self):
@@ -137,7 +137,8 @@ class Ul2Config(DenoisingConfig):
     name: Literal["ul2"] = setting("ul2", "selects this objective")
     denoisers: tuple[tuple[str, float, float, float], ...] = setting(
         UL2_DENOISERS,
-        "(mode R, S or X; noise density; mean span, 0: one span, the document's end; sampling weight) of each",
+        "a tuple (mode R, S or X; noise density; mean span, 0: one span at the end of the document; sampling weight) "
+        "each",
     )
     mode_ids: dict[str, int] = setting({}, "id of each mode's token: {'R': 5, 'S': 6, 'X': 7}; not used by text")
     end_id: int | None = setting(None, "id that ends the targets of a document; none: the tokenizer's end")
@@ -145,7 +146,7 @@ class Ul2Config(DenoisingConfig):
     def __post_init__(self):
         super().__post_init__()
         if not self.denoisers:
-            raise BadInput("denoisers is empty; leave it out for the paper's seven")
+            raise BadInput("denoisers is empty; remove it for the seven of the paper")
         for mode, noise_density, mean_span, weight in self.denoisers:
             check_denoiser(noise_density, mean_span or 1.0)
             if mode not in ("R", "S", "X"):

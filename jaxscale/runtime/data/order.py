@@ -173,7 +173,7 @@ def merge_skips(recorded: Iterable[Sequence[int]], configured: Iterable[Sequence
         start, stop = too_early[0]
         raise BadInput(
             f"data.skip_batches skips batches {start} to {stop}, but the run has reached batch {reached} "
-            f"(step {at_step}), and finished steps cannot be skipped; begin at {reached} or later, or resume "
+            f"(step {at_step}), and completed steps cannot be skipped; start at {reached} or later, or resume "
             "from an earlier checkpoint"
         )
     return normalise_ranges([*recorded, *configured])

@@ -78,14 +78,16 @@ def read_index(path: Path) -> MegatronIndex:
     except OSError as error:
         raise BadInput(f"{path} cannot be read: {error.strerror or error}") from None
     if len(raw) < HEAD.size or raw[: len(MAGIC)].tobytes() != MAGIC:
-        raise BadInput(f"{path} is not a Megatron index: it does not begin with {MAGIC!r}")
+        raise BadInput(f"{path} is not a Megatron index: it does not start with {MAGIC!r}")
     _, version, code, sequences, bounds = HEAD.unpack(raw[: HEAD.size].tobytes())
     if version != VERSION or code not in TYPES:
         raise BadInput(f"{path} has version {version} and type {code}; supported: version {VERSION}, types 1 to 8")
     size = HEAD.size + 12 * sequences + 8 * bounds
     if len(raw) not in (size, size + sequences) or not bounds:
-        what = "cut short" if len(raw) < size else "too long"
-        raise BadInput(f"{path} has {len(raw):,} bytes where its head says {size:,}: it is {what}; copy it again")
+        what = "truncated" if len(raw) < size else "too long"
+        raise BadInput(
+            f"{path} has {len(raw):,} bytes instead of the {size:,} in its header: it is {what}; copy it again"
+        )
     parts, place = [], HEAD.size
     for dtype, count in (("<i4", sequences), ("<i8", sequences), ("<i8", bounds)):
         stop = place + np.dtype(dtype).itemsize * count
@@ -134,7 +136,7 @@ def export_megatron(shards: Sequence[Shard], base: Path) -> None:
     """Writes BASE.bin and BASE.idx, one sequence per document; the .idx last. Raises BadInput for too large ids."""
     widest = max((shard.header["dtype"] for shard in shards), key=lambda name: np.dtype(name).itemsize)
     if (largest := max(shard.header["max_id"] for shard in shards)) >= 2**31 and CODES[widest] == 4:
-        raise BadInput(f"{shards[0].bin_path}: id {largest} is beyond int32, Megatron's largest type for ids")
+        raise BadInput(f"{shards[0].bin_path}: id {largest} does not fit in int32, Megatron's largest type for ids")
     base.parent.mkdir(parents=True, exist_ok=True)
     idx = Path(f"{base}.idx")
     idx.unlink(missing_ok=True)  # never an old index with a new .bin, even if interrupted
@@ -206,7 +208,7 @@ def import_array_record(file: SourceFile, folder: Path, *, dtype: str, vocab_siz
         for number, record in enumerate(read_records(Path(file.path))):
             location = f"{file.path}: record {number:,}"
             if len(record) % itemsize:
-                raise BadInput(f"{location} of {len(record):,} bytes is not a multiple of {dtype}")
+                raise BadInput(f"{location} of {len(record):,} bytes is not a multiple of the size of {dtype}")
             ids = np.frombuffer(record, np.dtype(dtype).newbyteorder("<"))
             try:
                 writer.add(ids[:-1] if len(ids) and ids[-1] == eos_id else ids, file.source)

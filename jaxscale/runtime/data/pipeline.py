@@ -308,5 +308,5 @@ def synthetic_corpus(cfg: DataConfig, *, seq_len: int, vocab_size: int, seed: in
         token_bytes=None,
         fingerprint=f"synthetic-{vocab_size}-order-{ORDER}",
         ids=find_ids(cfg.objective, synthetic_ids(vocab_size), None, vocab_size, seq_len),
-        summary=f"data.synthetic: uniform ids below {vocab_size:,}; its loss cannot fall below log(vocabulary)",
+        summary=f"data.synthetic: uniform ids below {vocab_size:,}; the minimum loss is log(vocabulary)",
     )

@@ -125,7 +125,7 @@ def open_plan(
     def make(folder: Path) -> None:
         if (number := int(files.first_documents[-1])) >= REPORTED_DOCUMENTS:
             say(
-                f"planning the rows of {number:,} documents (once; then cached). `jaxscale prepare` publishes "
+                f"planning the rows of {number:,} documents (once; then cached). `jaxscale prepare` can publish "
                 "the plan with the set: see rows.seq_len"
             )
         write_plan(folder, split, settings, check)
@@ -143,7 +143,7 @@ def summary_facts(
     packing = f"packing {cfg.packing}, {fill:.2%} of positions filled"
     if cfg.packing == "best_fit" and cfg.name != "chat" and fill < LOW_FILL and num_rows >= ROWS_TO_JUDGE:
         cut = min(1.0, train.num_tokens / seq_len / train.num_documents)  # each row end splits one document
-        packing += f" (data.packing=concat would fill all, but split up to {cut:.0%} of the documents)"
+        packing += f" (data.packing=concat would fill 100%, but split up to {cut:.0%} of the documents)"
     facts = [
         f"{plural(train.num_documents, 'document')}, {train.num_tokens:,} tokens, "
         f"{plural(num_rows, 'row')} of {seq_len}",

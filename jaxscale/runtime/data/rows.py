@@ -113,11 +113,11 @@ def missing_tokens(located: LocatedPieces, chosen: Sequence[int], files: TokenSe
             try:
                 size = len(files.ids[located.files[piece]])
             except OSError as error:
-                return f"{path}: {where} cannot be read: {error.strerror or error}; restore the file and start again"
+                return f"{path}: {where} cannot be read: {error.strerror or error}; restore the file and restart"
             if size < begin + located.lengths[piece]:
                 return (
-                    f"{path}: {where} are missing, it ends after {size:,}: it was truncated after the run began; "
-                    "restore it and start again"
+                    f"{path}: {where} are missing, it ends after {size:,}: it was truncated after the run started; "
+                    "restore it and restart"
                 )
     return ""
 

@@ -218,9 +218,9 @@ def canonical(table: "pyarrow.Table") -> "pyarrow.Table":
 
     names = table.column_names
     if missing := [name for name in LINEAGE_COLUMNS if name not in names]:
-        raise BadInput(f"the lineage lacks the columns {missing}; it has {names}")
+        raise BadInput(f"the lineage lacks the columns {missing}; it has only {names}")
     if len(set(names)) != len(names):
-        raise BadInput(f"the lineage has a column twice: {names}")
+        raise BadInput(f"the lineage has duplicate columns: {names}")
     kinds = {"file": pyarrow.string(), "offset": pyarrow.int64(), **dict.fromkeys(LINEAGE_TEXTS, pyarrow.string())}
     columns = {}
     for name in [*LINEAGE_COLUMNS, *sorted(set(names) - set(LINEAGE_COLUMNS))]:
@@ -228,7 +228,7 @@ def canonical(table: "pyarrow.Table") -> "pyarrow.Table":
         try:
             column = table[name].cast(kind)
         except (pyarrow.ArrowInvalid, pyarrow.ArrowNotImplementedError) as error:
-            raise BadInput(f"the lineage's column {name!r} is {table[name].type} and no {kind}: {error}") from None
+            raise BadInput(f"the lineage's column {name!r} is {table[name].type}, not {kind}: {error}") from None
         # re-encoded, so that dictionary indices follow first occurrence
         columns[name] = column.combine_chunks().dictionary_encode() if name == "file" else column.combine_chunks()
     return pyarrow.table(columns)

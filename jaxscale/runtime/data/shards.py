@@ -55,7 +55,7 @@ SUFFIXES = {
 }
 HEADER_SUM = "json"  # key in "sha256": the hash of the header without this entry
 SHA256 = re.compile(r"[0-9a-f]{64}")
-FIX = "delete the folder so that it is created again, or restore the file"
+FIX = "delete the folder to recreate it, or restore the file"
 DTYPES = ("uint8", "uint16", "uint32", "int64")  # ours are uint16 or uint32; imported files may have any
 
 
@@ -248,8 +248,8 @@ def expect_size(path: str, size: int, size_source: str = "its header", fix: str 
     except BadInput as error:
         raise BadInput(f"{error}; {fix}") from None
     if (actual := status.st_size) != size:
-        what = "cut short" if actual < size else "too long"
-        raise BadInput(f"{path} has {actual:,} bytes where {size_source} says {size:,}: it is {what}; {fix}")
+        what = "truncated" if actual < size else "too long"
+        raise BadInput(f"{path} has {actual:,} bytes instead of the {size:,} in {size_source}: it is {what}; {fix}")
 
 
 def changed_line(path: str) -> str:

@@ -45,7 +45,9 @@ class CorpusSplit(NamedTuple):
         is_short = expected < MIN_DOCUMENTS
         rules = [] if is_short.all() else [f"{self.fraction:.3g} of the documents, by a hash of their names"]
         if short := [name for name, few, number in zip(self.names, is_short, expected) if few and number]:
-            rules.append(f"the last {self.fraction:.3g} of each document in {', '.join(short)}, which has few")
+            rules.append(
+                f"the last {self.fraction:.3g} of each document in {', '.join(short)}, which has few documents"
+            )
         return SplitRule(self.fraction, tuple(np.flatnonzero(is_short).tolist())), "; ".join(rules)
 
     def chunks(self, rule: SplitRule, *, keep_empty: bool) -> Iterator[DocumentChunk]:
@@ -157,9 +159,9 @@ def split_conversations(
         cut, dropped = cut + int((is_long & keep).sum()), dropped + int((~keep).sum())
         keep &= lengths > 0
         chunks.append(DocumentChunk(lengths, sources, keep & ~valid, keep & valid))
-    fitted = [f"{plural(cut, 'document')} longer than a row cut (data.chat.too_long)"] if cut else []
+    fitted = [f"{plural(cut, 'document')} longer than a row truncated (data.chat.too_long)"] if cut else []
     if dropped:
-        reason = ", their loss mask starts after a row's end" if too_long == "cut" else ""
+        reason = ", their loss mask starts after the end of the row" if too_long == "cut" else ""
         fitted += [f"{plural(dropped, 'document')} longer than a row dropped (data.chat.too_long{reason})"]
     by_hash = f"{fraction:.3g} of the documents, by a hash of their names" * bool(fraction)
     description = "data.val_files" if num_train < len(shards) else by_hash

@@ -80,7 +80,9 @@ def open_tokens(
     made_with.pop("", None)  # of files without a tokenizer entry
     if len(made_with) > 1:
         names = sorted(shard.header["tokenizer"]["name"] for shard in made_with.values())
-        raise BadInput(f"data.files mixes shards of different tokenizers: {', '.join(names)}; train on one at a time")
+        raise BadInput(
+            f"data.files mixes shards of different tokenizers: {', '.join(names)}; use one tokenizer per run"
+        )
     for fingerprint, shard in made_with.items():
         header, end = shard.header["tokenizer"], shard.header.get("eos_id", "unknown")
         if tokenizer and tokenizer.fingerprint != fingerprint and not cfg.bos_token:
@@ -88,9 +90,9 @@ def open_tokens(
                 tokenizer = load_tokenizer(cfg.tokenizer, cfg.eos_token, bos_setting(header.get("begin_tokens", ())))
         if tokenizer and tokenizer.fingerprint != fingerprint:
             raise BadInput(
-                f"data.tokenizer={cfg.tokenizer} is not the one that {shard.place} was made with, which is "
+                f"data.tokenizer={cfg.tokenizer} is not the tokenizer of {shard.place}, which is "
                 f"{header['name']} with end token {end} and data.bos_token="
-                f"{bos_setting(header.get('begin_tokens', ())) or 'its own'}; name that one, or leave it empty"
+                f"{bos_setting(header.get('begin_tokens', ())) or 'its own'}; use that one, or leave it empty"
             )
         if tokenizer is None and tokenizer_problem(header["name"]) is None:
             with contextlib.suppress(BadInput):  # the file at this path has changed
@@ -102,7 +104,7 @@ def open_tokens(
         if tokenizer and shard.header["max_id"] >= tokenizer.vocab_size:
             raise BadInput(
                 f"{shard.place} holds token id {shard.header['max_id']}, which data.tokenizer={tokenizer.name} does "
-                f"not have (its largest is {tokenizer.vocab_size - 1}); name the tokenizer it was made with, or none"
+                f"not have (its largest is {tokenizer.vocab_size - 1}); use the tokenizer of the file, or none"
             )
     return shards, val_shards, tokenizer
 

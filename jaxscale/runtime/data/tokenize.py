@@ -56,13 +56,13 @@ def open_documents(
     for file in files:
         if file.path.startswith("hf://") and "revision=" not in file.path:
             say(
-                f"{file.path}: the version of {made}, at tokenization; newer versions are not checked. "
-                "revision=COMMIT pins one"
+                f"{file.path}: using the version of {made}, when it was tokenized; newer versions are not checked. "
+                "revision=COMMIT pins a version"
             )
     val_shards = [open_tokenized(val_files, tokenizer, cfg, say)] if val_files else []
     if cfg.name == "chat" and not shards[0].header["conversations"]:
         raise BadInput(
-            f"data.name='chat', and {files[0].path}{' and the other files' * (len(files) > 1)} hold no conversation "
+            f"data.name='chat', and {files[0].path}{' and the other files' * (len(files) > 1)} have no conversation "
             "and no prompt with a completion; set data.name='files' to train on all of their text"
         )
     only_ids = [not shard.header["tokenizer"]["fingerprint"] for shard in [*shards, *val_shards]]
@@ -72,8 +72,7 @@ def open_documents(
         return shards, val_shards, match_begin_tokens(cfg, tokenizer, shards, say) if all(only_ids) else tokenizer
     if not all(only_ids):
         raise BadInput(
-            "data.files and data.val_files hold token ids and text; name the tokenizer that made the ids in "
-            "data.tokenizer"
+            "data.files and data.val_files contain token ids and text; set data.tokenizer to the tokenizer of the ids"
         )
     return shards, val_shards, None
 

@@ -64,7 +64,7 @@ def find_damaged(
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError, BadInput):
             make_private(cache)
-            waiting = lambda: say and say(f"waiting for another process that reads {name}")
+            waiting = lambda: say and say(f"waiting for another process that verifies {name}")
             stack.enter_context(locked(cache / f"verified-{key}.lock", waiting))
         stamps: dict[str, Any] = {}
         for path, sha256 in files.items():
@@ -190,13 +190,13 @@ class FileWatch:
         except (OSError, BadInput) as error:
             if not is_of_storage(error):
                 return  # opening it raises
-            raise Stop(Exit.STORAGE, f"{path} can no longer be read: {error}; start again when it can") from None
+            raise Stop(Exit.STORAGE, f"{path} can no longer be read: {error}; restart when it can") from None
         if not same:
             size, was = now[0], known.stamp[0]
-            what = f"{'cut short' if size < was else 'too long'}, {size:,} bytes of {was:,}"
-            what = "another file of the same size" if size == was else what
+            what = f"{'truncated' if size < was else 'too long'}, {size:,} bytes of {was:,}"
+            what = "a different file of the same size" if size == was else what
             raise Stop(
-                Exit.DATA_MISMATCH, f"{path} was changed after the run began: it is {what}; restore it and start again"
+                Exit.DATA_MISMATCH, f"{path} was changed after the run started: it is {what}; restore it and restart"
             )
         self._files[path] = known._replace(stamp=now)  # touched or restored
 

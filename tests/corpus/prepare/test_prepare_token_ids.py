@@ -66,8 +66,8 @@ def test_the_field_that_is_read_is_said(tmp_path):
     path = write_ids(tmp_path / "raw" / "a.parquet", [[1, 2]], text=["ab"], messages=[[{"role": "user"}]])
     (line,) = make_plan(recipe(path)).notes
     assert line.endswith(
-        "a.parquet: text from 'text'; not read: input_ids (token ids: read.ids_field='input_ids'), messages "
+        "a.parquet: text from 'text'; ignored: input_ids (token ids: read.ids_field='input_ids'), messages "
         "(conversations: data.name='chat')"
     )
     (line,) = make_plan(recipe(path, read={"ids_field": "input_ids"})).notes
-    assert "a.parquet: token ids from 'input_ids'; not read: text (text)" in line
+    assert "a.parquet: token ids from 'input_ids'; ignored: text (text)" in line

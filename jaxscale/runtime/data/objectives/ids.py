@@ -52,7 +52,7 @@ def find_ids(
     sentinels = find_sentinels(cfg, marks, tokenizer, vocab_size, seq_len)
     given, needed = getattr(cfg, "mode_ids", {}), sorted({denoiser.mode for denoiser in denoisers(cfg)} - {""})
     if missing := [mode for mode in needed if mode not in given]:
-        raise BadInput(f"data.objective.mode_ids has no id for the modes {', '.join(missing)}; it needs one for each")
+        raise BadInput(f"data.objective.mode_ids has no id for the modes {', '.join(missing)}; add one for each")
     check_in_vocabulary("mode_ids", list(given.values()), vocab_size)
     modes = {mode: given[mode] for mode in needed}
     check_distinct({"first_sentinel_id": sentinels, "mode_ids": [*modes.values()], "end_id": [end_id]}, token_bytes)
@@ -79,7 +79,7 @@ def find_sentinels(
     needed = max(noise_amount(seq_len, d.noise_density, d.mean_span).spans for d in denoisers(cfg))
     if needed > len(sentinels):
         raise BadInput(
-            f"seq_len={seq_len} has up to {needed} spans, and there are {len(sentinels)} sentinels; shorten the row, "
+            f"seq_len={seq_len} has up to {needed} spans, but there are {len(sentinels)} sentinels; shorten the row, "
             "raise data.objective.mean_span, or set first_sentinel_id and num_sentinels"
         )
     return sentinels
@@ -131,7 +131,7 @@ def check_in_vocabulary(name: str, ids: Sequence[int], vocab_size: int) -> None:
     if outside:
         raise BadInput(
             f"data.objective.{name} names id {outside[0]}, but the model has model.vocab_size={vocab_size}; "
-            f"set that to {max(outside) + 1} or more"
+            f"set model.vocab_size to {max(outside) + 1} or more"
         )
 
 
@@ -144,7 +144,7 @@ def check_distinct(named: Mapping[str, Sequence[int]], token_bytes: np.ndarray |
                 raise BadInput(f"id {id} is used by data.objective.{used_by[id]} and by {name}; they must differ")
             if token_bytes is not None and id < len(token_bytes) and token_bytes[id]:
                 raise BadInput(
-                    f"data.objective.{name} names id {id}, which the tokenizer uses for text; name one that it does "
+                    f"data.objective.{name} is id {id}, which the tokenizer uses for text; use one that it does "
                     f"not have, such as {len(token_bytes)}"
                 )
             used_by[id] = name
