@@ -129,7 +129,7 @@ def with_more(tmp_path_factory):
 @pytest.mark.slow
 def test_special_tokens_that_only_a_larger_model_has_are_told_and_never_used(with_more, capsys):
     assert convert.main([f"--from={with_more / 'hf'}", f"--workdir={with_more / 'run'}"]) == 0
-    told = "tokenizer.json has special tokens outside the model's vocabulary, which are never used: <image>"
+    told = "tokenizer.json has special tokens outside the model's vocabulary, which are not used: <image>"
     assert told in capsys.readouterr().err
     lines = []
     model = jaxscale.open_model(str(with_more / "run"), say=lines.append)

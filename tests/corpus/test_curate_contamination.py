@@ -183,10 +183,10 @@ def test_every_kind_of_file_is_read_and_items_are_counted_from_one(tmp_path):
         ("a.csv", b"x", "must be .jsonl"),
         ("a.jsonl", b'{"q": 1}\n{"q"', "a.jsonl line 2 is not JSON"),
         ("a.jsonl", b'{"q": 1}\n', "has no text"),
-        ("a.jsonl.gz", gzip.compress(b'{"q": "x"}\n', mtime=0)[:-6], "is cut short"),
+        ("a.jsonl.gz", gzip.compress(b'{"q": "x"}\n', mtime=0)[:-6], "is truncated"),
         ("a.txt", b"\xff\xfe", "line 1 is not UTF-8"),
-        ("a.parquet", b"PAR1", "not whole Parquet"),
-        ("a.arrow", b"ARROW1xx", "not whole Arrow"),
+        ("a.parquet", b"PAR1", "not valid Parquet"),
+        ("a.arrow", b"ARROW1xx", "not valid Arrow"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_named(tmp_path, name, data, told):

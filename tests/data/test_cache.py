@@ -136,7 +136,7 @@ def test_the_shard_on_disk_is_what_its_documentation_says(tmp_path):
     assert {key: header[key] for key in expected} == expected
     assert [part["documents"] for part in header["files"]] == [1, 0, 1, 0]
     assert "1 empty, 1 invalid UTF-8, 1 bytes left out" in said[-3]
-    assert said[-2].startswith("WARNING: reading left out 1 of 3 documents (33.3%)")  # and not in silence
+    assert said[-2].startswith("WARNING: reading skipped 1 of 3 documents (33.3%)")  # and not in silence
     assert "d.txt: 1 document skipped, not UTF-8" in said[1]
 
 

@@ -31,7 +31,7 @@ def test_training_reads_each_file_once_and_says_what_it_left_out(corpus, tmp_pat
     said = []
     cfg = DataConfig(name="files", files=str(corpus / "**/*.txt"), cache_dir=str(tmp_path / "cache"))
     opened = open_data(cfg, seq_len=32, vocab_size=300, seed=0, say=said.append)
-    assert [line for line in said if "left out 1 link to what is read already" in line] == said[:1]
+    assert [line for line in said if "skipped 1 link to files that are already included" in line] == said[:1]
     assert sum(len(shard.offsets) - 1 for shard in opened.shards) == 2
 
 
@@ -52,7 +52,7 @@ def test_preparation_reads_each_file_once_and_says_so(corpus, tmp_path):
     }
     plan = make_plan(schema.from_dict(PrepareConfig, recipe))
     assert [file.name for file in plan.files] == ["a.txt", "b.txt"]
-    assert [line.partition(": left out 1 link ")[0] for line in plan.notes] == ["sources", "decontaminate.files"]
+    assert [line.partition(": skipped 1 link ")[0] for line in plan.notes] == ["sources", "decontaminate.files"]
 
 
 def test_examples_and_lists_are_read_once(corpus, tmp_path):

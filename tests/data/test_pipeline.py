@@ -263,8 +263,8 @@ def test_synthetic_tokens_need_no_file_and_cover_the_vocabulary():
         (dict(files="none/*.txt"), "data.files=none/\\*.txt matches no file"),
         (dict(files="gs://bucket/*.txt"), "only the manifest.json of a prepared set"),
         (dict(files="empty.txt"), "empty corpus: 1 file of 0 bytes"),
-        (dict(files="a.json"), "may be one JSON value or many; name it .jsonl"),
-        (dict(files="x.bin"), "x.bin is not text by its name.*data.name='tokens'"),
+        (dict(files="a.json"), "may be one JSON value or several; rename it to .jsonl"),
+        (dict(files="x.bin"), "x.bin is not text by its suffix.*data.name='tokens'"),
         (dict(files="long.txt", val_files="none.txt"), "data.val_files=none.txt does not exist"),
         (dict(files="*.txt", val_files="long.txt"), "is in data.files and in data.val_files"),
         (dict(files="long.txt", tokenizer="none.json"), "data.tokenizer=none.json does not exist"),
@@ -275,8 +275,8 @@ def test_synthetic_tokens_need_no_file_and_cover_the_vocabulary():
         (dict(files="long.txt", cache_dir="long.txt"), "data.cache_dir=long.txt is a file"),
         (dict(name="tokens", files="long.txt"), "long.txt is not a .bin of token ids"),
         (dict(name="tokens", files="x.bin", seq_len=64), "has 50 tokens, fewer than one row of seq_len=64"),
-        (dict(name="tokens", files={"web": (), "x": "x.bin"}), "data.files.web is empty; name its files"),
-        (dict(files="long.txt", val_files={"web": ()}), "data.val_files.web is empty; name its files"),
+        (dict(name="tokens", files={"web": (), "x": "x.bin"}), "data.files.web is empty; set its files"),
+        (dict(files="long.txt", val_files={"web": ()}), "data.val_files.web is empty; set its files"),
     ],
 )
 def test_what_is_wrong_is_found_before_any_text_is_read(folder, settings, message):

@@ -99,8 +99,8 @@ def test_sources_are_those_that_the_person_names(folder, tmp_path):
     told = f"rows set 0.8, other 0.2, exact in every 1025; in tokens set {share:.4f}, other {1 - share:.4f}"
     assert share > 0.81 and corpus.plan_mixture(8, 100).lines[0] == f"mixture from token 0: {told}"
     for changes, said in (
-        (dict(mixture={}), "stands for the sources of data.mixture, which is empty; set that"),
-        (dict(files=(*[by_name.files], "other.json")), "in some globs and not in other.json; write {source: globs}"),
+        (dict(mixture={}), "stands for the sources of data.mixture, which is empty; set data.mixture"),
+        (dict(files=(*[by_name.files], "other.json")), "in some globs but not in other.json; write {source: globs}"),
         (dict(mixture={"set": 1.0, "books": 1.0}), "books/manifest.json does not exist"),
     ):
         assert said in check_data(dataclasses.replace(by_name, **changes), SEQ_LEN, 257)[0]

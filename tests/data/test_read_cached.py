@@ -95,7 +95,7 @@ def test_what_was_repaired_is_told_and_not_as_a_loss(tmp_path):
 
 def test_a_damaged_file_is_named_as_itself_with_the_setting(tmp_path):
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"text" * 999)[:-20])
-    with pytest.raises(ValueError, match="a.txt.gz is cut short after .*set data.damaged='skip'"):
+    with pytest.raises(ValueError, match="a.txt.gz is truncated after .*set data.damaged='skip'"):
         opened(tmp_path, str(tmp_path / "a.txt.gz"))
     assert not list((tmp_path / "cache").iterdir())
 

@@ -194,7 +194,9 @@ def test_ids_beyond_a_smaller_model_are_named_out_of_the_cache_too(tmp_path):
 
 def test_a_column_of_another_type_is_not_taken_for_ids(tmp_path):
     path = write_table(tmp_path / "a.parquet", pyarrow.table({"input_ids": [[1.5], [2.5]], "other": ["a", "b"]}))
-    with pytest.raises(BadInput, match="no column 'text' but input_ids, other; set data.text_field or data.ids_field"):
+    with pytest.raises(
+        BadInput, match="no column 'text'; its columns are input_ids, other; set data.text_field or data.ids_field"
+    ):
         opened(tmp_path, path)
     with pytest.raises(BadInput, match="has no lists of integers in 'input_ids'; its fields are input_ids, other"):
         opened(tmp_path, path, ids_field="input_ids")
@@ -225,7 +227,7 @@ def test_dotted_names_reach_fields_inside_others(tmp_path, kind):
 
 def test_a_dotted_name_into_a_column_of_text_is_one_line(tmp_path):
     path = write_table(tmp_path / "a.parquet", pyarrow.table({"doc": ["a", "b"]}))
-    with pytest.raises(BadInput, match=r"has no column 'doc.body' but doc; set data.text_field"):
+    with pytest.raises(BadInput, match=r"has no column 'doc.body'; its columns are doc; set data.text_field"):
         opened(tmp_path, path, text_field="doc.body")
 
 

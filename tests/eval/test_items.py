@@ -113,7 +113,7 @@ def test_files_that_are_missing_empty_torn_or_of_another_kind_are_told(tmp_path)
     with pytest.raises(ValueError, match="contain no item"):
         read_items([tmp_path / "a.jsonl"], "choice")
     (tmp_path / "t.jsonl.gz").write_bytes(gzip.compress(json.dumps(OWN).encode() * 999)[:-20])
-    with pytest.raises(ValueError, match="t.jsonl.gz is cut short"):
+    with pytest.raises(ValueError, match="t.jsonl.gz is truncated"):
         read_items([tmp_path / "t.jsonl.gz"], "choice")
 
 

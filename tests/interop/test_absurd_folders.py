@@ -99,7 +99,7 @@ def words(**more):
 
 
 BROKEN = {
-    "no unknown token": (spec(**words(unk_token="<unk>")), "does not work: WordLevel error: Missing .UNK. token"),
+    "no unknown token": (spec(**words(unk_token="<unk>")), "cannot be used: WordLevel error: Missing .UNK. token"),
     "the library panics": (spec(pre_tokenizer={"type": "FixedLength", "length": 0}), "chunk size must be non-zero"),
     "it panics while it reads": (
         spec(model={"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": ["a b"]}), "cannot be read as a tokenizer.json"
@@ -107,7 +107,7 @@ BROKEN = {
     "it panics while it decodes": (
         spec(decoder={"type": "Strip", "content": "a", "start": 5, "stop": 5}), "index out of bounds"
     ),
-    "no end": (spec(**words(vocab={"a": 0})), "has none of the usual end-of-document tokens"),
+    "no end": (spec(**words(vocab={"a": 0})), "has none of the common end-of-document tokens"),
     "too many ids": (spec(**words(vocab={"a": 0, "</s>": 9999})), "has 10000 ids, but the model of .* only 257"),
     "no JSON": ("{", "cannot be read as a tokenizer.json"),
 }  # fmt: skip

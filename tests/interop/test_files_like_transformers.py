@@ -56,7 +56,7 @@ REFUSED = {
     },
     "end": {},
     "template": {
-        "several in settings, none of them default": "has the chat templates tool_use but none called default",
+        "several in settings, none of them default": "has the chat templates tool_use, but none is called default",
         "more and settings": NO_DEFAULT.format("tokenizer_config.json"),
         "more and several in settings": NO_DEFAULT.format("tokenizer_config.json"),
         "processor and more": NO_DEFAULT.format("chat_template.json"),

@@ -84,7 +84,7 @@ def test_a_prefix_space_on_which_the_files_and_the_versions_differ_is_refused_by
     four, five = (REFERENCE["expected"][version][CONTRADICTION]["ids"] for version in "45")
     assert four != five
     with pytest.raises(
-        BadInput, match="tokenizer.json: its pre_tokenizer has add_prefix_space=False, and tokenizer_conf"
+        BadInput, match="tokenizer.json: its pre_tokenizer has add_prefix_space=False, but tokenizer_conf"
     ):
         load_tokenizer(write_layout(tmp_path / "hf", CONTRADICTION))
 
@@ -120,11 +120,11 @@ def test_another_token_next_to_the_file_is_another_tokenizer(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "error"),
     [
-        ("added_tokens.json", {"<|im_end|>": 999}, "give '<|im_end|>' the id 999, and the tokenizer's own file gives"),
-        ("added_tokens.json", {"<|im_end|>": "x"}, "the added token '<|im_end|>' has the id 'x', which is not one"),
+        ("added_tokens.json", {"<|im_end|>": 999}, "give '<|im_end|>' the id 999, but the tokenizer's own file gives"),
+        ("added_tokens.json", {"<|im_end|>": "x"}, "the added token '<|im_end|>' has the invalid id 'x'"),
         ("tokenizer_config.json", {"added_tokens_decoder": []}, "added_tokens_decoder in tokenizer_config.json is not"),
-        ("tokenizer_config.json", {"added_tokens_decoder": {"300": 1}}, "added_tokens_decoder: 300 1 is not a token"),
-        ("tokenizer_config.json", {"added_tokens_decoder": {"300": {"content": "a", "special": 3}}}, "is not a token"),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"300": 1}}, "added_tokens_decoder: 300 1 must be text"),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"300": {"content": "a", "special": 3}}}, "must be text"),
     ],
 )
 def test_added_tokens_that_cannot_be_meant_are_refused_by_name(tmp_path, name, content, error):
@@ -135,7 +135,9 @@ def test_added_tokens_that_cannot_be_meant_are_refused_by_name(tmp_path, name, c
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("kind", "error"), [("XLMRobertaTokenizer", "does not number tokens"), ("XLNetTokenizer", "")])
+@pytest.mark.parametrize(
+    ("kind", "error"), [("XLMRobertaTokenizer", "numbers tokens differently"), ("XLNetTokenizer", "")]
+)
 def test_a_model_whose_class_has_other_ids_is_refused_by_name(tmp_path, kind, error):
     path = write_layout(tmp_path / "hf", "slow, added_tokens.json and no map")
     (tmp_path / "hf/tokenizer_config.json").write_text(json.dumps({"tokenizer_class": kind}))
@@ -184,7 +186,7 @@ TEMPLATES = {  # files: the template, or its error; as named_templates of transf
     "chat_template.json alone": ({"chat_template.json": {"chat_template": "p"}}, "p"),
     "another default": ({JINJA: "j", f"{MORE}/default.jinja": "d"}, "d"),
     "more and jinja": ({JINJA: "j", f"{MORE}/rag.jinja": "r"}, "j"),
-    "more alone": ({f"{MORE}/rag.jinja": "r", "tokenizer_config.json": {"chat_template": "c"}}, "rag but none"),
+    "more alone": ({f"{MORE}/rag.jinja": "r", "tokenizer_config.json": {"chat_template": "c"}}, "rag, but none"),
     "a list": ({"tokenizer_config.json": {"chat_template": [{"name": "default", "template": "l"}]}}, "l"),
     "none": ({"tokenizer_config.json": {"eos_token": "x"}}, None),
 }  # fmt: skip
@@ -211,5 +213,5 @@ def test_a_conversation_with_tools_is_refused_where_the_folder_has_another_templ
     (tmp_path / "hf" / MORE / "tool_use.jinja").write_text("{{ tools }}")
     template = load_template(load_tokenizer(path), ChatConfig())
     assert template.render(REFERENCE["talk"], None, False)
-    with pytest.raises(BadInput, match="has tools, for which .* has the template tool_use next to default"):
+    with pytest.raises(BadInput, match="has tools, for which .* has a separate template tool_use"):
         template.render(REFERENCE["talk"], [{"name": "f"}], False)

@@ -142,19 +142,19 @@ def test_weights_parts_calls_and_a_system_field_are_read():
 
 
 BAD = [
-    ("null", "is null, not an object"),
+    ("null", "is of type null; it must be an object"),
     ("{", "is not JSON"),
-    ("[1]", "is a list, not an object"),
-    ('{"messages": 1}', "has a number as messages, not a list"),
-    ('{"messages": [{"role": "user"}]}', "has null as messages[0].content, not text"),
-    ('{"messages": [{"role": "a b", "content": ""}]}', "has 'a b' as messages[0].role"),
-    ('{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "has a part of 'image_url'"),
+    ("[1]", "is of type list; it must be an object"),
+    ('{"messages": 1}', "has messages of type number; it must be a list"),
+    ('{"messages": [{"role": "user"}]}', "has messages[0].content of type null; it must be text"),
+    ('{"messages": [{"role": "a b", "content": ""}]}', "has messages[0].role='a b'; it must be"),
+    ('{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "has a part of type 'image_url'"),
     (
         '{"conversations": [{"from": "alien", "value": ""}]}',
-        "has 'alien' as conversations[0].from, which is not one of",
+        "has conversations[0].from='alien'; it must be one of",
     ),
-    ('{"prompt": "a", "completion": 1}', "has a number as completion, not text"),
-    ('{"body": "a"}', "has neither messages nor conversations, nor prompt and completion, nor text, but body"),
+    ('{"prompt": "a", "completion": 1}', "has completion of type number; it must be text"),
+    ('{"body": "a"}', "has no messages, conversations, text, or prompt with completion; its fields are body"),
 ]
 
 
@@ -200,7 +200,7 @@ def test_what_has_nothing_to_learn_is_left_out_and_counted(tmp_path):
     cfg = files(tmp_path, {"messages": [USER]}, {"prompt": "a", "completion": ""}, {"messages": [USER, ASSISTANT]})
     corpus = open_data(cfg, seq_len=90, vocab_size=300, seed=0, say=(said := []).append)
     assert "1 document," in corpus.summary and "skipped 1 no assistant turn, 1 empty completion" in corpus.summary
-    assert said[0] == "chat template: built-in, in the manner of ChatML"
+    assert said[0] == "chat template: built-in (ChatML)"
 
 
 def pairs(number):
@@ -231,7 +231,7 @@ def test_a_document_longer_than_a_row_is_dropped_or_cut_and_told(tmp_path, too_l
     cfg = files(tmp_path, *[{"prompt": "p", "completion": "c" * n} for n in (5, 30, 9)])
     cfg = DataConfig(**{**vars(cfg), "chat": ChatConfig(too_long=too_long)})
     corpus = open_data(cfg, seq_len=16, vocab_size=300, seed=0, say=lambda text: None)
-    done = "cut" if too_long == "cut" else "dropped"
+    done = "truncated" if too_long == "cut" else "dropped"
     assert f"{documents} documents, " in corpus.summary and f"1 document longer than a row {done}" in corpus.summary
     batch = corpus.batches(len(corpus.train_rows)).batch(0)
     assert batch.weights.sum() == (5 + 1) + (9 + 1) + (15 if too_long == "cut" else 0)
@@ -241,7 +241,7 @@ def test_a_conversation_of_which_the_cut_would_leave_nothing_to_learn_is_dropped
     cfg = files(tmp_path, *[{"prompt": "p" * n, "completion": "c" * 9} for n in (3, 15, 16, 40)])
     cfg = DataConfig(**{**vars(cfg), "chat": ChatConfig(too_long="cut")})
     corpus = open_data(cfg, seq_len=16, vocab_size=300, seed=0, say=lambda text: None)
-    assert "2 documents, " in corpus.summary and "1 document longer than a row cut" in corpus.summary
+    assert "2 documents, " in corpus.summary and "1 document longer than a row truncated" in corpus.summary
     assert "2 documents longer than a row dropped (data.chat.too_long, their loss mask starts after" in corpus.summary
     batch = corpus.batches(len(corpus.train_rows)).batch(0)
     assert batch.weights.sum() == (9 + 1) + 1 and (batch.weights.sum(1) > 0).all()
@@ -290,7 +290,7 @@ def test_marks_alone_make_another_fingerprint(tmp_path):
 
 def test_nothing_that_fits_into_a_row_is_told(tmp_path):
     cfg = files(tmp_path, {"prompt": "p", "completion": "c" * 40})
-    with pytest.raises(ValueError, match="no document for training that fits into a row of seq_len=16"):
+    with pytest.raises(ValueError, match="no training document that fits into a row of seq_len=16"):
         open_data(cfg, seq_len=16, vocab_size=300, seed=0, say=lambda text: None)
 
 
@@ -299,7 +299,7 @@ def test_nothing_that_fits_into_a_row_is_told(tmp_path):
     [
         (dict(name="chat", objective=PrefixLmConfig()), "set objective.name=next_token"),
         (dict(name="chat", packing="concat"), "needs packing='best_fit'"),
-        (dict(name="files", chat=ChatConfig(too_long="cut")), "is read only with data.name='chat'"),
+        (dict(name="files", chat=ChatConfig(too_long="cut")), "data.chat has no effect with data.name='files'"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(settings, told):

@@ -103,7 +103,7 @@ def test_many_templates_share_one_process_which_comes_back_when_it_was_killed(te
     process = templates.process
     assert one(MESSAGES, None, True) == "ax" and other(MESSAGES, None, True) == "bx" and templates.process is process
     os.kill(process.pid, 9)
-    with pytest.raises(BadInput, match="its process ended with code -9"):
+    with pytest.raises(BadInput, match="its process exited with code -9"):
         one(MESSAGES, None, True)
     assert one(MESSAGES, None, True) == "ax" and templates.process is not process
 

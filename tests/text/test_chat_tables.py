@@ -140,13 +140,13 @@ def test_tools_written_as_json_are_those_of_a_list(tmp_path):
     found = parse_record({"messages": [], "tools": json.dumps(tools)}, ChatConfig(), "text")
     assert found == parse_record({"messages": [], "tools": tools}, ChatConfig(), "text") and found.tools == tools
     for wrong in ("add", '{"name": "add"}'):
-        with pytest.raises(BadInput, match="has text as tools, which is not a JSON list"):
+        with pytest.raises(BadInput, match="has tools that are text but not a JSON list"):
             parse_record({"messages": [], "tools": wrong}, ChatConfig(), "text")
 
 
 def test_a_malformed_row_is_named(tmp_path):
     rows = [{"messages": row["messages"][:2] + [{"role": "assistant", "content": None}]} for row in ROWS[:3]]
-    with pytest.raises(BadInput, match=r"rows.parquet row 0 has null as messages\[2\].content, not text"):
+    with pytest.raises(BadInput, match=r"rows.parquet row 0 has messages\[2\].content of type null; it must be text"):
         opened(tmp_path, write("parquet", tmp_path, rows))
 
 

@@ -83,7 +83,7 @@ def test_a_template_that_marks_what_is_generated_is_followed(tmp_path):
 
 def test_a_template_whose_prompt_is_no_beginning_of_the_whole_is_refused(tmp_path):
     tokenizer = tokenizer_with(tmp_path, "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}")
-    with pytest.raises(ValueError, match="the text before turn 2 differs from the prompt of that turn"):
+    with pytest.raises(ValueError, match="has a turn 2 whose prompt differs from the text before it"):
         encode(tokenizer, [USER, ASSISTANT])
 
 
@@ -119,7 +119,10 @@ def test_what_a_template_must_not_do_or_refuses_is_one_line(tmp_path, source, to
     ("about", "told"),
     [
         ({"chat_template": "{% if %}"}, "line 1 is not a chat template"),
-        ({"chat_template": [{"name": "rag", "template": "x"}]}, "has the chat templates rag but none called default"),
+        (
+            {"chat_template": [{"name": "rag", "template": "x"}]},
+            "has the chat templates rag, but none is called default",
+        ),
     ],
 )
 def test_a_file_without_a_usable_template_is_named(tmp_path, about, told):

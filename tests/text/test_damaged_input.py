@@ -115,18 +115,18 @@ LEFT_OUT = {  # files, what the line says, and the way out that it names
     "encodings": (
         {f"{i:02}.txt": LATIN if i < 20 else LATIN.decode("latin-1").encode("utf-16" if i < 40 else "utf-8")
          for i in range(60)},
-        "reading left out 40 of 60 documents (66.7%), 17.6 KiB of 24.3 KiB: 40 invalid UTF-8 in ",
+        "reading skipped 40 of 60 documents (66.7%), 17.6 KiB of 24.3 KiB: 40 invalid UTF-8 in ",
         "set read.invalid_utf8='repair'",
     ),
     "Latin-1 alone": ({"a.txt": LATIN}, "no documents are left.*1 of 1 documents", "set read.invalid_utf8='repair'"),
-    "a damaged gz": ({"a.jsonl.gz": bytes(STORED)}, "a.jsonl.gz is broken .*incorrect data check", "damaged='skip'"),
-    "gz without its name": ({"a.jsonl": gzip.compress(LINES)}, "a.jsonl is packed, by its first", "a.jsonl.gz"),
+    "a damaged gz": ({"a.jsonl.gz": bytes(STORED)}, "a.jsonl.gz is corrupt .*incorrect data check", "damaged='skip'"),
+    "gz without its name": ({"a.jsonl": gzip.compress(LINES)}, "a.jsonl is compressed, but its name", "a.jsonl.gz"),
     "one long line": (
         {"a.jsonl": b'{"text": "' + b"a" * (34 << 20) + b'"}'},
         "no documents are left.*1 of 1 documents .*, 34.0 MiB of 34.0 MiB: 1 longer than max_line_bytes in a.jsonl",
         "raise read.max_line_bytes",
     ),
-    "a table": ({"a.csv": b"a,b\n1,2\n"}, "a.csv is a table by its name", ".jsonl or .parquet"),
+    "a table": ({"a.csv": b"a,b\n1,2\n"}, "a.csv is a table by its suffix", ".jsonl or .parquet"),
 }  # fmt: skip
 
 
@@ -143,16 +143,16 @@ def test_what_reading_leaves_out_is_said_with_the_way_out(tmp_path, capsys, case
     assert re.search(told, said) and way_out in said, said
     if case == "a damaged gz":
         code, line = prepared(tmp_path / "*.*", "--config.read.damaged=skip")
-        assert code == 0 and "WARNING: reading left out" in (said := capsys.readouterr().out), said
+        assert code == 0 and "WARNING: reading skipped" in (said := capsys.readouterr().out), said
         assert re.search(r"\d of \d,\d\d\d documents", said) and " not JSON in a.jsonl.gz" in said, said
         assert "the rest of 1 file: " in said and "1 files cut short or broken" in said
     if code == 0:
         page = (tmp_path / "out" / "report.html").read_text()
-        assert page.split('<div class="warn">')[1].startswith("reading left out ")
+        assert page.split('<div class="warn">')[1].startswith("reading skipped ")
         flags = ["--strict"] if case == "encodings" else ["--strict", "--config.read.damaged=skip"]
         for again in range(2):  # of a set that is there, and of none
             code, line = prepared(tmp_path / "*.*", *flags)
-            assert code == 2 and "reading left out " in line and "omit --strict" in line
+            assert code == 2 and "reading skipped " in line and "omit --strict" in line
             shutil.rmtree(tmp_path / "out")
 
 
@@ -160,7 +160,7 @@ def test_a_little_that_is_left_out_is_said_and_passes_strict(tmp_path, capsys):
     (tmp_path / "a.jsonl").write_bytes(LINES * 2 + b'{"text": "\xff"}\n')
     assert prepared(tmp_path / "a.jsonl", "--strict")[0] == 0
     said = capsys.readouterr().out
-    assert "reading left out 1 of 121 documents (0.8%)" in said and "WARNING" not in said
+    assert "reading skipped 1 of 121 documents (0.8%)" in said and "WARNING" not in said
 
 
 @pytest.mark.parametrize("kind", ["a FIFO", "a dangling link"])

@@ -56,7 +56,8 @@ def test_what_begins_documents_is_part_of_the_fingerprint_where_there_is_any(tmp
 def test_a_name_that_is_no_special_token_is_refused_with_the_way_out(tmp_path):
     for path in (folder_of(tmp_path), "bytes"):
         with pytest.raises(
-            ValueError, match="data.bos_token=hi.*(not a special token of .*; name another, or none|no such)"
+            ValueError,
+            match="data.bos_token=hi.*(not a special token of .*; use one of its special tokens, or none|no such)",
         ):
             load_tokenizer(path, bos_token="hi")
 
@@ -133,7 +134,7 @@ def test_a_note_of_before_opens_its_tokenizer_and_another_file_does_not(tmp_path
     assert open_saved(tmp_path / "run", {}).tokenizer.begin_ids == (START,)
     file = tmp_path / "run/tokenizer/tokenizer.json"
     file.write_text(file.read_text().replace(NAME, "<|im_begin|>"))
-    with pytest.raises(ValueError, match="is not the tokenizer that the run was trained with"):
+    with pytest.raises(ValueError, match="is not the tokenizer of the run"):
         open_saved(tmp_path / "run", {})
 
 

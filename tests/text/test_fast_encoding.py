@@ -168,7 +168,7 @@ def test_another_kind_of_file_is_left_to_the_slow_one_or_refused_by_name(tmp_pat
     file = written(tmp_path, spec)
     assert split_of(spec) is None and load_tokenizer(file).encoder == "tokenizers"
     for encoder in FAST:
-        with pytest.raises(ValueError, match=f"encoder={encoder}: it is not a byte-level BPE"):
+        with pytest.raises(ValueError, match=f"encoder={encoder} .* is not a byte-level BPE"):
             HuggingFaceTokenizer(file, encoding=EncodeConfig(encoder=encoder)).encode_block(["a"])
 
 
@@ -204,7 +204,7 @@ def test_words_that_are_whole_pieces_are_read_alike_when_merges_are_ignored_for_
 def test_ids_that_do_not_rise_with_the_merges_are_not_for_tiktoken(tmp_path):
     spec = spec_of(by_hand(tmp_path, [("a", "b"), ("c", "d")]))
     spec["model"]["merges"].reverse()
-    with pytest.raises(ValueError, match="its ids do not rise with its merges"):
+    with pytest.raises(ValueError, match="its ids are not in the order of its merges"):
         HuggingFaceTokenizer(written(tmp_path, spec), encoding=EncodeConfig(encoder="tiktoken")).encode_block(["x"])
 
 
@@ -244,7 +244,7 @@ def test_one_document_in_n_is_compared_and_which_does_not_depend_on_the_order():
 
 def test_a_text_that_is_no_unicode_is_named(path):
     for encoder in ("exact", *FAST):
-        with pytest.raises(ValueError, match="half a surrogate pair at character 2 of a text, near"):
+        with pytest.raises(ValueError, match="unpaired surrogate at character 2 of a text, near"):
             HuggingFaceTokenizer(path, encoding=EncodeConfig(encoder=encoder)).encode_block(["fine", "ab\ud800c"])
 
 

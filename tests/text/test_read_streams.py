@@ -59,8 +59,8 @@ def test_a_missing_trafilatura_is_named_with_the_setting(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("hf://", "hf:// names nothing; write hf://NAME"),
-        ("hf://name?spilt=train", r"spilt is unknown; hf://NAME takes \?config=...&split=...&revision=..."),
+        ("hf://", "hf:// has no name; write hf://NAME"),
+        ("hf://name?spilt=train", r"spilt is unknown; hf://NAME accepts \?config=...&split=...&revision=..."),
     ],
 )
 def test_a_name_that_cannot_be_is_told(name, told):
@@ -84,9 +84,9 @@ def test_data_sets_on_this_disk_are_read_row_by_row(tmp_path):
         assert found == [(0, "1", "a"), (1, "2", "b é"), (3, "4", "d")] and skipped == {"empty": 1}
         assert len(split_file(SourceFile(str(path), "x", "s"), ReadConfig(), 1)) == 1
     assert [document.text for document in read(f"hf://{tmp_path}/files")[0]] == ["a", "b é"]
-    with pytest.raises(ValueError, match="three has no split 'train' but test; name .*three/test"):
+    with pytest.raises(ValueError, match="three has no split 'train'; its splits are test; use .*three/test"):
         read(tmp_path / "three")
-    with pytest.raises(ValueError, match="one has no column 'body' but text, id; set text_field"):
+    with pytest.raises(ValueError, match="one has no column 'body'; its columns are text, id; set text_field"):
         read(tmp_path / "one", text_field="body")
     with pytest.raises(ValueError, match="hf://.*split=no cannot be read.*without a network, save it elsewhere"):
         read(f"hf://{tmp_path}/files?split=no")

@@ -79,7 +79,9 @@ def test_a_table_that_is_cut_short_or_broken_is_named_or_counted(tmp_path, name)
     content = path.read_bytes()
     assert len(read(path)[0]) == 20_000
     path.write_bytes(content[: len(content) // 2])
-    with pytest.raises(ValueError, match=f"{name} (cannot be read as|is broken after row 9,000).*set damaged='skip'"):
+    with pytest.raises(
+        ValueError, match=f"{name} (cannot be read as|is corrupt shortly after row 9,000).*set damaged='skip'"
+    ):
         read(path)
     documents, skipped = read(path, damaged="skip")
     assert len(documents) == (9000 if name == "a.arrow" else 0) and skipped == {"files cut short or broken": 1}
@@ -88,7 +90,7 @@ def test_a_table_that_is_cut_short_or_broken_is_named_or_counted(tmp_path, name)
         broken = bytearray(content)
         broken[len(content) // 2 : len(content) // 2 + 64] = bytes(64)
         path.write_bytes(broken)
-        with pytest.raises(ValueError, match="a.parquet is broken after row .*or a little more.*damaged='skip'"):
+        with pytest.raises(ValueError, match="a.parquet is corrupt shortly after row .*damaged='skip'"):
             read(path)
         assert 5000 < len(read(path, damaged="skip")[0]) < 15_000
 
@@ -111,7 +113,7 @@ def test_a_table_that_unpacks_to_too_much_is_refused(tmp_path):
     path = tmp_path / "a.parquet"
     table = pyarrow.table({"text": ["a" * (1 << 20) + str(i) for i in range(80)]})
     pyarrow.parquet.write_table(table, path, compression="zstd", use_dictionary=False)
-    with pytest.raises(ValueError, match="a.parquet is refused: .* of its row group 0 unpack to 83,.*take it out"):
+    with pytest.raises(ValueError, match="a.parquet exceeds .* of its row group 0 decompress to 83,.*remove it"):
         read(path)
     assert len(read(path, max_unpacked_ratio=1e6)[0]) == 80
 

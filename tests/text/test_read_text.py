@@ -141,13 +141,13 @@ def test_a_byte_order_mark_before_json_lines_is_no_part_of_them(tmp_path):
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        (b"[" * 100_000 + b"]" * 100_000, "line 2 is not JSON that can be read: it is nested too deeply"),
-        (b'"text"', "line 2 has no field 'text' but a str; set text_field"),
-        (b"null", "line 2 has no field 'text' but a NoneType; set text_field"),
-        (b'{"body": 1, "id": 2}', "line 2 has no field 'text' but body, id; set text_field"),
+        (b"[" * 100_000 + b"]" * 100_000, "line 2 is not readable JSON: it is nested too deeply"),
+        (b'"text"', "line 2 has no field 'text'; it is a str; set text_field"),
+        (b"null", "line 2 has no field 'text'; it is a NoneType; set text_field"),
+        (b'{"body": 1, "id": 2}', "line 2 has no field 'text'; its fields are body, id; set text_field"),
         (b'{"text": {}}', "line 2: field 'text' is dict, not text"),
         (b'{"text": "a"', "line 2 is not JSON: Expecting"),
-        (b"{}", "line 2 has no field 'text' but ; set text_field"),
+        (b"{}", "line 2 has no field 'text'; it is empty; set text_field"),
     ],
 )
 def test_a_line_that_is_not_as_told_is_named_or_counted(tmp_path, line, told):
@@ -267,13 +267,13 @@ def test_a_packed_file_that_is_cut_short_is_named_or_counted(tmp_path, codec):
     path.write_bytes(content)
     assert len(read(path)[0]) == 50_000
     path.write_bytes(content[: len(content) * 4 // 5])
-    way_out = "fetch it again, or set damaged='skip'"
-    with pytest.raises(ValueError, match=f"{path.name} is cut short after .* unpacked bytes, .*; {way_out}"):
+    way_out = "download it again, or set damaged='skip'"
+    with pytest.raises(ValueError, match=f"{path.name} is truncated after .* uncompressed bytes .*; {way_out}"):
         read(path)
     documents, skipped = read(path, damaged="skip")
     assert 20_000 < len(documents) < 50_000 and skipped == {"files cut short or broken": 1}
     path.write_bytes(b"no such thing as a packed file" * 9)
-    with pytest.raises(ValueError, match=f"{path.name} is neither gzip nor zstd .*or set damaged='skip'"):
+    with pytest.raises(ValueError, match=f"{path.name} is neither gzip nor zstd, .*or set damaged='skip'"):
         read(path)
     path.write_bytes(b"")
     assert read(path) == ([], {})
@@ -289,7 +289,7 @@ def test_a_bomb_is_refused_by_name_before_it_is_unpacked(tmp_path, codec):
         ({}, "max_unpacked_ratio"),
         ({"max_unpacked_ratio": 1e6, "max_unpacked_bytes": 5 << 20}, "max_unpacked_bytes"),
     ):
-        with pytest.raises(ValueError, match=f"{path.name} is refused: .*{setting} allows; take it out"):
+        with pytest.raises(ValueError, match=f"{path.name} exceeds {setting}: .*; remove it"):
             read(path, **changes)
     assert read(path, damaged="skip")[1]["files cut short or broken"] == 1
 

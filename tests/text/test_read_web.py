@@ -102,12 +102,15 @@ def test_a_page_is_read_in_the_encoding_it_has(tmp_path, content, header):
 def test_a_warc_file_that_is_cut_short_or_broken_is_named_or_counted(tmp_path):
     path, whole = tmp_path / "a.warc", record("response", answer(page(LONG).encode()))
     for content, told in (
-        (whole + whole[:-200], f"is cut short in the WARC record at byte {len(whole)}, unpacked"),
-        (whole + b"rubbish" * 99, f"has no WARC record at byte {len(whole)}"),
-        (whole + whole[:60], f"has no WARC record at byte {len(whole)}"),
-        (whole + record("response", b"", length=-5), "the WARC record at byte .* has an invalid Content-Length"),
-        (whole + record("response", b"", length=10**15), "is cut short"),
-        (whole + b"WARC/1.0\r\n" + b"x: y\r\n" * 99_999, "has no WARC record at byte"),
+        (whole + whole[:-200], f"is truncated in the WARC record at uncompressed byte {len(whole)};"),
+        (whole + b"rubbish" * 99, f"has no WARC record at uncompressed byte {len(whole)}"),
+        (whole + whole[:60], f"has no WARC record at uncompressed byte {len(whole)}"),
+        (
+            whole + record("response", b"", length=-5),
+            "the WARC record at uncompressed byte .* has an invalid Content-Length",
+        ),
+        (whole + record("response", b"", length=10**15), "is truncated"),
+        (whole + b"WARC/1.0\r\n" + b"x: y\r\n" * 99_999, "has no WARC record at uncompressed byte"),
     ):
         path.write_bytes(content)
         with pytest.raises(ValueError, match=f"a.warc:? {told}.*set damaged='skip'"):
@@ -115,7 +118,7 @@ def test_a_warc_file_that_is_cut_short_or_broken_is_named_or_counted(tmp_path):
         documents, skipped = read(path, damaged="skip")
         assert len(documents) == 1 and skipped == {"files cut short or broken": 1}
     (tmp_path / "a.warc.gz").write_bytes(gzip.compress(whole * 99)[:-40])
-    with pytest.raises(ValueError, match="a.warc.gz is cut short after"):
+    with pytest.raises(ValueError, match="a.warc.gz is truncated after"):
         read(tmp_path / "a.warc.gz")
 
 

@@ -86,8 +86,12 @@ def test_an_empty_file_is_counted(tmp_path):
     "name, content, message",
     [
         ("a.jsonl", b'{"text": "x"}\n{"text": "cut', "line 2 is not JSON"),
-        ("a.jsonl", b'{"body": "x", "id": 1}\n', "line 1 has no field 'text' but body, id; set data.text_field"),
-        ("a.jsonl", b"[1, 2]\n", "line 1 has no field 'text' but a list"),
+        (
+            "a.jsonl",
+            b'{"body": "x", "id": 1}\n',
+            "line 1 has no field 'text'; its fields are body, id; set data.text_field",
+        ),
+        ("a.jsonl", b"[1, 2]\n", "line 1 has no field 'text'; it is a list"),
         ("a.jsonl", b'{"text": 5}\n', "line 1: field 'text' is int, not text"),
         ("a.parquet", b"PAR1 but not really", "cannot be read as Parquet"),
     ],
@@ -101,7 +105,7 @@ def test_a_file_that_is_not_as_told_is_named_with_the_place(tmp_path, name, cont
 
 def test_a_parquet_column_that_is_missing_or_no_text_is_named(tmp_path):
     pyarrow.parquet.write_table(pyarrow.table({"body": ["x"], "id": [1]}), tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match="no column 'text' but body, id"):
+    with pytest.raises(ValueError, match="no column 'text'; its columns are body, id"):
         read(tmp_path / "a.parquet")
     pyarrow.parquet.write_table(pyarrow.table({}), tmp_path / "empty.parquet")
     with pytest.raises(ValueError, match="no column 'text'"):
@@ -138,7 +142,7 @@ def test_each_file_is_there_once_whatever_links_lead_to_it(tmp_path):
     files, problems = list_files(str(corpus / "**" / "*.txt"), "data.files", "text", say=said.append)
     assert [file.name for file in files] == ["a.txt", "away/e.txt", "deep/b.txt", "deep/er/c.txt"] and not problems
     (line,) = said
-    assert line.startswith("data.files: left out 4 links to what is read already, such as ")
+    assert line.startswith("data.files: skipped 4 links to files that are already included, such as ")
     both = (str(corpus / "**" / "c.txt"), str(corpus / "latest" / "deep" / "er" / "c.txt"))
     assert [file.path for file in list_files(both, "data.files", "text")[0]] == [str(corpus / "deep/er/c.txt")]
     found = {file.path for file in list_files(str(corpus / "**"), "data.files", "text")[0]}

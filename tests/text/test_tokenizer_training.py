@@ -161,8 +161,8 @@ def test_the_sample_does_not_depend_on_the_order_and_keeps_to_its_size():
 def test_settings_that_cannot_work_are_refused():
     for wrong, message in [
         (dict(vocab_size=257), "vocab_size=257 must be above 257"),
-        (dict(kind="wordpiece", vocab_size=5), "vocab_size=5 must be above 6, for a piece and 5 special tokens"),
-        (dict(special_tokens=("<|endoftext|>",)), r"contain \['<\|endoftext\|>'\] twice"),
+        (dict(kind="wordpiece", vocab_size=5), "vocab_size=5 must be above 6, for one token and 5 special tokens"),
+        (dict(special_tokens=("<|endoftext|>",)), r"have duplicates: \['<\|endoftext\|>'\]"),
         (dict(eos_token=""), "must not be empty"),
         (dict(reserved=-1), "reserved=-1 0 or more"),
         (dict(character_coverage=1.5), "above 0 and at most 1"),
@@ -173,13 +173,13 @@ def test_settings_that_cannot_work_are_refused():
 
 
 def test_text_that_cannot_be_trained_on_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="no text to train"):
+    with pytest.raises(ValueError, match="no text for training"):
         train_tokenizer(["", ""], config("bpe"), tmp_path / "a.json")
-    with pytest.raises(ValueError, match="is written as .model"):
+    with pytest.raises(ValueError, match="must have the suffix .model"):
         train_tokenizer(["a"], config("unigram"), tmp_path / "a.json")
-    with pytest.raises(ValueError, match="has no room for"):
+    with pytest.raises(ValueError, match="is too small for"):
         train_tokenizer(made_up_texts(), config("wordpiece", vocab_size=40), tmp_path / "a.json")
-    with pytest.raises(ValueError, match="is also a piece of text"):
+    with pytest.raises(ValueError, match="is also an ordinary token"):
         train_tokenizer(made_up_texts(), config("bpe", eos_token="to"), tmp_path / "a.json")
 
 

@@ -69,18 +69,18 @@ def test_bytes_after_the_last_member_are_reported_and_lose_no_line(tmp_path, pac
 
 
 REFUSED = {
-    "plain text named .gz": ("a.jsonl.gz", LINES, {}, r"is neither gzip nor zstd .*: mv \S*a.jsonl.gz \S*a.jsonl, or"),
-    "plain text named .zst": ("a.jsonl.zst", LINES, {}, r"is neither gzip nor zstd .*: mv \S*a.jsonl.zst \S*a.jsonl"),
-    "no text named .gz": ("a.jsonl.gz", bytes(range(256)), {}, "is neither gzip nor zstd .*; fetch it again"),
+    "plain text named .gz": ("a.jsonl.gz", LINES, {}, r"is neither gzip nor zstd, .*: mv \S*a.jsonl.gz \S*a.jsonl, or"),
+    "plain text named .zst": ("a.jsonl.zst", LINES, {}, r"is neither gzip nor zstd, .*: mv \S*a.jsonl.zst \S*a.jsonl"),
+    "no text named .gz": ("a.jsonl.gz", bytes(range(256)), {}, "is neither gzip nor zstd, .*; download it again"),
     "a window larger than allowed": (
         "a.jsonl.zst", zstd(LINES, window_log=31), {"max_window_bytes": 1 << 30},
-        r"larger than max_window_bytes=1,073,741,824 allows; .* zstd -d --long=31 \S*a.jsonl.zst",
+        r"larger than max_window_bytes=1,073,741,824; .* zstd -d --long=31 \S*a.jsonl.zst",
     ),
-    "cut in a member": ("a.jsonl.gz", gzip.compress(LINES)[:-9], {}, "is cut short after"),
-    "cut in the header of a second member": ("a.jsonl.gz", gzip.compress(LINES) + b"\x1f\x8b", {}, "is cut short"),
-    "cut in a frame": ("a.jsonl.zst", zstd(LINES)[:-9], {}, "is cut short after"),
+    "cut in a member": ("a.jsonl.gz", gzip.compress(LINES)[:-9], {}, "is truncated after"),
+    "cut in the header of a second member": ("a.jsonl.gz", gzip.compress(LINES) + b"\x1f\x8b", {}, "is truncated"),
+    "cut in a frame": ("a.jsonl.zst", zstd(LINES)[:-9], {}, "is truncated after"),
     "a wrong checksum": (
-        "a.jsonl.gz", gzip.compress(LINES)[:-8] + bytes(8), {}, "is broken .incorrect data check. after",
+        "a.jsonl.gz", gzip.compress(LINES)[:-8] + bytes(8), {}, "is corrupt .incorrect data check. after",
     ),
     "a dictionary": (
         "a.jsonl.zst", bytes.fromhex("28b52ffd014807") + b"\1\0\0", {}, r"dictionary.* zstd -d -D \S+ \S*a.jsonl.zst",
@@ -110,5 +110,5 @@ def test_no_line_before_a_break_is_lost(tmp_path, codec):
     texts, skipped = documents(path, damaged="skip")
     assert texts == TEXTS
     assert skipped == {BROKEN: 1, "without text field": 1, "bytes left out": 2}  # the line {} was there
-    with pytest.raises(BadInput, match="is broken"):
+    with pytest.raises(BadInput, match="is corrupt"):
         documents(path)

@@ -26,11 +26,11 @@ def expand_source_names(globs: Globs, names: Sequence[str], setting: str) -> tup
     if isinstance(globs, dict):
         return {name: expand(name, some) if names_sources(some) else some for name, some in globs.items()}, None
     if unnamed := [glob for glob in listed(globs) if NAME not in glob]:
-        return (), f"{setting} has {NAME} in some globs and not in {unnamed[0]}; write {{source: globs}} instead"
+        return (), f"{setting} has {NAME} in some globs but not in {unnamed[0]}; write {{source: globs}} instead"
     if not names:
         return (), (
             f"{setting}={globs if isinstance(globs, str) else globs[0]}: {NAME} stands for the sources of "
-            "data.mixture, which is empty; set that, or write {source: globs}"
+            "data.mixture, which is empty; set data.mixture, or write {source: globs}"
         )
     return {name: expand(name, globs) for name in names}, None
 
@@ -42,17 +42,17 @@ class ChatConfig:
     template: str = setting(
         "",
         "file of a Jinja chat template; empty: the one in the tokenizer's folder (chat_template.jinja, or in "
-        "tokenizer_config.json), or else a built-in one in the manner of ChatML",
+        "tokenizer_config.json), or else a built-in ChatML template",
     )
     variables: dict[str, bool | int | float | str] = setting(
         {}, "variables of the template in addition to the messages, such as {'enable_thinking': False}"
     )
-    today: str = setting("", "YYYY-MM-DD: the date for templates that call strftime_now; empty: none")
+    today: str = setting("", "YYYY-MM-DD: date for templates that call strftime_now; empty: none")
     too_long: Literal["drop", "cut"] = setting(
-        "drop", "a document longer than a row: drop it, or cut it to fit; both are counted"
+        "drop", "documents longer than a row: drop them, or truncate them (cut); both are counted"
     )
-    prompt_field: str = setting("prompt", "the field of a record with the prompt, without loss")
-    completion_field: str = setting("completion", "the field with the completion, with loss")
+    prompt_field: str = setting("prompt", "field of a record with the prompt, without loss")
+    completion_field: str = setting("completion", "field with the completion, with loss")
 
     def __post_init__(self):
         if self.today:
@@ -61,7 +61,7 @@ class ChatConfig:
             except ValueError:
                 raise BadInput(f"today={self.today!r} is not a date such as 2026-11-22") from None
         if not self.prompt_field or not self.completion_field:
-            raise BadInput("prompt_field and completion_field must each name a field")
+            raise BadInput("prompt_field and completion_field must not be empty")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,33 +74,33 @@ class ReadConfig:
     field_settings: ClassVar[tuple[str, ...]] = ("text_field",)  # settings to name when no text is found
 
     text_field: str = setting(
-        "text", "name of the text field or column in JSON lines, Parquet, Arrow and data sets; a.b: field b inside a"
+        "text", "text field or column of JSON lines, Parquet, Arrow and data sets; a.b: field b of a"
     )
-    id_field: str = setting("id", "the field or column with the document's id, if there is one")
-    url_field: str = setting("url", "the field or column with its address, if there is one")
-    licence_field: str = setting("license", "the field or column with its licence, if there is one")
-    licence: str = setting("", "the licence of documents without one")
+    id_field: str = setting("id", "field or column with the document's id, if any")
+    url_field: str = setting("url", "field or column with its URL, if any")
+    licence_field: str = setting("license", "field or column with its licence, if any")
+    licence: str = setting("", "licence of documents without one")
     invalid_utf8: Literal["skip", "repair", "stop"] = setting(
         "skip",
-        "a document that is not UTF-8, or holds NUL: skip and count it; repair it (see encoding) and count it; "
-        "or stop and name the file and the byte",
+        "documents that are not UTF-8 or contain NUL: skip and count them; repair (see encoding) and count them; "
+        "or stop with an error that has the file and byte",
     )
     encoding: str = setting(
         "",
-        "repair: the encoding to try first; empty: UTF-16 if there is a byte order mark, then Windows-1252",
+        "repair: encoding to try first; empty: UTF-16 if there is a byte order mark, then Windows-1252",
         read_if=".invalid_utf8=repair",
     )
     damaged: Literal["stop", "skip"] = setting(
         "stop",
-        "a truncated or broken file, or a malformed record: stop and name it, or skip and count it",
+        "truncated or corrupt files, and malformed records: stop with an error, or skip and count them",
     )
     text_documents: Literal["file", "line", "paragraph"] = setting(
         "file",
-        "unit of a document in a plain text file. file: all of it, cut at a line end after each MiB; line: each "
-        "line that is not blank; paragraph: each run of such lines",
+        "what is a document in a plain text file. file: the whole file, split at a line end after each MiB; line: each "
+        "nonblank line; paragraph: consecutive nonblank lines",
     )
     html_text: Literal["resiliparse", "trafilatura"] = setting(
-        "resiliparse", "extractor of the text of web pages. resiliparse: fast; trafilatura: slower and more exact"
+        "resiliparse", "text extractor for web pages. resiliparse: fast; trafilatura: slower, more accurate"
     )
     html_mode: Literal["default", "fast", "precision", "recall"] = setting(
         "default",
@@ -111,22 +111,20 @@ class ReadConfig:
     record_format: Literal["text", "json", "example"] = setting(
         "text", "format of the records of an ArrayRecord file: text, JSON objects, or tf.train.Example"
     )
-    max_document_bytes: int = setting(1 << 24, "a longer document is skipped and counted")
+    max_document_bytes: int = setting(1 << 24, "longer documents are skipped and counted")
     max_line_bytes: int = setting(
-        1 << 25, "a longer line, web page or record is skipped and counted, without reading it into memory"
+        1 << 25, "longer lines, web pages and records are skipped and counted, without reading them into memory"
     )
-    max_unpacked_bytes: int = setting(1 << 40, "a packed file that unpacks to more is refused")
-    max_unpacked_ratio: float = setting(
-        250.0, "a packed file that unpacks to this many times its size is refused, once it has given 64 MiB"
-    )
+    max_unpacked_bytes: int = setting(1 << 40, "limit of the uncompressed size of a compressed file")
+    max_unpacked_ratio: float = setting(250.0, "limit of the compression ratio of a file, checked beyond 64 MiB")
     max_window_bytes: int = setting(
         1 << 31,
-        "the largest window of a .zst file (zstd --long); each process that reads one needs this memory",
+        "limit of the window of a .zst file (zstd --long); each process that reads one needs this much memory",
     )
 
     def __post_init__(self):
         if not self.text_field:
-            raise BadInput("text_field is empty; name the field or column that holds the text, such as 'text'")
+            raise BadInput("text_field is empty; set it to the field or column of the text, such as 'text'")
         for name in ("max_document_bytes", "max_line_bytes", "max_unpacked_bytes", "max_window_bytes"):
             if getattr(self, name) < 1:
                 raise BadInput(f"{name}={getattr(self, name)} must be 1 or more")
@@ -138,7 +136,7 @@ class ReadConfig:
             except UnicodeError:
                 pass  # the encoding exists, but cannot decode a single byte
             except LookupError:
-                raise BadInput(f"encoding={self.encoding!r} is not known; name one such as 'latin-1'") from None
+                raise BadInput(f"encoding={self.encoding!r} is unknown; use a Python codec such as 'latin-1'") from None
 
     @property
     def set_field(self) -> str:
@@ -159,9 +157,9 @@ class DocumentsConfig(ReadConfig):
 
     ids_field: str = setting(
         "",
-        "name of the field or column with token ids, to train on these instead of text; empty: "
-        "input_ids, without a text field. Each row is a document, its ids unchanged; labels (-100: no loss) "
-        "and attention_mask (0: padding) next to it are read too",
+        "field or column with token ids, to train on them instead of text; empty: "
+        "input_ids if there is no text field. Each row is a document, its ids unchanged; labels (-100: no loss) "
+        "and attention_mask (0: padding) are read too",
     )
 
 

@@ -36,7 +36,7 @@ class PromptCompletion(NamedTuple):
 def parse_record(record: Any, cfg: ChatConfig, text_field: str) -> Conversation | PromptCompletion:
     """Parses a conversation, a pair or plain text. A BadInput's message is appended to the record's location."""
     if not isinstance(record, Mapping):
-        raise BadInput(f"is {json_type(record)}, not an object")
+        raise BadInput(f"is of type {json_type(record)}; it must be an object")
     try:
         check_depth(record)
     except BadInput as error:
@@ -49,10 +49,10 @@ def parse_record(record: Any, cfg: ChatConfig, text_field: str) -> Conversation 
         return parse_pair(record, cfg)
     if isinstance(record.get(text_field), str):
         return PromptCompletion("", record[text_field])
-    has = ", ".join(map(str, record))[:300] or "nothing"
+    has = ", ".join(map(str, record))[:300] or "none"
     raise BadInput(
-        f"has neither messages nor conversations, nor {cfg.prompt_field} and {cfg.completion_field}, nor "
-        f"{text_field}, but {has}; see data.chat"
+        f"has no messages, conversations, {text_field}, or {cfg.prompt_field} with {cfg.completion_field}; its fields "
+        f"are {has}; see data.chat"
     )
 
 
@@ -77,7 +77,7 @@ def parse_tools(tools: Any) -> Any:
     except BadInput:
         found = None
     if not isinstance(found, list):
-        raise BadInput("has text as tools, which is not a JSON list")
+        raise BadInput("has tools that are text but not a JSON list")
     return found
 
 
@@ -91,35 +91,35 @@ def parse_pair(record: Mapping[str, Any], cfg: ChatConfig) -> Conversation | Pro
         return make_conversation([*before, *after], record, num_prompt=len(before))
     for field, value in ((cfg.prompt_field, prompt), (cfg.completion_field, completion)):
         if not isinstance(value, str):
-            raise BadInput(f"has {json_type(value)} as {field}, not text")
+            raise BadInput(f"has {field} of type {json_type(value)}; it must be text")
     return PromptCompletion(str(prompt), str(completion))
 
 
 def openai_messages(found: Any, field: str) -> list[dict[str, Any]]:
     """Parses messages with role and text; other fields are unchanged."""
     if not isinstance(found, list):
-        raise BadInput(f"has {json_type(found)} as {field}, not a list")
+        raise BadInput(f"has {field} of type {json_type(found)}; it must be a list")
     return [openai_message(message, f"{field}[{index}]") for index, message in enumerate(found)]
 
 
 def openai_message(message: Any, where: str) -> dict[str, Any]:
     """Parses one message: joins the parts of its content and parses the arguments of its tool calls."""
     if not isinstance(message, Mapping):
-        raise BadInput(f"has {json_type(message)} as {where}, not an object")
+        raise BadInput(f"has {where} of type {json_type(message)}; it must be an object")
     role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls")
     if not isinstance(role, str) or not WORD.fullmatch(role):
-        raise BadInput(f"has {role!r} as {where}.role, which must be a word such as user")
+        raise BadInput(f"has {where}.role={role!r}; it must be a word such as user")
     role = ASSISTANT if role == "model" else role
     if isinstance(content, list):
         parts = [part if isinstance(part, Mapping) else {"type": json_type(part)} for part in content]
         for part in parts:
             if part.get("type") != "text" or not isinstance(part.get("text"), str):
-                raise BadInput(f"has a part of {part.get('type')!r} in {where}.content; only text is read")
+                raise BadInput(f"has a part of type {part.get('type')!r} in {where}.content; only text is supported")
         content = "".join(part["text"] for part in parts)
     if content is None and calls:
         content = ""
     if not isinstance(content, str):
-        raise BadInput(f"has {json_type(content)} as {where}.content, not text")
+        raise BadInput(f"has {where}.content of type {json_type(content)}; it must be text")
     parsed = {**message, "role": role, "content": content}
     return parsed | {"tool_calls": [parse_arguments(call, where) for call in calls]} if calls else parsed
 
@@ -127,7 +127,7 @@ def openai_message(message: Any, where: str) -> dict[str, Any]:
 def parse_arguments(call: Any, where: str) -> Any:
     """Returns a tool call with its arguments parsed: templates expect an object, OpenAI has JSON text."""
     if not isinstance(call, Mapping):
-        raise BadInput(f"has {json_type(call)} in {where}.tool_calls, not an object")
+        raise BadInput(f"has an item of type {json_type(call)} in {where}.tool_calls; it must be an object")
     function = call.get("function")
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call
@@ -141,7 +141,7 @@ def sharegpt_messages(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Parses messages in ShareGPT's format (from, value)."""
     found = record["conversations"]
     if not isinstance(found, list):
-        raise BadInput(f"has {json_type(found)} as conversations, not a list")
+        raise BadInput(f"has conversations of type {json_type(found)}; it must be a list")
     messages = []
     for index, message in enumerate(found):
         where = f"conversations[{index}]"
@@ -149,9 +149,9 @@ def sharegpt_messages(record: Mapping[str, Any]) -> list[dict[str, Any]]:
             messages.append(openai_message(message, where))
             continue
         if not isinstance(message, Mapping) or not isinstance(message.get("value"), str):
-            raise BadInput(f"has no text as {where}.value")
+            raise BadInput(f"has no text in {where}.value")
         if message.get("from") not in ROLES:
-            raise BadInput(f"has {message.get('from')!r} as {where}.from, which is not one of {', '.join(ROLES)}")
+            raise BadInput(f"has {where}.from={message.get('from')!r}; it must be one of {', '.join(ROLES)}")
         messages.append({"role": ROLES[message["from"]], "content": message["value"]})
     system = record.get("system")
     if isinstance(system, str) and system and not (messages and messages[0]["role"] == "system"):
@@ -161,5 +161,5 @@ def sharegpt_messages(record: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def json_type(value: Any) -> str:
     """Returns JSON's name for the type of a value."""
-    names = {dict: "an object", list: "a list", str: "text", bool: "a truth value", type(None): "null"}
-    return names.get(type(value), "a number")
+    names = {dict: "object", list: "list", str: "text", bool: "boolean", type(None): "null"}
+    return names.get(type(value), "number")

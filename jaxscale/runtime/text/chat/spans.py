@@ -121,8 +121,9 @@ def turn_span(
     after = template.render(messages[: index + 1], tools, False)
     if not whole.startswith(before) or not after.startswith(before):
         raise BadInput(
-            f"is rendered by the template {template.name} so that the text before turn {index + 1} differs from the "
-            "prompt of that turn; mark text with a loss in the template by {% generation %}"
+            f"has a turn {index + 1} whose prompt differs from the text before it, as rendered by the template "
+            f"{template.name}; put text with a loss between {{% generation %}} and {{% endgeneration %}} in the "
+            "template"
         )
     begin, end = len(before), len(after)
     last = list(guard.pattern.finditer(after, begin))[-1:]
@@ -132,8 +133,8 @@ def turn_span(
         found_at = whole.find(last[0][0], begin) if last else -1
         if found_at < 0:
             raise BadInput(
-                f"is rendered by the template {template.name} so that the end of turn {index + 1} is unknown; "
-                "mark text with a loss in the template by {% generation %}"
+                f"has a turn {index + 1} whose end cannot be located in the rendering by the template {template.name}; "
+                "put text with a loss between {% generation %} and {% endgeneration %} in the template"
             )
         end = found_at + len(last[0][0])
     return TurnSpan(begin, end, True)
@@ -250,7 +251,7 @@ def open_prompts(saved: SavedTokenizer, today: str) -> ChatPrompts:
 
     def encode(rendered: RenderedDocument) -> list[int]:
         if not is_utf8(rendered.text):
-            raise BadInput("contains an unpaired surrogate, which is not valid text")
+            raise BadInput("contains an unpaired surrogate, which is not valid text; remove it")
         return encode_prompt(tokenizer, rendered).tolist()
 
     @prefix_errors("this conversation")
@@ -282,7 +283,7 @@ def prefix_errors(subject: str) -> Iterator[None]:
 def render_text(messages: Sequence[Message], answer: bool, template: ChatTemplate, guard: Guard) -> str:
     """Renders messages, with MARK in names of special tokens. answer: add its prompt, else continue the last one."""
     if guard.choose_marker(list(messages)) != MARK:
-        raise BadInput("contains noncharacters (U+FDD0 to U+FDEF), which are not valid in text")
+        raise BadInput("contains noncharacters (U+FDD0 to U+FDEF), which are reserved; remove them")
     if not answer and messages and messages[-1]["role"] == ASSISTANT:
         prefix = render_text(messages[:-1], True, template, guard)
         return prefix + guard.escape_text(messages[-1]["content"], MARK)

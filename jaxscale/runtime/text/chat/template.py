@@ -43,7 +43,7 @@ OPEN, CLOSE = "\ufdee", "\ufdef"  # noncharacters around text in {% generation %
 GUARDS = tuple(map(chr, range(0xFDD0, 0xFDEE)))  # noncharacters: no text should have them (Unicode 17.0, section 23.7)
 MIN_NAME_CHARACTERS = 2  # a name of one character cannot be split, and is never treated as a token
 START, END = "<|im_start|>", "<|im_end|>"  # ChatML
-BUILT_IN = "built-in, in the manner of ChatML"
+BUILT_IN = "built-in (ChatML)"
 CHAT = "pip install 'jaxscale[chat]'"
 
 Render = Callable[[Sequence[Mapping[str, Any]], Any, bool], str]  # (messages, tools, add_generation_prompt) -> text
@@ -104,8 +104,8 @@ def make_template(
     def render(messages: Sequence[Mapping[str, Any]], tools: Any, add_generation_prompt: bool) -> str:
         if tools and has_other_for_tools:
             raise BadInput(
-                f"has tools, for which {where} has the template {TOOL_USE} next to default; write it into a file and "
-                "name that in data.chat.template"
+                f"has tools, for which {where} has a separate template {TOOL_USE}; write it to a file and set "
+                "data.chat.template to that file"
             )
         return compiled(messages, tools, add_generation_prompt)
 
@@ -131,13 +131,15 @@ def builtin_template(tokenizer: Tokenizer) -> ChatTemplate:
     first, end = "".join(begin), turn_end(tokenizer)
     if not end:
         raise BadInput(
-            f"data.tokenizer={tokenizer.name} has no special token that could end a turn; name a template for it in "
-            "data.chat.template"
+            f"data.tokenizer={tokenizer.name} has no special token to end a turn; set data.chat.template to a "
+            "template file"
         )
 
     def render(messages: Sequence[Mapping[str, Any]], tools: Any, add_generation_prompt: bool) -> str:
         if tools or any(message.get("tool_calls") for message in messages):
-            raise BadInput("has tools, which the built-in template does not write; name one in data.chat.template")
+            raise BadInput(
+                "has tools, which the built-in template does not support; set data.chat.template to a template file"
+            )
         turns = [f"{START}{message['role']}\n{message['content']}{end}" for message in messages]
         return first + "".join(turns) + f"{START}assistant\n" * add_generation_prompt
 
@@ -206,7 +208,7 @@ def exchange(process: subprocess.Popen[bytes], request: Mapping[str, Any]) -> di
         part = os.read(process.stdout.fileno(), READ_BYTES) if ready else b""
         size += len(part)
         if not part or size > LONGEST_ANSWER:
-            slow = "its output does not end" if part else f"it takes more than {WAIT_SECONDS:.0f} s"
+            slow = "its output is too long" if part else f"it takes more than {WAIT_SECONDS:.0f} s"
             raise ProcessEnded(cause_of_end(process) if ready and not part else slow)
         parts.append(part)
     return json.loads(b"".join(parts))
@@ -218,8 +220,8 @@ def cause_of_end(process: subprocess.Popen[bytes]) -> str:
         code = process.wait(timeout=WAIT_SECONDS)
         if code == -signal.SIGPROF:
             return f"it takes more than {SECONDS:g} s"
-        return f"its process ended with code {code}"
-    return "its process does not answer"
+        return f"its process exited with code {code}"
+    return "its process does not respond"
 
 
 def end_process(process: subprocess.Popen[bytes]) -> None:
@@ -286,7 +288,7 @@ class Guard:
         whole = "".join(strings_in(value))
         free = [guard for guard in GUARDS if guard not in whole]
         if not free or OPEN in whole or CLOSE in whole:
-            raise BadInput("contains noncharacters (U+FDD0 to U+FDEF), which are not valid in text")
+            raise BadInput("contains noncharacters (U+FDD0 to U+FDEF), which are reserved; remove them")
         return free[0]
 
     def escape(self, value: Any, guard: str) -> Any:

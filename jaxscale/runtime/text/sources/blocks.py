@@ -67,8 +67,8 @@ def check_unpacked(path: str, cfg: ReadConfig) -> None:
         found = packed_suffix(file.read(MAGIC_BYTES))
     if found:
         raise Damaged(
-            f"{path} is packed, by its first bytes, and its name does not say so; name it "
-            f"{os.path.basename(path)}{found}, or set {cfg.where}damaged='skip' to leave it out"
+            f"{path} is compressed, but its name has no {found} suffix; rename it to {os.path.basename(path)}{found}, "
+            f"or set {cfg.where}damaged='skip' to skip it"
         )
 
 
@@ -211,11 +211,11 @@ def unpack(
             if cfg.damaged == "skip":
                 yield from up_to_break(path, cfg, unpacked)
             if error.fix:
-                fix = damage_fix(cfg, SKIP_REMAINDER if unpacked else " to leave it out", error.fix)
+                fix = damage_fix(cfg, SKIP_REMAINDER if unpacked else " to skip it", error.fix)
                 raise Damaged(f"{path} {error.reason}; {fix}") from None
             raise Damaged(
-                f"{path} {error.reason} after {unpacked:,} unpacked bytes, {file.tell():,} of {size:,} packed; "
-                f"{damage_fix(cfg, SKIP_REMAINDER)}"
+                f"{path} {error.reason} after {unpacked:,} uncompressed bytes ({file.tell():,} of {size:,} compressed "
+                f"bytes); {damage_fix(cfg, SKIP_REMAINDER)}"
             ) from None
 
 
@@ -239,13 +239,13 @@ def members(
                 unpacked += len(block)
                 yield block
             elif member.needs_input and not member.eof and not data:
-                raise UnpackError("is cut short")
+                raise UnpackError("is truncated")
         data = member.unused_data
         while len(data := data.lstrip(b"\0")) < MAGIC_BYTES and (more := file.read(READ_BYTES)):
             data += more
         member = open_member(data, cfg)
     if data and any(magic.startswith(data) for magic in MAGIC):
-        raise UnpackError("is cut short")
+        raise UnpackError("is truncated")
     if data and skipped is not None:
         skipped[TRAILING] += 1
 
@@ -281,8 +281,8 @@ def check_size(path: str, unpacked: int, packed: int, cfg: ReadConfig) -> None:
     else:
         return
     raise Damaged(
-        f"{path} is refused: its first {packed:,} bytes unpack to {unpacked:,}, more than {setting} allows; "
-        "take it out, or raise the limit if you trust it"
+        f"{path} exceeds {setting}: its first {packed:,} bytes decompress to {unpacked:,}; remove it, or raise the "
+        "limit if you trust the file"
     )
 
 
@@ -293,8 +293,8 @@ def not_packed(path: str, head: bytes) -> UnpackError:
         is_text = "\0" not in codecs.getincrementaldecoder("utf-8")().decode(head)
     except UnicodeDecodeError:
         is_text = False
-    reason = "is neither gzip nor zstd by its first bytes, although its name says so"
-    return UnpackError(reason, fix if is_text else "fetch it again")
+    reason = "is neither gzip nor zstd, despite its suffix"
+    return UnpackError(reason, fix if is_text else "download it again")
 
 
 def explain_error(error: Exception, path: str, cfg: ReadConfig) -> UnpackError:
@@ -304,12 +304,12 @@ def explain_error(error: Exception, path: str, cfg: ReadConfig) -> UnpackError:
     if "too much memory" in reason:
         setting = f"{cfg.where}max_window_bytes"
         return UnpackError(
-            f"needs a zstd window larger than {setting}={cfg.max_window_bytes:,} allows",
-            f"raise that, or unpack it: zstd -d --long=31 {shlex.quote(path)}",
+            f"needs a zstd window larger than {setting}={cfg.max_window_bytes:,}",
+            f"raise it, or decompress the file: zstd -d --long=31 {shlex.quote(path)}",
         )
     if "Dictionary" in reason:
         return UnpackError(
-            "was packed with a zstd dictionary, which is not part of it",
-            f"unpack it: zstd -d -D DICTIONARY {shlex.quote(path)}",
+            "was compressed with a zstd dictionary, which it does not contain",
+            f"decompress it: zstd -d -D DICTIONARY {shlex.quote(path)}",
         )
-    return UnpackError(f"is broken ({reason})")
+    return UnpackError(f"is corrupt ({reason})")

@@ -91,8 +91,8 @@ def text_bytes(table: Any, group: int, path: str, cfg: ReadConfig, fields: Itera
     packed = max(sum(chunk.total_compressed_size for chunk in chunks), 1)
     if size > max(RATIO_FLOOR, cfg.max_unpacked_ratio * packed) or size > cfg.max_unpacked_bytes:
         raise Damaged(
-            f"{path} is refused: {packed:,} bytes of its row group {group} unpack to {size:,}, more than "
-            f"{cfg.where}max_unpacked_ratio or {cfg.where}max_unpacked_bytes allow; take it out, or raise them"
+            f"{path} exceeds {cfg.where}max_unpacked_ratio or {cfg.where}max_unpacked_bytes: {packed:,} bytes of its "
+            f"row group {group} decompress to {size:,}; remove it, or raise the limits if you trust the file"
         )
     return size
 
@@ -131,8 +131,7 @@ def validated(batches: Iterator[Any], path: str, cfg: ReadConfig) -> Iterator[An
                 batch.validate()
         except (pyarrow.ArrowException, OSError) as error:
             raise Damaged(
-                f"{path} is broken after row {rows:,} or a little more ({first_line(error)}); "
-                f"{damage_fix(cfg, SKIP_REMAINDER)}"
+                f"{path} is corrupt shortly after row {rows:,} ({first_line(error)}); {damage_fix(cfg, SKIP_REMAINDER)}"
             ) from None
         if batch is None:
             return
@@ -150,7 +149,9 @@ def select_columns(schema: Any, path: str, cfg: ReadConfig) -> tuple[str, ...]:
     fields = (cfg.text_field, *cfg.metadata_fields)
     names = [name if name and type_of(schema, name) is not None else "" for name in fields]
     if not names[0]:
-        raise BadInput(f"{path} has no column {cfg.text_field!r} but {', '.join(schema.names)}; set {cfg.set_field}")
+        raise BadInput(
+            f"{path} has no column {cfg.text_field!r}; its columns are {', '.join(schema.names)}; set {cfg.set_field}"
+        )
     return tuple(names)
 
 

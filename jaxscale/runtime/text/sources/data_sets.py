@@ -57,7 +57,7 @@ def array_records(
             try:
                 record = reader.read()
             except (IndexError, RuntimeError, ValueError) as error:
-                raise Damaged(f"{path} is broken at record {number:,}: {error}; fetch it again") from None
+                raise Damaged(f"{path} is corrupt at record {number:,}: {error}; download it again") from None
             if len(record) > cfg.max_line_bytes:
                 count_skipped(skipped, "longer than max_line_bytes", len(record))
             else:
@@ -142,9 +142,9 @@ def parse_query(path: str, scheme: str, known: tuple[str, ...]) -> tuple[str, di
     name, _, query = path.removeprefix(scheme).partition("?")
     found = dict(urllib.parse.parse_qsl(query, keep_blank_values=True))
     if wrong := sorted(set(found) - set(known)):
-        raise BadInput(f"{path}: {wrong[0]} is unknown; {scheme}NAME takes ?{'=...&'.join(known)}=...")
+        raise BadInput(f"{path}: {wrong[0]} is unknown; {scheme}NAME accepts ?{'=...&'.join(known)}=...")
     if not name:
-        raise BadInput(f"{path} names nothing; write {scheme}NAME")
+        raise BadInput(f"{path} has no name; write {scheme}NAME")
     return name, found
 
 
@@ -178,7 +178,7 @@ def dataset_errors(datasets: Any, path: str, place: str = "") -> Iterator[None]:
         reason = str(error).strip().partition("\n")[0][:300] or type(error).__name__
         raise BadInput(
             f"{path} cannot be read{place}: {reason}; without a network, save it elsewhere (save_to_disk), copy "
-            "the folder and name it"
+            "the folder here and use its path"
         ) from None
 
 
@@ -193,7 +193,7 @@ def open_rows(path: str, datasets: Any) -> Any:
         return found
     if "train" not in found:
         has = ", ".join(sorted(found))
-        raise BadInput(f"{path} has no split 'train' but {has}; name {os.path.join(path, sorted(found)[0])}")
+        raise BadInput(f"{path} has no split 'train'; its splits are {has}; use {os.path.join(path, sorted(found)[0])}")
     return found["train"]
 
 
@@ -216,16 +216,14 @@ def read_seqio(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE)
             importlib.import_module(module)
         except (Exception, SystemExit) as error:  # importing a module may raise anything
             what = f"{type(error).__name__}: {error}"
-            raise BadInput(
-                f"{path}: the module {module} cannot be imported ({what}); fix it, or set PYTHONPATH"
-            ) from None
+            raise BadInput(f"{path}: module {module} cannot be imported ({what}); fix it, or set PYTHONPATH") from None
     try:
         task = seqio.get_mixture_or_task(name)
     except ValueError:
-        raise BadInput(f"{path}: seqio knows no task {name}; name the module that adds it: ?module=MODULE") from None
+        raise BadInput(f"{path}: no seqio task {name}; add the module that registers it: ?module=MODULE") from None
     split = query.get("split", "train")
     if split not in task.splits:
-        raise BadInput(f"{path}: the task has no split {split!r} but {', '.join(sorted(task.splits))}")
+        raise BadInput(f"{path}: the task has no split {split!r}; its splits are {', '.join(sorted(task.splits))}")
     # one epoch without shuffling, so that example numbers are stable
     dataset = task.get_dataset(sequence_length=None, split=split, shuffle=False, num_epochs=1)
     candidates = [query["field"]] if query.get("field") else [cfg.text_field, "targets_pretokenized", "targets"]
@@ -234,7 +232,7 @@ def read_seqio(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE)
         field = next((name for name in candidates if name in example), None)
         if field is None:
             has = ", ".join(sorted(example))
-            raise BadInput(f"{path} has no feature {' or '.join(candidates)} but {has}; add ?field=NAME")
+            raise BadInput(f"{path} has no feature {' or '.join(candidates)}; its features are {has}; add ?field=NAME")
         text = example[field]
         if field in task.output_features and getattr(text, "ndim", 0) == 1:
             text = task.output_features[field].vocabulary.decode([int(i) for i in text])

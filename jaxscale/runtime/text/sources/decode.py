@@ -32,7 +32,8 @@ def decode_text(
         reason, start = error.reason, error.start
     if cfg.invalid_utf8 == "stop":
         raise BadInput(
-            f"{path} is not UTF-8 at {place(start)} ({reason}); repair it, or set {cfg.where}invalid_utf8='skip'"
+            f"{path} is not UTF-8 at {place(start)} ({reason}); repair it, or set {cfg.where}invalid_utf8='skip' or "
+            "'repair'"
         )
     if cfg.invalid_utf8 == "repair":
         text, how = repair(content, cfg)

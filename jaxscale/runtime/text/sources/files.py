@@ -52,7 +52,7 @@ def list_files(
     links: dict[str, str] = {}  # skipped link -> path that is read
     for source, patterns in sources.items():
         if not patterns:
-            problems.append(f"{setting}.{source} is empty; name its files, or take the source out")
+            problems.append(f"{setting}.{source} is empty; set its files, or remove the source")
         for pattern in (patterns,) if isinstance(patterns, str) else patterns:
             is_remote_set = pattern.startswith("gs://") and pattern.endswith(".json") and not glob.has_magic(pattern)
             if pattern.startswith(STREAMS) or is_remote_set:
@@ -69,7 +69,10 @@ def list_files(
                     links[link.path] = files[key].path
     if links:
         link, path = next(iter(links.items()))
-        say(f"{setting}: left out {plural(len(links), 'link')} to what is read already, such as {link}, that is {path}")
+        say(
+            f"{setting}: skipped {plural(len(links), 'link')} to files that are already included, such as {link} -> "
+            f"{path}"
+        )
     order = {source: i for i, source in enumerate(sources)}
     return sorted(files.values(), key=lambda file: (order[file.source], file.name, file.path)), problems
 
@@ -130,17 +133,20 @@ def match(pattern: str, setting: str, links: dict[str, str]) -> tuple[list[str],
     if is_saved_dataset(full):
         return [full], None
     if os.path.isdir(full):
-        return [], f"{setting}={pattern} is a folder; name its files, such as {os.path.join(pattern, '**', '*.txt')}"
+        return (
+            [],
+            f"{setting}={pattern} is a folder; use a glob of its files, such as {os.path.join(pattern, '**', '*.txt')}",
+        )
     if os.path.isfile(full):
         return [full], None  # before globbing: a name may contain brackets
     matched = sorted(glob_unique(full, links))
     found = [path for path in matched if os.path.isfile(path)]
     if unreadable := [path for path in matched if not os.path.isfile(path) and not os.path.isdir(path)]:
-        what = "a link that leads nowhere" if os.path.islink(unreadable[0]) else "a pipe or a device, not a file"
+        what = "a broken link" if os.path.islink(unreadable[0]) else "a pipe or device, not a file"
         return [], f"{setting}={pattern}: {unreadable[0]} is {what}; remove it, or restore its file"
     if not found:
         what = "matches no file" if glob.has_magic(pattern) else "does not exist"
-        return [], f"{setting}={pattern} {what}; seen from {os.getcwd()}"
+        return [], f"{setting}={pattern} {what} (working directory: {os.getcwd()})"
     return found, None
 
 
@@ -167,7 +173,10 @@ def unpacked_name(path: str) -> str:
 def text_problem(file: SourceFile) -> str | None:
     """Returns a message if the file's suffix is not that of text, else None."""
     if file.path.lower().endswith(".json"):
-        return f"{file.path} may be one JSON value or many; name it .jsonl if each line is one, or .txt if it is text"
+        return (
+            f"{file.path} may be one JSON value or several; rename it to .jsonl if it has one per line, or to .txt "
+            "if it is text"
+        )
     return not_documents_problem(file)
 
 
@@ -176,13 +185,13 @@ def not_documents_problem(file: SourceFile) -> str | None:
     name = "" if file.path.startswith(STREAMS) else unpacked_name(file.path)
     if name.endswith(TABLES):
         return (
-            f"{file.path} is a table by its name, and would be read as prose; write its column of text as .jsonl or "
-            ".parquet, or name it .txt if it is prose"
+            f"{file.path} is a table by its suffix; convert its text column to .jsonl or .parquet, or rename it to "
+            ".txt if it is plain text"
         )
     if name.endswith(NOT_TEXT):
         return (
-            f"{file.path} is not text by its name; data.files reads .jsonl, .parquet, .arrow, .array_record, .warc, "
-            ".html and text, plain or .gz or .zst (for ids in a .bin set data.name='tokens')"
+            f"{file.path} is not text by its suffix; data.files reads .jsonl, .parquet, .arrow, .array_record, .warc, "
+            ".html and text, also as .gz or .zst (for ids in a .bin set data.name='tokens')"
         )
     return None
 

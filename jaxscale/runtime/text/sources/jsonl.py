@@ -64,8 +64,9 @@ def record_text(
         return
     text = get_field(record, cfg.text_field, MISSING)
     if text is not None and not isinstance(text, (str, bytes)):
-        has = ", ".join(record) if isinstance(record, dict) else f"a {type(record).__name__}"
-        problem = f" has no field {cfg.text_field!r} but {has[:300]}; set {cfg.set_field}"
+        has = f"its fields are {', '.join(record)}" if record and isinstance(record, dict) else "it is empty"
+        has = has if isinstance(record, dict) else f"it is a {type(record).__name__}"
+        problem = f" has no field {cfg.text_field!r}; {has[:300]}; set {cfg.set_field}"
         if text is not MISSING:
             problem = f": field {cfg.text_field!r} is {type(text).__name__}, not text"
         skip_or_raise(f"{place}{problem}", cfg, skipped, "without text field", len(line))
@@ -84,7 +85,7 @@ def loads(line: bytes) -> Any:
     if orjson is not None:
         return orjson.loads(line)
     if b"\\ud" in line or b"\\uD" in line:
-        raise BadInput("it may hold half a surrogate pair, which the other parser refuses")
+        raise BadInput("it may contain an unpaired surrogate, which the strict parser rejects")
     return strict_loads(line.decode())
 
 
@@ -96,7 +97,7 @@ def strict_loads(text: str) -> Any:
     except json.JSONDecodeError as error:
         raise BadInput(f"JSON: {error.msg} at column {error.colno}") from None
     except RecursionError:
-        raise BadInput("JSON that can be read: it is nested too deeply") from None
+        raise BadInput("readable JSON: it is nested too deeply") from None
 
 
 def reparse(line: bytes, cfg: ReadConfig, skipped: Counter, place: str) -> Any:

@@ -11,7 +11,7 @@ from jaxscale.system import packages
 from jaxscale.system.exits import BadInput
 from jaxscale.system.open_files import too_many
 
-SKIP_REMAINDER = " to continue without the rest of it"
+SKIP_REMAINDER = " to skip the rest of it"
 PREPARE = "pip install 'jaxscale[prepare]'"  # installs the optional packages
 BYTES = "bytes left out"  # total bytes of skipped documents
 BROKEN = "files cut short or broken"
@@ -21,19 +21,19 @@ MUCH = 0.01  # fraction of documents or bytes above which a warning is logged
 NOT_UTF8 = "not UTF-8; set {where}invalid_utf8='repair', and {where}encoding if it is not Windows-1252"
 FIXES = {  # by reason; other counts, such as requests in a WARC file, are not losses
     "invalid UTF-8": NOT_UTF8,
-    "NUL bytes": "UTF-16, or no text; set {where}invalid_utf8='repair'",
-    "no text in any encoding": "name {where}encoding, or take them out",
-    "not JSON": "write them again, or name the files .txt if lines are not records",
+    "NUL bytes": "UTF-16, or not text; set {where}invalid_utf8='repair'",
+    "no text in any encoding": "set {where}encoding, or remove them",
+    "not JSON": "rewrite them, or rename the files to .txt if lines are not records",
     "not tf.train.Example": "set their format in {where}record_format",
-    "without text field": "name it in {where}text_field",
-    "without token ids": "name them in {where}ids_field, or write these rows again",
-    "longer than max_line_bytes": "raise {where}max_line_bytes, or give each document a line",
+    "without text field": "set {where}text_field",
+    "without token ids": "set {where}ids_field, or rewrite these rows",
+    "longer than max_line_bytes": "raise {where}max_line_bytes, or write one document per line",
     "longer than max_document_bytes": "raise {where}max_document_bytes",
-    "page that is no text": "fetch them again",
-    "page nested too deeply": "take them out",
-    "WARC: packed in an unknown way": "unpack them first",
-    BROKEN: "the size of their rest is unknown; fetch them again",
-    TRAILING: "they are neither gzip nor zstd; fetch them again if text is missing",
+    "page that is no text": "download them again",
+    "page nested too deeply": "remove them",
+    "WARC: packed in an unknown way": "decompress them first",
+    BROKEN: "the size of the lost rest is unknown; download them again",
+    TRAILING: "it is neither gzip nor zstd; download them again if text is missing",
 }  # fmt: skip
 
 
@@ -78,7 +78,7 @@ def missing_package(what: str, package: str, fix: str = PREPARE) -> BadInput:
     return BadInput(f"{what} needs the package {package}, which is not installed: {fix}")
 
 
-def damage_fix(cfg: ReadConfig, loss: str = "", first: str = "fetch it again") -> str:
+def damage_fix(cfg: ReadConfig, loss: str = "", first: str = "download it again") -> str:
     """Returns the fix for an unreadable file. loss: what skipping loses. first: fix without loss."""
     return f"{first}, or set {cfg.where}damaged='skip'{loss}" if cfg.may_skip else first
 
@@ -124,4 +124,4 @@ def summarize_losses(
         for reason, number in sorted(found.items(), key=lambda pair: -pair[1])
     ]
     is_much = files > 0 or lost > MUCH * (documents + lost) or lost_bytes > MUCH * (size + lost_bytes)
-    return ReadLosses(lost, is_much, f"reading left out {', '.join(amounts)}: {'; '.join(reasons)}")
+    return ReadLosses(lost, is_much, f"reading skipped {', '.join(amounts)}: {'; '.join(reasons)}")

@@ -61,13 +61,13 @@ def read_records(
         if number > MOST_RECORDS:
             raise too_large(path, f"has more than {MOST_RECORDS:,} records")
         if total > MOST_TEXT:
-            raise too_large(path, f"holds more than {MOST_TEXT:,} characters")
+            raise too_large(path, f"has more than {MOST_TEXT:,} characters")
         yield name, value
 
 
 def too_large(path: Path | str, what: str) -> BadInput:
     """Returns the error for a file beyond a limit."""
-    return BadInput(f"{path} {what}; use a part of it")
+    return BadInput(f"{path} {what}; use part of it")
 
 
 def text_size(value: Any) -> int:
@@ -94,11 +94,11 @@ def yield_readable(found: Iterator[Found], path: Path | str, cfg: ReadConfig, sk
 def check_bounds(path: Path | str, cfg: ReadConfig, skipped: Counter, total: int, max_bytes: int | None) -> None:
     """Raises BadInput for a file of more than max_bytes, or, if nothing may be skipped, with too long a line."""
     if max_bytes is not None and total > max_bytes:
-        raise too_large(path, f"holds more than {max_bytes:,} bytes")
+        raise too_large(path, f"has more than {max_bytes:,} bytes")
     if cfg.damaged == "stop" and skipped["longer than max_line_bytes"]:
         raise too_large(path, f"has a line of more than {LONGEST_LINE:,} bytes")
     if cfg.damaged == "stop" and skipped[TRAILING]:
-        raise BadInput(f"{path} has other bytes after the packed data; unpack it, or fetch it again")
+        raise BadInput(f"{path} has other bytes after the compressed data; decompress it, or download it again")
 
 
 def text_lines(path: str, max_bytes: int | None = None) -> Iterator[tuple[int, str]]:
@@ -111,7 +111,7 @@ def text_lines(path: str, max_bytes: int | None = None) -> Iterator[tuple[int, s
         try:
             text = line.decode()
         except UnicodeDecodeError as error:
-            raise BadInput(f"{path} line {number} is not UTF-8 ({error.reason}); write it again") from None
+            raise BadInput(f"{path} line {number} is not UTF-8 ({error.reason}); rewrite it") from None
         yield number, text
     check_bounds(path, cfg, skipped, total, max_bytes)
 
@@ -147,7 +147,7 @@ def table_records(path: Path) -> Iterator[tuple[str, Any]]:
         for group in range(file.metadata.num_row_groups):
             size = file.metadata.row_group(group).total_byte_size
             if size > MOST_TEXT:
-                raise too_large(path, f"has a row group of {size:,} bytes, and at most {MOST_TEXT:,} are unpacked")
+                raise too_large(path, f"has a row group of {size:,} uncompressed bytes; the limit is {MOST_TEXT:,}")
             at_once = rows_at_once(size)  # dictionary encoding may repeat one long text in all rows
             yield from file.iter_batches(at_once, row_groups=[group], use_threads=False)
 
@@ -159,7 +159,7 @@ def table_records(path: Path) -> Iterator[tuple[str, Any]]:
             with pyarrow.OSFile(str(path)) as source:
                 yield from rows(path, arrow_batches(source)[1])
     except pyarrow.ArrowInvalid as error:
-        raise Damaged(f"{path} is not whole {'Parquet' if is_parquet else 'Arrow'}: {error}") from None
+        raise Damaged(f"{path} is not valid {'Parquet' if is_parquet else 'Arrow'}: {error}") from None
 
 
 def rows(path: Path, batches: Any) -> Iterator[tuple[str, Any]]:
@@ -167,7 +167,7 @@ def rows(path: Path, batches: Any) -> Iterator[tuple[str, Any]]:
     number = 0
     for batch in batches:
         if batch.nbytes > MOST_TEXT:
-            raise too_large(path, f"has a batch of {batch.nbytes:,} bytes, and at most {MOST_TEXT:,} are unpacked")
+            raise too_large(path, f"has a batch of {batch.nbytes:,} bytes; the limit is {MOST_TEXT:,}")
         at_once = rows_at_once(batch.nbytes)
         for first in range(0, batch.num_rows, at_once):
             for value in batch.slice(first, at_once).to_pylist():

@@ -83,18 +83,20 @@ def warc_records(
         if not head:
             return
         if not head.startswith(b"WARC/") or not head.endswith(b"\r\n\r\n"):
-            raise Damaged(f"{path} has no WARC record at byte {offset:,}, unpacked; {fix}")
+            raise Damaged(f"{path} has no WARC record at uncompressed byte {offset:,}; {fix}")
         header = parse_header(head)
         length = header.get("content-length", "")
         if not (length.isascii() and length.isdecimal() and len(length) < 19):
-            raise Damaged(f"{path}: the WARC record at byte {offset:,}, unpacked, has an invalid Content-Length; {fix}")
+            raise Damaged(
+                f"{path}: the WARC record at uncompressed byte {offset:,} has an invalid Content-Length; {fix}"
+            )
         size = int(length)
         block = stream.read(size) if size <= cfg.max_line_bytes else None
         num_read = 0 if block is None else len(block)
         while block is None and num_read < size and (skipped_part := stream.read(min(size - num_read, 1 << 20))):
             num_read += len(skipped_part)
         if num_read < size:
-            raise Damaged(f"{path} is cut short in the WARC record at byte {offset:,}, unpacked; {fix}")
+            raise Damaged(f"{path} is truncated in the WARC record at uncompressed byte {offset:,}; {fix}")
         yield offset, header, block
 
 

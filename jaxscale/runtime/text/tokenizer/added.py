@@ -104,7 +104,7 @@ def added_tokens(settings: Mapping[str, Any], ids: Mapping[str, Any], where: str
     for i, token in numbered:
         number = int(i) if isinstance(i, str) and i.isdecimal() and len(i) < MOST_DIGITS else i
         if type(number) is not int or number < 0:
-            raise BadInput(f"{where}: the added token {token['content']!r:.80} has the id {short(i)}, which is not one")
+            raise BadInput(f"{where}: the added token {token['content']!r:.80} has the invalid id {short(i)}")
         special = token.get("special", False) or token["content"] in names
         fields: dict[str, Any] = {"normalized": not special} | token | {"special": special, "id": number}
         found[number] = AddedToken(**fields)
@@ -125,7 +125,7 @@ def read_token(value: Any, where: str) -> dict[str, Any]:
     content = token_text(token)
     flags = {name: token[name] for name in FLAGS if name in token} if isinstance(token, Mapping) else {}
     if not content or not all(isinstance(flag, bool) for flag in flags.values()):
-        raise BadInput(f"{where} {short(value)} is not a token: text, or an object with content and flags; fix it")
+        raise BadInput(f"{where} {short(value)} must be text, or an object with content and flags; fix it")
     return {"content": content, **flags}
 
 
@@ -160,7 +160,7 @@ def add_all(tokenizer: "tokenizers.Tokenizer", tokens: Sequence[AddedToken], whe
     for token in tokens:
         if token.id is not None and (found := tokenizer.token_to_id(token.content)) != token.id:
             raise BadInput(
-                f"{where}: the files next to the tokenizer give {token.content!r:.80} the id {token.id}, and the "
+                f"{where}: the files next to the tokenizer give {token.content!r:.80} the id {token.id}, but the "
                 f"tokenizer's own file gives it {found}; use files of the same tokenizer"
             )
     return snapshot() != before

@@ -111,12 +111,12 @@ def choose_eos(path: str, eos_token: str, ids: dict[str, int]) -> int:
     if eos_token:
         if eos_token not in ids:
             raise BadInput(
-                f"{eos_token!r} should end documents, by data.eos_token or the tokenizer's settings, but is not a "
-                f"token of {path}; name another one in data.eos_token"
+                f"the end token {eos_token!r} of data.eos_token or the tokenizer's settings is not a token of {path}; "
+                "change data.eos_token"
             )
         return ids[eos_token]
     if (name := next(filter(ids.__contains__, EOS_NAMES), None)) is None:
-        raise BadInput(f"{path} has none of the usual end-of-document tokens {EOS_NAMES}; name it in data.eos_token")
+        raise BadInput(f"{path} has none of the common end-of-document tokens {EOS_NAMES}; set data.eos_token")
     return ids[name]
 
 
@@ -166,7 +166,7 @@ def frame_documents(block: EncodedBlock, tokenizer: Tokenizer, dtype: np.dtype) 
     if largest >= vocab_size or largest > np.iinfo(dtype).max:
         raise BadInput(
             f"token id {largest} is not below vocab_size={vocab_size}, or does not fit in {np.dtype(dtype).name}; "
-            "the shards must be made with the tokenizer that they name"
+            "the shards must be written with the tokenizer in their header"
         )
     lengths = block.lengths + len(begin) + 1
     ends = np.cumsum(lengths)

@@ -46,7 +46,7 @@ def train_bpe(
     else:
         vocab, merges = merges_by_tokenizers(texts, num_pieces, split)
     if clash := [name for name in special if name in vocab]:
-        raise BadInput(f"the special token {clash[0]!r} is also a piece of text; give it another name")
+        raise BadInput(f"the special token {clash[0]!r} is also an ordinary token; rename it")
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges))
     tokenizer.pre_tokenizer = make_pre_tokenizer(split)
     tokenizer.decoder = decoders.ByteLevel()
@@ -81,7 +81,7 @@ def merges_by_rustbpe(texts: Iterable[str], num_pieces: int, split: Split) -> tu
     trainer.train_from_iterator(iter(texts), num_pieces, pattern=PATTERNS[split])
     ranks = {bytes(piece): i for piece, i in trainer.get_mergeable_ranks()}
     if len(ranks) != trainer.vocab_size:
-        raise RuntimeError("rustbpe returned two ids for one piece")
+        raise RuntimeError("rustbpe returned two ids for the same token")
     character_of = {byte: character for character, byte in byte_alphabet().items()}
     spelt = {piece: "".join(character_of[byte] for byte in piece) for piece in ranks}
     joined = sorted((i, piece) for piece, i in ranks.items() if len(piece) > 1)
@@ -95,7 +95,7 @@ def halves(piece: bytes, ranks: Mapping[bytes, int]) -> tuple[bytes, bytes]:
     while len(parts) > 2:
         rank, at = min((ranks.get(parts[i] + parts[i + 1], piece_rank), i) for i in range(len(parts) - 1))
         if rank >= piece_rank:
-            raise RuntimeError(f"the piece {piece!r} is not the result of one merge")
+            raise RuntimeError(f"the token {piece!r} is not the result of a single merge")
         parts[at : at + 2] = [parts[at] + parts[at + 1]]
     return parts[0], parts[1]
 

@@ -17,11 +17,11 @@ class EncodeConfig:
 
     encoder: Literal["auto", "gigatoken", "tiktoken", "exact"] = setting(
         "auto",
-        "encoder of byte-level BPE: auto uses gigatoken if it is installed and knows the file's split pattern, else "
+        "encoder of byte-level BPE: auto uses gigatoken if it is installed and supports the file's split pattern, else "
         "tiktoken, else the tokenizers package; exact: only the tokenizers package, which needs no check",
     )
     check_every: int = setting(
-        1000, "one document in this many is also encoded by the tokenizers package, to compare the ids; 0: none"
+        1000, "compare the ids of one in this many documents with those of the tokenizers package; 0: none"
     )
 
     def __post_init__(self):
@@ -35,42 +35,49 @@ class TrainTokenizerConfig:
 
     kind: Literal["bpe", "sentencepiece_bpe", "unigram", "wordpiece"] = setting(
         "bpe",
-        "bpe: byte-level, as GPT-2 and Llama 3 (tokenizer.json); sentencepiece_bpe: as Llama 2 and Gemma (.model); "
-        "unigram: SentencePiece too, as T5 (.model); wordpiece: as BERT, for masked language models (tokenizer.json)",
+        "bpe: byte-level, as in GPT-2 and Llama 3 (tokenizer.json); sentencepiece_bpe: as in Llama 2 and Gemma "
+        "(.model); unigram: also SentencePiece, as in T5 (.model); wordpiece: as in BERT, for masked language models "
+        "(tokenizer.json)",
     )
-    vocab_size: int = setting(32_768, "ids in all, special tokens among them; 32K to 100K is usual. At most 65,536 "
-                              "keeps shards at two bytes an id")  # fmt: skip
+    vocab_size: int = setting(32_768, "number of ids including special tokens; 32K to 100K is usual. Up to 65,536, "
+                              "shards have two bytes per id")  # fmt: skip
     trainer: Literal["rustbpe", "tokenizers"] = setting(
-        "rustbpe", "bpe: the training package; rustbpe is twice as fast, but their results differ"
+        "rustbpe", "bpe: training package; rustbpe is twice as fast, but their results differ"
     )
     split: Split = setting(
-        "gpt2", "bpe: the pattern that cuts words: that of GPT-2, or tiktoken's cl100k (also Llama 3) or o200k"
+        "gpt2", "bpe: pattern that splits text into words: that of GPT-2, or tiktoken's cl100k (also Llama 3) or o200k"
     )
     byte_fallback: bool = setting(
         True,
-        "SentencePiece: encode characters without a piece as bytes, so that decoding is lossless, as with bpe",
+        "SentencePiece: encode characters outside the vocabulary as bytes, which makes decoding lossless, as with bpe",
     )
-    character_coverage: float = setting(0.9995, "SentencePiece: share of all characters that get a piece")
-    lowercase: bool = setting(True, "wordpiece: lower case, as the uncased BERT")
-    strip_accents: bool = setting(True, "wordpiece: remove accents, as the uncased BERT")
-    max_alphabet: int = setting(1000, "wordpiece: number of character pieces; words with other characters are [UNK]")
-    eos_token: str = setting("<|endoftext|>", "the token that ends a document; wordpiece uses [SEP]")
-    special_tokens: tuple[str, ...] = setting((), "more special tokens, after the end token; text never gives one")
-    reserved: int = setting(0, "sentinels <extra_id_0>, <extra_id_1>, ... for span corruption, or for use later")
-    sample_bytes: int = setting(1 << 30, "of text to train on, in memory; selected by a hash of each document")
-    seed: int = setting(0, "of that selection")
+    character_coverage: float = setting(0.9995, "SentencePiece: fraction of characters that get a token")
+    lowercase: bool = setting(True, "wordpiece: convert to lower case, as uncased BERT")
+    strip_accents: bool = setting(True, "wordpiece: remove accents, as uncased BERT")
+    max_alphabet: int = setting(
+        1000, "wordpiece: maximum number of distinct characters; words with other characters are [UNK]"
+    )
+    eos_token: str = setting("<|endoftext|>", "end-of-document token; wordpiece uses [SEP]")
+    special_tokens: tuple[str, ...] = setting(
+        (), "additional special tokens, after the end token; text is never encoded to them"
+    )
+    reserved: int = setting(0, "number of sentinels <extra_id_0>, <extra_id_1>, ... for span corruption or future use")
+    sample_bytes: int = setting(
+        1 << 30, "size of the text sample to train on, in memory; selected by a hash of each document"
+    )
+    seed: int = setting(0, "seed of the sample")
 
     def __post_init__(self):
         names = special_names(self)
         has_bytes = self.kind == "bpe" or self.is_sentencepiece and self.byte_fallback
         smallest = len(names) + (256 if has_bytes else 1)
         if self.vocab_size <= smallest:
-            pieces = "the bytes" if has_bytes else "a piece"
+            pieces = "256 bytes" if has_bytes else "one token"
             raise BadInput(
                 f"vocab_size={self.vocab_size} must be above {smallest}, for {pieces} and {len(names)} special tokens"
             )
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise BadInput(f"special_tokens, eos_token and reserved tokens contain {twice} twice")
+            raise BadInput(f"special_tokens, eos_token and reserved tokens have duplicates: {twice}")
         if "" in names:
             raise BadInput("eos_token and special_tokens must not be empty")
         if self.sample_bytes < 1 or self.reserved < 0 or self.max_alphabet < 1:

@@ -85,13 +85,13 @@ def make_encode(path: str, spec: Mapping[str, Any], exact: Encode, cfg: EncodeCo
         if not packages.is_installed(name):
             made = f"{name} is not installed: pip install 'jaxscale[prepare]'"
         elif split is None:
-            made = "it is not a byte-level BPE with the split pattern of GPT-2, cl100k or o200k"
+            made = "the tokenizer is not a byte-level BPE with the split pattern of GPT-2, cl100k or o200k"
         else:
             made = make(spec, split, exact)
         if isinstance(made, str):
             if cfg.encoder == "auto":
                 continue
-            raise BadInput(f"{path} cannot be encoded by encoder={name}: {made}; or set encoder=auto or exact")
+            raise BadInput(f"encoder={name} cannot be used for {path}: {made}; or set encoder=auto or exact")
         encode = with_exact_fallback(made, exact, plain)
         check_equal_ids(path, name, probes(named, pieces_of(spec)), encode, exact)
         return name, with_spot_checks(path, name, encode, exact, cfg.check_every) if cfg.check_every else encode
@@ -159,10 +159,10 @@ def make_tiktoken(spec: Mapping[str, Any], split: Split, exact: Encode) -> Encod
     byte_of, vocab = byte_alphabet(), without_added(spec)["model"]["vocab"]
     made = [vocab.get(left + right, -1) for left, right in pairs_of(spec)]
     if any(later <= earlier for earlier, later in zip(made, made[1:])) or len(made) + 256 != len(vocab):
-        return "its ids do not rise with its merges, as tiktoken needs"
+        return "its ids are not in the order of its merges, which tiktoken requires"
     ranks = {bytes(byte_of[character] for character in piece): i for piece, i in vocab.items()}
     if max(ranks[bytes([byte])] for byte in range(256)) > min(made, default=256):
-        return "some of its bytes come after its merges"
+        return "some of its bytes have higher ids than its merges"
     encoding = tiktoken.Encoding("jaxscale", pat_str=PATTERNS[split], mergeable_ranks=ranks, special_tokens={})
     threads = 1 if multiprocessing.parent_process() else os.cpu_count() or 1
 
@@ -261,7 +261,7 @@ def check_equal_ids(path: str, name: str, texts: Sequence[str], encode: Encode, 
             shown = f"the text {shown} from token {first}: {ids[0]} and {ids[1]}"
             raise BadInput(
                 f"{path}: {name} and the tokenizers package differ for {shown}; set encode.encoder=exact in the recipe "
-                f"of `jaxscale prepare`, or uninstall {name} to train from text"
+                f"of `jaxscale prepare`, or uninstall {name} when training from text"
             )
 
 

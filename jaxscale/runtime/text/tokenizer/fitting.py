@@ -24,7 +24,7 @@ def describe_unused(tokenizer: Tokenizer, vocab_size: int) -> str:
     """Returns a message about special tokens outside the model's vocabulary, to follow the tokenizer's name; or ''."""
     names = sorted(name for name, i in tokenizer.special_ids.items() if i >= vocab_size)
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    line = f"has special tokens outside the model's vocabulary, which are never used: {', '.join(names[:3])}{more}"
+    line = f"has special tokens outside the model's vocabulary, which are not used: {', '.join(names[:3])}{more}"
     return line if names else ""
 
 
@@ -80,6 +80,6 @@ class BoundedIds(dict[str, int]):
         """Returns the message for an id."""
         name = next((name for name, i in self.items() if i == found), "a token")
         return (
-            f"a text has {name}, which is token id {found} of the tokenizer, but the model has {self.vocab_size} ids; "
+            f"a text contains {name}, token id {found} of the tokenizer, but the model has only {self.vocab_size} ids; "
             "remove it from the text or the chat template"
         )

@@ -124,7 +124,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def _works(self) -> contextlib.AbstractContextManager[None]:
         """Wraps calls of the package: some files load but fail to encode."""
-        return library_errors(f"data.tokenizer={self.name} does not work")
+        return library_errors(f"data.tokenizer={self.name} cannot be used")
 
     def _count_bytes(self, spec: dict) -> tuple[np.ndarray, np.ndarray]:
         """Returns (token_bytes, fallback).
@@ -138,8 +138,8 @@ class HuggingFaceTokenizer(Tokenizer):
         byte_of = byte_alphabet()
         if byte_level and unknown is None and (absent := byte_of.keys() - self._tokenizer.get_vocab().keys()):
             self.loss_reason = (
-                f"its vocabulary lacks {len(absent)} of the 256 bytes and it has no unknown token: train it again with "
-                "initial_alphabet=ByteLevel.alphabet(), or name another tokenizer"
+                f"its vocabulary lacks {len(absent)} of the 256 bytes and it has no unknown token: retrain it with "
+                "initial_alphabet=ByteLevel.alphabet(), or use another tokenizer"
             )
         counts, fallback = np.zeros(self.vocab_size, np.int32), np.zeros(self.vocab_size, bool)
         for token, i in self._tokenizer.get_vocab(with_added_tokens=True).items():
@@ -181,10 +181,10 @@ def read_file(path: str, neighbors: Neighbors) -> tuple[tokenizers.Tokenizer, bo
     is_known = isinstance(declared, bool) and isinstance(actual, bool) and path.endswith(JSON)
     if is_known and actual != declared:  # transformers 4 follows one, 5 the other
         raise BadInput(
-            f"data.tokenizer={path}: its pre_tokenizer has add_prefix_space={actual}, and tokenizer_config.json next "
+            f"data.tokenizer={path}: its pre_tokenizer has add_prefix_space={actual}, but tokenizer_config.json next "
             f"to it has {declared}; make them agree"
         )
-    with library_errors(f"data.tokenizer={path} does not work"):
+    with library_errors(f"data.tokenizer={path} cannot be used"):
         return made, add_all(made, neighbors.added, f"data.tokenizer={path}") or is_changed
 
 
@@ -194,7 +194,7 @@ def check_text(text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         shown = text[max(0, error.start - 20) : error.start + 20]
-        raise BadInput(f"half a surrogate pair at character {error.start} of a text, near {shown!r}") from None
+        raise BadInput(f"unpaired surrogate at character {error.start} of a text, near {shown!r}") from None
 
 
 def read_vocab_txt(content: bytes, lowercase: bool | None = None) -> tokenizers.Tokenizer:
@@ -202,7 +202,7 @@ def read_vocab_txt(content: bytes, lowercase: bool | None = None) -> tokenizers.
     pieces = content.decode().removesuffix("\n").split("\n")
     ids = {piece.removesuffix("\r"): i for i, piece in enumerate(pieces)}
     if "[UNK]" not in ids:
-        raise BadInput("it has no [UNK]")
+        raise BadInput("it has no [UNK] token")
     if len(ids) != len(pieces):
         raise BadInput(f"{len(pieces) - len(ids)} of its {len(pieces)} lines are duplicates")
     words = [piece for piece in ids if not (piece.startswith("[") and piece.endswith("]"))]
@@ -244,8 +244,8 @@ def train_wordpiece(texts: Sequence[str], cfg: TrainTokenizerConfig) -> tokenize
     first = [*special, *alphabet, *(PREFIX + character for character in alphabet)]
     if len(first) > cfg.vocab_size:
         raise BadInput(
-            f"vocab_size={cfg.vocab_size} has no room for {len(special)} special tokens and {len(alphabet)} characters "
-            "in two forms each; raise it, or lower max_alphabet"
+            f"vocab_size={cfg.vocab_size} is too small for {len(special)} special tokens and {len(alphabet)} "
+            "characters in two forms each; raise it, or reduce max_alphabet"
         )
     trainer = trainers.WordPieceTrainer(
         vocab_size=cfg.vocab_size, special_tokens=first, initial_alphabet=alphabet, limit_alphabet=len(alphabet),

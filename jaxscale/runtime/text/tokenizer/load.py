@@ -79,7 +79,7 @@ def load_tokenizer(
         raise BadInput(problem)
     if name == "bytes":
         if bos_token not in ("", NO_BOS):
-            raise BadInput(f"data.bos_token={bos_token}: data.tokenizer=bytes has no such token; leave it out")
+            raise BadInput(f"data.bos_token={bos_token}: data.tokenizer=bytes has no such token; remove data.bos_token")
         return ByteTokenizer()
     path = Path(name).expanduser()
     folder = path.absolute().parent
@@ -93,7 +93,9 @@ def load_tokenizer(
     neighbors = read_neighbors(about.settings, about.ids, str(about.folder), is_model=path.suffix == ".model")
     tokenizer = read_tokenizer(str(path), ends, begins, path.stat().st_mtime_ns, encoding, neighbors)
     if bos_token and begin_names(tokenizer) != begins:
-        raise BadInput(f"data.bos_token={bos_token} is not a special token of {name}; name another, or none")
+        raise BadInput(
+            f"data.bos_token={bos_token} is not a special token of {name}; use one of its special tokens, or none"
+        )
     return tokenizer
 
 
@@ -128,7 +130,7 @@ def tokenizer_problem(name: str) -> str | None:
         return f"data.tokenizer={name!r} {rule}"
     path = Path(name).expanduser()
     if path.is_dir():
-        return f"data.tokenizer={name} is a folder; name the tokenizer.json or the .model inside"
+        return f"data.tokenizer={name} is a folder; use the tokenizer.json or .model in it"
     return None if path.is_file() else f"data.tokenizer={name} does not exist; give the path of the file, or 'bytes'"
 
 
@@ -218,8 +220,8 @@ def find_template(about: TokenizerFolder) -> tuple[str, str] | None:
     named, where = named_templates(about)
     if named and "default" not in named:
         raise BadInput(
-            f"{where} has the chat templates {', '.join(named)} but none called default; write the intended "
-            f"one into {Path(about.folder or '') / TEMPLATE}, or name its file in data.chat.template"
+            f"{where} has the chat templates {', '.join(named)}, but none is called default; write the intended "
+            f"one to {Path(about.folder or '') / TEMPLATE}, or set data.chat.template to its file"
         )
     return (named["default"], where) if named else None
 
@@ -313,7 +315,7 @@ def open_saved(
     foreign.check_folder(folder, workdir)
     folder = local_copy(folder)
     if folder is not None and named:
-        raise BadInput(f"tokenizer={named}: {workdir} has a tokenizer in {FOLDER}/; leave it out")
+        raise BadInput(f"tokenizer={named}: {workdir} already has a tokenizer in {FOLDER}/; omit tokenizer=")
     if folder is not None:
         return read_folder(folder)
     if named:
@@ -347,7 +349,7 @@ def read_folder(folder: Path) -> SavedTokenizer:
     for name, sha256 in recorded.items() if isinstance(recorded, dict) else ():
         path = folder / name
         if name in (*FILES, *COMPANIONS) and not (foreign.is_file(path) and digest.file_sha256(str(path)) == sha256):
-            raise BadInput(f"{path} is not the file that the run saved; restore that one")
+            raise BadInput(f"{path} is not the file that the run saved; restore the original")
     if about.note.get("name") == "bytes":
         tokenizer = load_tokenizer("bytes")
     else:
@@ -358,7 +360,7 @@ def read_folder(folder: Path) -> SavedTokenizer:
         recorded = about.note.get("fingerprint", tokenizer.fingerprint)  # older fingerprints exclude begin tokens
         older = lambda: load_tokenizer(str(folder / name), bos_token=NO_BOS).fingerprint
         if recorded != tokenizer.fingerprint and recorded != older():
-            raise BadInput(f"{folder / name} is not the tokenizer that the run was trained with; restore that one")
+            raise BadInput(f"{folder / name} is not the tokenizer of the run; restore the original")
     return SavedTokenizer(tokenizer, end_ids(tokenizer, about), about)
 
 

@@ -53,11 +53,11 @@ class TextLoss:
         """Returns a log line with amounts, kinds and examples. reason: the cause, if known."""
         found = [f"{self.kinds[kind]:,} {kind}" for kind in KINDS if self.kinds[kind]]
         letters = " ".join(repr(letter) for letter, _ in self.letters.most_common(LETTERS))
-        shown = "{!r} comes back as {!r}".format(*self.example) if self.example else ""
+        shown = "{!r} is decoded as {!r}".format(*self.example) if self.example else ""
         parts = [
             f"{name} loses text: {self.lost / max(1, self.characters):.1%} of the {self.characters:,} characters of "
-            f"{units.plural(self.texts, 'sampled text')} do not come back ({', '.join(found)})",
-            f"missing are {letters}" if letters else "",
+            f"{units.plural(self.texts, 'sampled text')} are lost by encoding and decoding ({', '.join(found)})",
+            f"missing: {letters}" if letters else "",
             shown,
             reason,
         ]

@@ -142,8 +142,8 @@ def is_converted(path: str, neighbors: Neighbors) -> bool:
     fix = "save it with transformers' AutoTokenizer as a tokenizer.json"
     if kind in RENUMBERED:
         raise BadInput(
-            f"data.tokenizer={path}: tokenizer_class={kind} in tokenizer_config.json does not number tokens as the "
-            f"model does; {fix}"
+            f"data.tokenizer={path}: tokenizer_class={kind} in tokenizer_config.json numbers tokens differently from "
+            f"the model; {fix}"
         )
     if kind in DEFAULTS or not neighbors.added:
         return kind in DEFAULTS

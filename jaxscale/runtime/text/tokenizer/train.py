@@ -30,13 +30,16 @@ def train_tokenizer(texts: Iterable[str], cfg: TrainTokenizerConfig, path: str |
     """Trains on a sample of `texts` and writes `path`, which ends in cfg.ending; their order does not matter."""
     path = Path(path)
     if path.suffix != cfg.ending:
-        raise BadInput(f"{path}: a tokenizer of kind={cfg.kind} is written as {cfg.ending}; rename it")
+        raise BadInput(f"{path}: a tokenizer of kind={cfg.kind} must have the suffix {cfg.ending}; rename it")
     package = cfg.trainer if cfg.kind == "bpe" else "sentencepiece" if cfg.is_sentencepiece else "tokenizers"
     if not packages.is_installed(package):
         raise BadInput(f"trainer={package} is not installed: pip install 'jaxscale[prepare]'")
     sampled = sample(texts, cfg.sample_bytes, cfg.seed)
     if not sampled:
-        raise BadInput(f"no text to train {path} on, or none that fits in sample_bytes={cfg.sample_bytes}")
+        raise BadInput(
+            f"no text for training {path}, or none fits in sample_bytes={cfg.sample_bytes}; add text, or raise "
+            "sample_bytes"
+        )
     content, vocab_size = train(sampled, cfg)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_bytes_atomic(path, content)  # readers assume that the file is complete
