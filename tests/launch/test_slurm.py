@@ -166,7 +166,7 @@ def test_a_cancelled_job_saves_and_stays_out_of_the_queue(slurm, tmp_path):
     command("scancel", job.number, env=job.env)
     state = job.wait_until_ended()
     assert (state["JobState"], state["Restarts"]) == ("CANCELLED", "0")
-    job.wait_for(10, saved.exists)
+    job.wait_for(60, saved.exists)  # 10 s were too few once, on loaded cores
 
 
 def test_arguments_with_spaces_and_the_gpus_of_the_node_reach_the_training(slurm, tmp_path):
