@@ -135,7 +135,7 @@ def test_special_tokens_that_only_a_larger_model_has_are_told_and_never_used(wit
     model = jaxscale.open_model(str(with_more / "run"), say=lines.append)
     assert [told in line for line in lines].count(True) == 1
     assert jaxscale.sample(model, "a<image>", num_tokens=3, temperature=0.0) is not None  # in a text it is text
-    refused = "a text has <image>, which is token id 257 of the tokenizer, but the model has 257 ids"
+    refused = "conversation contains <image>, token id 257 of the tokenizer, but the model has only 257 ids"
     with pytest.raises(BadInput, match=refused):
         open_prompts(model.saved_tokenizer, "2026-01-01").ids([{"role": "user", "content": "a"}])
     config = DataConfig(tokenizer=str(with_more / "run/tokenizer/tokenizer.json"))

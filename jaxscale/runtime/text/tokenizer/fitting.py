@@ -80,6 +80,6 @@ class BoundedIds(dict[str, int]):
         """Returns the message for an id."""
         name = next((name for name, i in self.items() if i == found), "a token")
         return (
-            f"a text contains {name}, token id {found} of the tokenizer, but the model has only {self.vocab_size} ids; "
+            f"contains {name}, token id {found} of the tokenizer, but the model has only {self.vocab_size} ids; "
             "remove it from the text or the chat template"
         )
