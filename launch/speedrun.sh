@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From text to a model that answers, with its report card: every stage in turn, on this machine.
+# Runs all stages from text to a chat model and its report card on this machine.
 
 set -euo pipefail
 
@@ -7,28 +7,28 @@ usage() {
   cat <<'TEXT'
 speedrun.sh [OPTION ...] [-- ARGUMENT ...]
 
-  launch/speedrun.sh --depth=4                   5.3e6 parameters, from this Python's own library: no data is needed
+  launch/speedrun.sh --depth=4                   5.3e6 parameters, on the standard library: needs no data
   launch/speedrun.sh --depth=12 --text='corpus/*.jsonl' --chat='chat/*.jsonl' --held='held/*.jsonl' \
       --questions=arc_easy.jsonl --folder=runs/twelve -- --config.model.compute_dtype=bfloat16
 
-  --depth=4          the one dial: layers, and from them width, batch, rate, tokens (configs/auto.py) and vocabulary.
-                     1 is for a CPU
-  --folder=FOLDER    where everything goes; default runs/speedrun-DEPTH
-  --text=FILES       to train the tokenizer and the model on; with the next two: without them, sets that are made of
-                     this Python's standard library
-  --chat=FILES       conversations, JSON lines as docs/finetune.md has them
-  --held=FILES       text to measure on, kept from training
-  --questions=FILE   with answers to choose from, as `jaxscale evaluate --choice` reads them; may be left out
-  --vocab_size=N     of the tokenizer; default 1024 for each layer, 32768 at most
-  --most_bytes=N     of the standard library; default all, about 12 MB
-  --price=DOLLARS    of a chip and hour, for the report; default its list price
-  --only=STAGE       this stage alone: data, tokenizer, base, chat, evaluate or card
-  --dry-run          prints the exact commands and runs nothing
-  -- ARGUMENT ...    more flags for pretraining, such as --config.mesh.tensor=2
+  --depth=4          number of layers, which sets width, batch, learning rate, tokens (configs/auto.py) and
+                     vocabulary; use 1 on a CPU
+  --folder=FOLDER    output folder; default runs/speedrun-DEPTH
+  --text=FILES       training text for the tokenizer and the model; needs --chat and --held too. Default: data
+                     made from the source of Python's standard library
+  --chat=FILES       conversations as JSON lines, see docs/finetune.md
+  --held=FILES       held-out text for evaluation
+  --questions=FILE   multiple-choice questions for `jaxscale evaluate --choice`; optional
+  --vocab_size=N     vocabulary size; default 1024 per layer, at most 32768
+  --most_bytes=N     limit for the standard library; default: all, about 12 MB
+  --price=DOLLARS    price per chip-hour for the report; default: list price
+  --only=STAGE       run only this stage: data, tokenizer, base, chat, evaluate or card
+  --dry-run          print the commands without running them
+  -- ARGUMENT ...    additional pretraining flags, such as --config.mesh.tensor=2
 
-Killed, or stopped with Ctrl-C, the same command goes on: FOLDER/stages has a mark for each stage that is done, and the
-others go on from their own checkpoints. The end is FOLDER/card.md, and FOLDER/report.html with all curves.
-It needs pip install -e '.[prepare,chat]'.
+To resume after an interruption, run the same command: stages marked as done in FOLDER/stages are skipped, others resume
+from their checkpoints. Results: FOLDER/card.md, and FOLDER/report.html with all curves.
+Requires pip install -e '.[prepare,chat]'.
 TEXT
 }
 
@@ -54,7 +54,7 @@ while [[ $# -gt 0 ]]; do
     --dry-run) dry=1 ;;
     -h | --help) usage && exit 0 ;;
     --) shift && break ;;
-    *) fail "$1 is no option of speedrun.sh; what belongs to the training comes after -- (--help lists the options)" ;;
+    *) fail "unknown option $1; put training flags after -- (see --help)" ;;
   esac
   shift
 done
@@ -62,18 +62,18 @@ arguments=("$@")
 
 whole='^[1-9][0-9]*$'
 stages=(data tokenizer base chat evaluate card)
-[[ $depth =~ $whole ]] || fail "--depth=$depth must be a number from 1"
-[[ -z $vocab_size || $vocab_size =~ $whole ]] || fail "--vocab_size=$vocab_size must be a number from 1"
-[[ -z $most_bytes || $most_bytes =~ $whole ]] || fail "--most_bytes=$most_bytes must be a number from 1"
-[[ -z $only || " ${stages[*]} " == *" $only "* ]] || fail "--only=$only is no stage; they are ${stages[*]}"
+[[ $depth =~ $whole ]] || fail "--depth=$depth must be a positive integer"
+[[ -z $vocab_size || $vocab_size =~ $whole ]] || fail "--vocab_size=$vocab_size must be a positive integer"
+[[ -z $most_bytes || $most_bytes =~ $whole ]] || fail "--most_bytes=$most_bytes must be a positive integer"
+[[ -z $only || " ${stages[*]} " == *" $only "* ]] || fail "--only=$only is not a stage; the stages are ${stages[*]}"
 if [[ -n $text || -n $chat || -n $held || -n $questions ]]; then
-  [[ -n $text && -n $chat && -n $held ]] || fail "own data are --text, --chat and --held together; one of them is missing"
-  [[ -z $most_bytes ]] || fail "--most_bytes=$most_bytes is for the standard library; leave it out with own data"
+  [[ -n $text && -n $chat && -n $held ]] || fail "own data needs --text, --chat and --held; add the missing ones"
+  [[ -z $most_bytes ]] || fail "--most_bytes=$most_bytes applies only to the standard library; remove it when using own data"
 fi
 [[ -n $folder ]] || folder="runs/speedrun-$depth"
-[[ $folder != *://* ]] || fail "--folder=$folder must be a local folder; copy checkpoints out of it with jaxscale ckpt copy"
+[[ $folder != *://* ]] || fail "--folder=$folder must be a local folder; use jaxscale ckpt copy to copy checkpoints elsewhere"
 if [[ -z $vocab_size ]]; then
-  vocab_size=$((1024 * depth < 32768 ? 1024 * depth : 32768)) # tables about as large as four layers, no more
+  vocab_size=$((1024 * depth < 32768 ? 1024 * depth : 32768)) # embeddings at most about as large as four layers
 fi
 
 run() {
@@ -86,7 +86,7 @@ run() {
 
 python="${JAXSCALE_PYTHON:-python3}"
 
-verb() { # not the script of that name, which may be another checkout's
+verb() { # not the jaxscale script, which may belong to another checkout
   run "$python" -m jaxscale.cli "$@"
 }
 
@@ -97,7 +97,7 @@ make_data() {
   run "$python" -m jaxscale.tools.corpus.stdlib_sets "--output=$folder/data" "${most[@]}"
 }
 
-make_tokenizer() { # and the tokens themselves
+make_tokenizer() { # also tokenizes
   local stages_of='--config.stages=["exact_dedup"]'
   [[ -z $text ]] || stages_of='--config.stages=["repair","exact_dedup","near_dedup"]'
   verb prepare "--input=${text:-$folder/data/text.jsonl}" "--output=$folder/tokens" "$stages_of" \
@@ -114,7 +114,7 @@ train_base() {
 train_chat() {
   verb train "--config=$root/configs/finetune.py:full,$folder/base" "--workdir=$folder/chat" \
     "--config.data.files=${chat:-$folder/data/chat.jsonl}" --config.batch_tokens="8 rows" \
-    --config.optim.peak_lr=5e-4 # small models bear more than the 2e-5 of one of 7e9 parameters
+    --config.optim.peak_lr=5e-4 # small models tolerate more than the 2e-5 of a 7B model
 }
 
 evaluate() {
@@ -134,7 +134,7 @@ make_card() {
   [[ -n $dry ]] || cat "$folder/card.md"
 }
 
-# A stage that is done has a mark, written when nothing of it is missing.
+# Marks a stage as done once all of its output exists.
 stage() {
   local name="$1" mark="$folder/stages/$1"
   shift
@@ -142,7 +142,7 @@ stage() {
   if [[ -n $dry ]]; then
     echo "# $name"
   elif [[ -e $mark && -z $only ]]; then
-    echo "== $name: done before"
+    echo "== $name: already done"
     return 0
   else
     echo "== $name"
@@ -158,10 +158,10 @@ if [[ -z $dry ]]; then
   wanted="depth=$depth vocab_size=$vocab_size most_bytes=$most_bytes text=$text chat=$chat held=$held ${arguments[*]}"
   [[ -e $folder/wanted ]] || echo "$wanted" >"$folder/wanted"
   [[ $(cat "$folder/wanted") == "$wanted" ]] ||
-    fail "$folder was begun otherwise ($(cat "$folder/wanted")); give the same options, or another --folder"
+    fail "$folder was started with other options ($(cat "$folder/wanted")); use the same options, or another --folder"
 fi
 
-speedrun() { # read whole before it begins: this file may change while it runs
+speedrun() { # a function, so that bash reads it entirely before running it: this file may change meanwhile
   stage data make_data
   stage tokenizer make_tokenizer
   stage base train_base

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# An image of this checkout for TPU hosts or GPU nodes.
+# Builds an image of this checkout for TPU hosts or GPU nodes.
 
 set -euo pipefail
 
@@ -10,7 +10,7 @@ build.sh tpu|cuda --tag=REGISTRY/NAME:TAG [--push] [--cuda=cuda12|cuda13] [--dry
   launch/docker/build.sh tpu --tag=us-docker.pkg.dev/PROJECT/REPOSITORY/jaxscale:tpu --push
   docker run --gpus=all --volume=/data:/data --volume=/data/cache:/cache jaxscale:cuda --config=configs/7b.py
 
-Needs docker with BuildKit (23 or newer). --dry-run prints the exact commands and runs nothing.
+Needs docker with BuildKit (23 or newer). --dry-run prints the commands without running them.
 TEXT
 }
 
@@ -27,7 +27,7 @@ shift || true
 case "$kind" in
   -h | --help) usage && exit 0 ;;
   tpu | cuda) ;;
-  *) fail "no image $kind; it has tpu, cuda" ;;
+  *) fail "unknown image $kind; use tpu or cuda" ;;
 esac
 while [[ $# -gt 0 ]]; do
   case "$1" in
@@ -36,19 +36,19 @@ while [[ $# -gt 0 ]]; do
     --push) push=1 ;;
     --dry-run) dry=1 ;;
     -h | --help) usage && exit 0 ;;
-    *) fail "$1 is no option of build.sh (--help lists them)" ;;
+    *) fail "unknown option $1 (see --help)" ;;
   esac
   shift
 done
 [[ -n $tag ]] || fail "--tag=NAME:TAG is missing, such as --tag=jaxscale:$kind"
 options=()
 if [[ -n $cuda ]]; then
-  [[ $kind == cuda ]] || fail "--cuda=$cuda is for the image cuda"
+  [[ $kind == cuda ]] || fail "--cuda=$cuda applies only to the cuda image"
   [[ $cuda == cuda12 || $cuda == cuda13 ]] || fail "--cuda=$cuda must be cuda12 or cuda13"
   options+=("--build-arg=CUDA=$cuda")
 fi
 
-# Runs a command, or under --dry-run prints it as it could be typed.
+# Runs a command, or prints it with --dry-run.
 run() {
   if [[ -n $dry ]]; then
     printf '%q ' "$@" && echo

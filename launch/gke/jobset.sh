@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A JobSet for GKE: TPU slices or GPU nodes, and a training run on all of their hosts.
+# Creates a JobSet on GKE that trains on all hosts of TPU slices or GPU nodes.
 
 set -euo pipefail
 
@@ -7,20 +7,20 @@ usage() {
   cat <<'TEXT'
 jobset.sh VERB --name=NAME [OPTION ...] [-- ARGUMENT ...]
 
-  render    prints the YAML                             needs --topology, --image and ARGUMENT
-  apply     gives it to kubectl                         the same
-  status    the JobSet and its pods
-  logs      follows the first pod's log
-  delete    deletes it: the pods get SIGTERM and save
+  render    print the YAML                              needs --topology, --image and ARGUMENT
+  apply     apply it with kubectl                       the same
+  status    show the JobSet and its pods
+  logs      follow the log of the first pod
+  delete    delete it; the pods receive SIGTERM and save
 
   --topology=T           v4:2x2x2, v5e:4x8, v5p:4x4x8, v6e:16x16, or h100:32x8 (nodes x GPUs), a100:4x8, h200:2x8
-  --slices=N             several TPU slices of that shape; default 1
-  --chips-per-host=N     of the node pool's machine type; default 4, as in every pool of several hosts (ct5lp-hightpu-4t,
+  --slices=N             number of TPU slices of that shape; default 1
+  --chips-per-host=N     of the node pool's machine type; default 4, as in all multi-host pools (ct5lp-hightpu-4t,
                          ct5p-hightpu-4t, ct6e-standard-4t)
-  --accelerator=LABEL    the node label, where the one for the topology's chip is not right
-  --image=IMAGE          made by launch/docker/build.sh and pushed to a registry
+  --accelerator=LABEL    node label; default: that of the topology's chip
+  --image=IMAGE          built by launch/docker/build.sh and pushed to a registry
   --max-restarts=N       default 100
-  --dry-run              prints the exact commands and runs nothing
+  --dry-run              print the commands without running them
 
   launch/gke/jobset.sh apply --name=seven --topology=v6e:16x16 --slices=2 --image=REGISTRY/jaxscale:tpu \
       -- --config=configs/7b.py --workdir=gs://BUCKET/7b
@@ -43,7 +43,7 @@ shift || true
 case "$verb" in
   -h | --help) usage && exit 0 ;;
   render | apply | status | logs | delete) ;;
-  *) fail "no verb $verb; it has render, apply, status, logs, delete" ;;
+  *) fail "unknown verb $verb; use render, apply, status, logs or delete" ;;
 esac
 while [[ $# -gt 0 ]]; do
   case "$1" in
@@ -57,18 +57,18 @@ while [[ $# -gt 0 ]]; do
     --dry-run) dry=1 ;;
     -h | --help) usage && exit 0 ;;
     --) shift && break ;;
-    *) fail "$1 is no option of jobset.sh; what belongs to the training comes after -- (--help lists the options)" ;;
+    *) fail "unknown option $1; put training flags after -- (see --help)" ;;
   esac
   shift
 done
 arguments=("$@")
-[[ $name =~ ^[a-z]([-a-z0-9]{0,38}[a-z0-9])?$ ]] || fail "--name=$name must be 1 to 40 of a-z, 0-9 and -, from a letter"
+[[ $name =~ ^[a-z]([-a-z0-9]{0,38}[a-z0-9])?$ ]] || fail "--name=$name must be 1 to 40 characters of a-z, 0-9 and -, starting with a letter"
 
-# One line of YAML that holds the arguments as text: a list of JSON strings.
+# The arguments as one line of YAML: a list of JSON strings.
 json_list() {
   local text separator="" out="["
   for text in "$@"; do
-    [[ $text != *$'\n'* ]] || fail "an argument holds a line break: ${text@Q}"
+    [[ $text != *$'\n'* ]] || fail "an argument contains a line break: ${text@Q}"
     text="${text//\\/\\\\}"
     out+="$separator\"${text//\"/\\\"}\""
     separator=", "
@@ -77,11 +77,11 @@ json_list() {
 }
 
 render() {
-  [[ $topology =~ ^[a-z0-9]+:[1-9][0-9]*(x[1-9][0-9]*){1,2}$ ]] || fail "--topology=$topology must be such as v6e:4x4 or h100:32x8"
-  [[ -n $image ]] || fail "--image=IMAGE is missing: one that launch/docker/build.sh made and a registry holds"
-  [[ ${#arguments[@]} -gt 0 ]] || fail "nothing to train; give at least: -- --config=FILE --workdir=gs://BUCKET/RUN"
-  [[ $slices =~ ^[1-9][0-9]*$ ]] || fail "--slices=$slices must be a number from 1"
-  [[ $max_restarts =~ ^[0-9]+$ ]] || fail "--max-restarts=$max_restarts must be a number from 0"
+  [[ $topology =~ ^[a-z0-9]+:[1-9][0-9]*(x[1-9][0-9]*){1,2}$ ]] || fail "--topology=$topology must be like v6e:4x4 or h100:32x8"
+  [[ -n $image ]] || fail "--image=IMAGE is missing; build one with launch/docker/build.sh --push"
+  [[ ${#arguments[@]} -gt 0 ]] || fail "no training flags; pass at least: -- --config=FILE --workdir=gs://BUCKET/RUN"
+  [[ $slices =~ ^[1-9][0-9]*$ ]] || fail "--slices=$slices must be a positive integer"
+  [[ $max_restarts =~ ^[0-9]+$ ]] || fail "--max-restarts=$max_restarts must be an integer of at least 0"
   local chip="${topology%%:*}" shape="${topology#*:}" kind=tpu label hosts chips=1 size
   case "$chip" in
     v4) label=tpu-v4-podslice ;;
@@ -91,11 +91,11 @@ render() {
     a100) kind=gpu label=nvidia-tesla-a100 ;;
     h100) kind=gpu label=nvidia-h100-80gb ;;
     h200) kind=gpu label=nvidia-h200-141gb ;;
-    *) fail "--topology=$topology: no chip $chip; it has v4, v5e, v5p, v6e, a100, h100, h200" ;;
+    *) fail "--topology=$topology: unknown chip $chip; use v4, v5e, v5p, v6e, a100, h100 or h200" ;;
   esac
   if [[ $kind == gpu ]]; then
-    [[ $shape =~ ^[0-9]+x[0-9]+$ ]] || fail "--topology=$topology must be nodes x GPUs, such as $chip:4x8"
-    [[ $slices -eq 1 ]] || fail "--slices=$slices is for TPUs; give more nodes: $chip:$((slices * ${shape%x*}))x${shape#*x}"
+    [[ $shape =~ ^[0-9]+x[0-9]+$ ]] || fail "--topology=$topology must be NODESxGPUS, such as $chip:4x8"
+    [[ $slices -eq 1 ]] || fail "--slices=$slices applies only to TPUs; use more nodes: $chip:$((slices * ${shape%x*}))x${shape#*x}"
     hosts="${shape%x*}" chips_per_host="${shape#*x}"
     if [[ $hosts -gt 1 ]]; then
       arguments+=("--coordinator=$name-node-0-0.$name:$port" "--num_processes=$hosts" "--process_id=\$(PROCESS_ID)")
@@ -104,7 +104,7 @@ render() {
     for size in ${shape//x/ }; do chips=$((chips * size)); done
     [[ -n $chips_per_host ]] || chips_per_host=$((chips < 4 ? chips : 4))
     [[ $chips_per_host =~ ^[1-9]$ ]] || fail "--chips-per-host=$chips_per_host must be 1, 4 or 8"
-    [[ $((chips % chips_per_host)) -eq 0 ]] || fail "--topology=$topology has $chips chips, not a multiple of $chips_per_host a host"
+    [[ $((chips % chips_per_host)) -eq 0 ]] || fail "--topology=$topology has $chips chips, not a multiple of $chips_per_host per host"
     hosts=$((chips / chips_per_host))
   fi
   local yaml
@@ -117,11 +117,11 @@ render() {
   yaml="${yaml//\$\{TOPOLOGY\}/"$shape"}"
   yaml="${yaml//\$\{CHIPS_PER_HOST\}/"$chips_per_host"}"
   yaml="${yaml//\$\{IMAGE\}/"$image"}"
-  yaml="${yaml//\$\{ARGS\}/"$(json_list "${arguments[@]}")"}" # last: the user's text may hold anything
+  yaml="${yaml//\$\{ARGS\}/"$(json_list "${arguments[@]}")"}" # last: it may contain any text
   echo "$yaml"
 }
 
-# Runs a command, or under --dry-run prints it as it could be typed.
+# Runs a command, or prints it with --dry-run.
 run() {
   if [[ -n $dry ]]; then
     printf '%q ' "$@" && echo

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The same run through xpk, Google's tool that makes GKE clusters of TPUs and gives work to them.
+# Trains through xpk, Google's tool that creates GKE clusters of TPUs and runs workloads on them.
 
 set -euo pipefail
 
@@ -7,24 +7,24 @@ usage() {
   cat <<'TEXT'
 xpk.sh VERB --cluster=C --project=P --zone=Z [OPTION ...] [-- ARGUMENT ...]
 
-  cluster   makes a cluster with its node pools         needs --tpu-type and one of --spot, --on-demand, --reservation=R
-  run       gives a training run to it                  needs --tpu-type, --name, --image and ARGUMENT
-  list      the workloads of the cluster
-  delete    deletes a workload (--name)
-  remove    deletes the cluster
+  cluster   create a cluster with its node pools        needs --tpu-type and one of --spot, --on-demand, --reservation=R
+  run       start a training run on it                  needs --tpu-type, --name, --image and ARGUMENT
+  list      list the workloads of the cluster
+  delete    delete a workload (--name)
+  remove    delete the cluster
 
-  --tpu-type=T          v5litepod-256, v5p-256, v6e-256 ..., in xpk's words
+  --tpu-type=T          xpk's TPU type: v5litepod-256, v5p-256, v6e-256 ...
   --slices=N            default 1
   --name=NAME           of the workload
-  --image=IMAGE         made by launch/docker/build.sh and pushed to a registry
+  --image=IMAGE         built by launch/docker/build.sh and pushed to a registry
   --max-restarts=N      default 100
-  --dry-run             prints the exact commands and runs nothing
+  --dry-run             print the commands without running them
 
   launch/gke/xpk.sh cluster --cluster=c --project=p --zone=us-east5-b --tpu-type=v6e-256 --slices=2 --spot
   launch/gke/xpk.sh run --cluster=c --project=p --zone=us-east5-b --tpu-type=v6e-256 --slices=2 --name=seven \
       --image=REGISTRY/jaxscale:tpu -- --config=configs/7b.py --workdir=gs://BUCKET/7b
 
-xpk is installed with pip install xpk, and needs gcloud and kubectl.
+Install xpk with pip install xpk; it needs gcloud and kubectl.
 TEXT
 }
 
@@ -40,7 +40,7 @@ shift || true
 case "$verb" in
   -h | --help) usage && exit 0 ;;
   cluster | run | list | delete | remove) ;;
-  *) fail "no verb $verb; it has cluster, run, list, delete, remove" ;;
+  *) fail "unknown verb $verb; use cluster, run, list, delete or remove" ;;
 esac
 while [[ $# -gt 0 ]]; do
   case "$1" in
@@ -56,7 +56,7 @@ while [[ $# -gt 0 ]]; do
     --dry-run) dry=1 ;;
     -h | --help) usage && exit 0 ;;
     --) shift && break ;;
-    *) fail "$1 is no option of xpk.sh; what belongs to the training comes after -- (--help lists the options)" ;;
+    *) fail "unknown option $1; put training flags after -- (see --help)" ;;
   esac
   shift
 done
@@ -65,7 +65,7 @@ for given in cluster project zone; do
 done
 where=("--cluster=$cluster" "--project=$project" "--zone=$zone")
 
-# Fails if an option that the verb needs is missing.
+# Fails if a required option of the verb is missing.
 needs() {
   local option variable
   for option in "$@"; do
@@ -74,7 +74,7 @@ needs() {
   done
 }
 
-# Runs a command, or under --dry-run prints it as it could be typed.
+# Runs a command, or prints it with --dry-run.
 run() {
   if [[ -n $dry ]]; then
     printf '%q ' "$@" && echo
@@ -91,8 +91,8 @@ case "$verb" in
     ;;
   run)
     needs tpu-type name image
-    [[ $# -gt 0 ]] || fail "nothing to train; give at least: -- --config=FILE --workdir=gs://BUCKET/RUN"
-    # xpk restarts at death by signal by itself; 10, 13, 14 and 15 are jaxscale's own codes that are worth another try
+    [[ $# -gt 0 ]] || fail "no training flags; pass at least: -- --config=FILE --workdir=gs://BUCKET/RUN"
+    # xpk itself restarts after a signal; 10, 13, 14 and 15 are jaxscale's exit codes that allow a restart
     run xpk workload create "${where[@]}" "--tpu-type=$tpu_type" "--num-slices=$slices" "--workload=$name" \
       "--docker-image=$image" "--max-restarts=$max_restarts" --restart-on-exit-codes=10,13,14,15 \
       --termination-grace-period-seconds=600 "--command=python -m jaxscale.main$(printf ' %q' "$@")"

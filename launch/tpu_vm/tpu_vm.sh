@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A TPU slice as a queued resource, and a training run on all of its workers.
+# Requests a TPU slice as a queued resource and trains on all of its workers.
 
 set -euo pipefail
 
@@ -7,34 +7,34 @@ usage() {
   cat <<'TEXT'
 tpu_vm.sh VERB --name=NAME --zone=ZONE [OPTION ...] [-- ARGUMENT ...]
 
-  create    queues a request for the slice              needs --accelerator
-  wait      returns when the slice is there, fails when it cannot come
-  install   jaxscale on every worker: this checkout's last commit, or --repo
-  run       python -m jaxscale.main ARGUMENT ... on every worker, in the background
-  logs      follows the log of a worker                 --worker, default 0
-  status    the slice's state, and every worker's
-  stop      the run saves and leaves; the slice stays
-  resume    brings a run back: after a preemption the slice is asked for again, installed and started; needs what create
-            and run need. With --watch it keeps doing so until the run is done
-  delete    gives the slice back
+  create    request the slice (queued resource)         needs --accelerator
+  wait      wait until the slice is active; fails if the request failed
+  install   install jaxscale on every worker: this checkout's last commit, or --repo
+  run       start python -m jaxscale.main ARGUMENT ... on every worker, in the background
+  logs      follow the log of a worker                  --worker, default 0
+  status    show the state of the slice and its workers
+  stop      save and stop the run; keep the slice
+  resume    resume the run: after a preemption, request the slice again, install and start; needs the options of create
+            and run. With --watch, repeat until the run is done
+  delete    delete the slice
 
-  --project=P           default: gcloud's own
-  --accelerator=TYPE    v4-32, v5litepod-16, v5p-256, v6e-64 ... in gcloud's words
-  --runtime=VERSION     the image; default: the one for that accelerator
-  --slices=N            several slices of that type, as one request; default 1
-  --spot                may be preempted, costs less
-  --repo=URL --ref=REF  install from a git repository that the workers can read, instead of copying
+  --project=P           default: that of gcloud
+  --accelerator=TYPE    gcloud's accelerator type: v4-32, v5litepod-16, v5p-256, v6e-64 ...
+  --runtime=VERSION     VM image; default: that of the accelerator
+  --slices=N            request several slices of this type together; default 1
+  --spot                cheaper, but may be preempted
+  --repo=URL --ref=REF  install from a git repository that the workers can access, instead of copying
   --extras=LIST         default tpu,gcs
-  --worker=K --slice=K  whose log; default 0
-  --watch               with resume
-  --dry-run             prints the exact commands and runs nothing
+  --worker=K --slice=K  worker and slice of logs; default 0
+  --watch               for resume
+  --dry-run             print the commands without running them
 
   launch/tpu_vm/tpu_vm.sh create --name=seven --zone=us-east5-a --accelerator=v5p-32 --spot
   launch/tpu_vm/tpu_vm.sh wait --name=seven --zone=us-east5-a
   launch/tpu_vm/tpu_vm.sh install --name=seven --zone=us-east5-a
   launch/tpu_vm/tpu_vm.sh run --name=seven --zone=us-east5-a -- --config=configs/7b.py --workdir=gs://BUCKET/7b
 
-The work folder of a run on several workers must be gs://: what lies on a worker goes with the slice.
+The work folder of a run on several workers must be in gs://: local files are deleted with the slice.
 TEXT
 }
 
@@ -53,7 +53,7 @@ shift || true
 case "$verb" in
   -h | --help) usage && exit 0 ;;
   create | wait | install | run | logs | status | stop | resume | delete) ;;
-  *) fail "no verb $verb; it has create, wait, install, run, logs, status, stop, resume, delete" ;;
+  *) fail "unknown verb $verb; use create, wait, install, run, logs, status, stop, resume or delete" ;;
 esac
 while [[ $# -gt 0 ]]; do
   case "$1" in
@@ -73,16 +73,16 @@ while [[ $# -gt 0 ]]; do
     --dry-run) dry=1 ;;
     -h | --help) usage && exit 0 ;;
     --) shift && break ;;
-    *) fail "$1 is no option of tpu_vm.sh; what belongs to the training comes after -- (--help lists the options)" ;;
+    *) fail "unknown option $1; put training flags after -- (see --help)" ;;
   esac
   shift
 done
 arguments=("$@")
 
-[[ -n $name ]] || fail "--name=NAME is missing: what the slice is to be called"
+[[ -n $name ]] || fail "--name=NAME is missing; choose a name for the slice"
 [[ -n $zone ]] || fail "--zone=ZONE is missing, such as --zone=us-east5-a"
-[[ $slices =~ ^[1-9][0-9]*$ ]] || fail "--slices=$slices must be a number from 1"
-[[ -z $ref || -n $repo ]] || fail "--ref=$ref needs --repo=URL; without it this checkout's last commit is copied"
+[[ $slices =~ ^[1-9][0-9]*$ ]] || fail "--slices=$slices must be a positive integer"
+[[ -z $ref || -n $repo ]] || fail "--ref=$ref needs --repo=URL; without --repo, the last commit of this checkout is copied"
 
 where=("--zone=$zone")
 [[ -z $project ]] || where+=("--project=$project")
@@ -92,7 +92,7 @@ if [[ $slices -gt 1 ]]; then
   for ((k = 0; k < slices; k++)); do nodes+=("$name-$k"); done
 fi
 
-# Runs a command, or under --dry-run prints it as it could be typed.
+# Runs a command, or prints it with --dry-run.
 run() {
   if [[ -n $dry ]]; then
     printf '%q ' "$@" && echo
@@ -101,7 +101,7 @@ run() {
   fi
 }
 
-# Calls a function for each slice at the same time, and fails if it failed for one.
+# Calls a function for all slices in parallel; fails if it fails for any.
 on_each_slice() {
   local node pid pids=() failed=0
   for node in "${nodes[@]}"; do
@@ -130,8 +130,8 @@ runtime_of() {
     v5litepod-*) echo v2-alpha-tpuv5-lite ;;
     v5p-*) echo v2-alpha-tpuv5 ;;
     v6e-*) echo v2-alpha-tpuv6e ;;
-    v5e-*) fail "--accelerator=$1: gcloud calls it v5litepod-${1#v5e-}" ;;
-    *) fail "--accelerator=$1: its image is not known here; give --runtime=VERSION" ;;
+    v5e-*) fail "--accelerator=$1: use gcloud's name, v5litepod-${1#v5e-}" ;;
+    *) fail "--accelerator=$1 has no known image; set --runtime=VERSION" ;;
   esac
 }
 
@@ -157,7 +157,7 @@ state() {
 wait_until_active() {
   if [[ -n $dry ]]; then
     run "${listing[@]}"
-    echo "# again every $poll_seconds s until $name is ACTIVE"
+    echo "# repeated every $poll_seconds s until $name is ACTIVE"
     return
   fi
   local now last=""
@@ -168,7 +168,7 @@ wait_until_active() {
     case "$now" in
       ACTIVE) return ;;
       FAILED | SUSPENDING | SUSPENDED | DELETING | GONE)
-        echo "error: $name is $now and will not become ACTIVE; tpu_vm.sh delete, then create" >&2
+        echo "error: $name is $now and will not become ACTIVE; run tpu_vm.sh delete, then create" >&2
         return 1
         ;;
     esac
@@ -191,9 +191,9 @@ install() {
   if [[ -z $repo ]]; then
     archive="${TMPDIR:-/tmp}/jaxscale-$name-$$.tar.gz"
     if ! git -C "$root" diff --quiet HEAD; then
-      echo "note: uncommitted changes in $root are not copied" >&2
+      echo "note: uncommitted changes in $root are not installed" >&2
     fi
-    trap 'rm -f "$archive"' EXIT # where the rest fails
+    trap 'rm -f "$archive"' EXIT # if a later command fails
     run git -C "$root" archive --format=tar.gz "--output=$archive" HEAD
   fi
   on_each_slice install_on
@@ -201,7 +201,7 @@ install() {
 }
 
 start() {
-  [[ ${#arguments[@]} -gt 0 ]] || fail "nothing to train; give at least: -- --config=FILE --workdir=gs://BUCKET/RUN"
+  [[ ${#arguments[@]} -gt 0 ]] || fail "no training flags; pass at least: -- --config=FILE --workdir=gs://BUCKET/RUN"
   on_each_slice worker_sh all start "${arguments[@]}"
 }
 
@@ -221,7 +221,7 @@ renew() {
   install_and_start
 }
 
-# As jaxscale.system.exits has it: saved on a signal, a lost process, storage, a hang; death by a signal, but for Ctrl-C and a
+# As in jaxscale.system.exits: saved on a signal, lost process, storage, hang; killed by a signal other than Ctrl-C or a
 # closed pipe.
 may_start_again() {
   case "$1" in
@@ -232,30 +232,30 @@ may_start_again() {
 }
 
 resume() {
-  [[ -n $accelerator ]] || fail "--accelerator=TYPE is missing: resume may have to ask for the slice again"
-  [[ ${#arguments[@]} -gt 0 ]] || fail "nothing to train; give what followed -- in run"
+  [[ -n $accelerator ]] || fail "--accelerator=TYPE is missing: resume may have to request the slice again"
+  [[ ${#arguments[@]} -gt 0 ]] || fail "no training flags; pass those of run after --"
   if [[ -n $dry ]]; then
-    echo "# if the slice is there:" && start
+    echo "# if the slice is active:" && start
     echo "# if it was preempted or failed:" && renew
     return
   fi
   local now said
   while true; do
-    # a slice that is about to go answers no more: with --watch its state tells more the next time
+    # a slice that is being preempted does not respond; with --watch, the next iteration sees its state
     said=""
-    now="$(state)" || now="not told by gcloud"
+    now="$(state)" || now="state unknown (gcloud failed)"
     if [[ $now == ACTIVE ]]; then
-      said="$(worker_sh 0 status "${nodes[0]}" | tail -n 1)" || said="no answer from its worker 0"
+      said="$(worker_sh 0 status "${nodes[0]}" | tail -n 1)" || said="no response from worker 0"
     fi
     echo "$name: $now${said:+, $said}"
     case "$now, $said" in
       "ACTIVE, running") ;;
       "ACTIVE, exit 0") return 0 ;;
       "ACTIVE, never started") install_and_start ;;
-      "ACTIVE, no answer"*) ;;
+      "ACTIVE, no response"*) ;;
       "ACTIVE, exit "*)
         if ! may_start_again "${said#exit }"; then
-          echo "error: trying again does not mend $said; see tpu_vm.sh logs" >&2
+          echo "error: the run ended with $said, which a restart does not fix; see tpu_vm.sh logs" >&2
           return 1
         fi
         start

@@ -1,26 +1,25 @@
 #!/usr/bin/env bash
-# Runs on a worker of a TPU slice, copied there and called by tpu_vm.sh: one training process a worker, kept in $HOME/jaxscale.
+# Runs on a worker of a TPU slice, copied there and called by tpu_vm.sh: one training process per worker, in $HOME/jaxscale.
 
 set -euo pipefail
 
 usage() {
   cat <<'TEXT'
-worker.sh install FILE.tar.gz|URL [REF] [EXTRAS]   code and a virtual environment; EXTRAS default tpu,gcs
-worker.sh start [ARGUMENT ...]                     python -m jaxscale.main ARGUMENT ... in the background, unless one runs
-worker.sh status                                   'running', 'exit N', or 'never started'
-worker.sh stop                                     SIGTERM: the run saves and leaves (exit 10); waits for it
-worker.sh logs                                     follows the log
+worker.sh install FILE.tar.gz|URL [REF] [EXTRAS]   install code and a virtual environment; default EXTRAS tpu,gcs
+worker.sh start [ARGUMENT ...]                     start python -m jaxscale.main ARGUMENT ... in the background, unless running
+worker.sh status                                   print 'running', 'exit N', or 'never started'
+worker.sh stop                                     send SIGTERM and wait: the run saves and exits with code 10
+worker.sh logs                                     follow the log
 
-All of it lies in $JAXSCALE_HOME, default ~/jaxscale: code/ venv/ log pid exit. A process that was lost to a peer, a
-failed save, a hang or a signal (exit 13, 14, 15, above 128 but 130 and 141) is started again, $JAXSCALE_RESTARTS times,
-default 3.
+All files are in $JAXSCALE_HOME, default ~/jaxscale: code/ venv/ log pid exit. After a lost peer, failed save, hang or
+signal (exit 13, 14, 15, above 128 except 130 and 141), the process is restarted up to $JAXSCALE_RESTARTS times, default 3.
 TEXT
 }
 
 home="${JAXSCALE_HOME:-$HOME/jaxscale}"
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)/$(basename "${BASH_SOURCE[0]}")"
 
-# The images of TPU VMs may have a Python older than 3.11: uv brings its own.
+# TPU VM images may have a Python older than 3.11; uv installs its own.
 make_venv() {
   if python3 -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
     python3 -m venv "$home/venv"
@@ -56,7 +55,7 @@ is_running() {
 
 start() {
   if is_running; then
-    echo "$(hostname): runs already"
+    echo "$(hostname): already running"
     return
   fi
   rm -f "$home/exit" "$home/pid"
@@ -65,7 +64,7 @@ start() {
   echo "$(hostname): started"
 }
 
-# As jaxscale.system.exits has it: saved on a signal, a lost process, storage, a hang; death by a signal, but for Ctrl-C and a
+# As in jaxscale.system.exits: saved on a signal, lost process, storage, hang; killed by a signal other than Ctrl-C or a
 # closed pipe.
 may_start_again() {
   case "$1" in
@@ -96,7 +95,7 @@ supervise() {
       break
     fi
     restarts=$((restarts + 1))
-    echo "worker.sh: exit $code; started again ($restarts)"
+    echo "worker.sh: exit $code; restarting ($restarts)"
     sleep 10
   done
   echo "$code" >"$home/exit"
@@ -129,7 +128,7 @@ case "${1:-}" in
   status | stop) "$1" ;;
   logs) exec tail -n 100 -F "$home/log" ;;
   *)
-    echo "error: worker.sh ${1:-}: no such verb (--help tells more)" >&2
+    echo "error: worker.sh: unknown verb ${1:-} (see --help)" >&2
     exit 2
     ;;
 esac

@@ -62,11 +62,11 @@ def test_own_data_stand_in_the_place_of_the_librarys():
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--depth=0"], "--depth=0 must be a number from 1"),
-        (["--text=a"], "--text, --chat and --held together"),
-        (["--text=a", "--chat=b", "--held=c", "--most_bytes=5"], "is for the standard library"),
-        (["--only=sleep"], "they are data tokenizer base chat evaluate card"),
-        (["--config=x"], "comes after --"),
+        (["--depth=0"], "--depth=0 must be a positive integer"),
+        (["--text=a"], "own data needs --text, --chat and --held"),
+        (["--text=a", "--chat=b", "--held=c", "--most_bytes=5"], "applies only to the standard library"),
+        (["--only=sleep"], "the stages are data tokenizer base chat evaluate card"),
+        (["--config=x"], "put training flags after --"),
         (["--folder=gs://bucket/x"], "must be a local folder"),
     ],
 )
@@ -96,10 +96,10 @@ def test_it_goes_on_behind_the_last_stage_that_is_done(tmp_path):
     called.unlink()
     env = {"JAXSCALE_PYTHON": str(recorder(tmp_path))}
     done = shell("speedrun.sh", *options, env=env)
-    assert done.returncode == 0 and "== base: done before" in done.stdout and done.stdout.endswith("the card\n")
+    assert done.returncode == 0 and "== base: already done" in done.stdout and done.stdout.endswith("the card\n")
     assert called.read_text().split() == ["evaluate", "evaluate", "report", "report"]
     other = shell("speedrun.sh", "--depth=2", f"--folder={folder}", env=env)
-    assert other.returncode == 2 and "was begun otherwise" in other.stderr
+    assert other.returncode == 2 and "was started with other options" in other.stderr
 
 
 @pytest.mark.soak
@@ -123,7 +123,7 @@ def test_a_small_one_is_killed_goes_on_and_writes_its_card(tmp_path):
     assert {path.name for path in (folder / "stages").iterdir()} == {"data", "tokenizer"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr
-    assert "== tokenizer: done before" in done.stdout and "resuming from step" in done.stdout
+    assert "== tokenizer: already done" in done.stdout and "resuming from step" in done.stdout
     assert {path.name for path in (folder / "stages").iterdir()} == set(STAGES)
     card = (folder / "card.md").read_text()
     assert "| held: bits per byte" in card and "| questions: accuracy" in card and "all steps are done" in card
