@@ -12,12 +12,12 @@ import ml_collections
 def get_config():
     c = ml_collections.ConfigDict()
     c.seq_len = 2048
-    c.batch_tokens = 1536 * 2048  # 3.1e6: the paper's 3.2e6 in rows that many meshes divide
+    c.batch_tokens = 1536 * 2048  # 3.1e6: the paper's 3.2e6, rounded to rows that divide evenly on many meshes
     c.train_tokens = 300_000_000_000
     c.mesh = dict(fsdp=-1, tensor=8)
     c.model = dict(
         name="gpt2",
-        vocab_size=50_304,  # 50,257 in whole tiles
+        vocab_size=50_304,  # 50,257 padded to whole tiles
         num_layers=96,
         embed_dim=12_288,
         num_heads=96,

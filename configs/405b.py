@@ -15,7 +15,7 @@ import ml_collections
 
 def get_config():
     c = ml_collections.ConfigDict()
-    c.seq_len, c.batch_tokens = 8192, 2048 * 8192  # 16.8e6: the paper's last and largest batch
+    c.seq_len, c.batch_tokens = 8192, 2048 * 8192  # 16.8e6: the final, largest batch of the paper
     c.train_tokens = 15_600_000_000_000
     c.mesh = dict(fsdp=-1, tensor=8)
     c.model = dict(

@@ -25,7 +25,7 @@ def get_config(arg="full"):
     file = epath.Path(base) / "config.json"
     begun = json.loads(file.read_text()).get("config") if base and file.exists() else None
     if base and begun is None:
-        raise TypeError(f"no run has written {file}; name a work folder, of jaxscale convert --from=FOLDER or of a run")
+        raise TypeError(f"{file} is missing or not of a run; use the work folder of a run or of jaxscale convert")
     c = ml_collections.ConfigDict(dict(model=begun["model"] if base else quickstart.get_config().model.to_dict()))
     c.seq_len, c.train_tokens = (min(begun["seq_len"], 2048), "3 epochs") if base else (256, 1_000_000)
     c.optim = dict(peak_lr=PEAK_LR[how], min_lr=0.0, warmup_tokens="3%", b2=0.999, weight_decay=0.0)

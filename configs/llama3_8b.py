@@ -25,8 +25,8 @@ def get_config():
         rope_scaling=dict(name="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_len=8192),
         remat="full",
     )  # fmt: skip
-    c.optim = dict(peak_lr=2e-5, min_lr=2e-6, warmup_tokens="2%")  # of weights that have learned already
-    c.data = dict(name="tokens", files="shards/manifest.json")  # of the model's own tokenizer
+    c.optim = dict(peak_lr=2e-5, min_lr=2e-6, warmup_tokens="2%")  # for pretrained weights
+    c.data = dict(name="tokens", files="shards/manifest.json")  # tokenized with the model's tokenizer
     c.eval = dict(every_steps=100, num_rows=256)
     c.checkpoint = dict(save_every_steps=100, keep_last=3)
     return c

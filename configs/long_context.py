@@ -18,16 +18,16 @@ from etils import epath
 def get_config(arg="4"):
     times, _, base = arg.partition(",")
     if not times.isdecimal() or int(times) < 2:
-        raise TypeError(f"the argument is {arg!r}; write how many times longer and a work folder, such as 4,runs/base")
+        raise TypeError(f"the argument is {arg!r}; write FACTOR,WORKDIR, such as 4,runs/base; FACTOR is at least 2")
     file = epath.Path(base) / "config.json"
     begun = json.loads(file.read_text()) if base and file.exists() else {}
     if base and "config" not in begun:
-        raise TypeError(f"no run has written {file}; name a work folder, of jaxscale convert --from=FOLDER or of a run")
+        raise TypeError(f"{file} is missing or not of a run; use the work folder of a run or of jaxscale convert")
     run, converted = begun["config"] if base else quickstart.get_config().to_dict(), begun.get("converted") or {}
     rows = (converted.get("kept") or {}).get("max_position_embeddings") or run["seq_len"]
     scaling = run["model"].get("rope_scaling") or dict(name="yarn", factor=1.0, original_max_len=rows)
     if scaling["name"] not in ("linear", "llama3", "yarn"):
-        raise TypeError(f"{file} has rope_scaling.name={scaling['name']!r}, which grows by row_len and not by a factor")
+        raise TypeError(f"{file} has rope_scaling.name={scaling['name']!r}, which depends on row_len and has no factor")
     changed = dict(rope_scaling={**scaling, "factor": scaling["factor"] * int(times)}, remat="full", remat_save=())
     c = ml_collections.ConfigDict(dict(model=run["model"] | changed))
     c.seq_len, c.batch_tokens, c.train_tokens = int(times) * rows, "64 rows", "400 steps"

@@ -29,7 +29,7 @@ def get_config():
         compute_dtype="float32",
     )
     c.optim = dict(peak_lr=1e-3, min_lr=1e-4, warmup_tokens="5%")
-    # Bytes are 0 to 255 and the end of a document 256, so that 257 is free for the mask.
+    # Bytes are 0 to 255 and the end of a document is 256, so 257 is free for the mask.
     c.data = dict(name="stdlib", tokenizer="bytes", objective=dict(name="masked_lm", mask_id=257))
     c.eval = dict(every_steps=100, num_rows=128)
     c.checkpoint = dict(save_every_steps=100)

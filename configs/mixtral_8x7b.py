@@ -24,8 +24,8 @@ def get_config():
         remat="full",
     )  # fmt: skip
     c.train = dict(aux_losses=dict(balance_loss=0.02), reduce_dtype="bfloat16")
-    c.optim = dict(peak_lr=1e-5, min_lr=1e-6, warmup_tokens="2%")  # of weights that have learned already
-    c.data = dict(name="tokens", files="shards/manifest.json")  # of the model's own tokenizer
+    c.optim = dict(peak_lr=1e-5, min_lr=1e-6, warmup_tokens="2%")  # for pretrained weights
+    c.data = dict(name="tokens", files="shards/manifest.json")  # tokenized with the model's tokenizer
     c.eval = dict(every_steps=100, num_rows=256)
     c.checkpoint = dict(save_every_steps=100, keep_last=3)
     return c

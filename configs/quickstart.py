@@ -25,7 +25,7 @@ def get_config():
         head_dim=64,
         mlp_dim=768,
     )
-    # The best found in some twenty runs; AdamW needed 1,000,000 tokens for 2.28 bits per byte: docs/lab.md.
+    # The best of about twenty runs; AdamW needed 1,000,000 tokens for 2.28 bits per byte: docs/lab.md.
     c.optim = dict(
         name="muon", muon_momentum=0.85, muon_dtype="auto", muon_steps=3,
         peak_lr=8e-3, min_lr=1e-4, warmup_tokens="5%",

@@ -14,7 +14,7 @@ import ml_collections
 
 def get_config():
     c = ml_collections.ConfigDict()
-    c.seq_len = 284  # makes rows of 256 for the encoder and of 58 for the decoder
+    c.seq_len = 284  # gives rows of 256 for the encoder and 58 for the decoder
     c.batch_tokens = 8 * 284
     c.train_tokens = 1_000_000
     c.train = dict(num_microbatches=2)
@@ -29,7 +29,7 @@ def get_config():
         compute_dtype="float32",
     )
     c.optim = dict(peak_lr=1e-3, min_lr=1e-4, warmup_tokens="5%")
-    # Bytes are 0 to 255 and the end of a document 256, so that the sentinels may be 257 to 303.
+    # Bytes are 0 to 255 and the end of a document is 256, so the sentinels are 257 to 303.
     spans = dict(name="span_corruption", first_sentinel_id=257, num_sentinels=47)
     c.data = dict(name="stdlib", tokenizer="bytes", objective=spans)
     c.eval = dict(every_steps=100, num_rows=128)

@@ -59,7 +59,7 @@ def test_a_model_goes_on_with_rows_four_times_as_long_and_goes_out_as_it_was_tra
 @pytest.mark.slow
 def test_rows_of_a_model_whose_rope_goes_by_their_length_are_said_once_and_go_out_as_they_were(tmp_path):
     base = bring_in(tmp_path, **DYNAMIC)
-    with pytest.raises(BadInput, match="rope_scaling.name='dynamic', which grows by row_len and not by a factor"):
+    with pytest.raises(BadInput, match="rope_scaling.name='dynamic', which depends on row_len and has no factor"):
         longer(base)
     plain = longer(bring_in(tmp_path / "plain"))
     read = families.read(LLAMA | DYNAMIC)[1]
@@ -82,7 +82,10 @@ def test_rows_of_a_model_whose_rope_goes_by_their_length_are_said_once_and_go_ou
 def test_a_scaling_that_is_there_is_stretched_further_and_what_cannot_be_is_named(tmp_path):
     cfg = longer(bring_in(tmp_path, rope_scaling=LLAMA3), times=2)
     assert cfg.model.rope_scaling.name == "llama3" and cfg.model.rope_scaling.factor == 16.0 and cfg.seq_len == 128
-    for argument, told in (("1", "the argument is '1'; write how"), (f"4,{tmp_path}/no", "no run has written")):
+    for argument, told in (
+        ("1", "the argument is '1'; write FACTOR"),
+        (f"4,{tmp_path}/no", "is missing or not of a run"),
+    ):
         with pytest.raises(ValueError, match=told) as error:
             load_config(f"{FILE}:{argument}")
         assert "\n" not in str(error.value)
