@@ -10,10 +10,11 @@ PLACES = {
     "howto": ("How to", "More"),
     "explanation": ("Explanation", "More"),
 }
-# Search ranks by the number of matches, so long generated pages would come before the page that explains a term.
-SEARCH_BOOST = {"reference/api/": 0.02, "reference/verbs/": 0.5} | dict.fromkeys(
-    ("reading.md", "changelog.md", "faults.md"), 0.2
-)
+# Search ranks by the number of matches, so long pages would come before the page that explains a term.
+SEARCH_BOOST = {
+    "howto/": 3, "explanation/parallelism.md": 3, "reference/api/": 0.02, "reference/verbs/": 0.5, "reading.md": 0.2,
+    "changelog.md": 0.2, "faults.md": 0.2,
+}  # fmt: skip
 
 
 def on_config(config: Any) -> Any:

@@ -86,6 +86,7 @@ def test_nothing_in_the_pages_is_fetched_from_elsewhere(site):
         ("fine-tune", "finetune.html"),
         ("mixture", "explanation/mixtures.html"),
         ("NaN", "autopilot.html"),
+        ("learning rate", "howto/decay.html"),
     ],
 )
 def test_search_works_without_a_server_and_ranks_the_page_on_the_topic_first(browser, site, word, page):

@@ -21,7 +21,7 @@ FAULTS = {
     ),
     "F2": Row(
         "a bit flips in a checkpoint's files",
-        "detected: an older step is restored, or exit 19",
+        "detected and never trained on: an older step is restored, or exit 19",
     ),
     "F3": Row(
         "stop and resume at steps where off-by-one errors are likely",
@@ -35,7 +35,7 @@ FAULTS = {
     "F6": Row("SIGTERM to a single process", "the same"),
     "F7": Row(
         "SIGKILL of one of several processes",
-        "the others name it and exit with 13 within 5 s",
+        "the others name it and exit with 13 within 5 s; the run can be resumed",
     ),
     "F8": Row(
         "a process hangs in data, step, save, restore or evaluation",
@@ -142,7 +142,7 @@ THREATS = {
     "H4": Row("path traversal in file names", "only plain names are accepted"),
     "H5": Row(
         "files that decompress beyond memory",
-        "limits on files, documents and lines",
+        "limits on files, documents and lines; errors name file and position",
     ),
     "H6": Row(
         "secrets in logs, records and reports", "settings with a recognized secret are rejected; output is redacted"
