@@ -1,4 +1,4 @@
-"""RunConfig -> mesh, sharded model, optimizer and the compiled step.
+"""Builds the mesh, sharded model, optimizer and compiled step from a RunConfig.
 
 Needs no data and no work folder, so that other tools can compile the same program; runtime/run/opening.py adds those.
 """

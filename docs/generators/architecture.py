@@ -19,32 +19,32 @@ HEAD = """# Architecture
 
 ![Packages by import level, with those that import most at the top](architecture.svg)
 
-A package imports only packages from lower levels. `tests/test_layers.py` enforces this order. After a change of imports
-or docstrings, regenerate this page with `python docs/build.py --gather`.
+A package imports only packages from lower levels. `tests/test_layers.py` enforces this order. After you change imports or
+docstrings, regenerate this page with `python docs/build.py --gather`.
 """
 READ = """
 ## Call path of a training run
 
-1. `main.py` parses flags and the config and calls `train_in` (`api/training.py`).
-2. `open_run` prepares the work folder and restores the newest checkpoint. `build.py` makes the mesh, the sharded
-   model, the optimizer and the compiled step from the config.
-3. `train_to_completion` (like `open_run` in `runtime/run/opening.py`) calls `train`.
-4. `step_through` (`runtime/training/loop.py`, like `train`) runs the compiled step once per batch.
-5. `train_step` (`core/step.py`) calls `Gradients` (`core/gradients.py`), `accumulate`, the loss
-   (`core/models/model.py`), `run_stack` (`core/models/layers.py`) and the blocks of the model.
+1. `main.py` parses the flags and the config, and calls `train_in` (`api/training.py`).
+2. `open_run` (`runtime/run/opening.py`) opens the work folder and restores the newest checkpoint. `build.py` creates the
+   mesh, the sharded model, the optimizer and the compiled step from the config.
+3. `train_to_completion` (in the same file) calls `train` (`runtime/training/loop.py`).
+4. `train` calls `step_through` (in the same file), which runs the compiled step once per batch.
+5. `train_step` (`core/step.py`) calls `Gradients` (`core/gradients.py`), which computes the loss
+   (`core/models/model.py`) with `run_stack` (`core/models/layers.py`) and the model's blocks.
 
-[Train with core only](howto/use_core.md) makes a step without `build.py`.
+[Train with core only](howto/use_core.md) shows a step without `build.py`.
 
-| to trace | read |
+| to follow | read |
 |---|---|
-| a setting | the `config.py` of its package, `config.py`, `build.py`, and the package that uses it |
-| a token | `runtime/text/`, `runtime/data/` (shards, order, rows, batches), `runtime/training/feed.py`, the step |
-| a checkpoint | `runtime/training/loop.py`, `runtime/checkpoint/`, storage |
-| a model | `core/models/` and `kernels/`, sharded by `core/shardings.py` |
+| a setting | the `config.py` of its package, `config.py`, `build.py`, and the package that uses the setting |
+| a token | `runtime/text/`, `runtime/data/`, `runtime/training/feed.py`, `core/step.py` |
+| a checkpoint | `runtime/training/loop.py`, `runtime/checkpoint/` |
+| a model | `core/models/`, `kernels/`, `core/shardings.py` |
 
 ## Packages
 
-Highest level first. The last column omits indirect imports.
+The table is sorted by level, with the highest level first. Its last column omits indirect imports.
 
 """
 

@@ -1,4 +1,4 @@
-"""Decides in the compiled step which gradients are applied. It uses a window of losses and norms of earlier good steps.
+"""Decides in the compiled step whether to apply gradients. It uses a window of losses and norms of earlier good steps.
 
 NaN compares False with everything, so `norm > limit` alone would accept it: the loss and norm must also be finite.
 Rejected steps do not enter the window, so they cannot raise later limits. A loss that stays above the limits, as after

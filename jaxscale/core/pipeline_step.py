@@ -1,4 +1,4 @@
-"""Gradients of a batch, taken in microbatches by the stages of a pipeline. It scans over the ticks of a schedule.
+"""Computes the gradients of a batch in microbatches, with pipeline stages. It scans over the ticks of a schedule.
 
 Computes what gradients.accumulate computes. On one device the results are the same bits, because gradients are summed
 over the microbatches in their order, except for weight gradients that a schedule defers. A stage saves the inputs of

@@ -1,4 +1,4 @@
-"""The parallel plan: the layout of a model and the implementation of each part, with reasons.
+"""The parallel plan: the sharding of a model and the implementation of each part, with reasons.
 
 resolve_plan() makes every such decision, once. Models, training, evaluation, sampling, planning and preflight read it.
 """

@@ -1,4 +1,4 @@
-"""Sharding rules from logical axes to mesh axes, and the shardings that follow from them. No other file knows both
+"""Sharding rules from logical axes to mesh axes, and the resulting shardings. No other file knows both
 kinds of axes."""
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Statistics of layers and groups of parameters. A separate program computes them every few steps.
+"""Statistics per layer and parameter group. A separate program computes them every few steps.
 
 It recomputes the gradients of the step's batch while recording activations, and computes the update without applying
 it. The training step does not contain it, so training is the same to the bit with or without it.

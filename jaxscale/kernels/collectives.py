@@ -1,4 +1,4 @@
-"""Links of a mesh axis and bytes of collectives. On a TPU slice an axis can span several torus dimensions.
+"""Links per mesh axis, and bytes per collective. On a TPU slice an axis can span several torus dimensions.
 
 Weights are all-gathered and their gradients reduce-scattered over several mesh axes, in shapes that are fast on TPUs.
 

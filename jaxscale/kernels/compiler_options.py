@@ -1,4 +1,4 @@
-"""Compiler options per platform that were observed to change a compiled training step.
+"""Compiler options per platform that change a compiled training step.
 
 Much of the published TPU advice is the compiler's default by now: setting it compiles the same program (ON_BY_DEFAULT).
 tests/sharding/test_compiler_options.py compiles with and without each name here.

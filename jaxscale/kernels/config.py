@@ -1,4 +1,4 @@
-"""Settings of kernels, requirements of models on attention, and choices of a plan."""
+"""Settings of kernels, attention features that models need, and implementations that a plan selects."""
 
 import dataclasses
 from typing import Literal, NamedTuple

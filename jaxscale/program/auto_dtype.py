@@ -1,4 +1,4 @@
-"""Resolves dtypes that are 'auto', for a device or from a run's record."""
+"""Resolves dtypes that are 'auto', for a device or from an earlier run's record."""
 
 import dataclasses
 from collections.abc import Mapping

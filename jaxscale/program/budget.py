@@ -1,4 +1,4 @@
-"""Resolves tokens, steps, batch sizes and schedule steps of a run."""
+"""Computes the tokens, steps, batch sizes and schedule of a run."""
 
 import dataclasses
 import math

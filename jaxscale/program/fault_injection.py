@@ -1,4 +1,4 @@
-"""Numerical faults of system/faults.py, injected for tests by environment variables."""
+"""Injects the numerical faults of system/faults.py for tests, by environment variables."""
 
 import dataclasses
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Checks mesh, kernels, data and memory before compilation, and reports all problems together."""
+"""Checks mesh, kernels, data and memory before compilation."""
 
 import dataclasses
 import os

@@ -1,4 +1,4 @@
-"""Bytes per device of a training step: the state exactly, activations as an estimate.
+"""Computes the bytes per device of a training step. Activations are estimates.
 
 The axis objects of the plan answer what their collectives hold (core/axes); this adds them up. Routing is unknown
 before training, and assumed balanced: every expert gets as many rows, and one all-to-all round is enough.

@@ -1,4 +1,4 @@
-"""Reports out-of-memory errors of devices in one line instead of XLA's traceback."""
+"""Reports out-of-memory errors in one line instead of XLA's traceback."""
 
 import contextlib
 import re

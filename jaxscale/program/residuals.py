@@ -1,4 +1,4 @@
-"""Arrays that each block saves for the backward pass without remat (remat="none").
+"""Arrays that each block saves for the backward pass with remat="none".
 
 Derived from the model's code: the operands of each derivative, in their dtype. They match the arrays carried by the
 layer loops of quickstart, masked_lm, span_corruption and gpt2_124m as XLA:TPU compiled them (its buffer assignment,

@@ -1,4 +1,4 @@
-"""Conditions on other settings under which a setting is read (`read_if` of a setting).
+"""Conditions on other settings under which a setting has an effect (`read_if`).
 
 `data.name=files|hf and data.mixture or not data.val_files`: 'or' separates alternatives, 'and' their clauses. A clause
 is NAME=A|B (its value, or one of its values, is A or B), NAME!=A|B (none is), NAME (it is on: not 0, false, none or

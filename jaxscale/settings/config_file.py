@@ -1,4 +1,4 @@
-"""Makes a checked RunConfig from a config file and a command line.
+"""Builds and checks a RunConfig from a config file and a command line.
 
 A config is executed, so it must be a local file.
 """

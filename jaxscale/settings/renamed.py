@@ -1,4 +1,4 @@
-"""Renamed settings, whose old names are still accepted. This covers configs, command lines and records of older
+"""Renamed settings whose old names are still accepted. This covers configs, command lines and records of older
 runs."""
 
 import functools

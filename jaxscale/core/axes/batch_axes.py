@@ -1,4 +1,4 @@
-"""Data and FSDP parallelism: all-gathers weights, and reduces gradients, inside shard_map.
+"""Data and FSDP parallelism inside shard_map: all-gathers weights and reduces gradients.
 
 Left alone, the SPMD partitioner all-reduces over the data axis once per microbatch; once per step is enough.
 """

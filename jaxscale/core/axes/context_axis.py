@@ -1,4 +1,4 @@
-"""Context parallelism inside shard_map: devices shard the positions of a row.
+"""Context parallelism inside shard_map: shards the positions of a sequence.
 
 A causal query attends to all keys before it, so contiguous shards would do unequal work. In zigzag order a row is
 divided into twice as many chunks as devices; each device has one early and one late chunk (first and last, second and

@@ -1,4 +1,4 @@
-"""Router metrics, auxiliary losses and load balancing of mixtures of experts. Balancing without auxiliary losses
+"""Router metrics, auxiliary losses and load balancing of MoE models. Balancing without auxiliary losses
 (arXiv:2408.15664) updates router biases from token counts, without gradients.
 
 L layers  E experts  Q rounds of an all-to-all exchange

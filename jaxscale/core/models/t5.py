@@ -1,4 +1,4 @@
-"""T5 encoder-decoder (arXiv:1910.10683): RMSNorm, relative position biases on attention scores, no other biases.
+"""T5 encoder-decoder (arXiv:1910.10683): RMSNorm, and relative position biases on attention scores as the only biases.
 
 Version 1.0 has a ReLU and one shared table; 1.1 a gated GELU (arXiv:2002.05202) and a separate output projection.
 

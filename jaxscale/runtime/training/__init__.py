@@ -1,1 +1,1 @@
-"""The training loop: batches, limits, recovery, replicas and reports around the compiled step."""
+"""The training loop around the compiled step: batches, limits, recovery, replicas and reports."""

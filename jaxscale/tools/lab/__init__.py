@@ -1,1 +1,1 @@
-"""Sweeps of small runs, and results with confidence intervals."""
+"""Sweeps of small runs, with confidence intervals."""

@@ -1,1 +1,1 @@
-"""Estimates cost, time and memory of a run without a compiler."""
+"""Estimates the cost, time and memory of a run without compiling it."""

@@ -1,1 +1,1 @@
-"""Memory, time and communication of steps compiled for devices that are not attached."""
+"""Compiles steps for devices that are not attached, and reports memory, time and communication."""

@@ -1,1 +1,1 @@
-"""Measures matmuls, memory, links, kernels, a training step and storage of a machine."""
+"""Measures matmuls, memory, links, kernels, a training step and storage on a machine."""
