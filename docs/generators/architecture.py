@@ -19,15 +19,15 @@ HEAD = """# Architecture
 
 ![Packages by import level, with those that import most at the top](architecture.svg)
 
-A package imports only packages from lower levels. `tests/test_layers.py` enforces this order. After you change imports or
-docstrings, regenerate this page with `python docs/build.py --gather`.
+A package imports only packages from lower levels. `tests/test_layers.py` enforces this order. After you change imports
+or docstrings, regenerate this page with `python docs/build.py --gather`.
 """
 READ = """
 ## Call path of a training run
 
 1. `main.py` parses the flags and the config, and calls `train_in` (`api/training.py`).
-2. `open_run` (`runtime/run/opening.py`) opens the work folder and restores the newest checkpoint. `build.py` creates the
-   mesh, the sharded model, the optimizer and the compiled step from the config.
+2. `open_run` (`runtime/run/opening.py`) opens the work folder and restores the newest checkpoint. `build.py` creates
+   the mesh, the sharded model, the optimizer and the compiled step from the config.
 3. `train_to_completion` (in the same file) calls `train` (`runtime/training/loop.py`).
 4. `train` calls `step_through` (in the same file), which runs the compiled step once per batch.
 5. `train_step` (`core/step.py`) calls `Gradients` (`core/gradients.py`), which computes the loss
