@@ -85,9 +85,9 @@ def timeline(name: str) -> str:
     width = LEFT + max(took(make_schedule(*shown)) for shown in SHOWN.values()) * UNIT + 2
     bottom = TOP + P * (ROW + GAP)
     caption = sentence(
-        f"{title}. {schedule.num_ticks} ticks; the step takes as long as {took(schedule):g} forward passes of a stage, "
-        f"and a stage {lost} {bubble_fraction(schedule, chunk_costs(schedule)):.1%} of it. It saves the inputs of at "
-        f"most {schedule.num_slots} passes."
+        f"{title}. The step has {schedule.num_ticks} ticks and takes as long as {took(schedule):g} forward passes of a "
+        f"stage. A stage {lost} {bubble_fraction(schedule, chunk_costs(schedule)):.1%} of this time, and saves the "
+        f"inputs of at most {schedule.num_slots} passes. The loss is omitted."
     )
     return figure(title, orders(schedule), caption, (width, bottom + 24), marks + list(key(schedule, bottom + 8)))
 

@@ -50,17 +50,19 @@ def drawing() -> str:
     wide = CHUNKS * CELL
     second = LEFT + wide + BETWEEN
     marks: list[str] = []
-    for axis, left, name in ((ZIGZAG, LEFT, "zigzag"), (IN_ORDER, second, "in row order")):
+    for axis, left, name in ((ZIGZAG, LEFT, "zigzag"), (IN_ORDER, second, "contiguous")):
         load = f"{name}: busiest device has {work(axis).max():.0%} of the work"
         marks.append(text(left, 12, load, anchor="start", size=13))
         marks.append(text(left, 30, "keys to the right, queries downwards", anchor="start", size=11))
         marks += triangle(axis, left)
     told = " ".join(
         f"{name}: " + ", ".join(f"device {device} has {words(axis, device)}" for device in range(DEVICES)) + "."
-        for axis, name in ((ZIGZAG, "Zigzag"), (IN_ORDER, "In row order"))
+        for axis, name in ((ZIGZAG, "Zigzag"), (IN_ORDER, "Contiguous"))
     )
     title = f"Keys that the queries of {DEVICES} devices attend to"
-    caption = sentence(f"{title}: a row in {CHUNKS} chunks. A triangle on the diagonal is the causal half of a chunk.")
+    caption = sentence(
+        f"{title}. The sequence has {CHUNKS} chunks. Each triangle on the diagonal is the causal half of a chunk."
+    )
     return figure(title, told, caption, (second + wide + 62, TOP + wide + 6), marks)
 
 
@@ -73,4 +75,4 @@ def words(axis: ContextAxis, device: int) -> str:
 def shares() -> str:
     """What each device has in both orders."""
     rows = [[f"{device}", words(ZIGZAG, device), words(IN_ORDER, device)] for device in range(DEVICES)]
-    return table(["device", "zigzag", "in row order"], rows)
+    return table(["device", "zigzag", "contiguous"], rows)
