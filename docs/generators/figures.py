@@ -184,16 +184,16 @@ def ten_million() -> str:
             f"{units.count(round(low.params))} to {units.count(round(high.params))}",
             f"{units.count(round(low.tokens))} to {units.count(round(high.tokens))}",
         ])  # fmt: skip
-    head = ["chip", "list price an hour", "chip-hours", "FLOPs", "parameters", "tokens"]
+    head = ["chip", "list price per hour", "chip-hours", "FLOPs", "parameters", "tokens"]
     return table(head, rows)
 
 
 def reached_table() -> str:
     """What published runs reached of the peak, a line for each."""
     share = lambda row: f"{row.low:.1%}" if row.low == row.high else f"{row.low:.1%} to {row.high:.1%}"
-    kind = lambda row: "mixture" if row.mixture else "dense"
+    kind = lambda row: "MoE" if row.mixture else "dense"
     rows = [[row.chip, row.run, kind(row), share(row), row.source] for row in ROWS]
-    return table(["chip", "run", "", "MFU", "source"], rows)
+    return table(["chip", "run", "model", "MFU", "source"], rows)
 
 
 def lowest_params(flops: float, law: scaling.Terms) -> float:
@@ -221,7 +221,7 @@ def published_runs() -> str:
     rows = [
         [name, f"{flops:.2e}", days(flops, 1.0), f"{days(flops, high)} to {days(flops, low)}"] for name, flops in runs
     ]
-    return table(["run", "FLOPs", "A100-days at the whole peak", f"at {low:.0%} to {high:.0%} MFU"], rows)
+    return table(["run", "FLOPs", "A100-days at peak FLOP/s", f"at {low:.0%} to {high:.0%} MFU"], rows)
 
 
 def setting_count(cls: type) -> str:
