@@ -24,7 +24,9 @@ WORKERS = 2
 HEADER = re.compile(r"^Preflight.*?(?=^\"\"\")", re.M | re.S)
 TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(?=<!-- end -->)", re.S)
 TIMES = "minimum step time | exposed | overlapped | maximum MFU | compiled"
-MAXTEXT_HEAD = f"| slice, sequences per chip | MaxText peak | jaxscale peak | MaxText bytes | jaxscale bytes | {TIMES} |"
+MAXTEXT_HEAD = (
+    f"| slice, sequences per chip | MaxText peak | jaxscale peak | MaxText bytes | jaxscale bytes | {TIMES} |"
+)
 LAYOUTS_HEAD = f"| mesh, model, machine | chips | peak memory per chip | sent per chip and step | {TIMES} |"
 GROWTH_HEAD = f"| slice | chips | peak memory per chip | sent per chip and step | {TIMES} |"
 RULE = "|---" * 10 + "|"
