@@ -16,12 +16,12 @@ class Row(NamedTuple):
 
 FAULTS = {
     "F1": Row(
-        "kill -9 at every named point of a save",
-        "after a restart, the same losses, batches and state as an uninterrupted run",
+        "SIGKILL at any named point of a save",
+        "after a restart, losses, batches and state equal an uninterrupted run's",
     ),
     "F2": Row(
         "a bit flips in a checkpoint's files",
-        "detected and never trained on: an older step is restored, or exit 19",
+        "an older checkpoint is restored, or the run exits with 19",
     ),
     "F3": Row(
         "stop and resume at steps where off-by-one errors are likely",
@@ -29,27 +29,39 @@ FAULTS = {
     ),
     "F4": Row(
         "the disk is full",
-        "reported within one step; older steps remain; the next save that fits works",
+        "reported within one step; older checkpoints remain; the next save that fits succeeds",
     ),
-    "F5": Row("SIGTERM to one of two processes", "both save the same step and exit with 10; resume is exact"),
-    "F6": Row("SIGTERM to a single process", "the same"),
+    "F5": Row(
+        "SIGTERM to one of two processes",
+        "both processes save the same step and exit with 10; resume is exact",
+    ),
+    "F6": Row(
+        "SIGTERM to a single process",
+        "as for F5",
+    ),
     "F7": Row(
         "SIGKILL of one of several processes",
-        "the others name it and exit with 13 within 5 s; the run can be resumed",
+        "the other processes name it and exit with 13 within 5 s; the run can resume",
     ),
     "F8": Row(
         "a process hangs in data, step, save, restore or evaluation",
-        "all stacks on disk, exit 15 within the time limit",
+        "all stacks are written; exit 15 within the time limit",
     ),
-    "F9": Row("a write fails in one process", "nothing is committed; all report the cause"),
+    "F9": Row(
+        "a write fails in one process",
+        "nothing is committed; all processes report the cause",
+    ),
     "F10": Row(
         "a gradient is NaN",
-        "the step is skipped; if repeated, exit 17 naming step and parameter",
+        "the step is skipped; after repetitions, exit 17 naming step and parameter",
     ),
-    "F11": Row("the loss spikes", "rewind and skip the batches around the spike"),
+    "F11": Row(
+        "the loss spikes",
+        "rewind and skip the batches around the spike",
+    ),
     "F12": Row(
-        "resume with other devices, meshes or processes",
-        "the same state and batches, losses equal up to summation order",
+        "a resume with different devices, meshes or processes",
+        "the same state and batches; losses are equal up to summation order",
     ),
     "F13": Row(
         "a setting changed",
@@ -60,27 +72,39 @@ FAULTS = {
         "exit 12 before the first step, naming the difference",
     ),
     "F15": Row(
-        "two runs in one folder",
-        "the second exits with 18; the lock of a dead run is taken over",
+        "two runs use one folder",
+        "the second run exits with 18; a dead run's lock is taken over",
     ),
-    "F16": Row("kill -9 of a run in a bucket", "as F1"),
+    "F16": Row(
+        "SIGKILL of a run in a bucket",
+        "as for F1",
+    ),
     "F17": Row(
         "the bucket returns 429 or 5xx, breaks connections, or is slow",
         "no save is lost; training never waits for the bucket",
     ),
     "F18": Row(
         "the bucket is unreachable or denies access",
-        "training continues, saves resume; exit 14 after the time limit; missing permissions are reported",
+        "training continues and saves resume later; exit 14 after a time limit; missing permissions are reported",
     ),
     "F19": Row(
         "truncated, missing, empty or foreign files among checkpoints",
-        "never used; foreign files are not touched",
+        "never used; foreign files are not changed",
     ),
-    "F20": Row("a damaged record next to the arrays", "detected by its sha256"),
-    "F21": Row("a machine freezes and wakes up", "the others exit; that machine cannot write after it wakes"),
-    "F22": Row("the first process dies", "the others exit with 13 and name it"),
+    "F20": Row(
+        "a damaged record next to the arrays",
+        "detected by its sha256",
+    ),
+    "F21": Row(
+        "a machine freezes and wakes up",
+        "the other processes exit; the machine writes nothing afterwards",
+    ),
+    "F22": Row(
+        "the first process dies",
+        "the other processes name it and exit with 13",
+    ),
     "F23": Row(
-        "a data worker dies or the trainer is killed",
+        "a data worker dies, or the trainer is killed",
         "the error names shard and tokens; no process remains",
     ),
     "F24": Row(
@@ -89,97 +113,146 @@ FAULTS = {
     ),
     "F25": Row(
         "one device computes a wrong bit",
-        "exit 16 naming the device, unless repeated steps are right",
+        "exit 16 naming the device, unless repeated steps are correct",
     ),
-    "F26": Row("a folder is read-only, inaccessible or missing", "reported before compilation; during the run as F4"),
-    "F27": Row("clocks jump or disagree", "nothing is deleted, timed out or taken over"),
+    "F26": Row(
+        "a folder is read-only, inaccessible or missing",
+        "reported before compilation; during the run, as for F4",
+    ),
+    "F27": Row(
+        "clocks jump or disagree",
+        "nothing is deleted, timed out or taken over",
+    ),
     "F28": Row(
         "a run crashes repeatedly before its first save",
-        "the supervisor backs off and gives up",
+        "the supervisor waits, then gives up",
     ),
     "F29": Row(
-        "a secret in the environment; a script in a document",
-        "never written; shown as text",
+        "secrets in the environment; scripts in documents",
+        "secrets are never written; scripts are shown as text",
     ),
-    "F30": Row("minutes of random faults", "as F1"),
+    "F30": Row(
+        "minutes of random faults",
+        "as for F1",
+    ),
     "F31": Row(
         "a checkpoint is moved, copied or linked to another step number",
         "moved aside; never used as that step",
     ),
-    "F32": Row("a process that lost its lock wakes up", "it writes nothing"),
-    "F33": Row("a checkpoint's file list or commit marker is damaged", "detected and reported"),
+    "F32": Row(
+        "a process that lost its lock wakes up",
+        "it writes nothing",
+    ),
+    "F33": Row(
+        "a checkpoint's file list or commit marker is damaged",
+        "detected and reported",
+    ),
     "F34": Row(
         "the work folder is renamed or deleted",
         "exit 14; nothing is created at the old path",
     ),
-    "F35": Row("the lock is a dangling link, a folder or a FIFO", "a one-line error"),
-    "F36": Row("the disk has no inodes left", "reported as such"),
-    "F37": Row("a signal during the final sample or export", "exit 10, or 0 if all is saved"),
+    "F35": Row(
+        "the lock is a dangling link, a folder or a FIFO",
+        "a one-line error",
+    ),
+    "F36": Row(
+        "the disk has no inodes left",
+        "reported as the cause",
+    ),
+    "F37": Row(
+        "a signal arrives during the final sample or export",
+        "exit 10, or 0 if everything is saved",
+    ),
     "F38": Row(
         "shards, manifests or cached tokens are damaged, swapped or point outside their folder",
-        "detected before training on them",
+        "detected before training uses the data",
     ),
     "F39": Row(
-        "a defect in jaxscale",
-        "exit 1 with its traceback",
+        "jaxscale has a defect",
+        "exit 1 with a traceback",
     ),
     "F41": Row(
         "a host's local copy is damaged, or the host is replaced",
-        "reported; the neighbor's copy is used, else the previous one, else the checkpoint",
+        "the neighbor's copy is used, else the previous copy, else the checkpoint",
     ),
-    "F42": Row("local copies of discarded steps, another run, or a process that had lost the lock", "never used"),
+    "F42": Row(
+        "local copies of discarded steps, another run, or a process that had lost the lock",
+        "never used",
+    ),
 }
 THREATS = {
     "H1": Row(
         "code in a checkpoint, tokenizer or array file",
         "no unpickling, torch.load or eval of files",
     ),
-    "H2": Row("a config is Python code", "only local files outside work folders are executed"),
+    "H2": Row(
+        "a config is Python code",
+        "only local files outside work folders are executed",
+    ),
     "H3": Row(
         "a tokenizer with code, or a replaced tokenizer",
-        "never executed; the sha256 is compared on resume",
+        "code is never executed; the sha256 is compared on resume",
     ),
-    "H4": Row("path traversal in file names", "only plain names are accepted"),
+    "H4": Row(
+        "path traversal in file names",
+        "only plain names are accepted",
+    ),
     "H5": Row(
         "files that decompress beyond memory",
-        "limits on files, documents and lines; errors name file and position",
+        "files, documents and lines have limits; errors name file and position",
     ),
     "H6": Row(
-        "secrets in logs, records and reports", "settings with a recognized secret are rejected; output is redacted"
+        "secrets in logs, records and reports",
+        "settings with a recognized secret are rejected; output is redacted",
     ),
     "H7": Row(
         "files readable by other users",
-        "folders have mode 0700, files 0600; set by --run_dir_mode",
+        "folders have mode 0700, files 0600; --run_dir_mode changes this",
     ),
     "H8": Row(
         "open ports",
-        "listens only on the run's interface; local copies need a secret",
+        "processes listen only on the run's interface; local copies need a secret",
     ),
     "H9": Row(
         "scripts from documents in HTML reports",
         "escaped; the page cannot load or run anything",
     ),
-    "H10": Row("replaced objects in a bucket", "sizes and sha256 are compared on open"),
-    "H11": Row("access tokens sent to another address", "endpoints other than Google and this machine are rejected"),
-    "H12": Row("changed dependencies", "version bounds; versions are logged at each start"),
+    "H10": Row(
+        "replaced objects in a bucket",
+        "sizes and sha256 are compared when opened",
+    ),
+    "H11": Row(
+        "access tokens sent to another address",
+        "endpoints other than Google and this machine are rejected",
+    ),
+    "H12": Row(
+        "changed dependencies",
+        "versions have bounds and are logged at each start",
+    ),
     "H13": Row(
         "text that controls the terminal or breaks a log",
         "control characters are removed; records are JSON",
     ),
     "H14": Row(
-        "races in /tmp",
+        "files planted in /tmp",
         "nothing is stored there",
     ),
-    "H15": Row("symbolic links in a downloaded folder", "no file outside the folder is read"),
+    "H15": Row(
+        "symbolic links in a downloaded folder",
+        "no file outside the folder is read",
+    ),
     "H16": Row(
         "malicious names and texts in pages, terminals and logs",
-        "escaped: HTML, Markdown, control and bidirectional characters",
+        "HTML, Markdown, control and bidirectional characters are escaped",
     ),
     "H17": Row(
         "decompression bombs, endless templates, nested JSON, huge sizes",
-        "limits on memory and time; exit 2",
+        "memory and time are limited; exit 2",
     ),
-    "H18": Row("idle and slow clients of a local page", "the page stays responsive"),
+    "H18": Row(
+        "idle and slow clients of a local page",
+        "the page stays responsive",
+    ),
 }
 ALL = FAULTS | THREATS
 

@@ -36,9 +36,9 @@ def page(covered: Mapping[str, Sequence[str]], outcomes: Mapping[str, str], made
     lines = [
         "# Fault tests",
         "",
-        "This page lists the faults and threats that jaxscale handles, the guaranteed behavior and the tests.",
-        "`tests/faults/make_table.py` generates it from a test run. A test declares its faults with "
-        """`@pytest.mark.fault("F4")`; `grep -rn 'fault(.*"F4"' tests` lists the tests of a row.""",
+        "This page lists faults and threats, the guaranteed behavior and the tests.",
+        "`tests/faults/make_table.py` generates it from a test run. "
+        """`grep -rn 'fault(.*"F4"' tests` lists the tests of fault F4.""",
         "",
         f"Environment: {made}.",
         "All processes ran on one machine, and buckets were emulated. No TPU or GPU was used.",
