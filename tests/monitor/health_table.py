@@ -115,26 +115,26 @@ def paragraph(text: str) -> str:
 
 ORIGIN = paragraph(f"""
 This page shows how often the [health alerts](health.md) detect a problem, and how often they raise false alarms.
-`tests/monitor/health_table.py` generates it, with the synthetic curves of `tests/monitor/curves.py` for seeds
-{REPORTED[0]} to {REPORTED[-1]}. Thresholds were chosen on seeds {TUNED[0]} to {TUNED[-1]}; three rules were revised on
-{SEEN[0]} to {SEEN[-1]}.
+`tests/monitor/health_table.py` generates it. The synthetic curves (`tests/monitor/curves.py`) have seeds
+{REPORTED[0]} to {REPORTED[-1]}. Thresholds were chosen on seeds {TUNED[0]} to {TUNED[-1]}, and three rules were
+revised on seeds {SEEN[0]} to {SEEN[-1]}.
 """)
 RECORDED = f"""
-Recorded (`tests/monitor/recorded_runs.py`): ten clean runs of the quick start (`configs/quickstart.py` until
-2026-11-25, with AdamW; 489 steps on two cores), and ten of a small config (200 steps of 1,024 tokens, 2 layers of
-width 128) with records every {", ".join(map(str, CADENCES))} steps. `speed_seconds` was chosen with the step times of
-earlier recordings in view. "Evaluated" counts the records for which the rule had enough data; rules without any are
-omitted. Clean runs have no forecast and no mixture of experts, and recorded runs have no data mixture.
+The recorded runs (`tests/monitor/recorded_runs.py`) are ten clean runs of the quick start (`configs/quickstart.py`
+until 2026-11-25, with AdamW; 489 steps on two cores) and ten of a small config (200 steps of 1,024 tokens,
+2 layers of width 128). The small config was evaluated with records every {", ".join(map(str, CADENCES[:-1]))} and
+{CADENCES[-1]} steps. `speed_seconds` was chosen after earlier recordings were seen. "Evaluated" is the number of
+records for which a rule had enough data.
 """
 
 
 STRENGTHS = f"""
-Strength is a factor (loss, norm, step time), a fraction of the step (starvation), of the remaining decrease (plateau),
-of the loss (oscillation) or of the residual stream (branch), MiB per record (memory), a value (layer, logits), a number
-of records or steps (NaN, skipped), or the increase per validation. The batch columns count the runs, of
-{len(REPORTED)}, in which an expected rule alerted; the noise is
-{", ".join(f"{size:.1%}" for size in NOISE.values())} of the loss. The delay is the median, in records. Weak faults show
-the limits of the rules.
+The meaning of the strength depends on the fault. It is a factor (of the loss, the norm or the step time), a fraction
+(of the step, the loss, the remaining decrease or the residual stream), MiB per record (memory), a value (layer,
+logits), a number of records or steps (NaN, skipped), or the increase per validation. The batch columns show in how many
+of {len(REPORTED)} runs an expected rule alerted. The noise of the loss is
+{", ".join(f"{size:.1%} ({name})" for name, size in NOISE.items())}. The delay is the median in records. Weak faults
+show the limits of the rules.
 """
 
 
@@ -171,7 +171,8 @@ def table() -> str:
             "## False alarms",
             "",
             paragraph(
-                f"Synthetic: {runs} clean runs with {records:,} records, each schedule with each batch size. {RECORDED}"
+                f"The {runs} synthetic clean runs have {records:,} records and cover all schedules and batch sizes. "
+                f"{RECORDED}"
             ),
             "",
             "| rule | synthetic | evaluated | quick start | evaluated | small config | evaluated |",
