@@ -1,7 +1,8 @@
-"""Publishes a finished set: writes its indexes, and copies it from a local folder to a bucket, the manifest last.
+"""Writes the indexes of a prepared dataset and uploads the dataset to a bucket.
 
-An index finds documents by name, or holds the row plan of runs with known settings. It is a folder with its own
-checksums, named by its inputs. The manifest does not list it, so indexes can be added to a set at any time.
+There are two kinds of index: one finds documents by name, the other stores the row plan of runs with known settings.
+An index is a folder with its own checksums, named by a hash of its inputs. The manifest does not list indexes, so they
+can be added to a dataset at any time.
 """
 
 import base64
@@ -21,13 +22,13 @@ from jaxscale.system.exits import BadInput
 from jaxscale.system.storage import open_bucket
 from jaxscale.tools.corpus.prepare.config import RowsConfig
 
-MAX_UPLOADS = 4  # at a time
+MAX_UPLOADS = 4  # concurrent uploads
 
 
 def publish_indexes(folder: Path, cfg: RowsConfig, say: Callable[[str], None]) -> None:
-    """Writes the indexes of the finished set in `folder` that do not exist yet.
+    """Writes the missing indexes of the complete dataset in `folder`.
 
-    Raises: BadInput if the set is incomplete, and for rows longer than all its tokens.
+    Raises BadInput if the dataset is incomplete, or if a sequence length exceeds the number of tokens in the dataset.
     """
     shards = open_set(check_manifest(folder / NAME, deep=False))
     publish_names(folder, shards)
@@ -55,13 +56,13 @@ def publish(
     bucket: Bucket | None = None,
     say: Callable[[str], None] = print,
 ) -> str:
-    """Uploads the set in `folder` and its indexes to `url`. Returns the gs:// address of the manifest.
+    """Uploads the dataset in `folder` and its indexes to `url`. Returns the gs:// address of the manifest.
 
-    extra_files: files that the manifest does not list, such as a report.
+    extra_files: files to upload that the manifest does not list, such as a report.
 
-    A repeated call sends only what is missing. The manifest is sent last, and readers open a set by it, so a
-    partial set is never trained on.
-    Raises: BadInput if the local set is incomplete, or if the address holds another set or may not be written.
+    A repeated call uploads only missing files. Readers open a dataset through its manifest, which is uploaded last, so
+    that no run trains on a partial upload.
+    Raises BadInput if the local dataset is incomplete, if `url` has a different dataset, or if it is not writable.
     """
     bucket, url = bucket or open_bucket(writing=True), url.rstrip("/")
     manifest = check_manifest(Path(folder) / NAME, deep=True)
@@ -69,7 +70,7 @@ def publish(
     if bucket.metadata(address) is not None:
         remote = read_remote_manifest(address, bucket)
         if remote.files != manifest.files:
-            raise BadInput(f"{address} is the manifest of another set; publish to an empty URL, or delete that one")
+            raise BadInput(f"{address} belongs to a different dataset; publish to an empty URL, or delete that dataset")
     say(f"publishing {len(manifest.files):,} files to {url}")
 
     def send(name: str) -> bool:
@@ -88,6 +89,6 @@ def publish(
     headers = [name for name in indexes if name.endswith(HEADER)]
     with ThreadPoolExecutor(MAX_UPLOADS) as pool:
         sent = sum(pool.map(send, [*manifest.files, *extra_files, *(name for name in indexes if name not in headers)]))
-    sent += sum(map(send, [*headers, NAME]))  # after the files that they list
-    say(f"  {sent:,} files sent, {len(manifest.files) + len(extra_files) + len(indexes) + 1 - sent:,} already there")
+    sent += sum(map(send, [*headers, NAME]))  # uploaded after the files that they list
+    say(f"  {sent:,} files uploaded, {len(manifest.files) + len(extra_files) + len(indexes) + 1 - sent:,} unchanged")
     return address

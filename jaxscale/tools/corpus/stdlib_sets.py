@@ -1,8 +1,8 @@
-"""Small datasets from this Python's standard library, for use without a network: text, questions, conversations.
+"""Builds small datasets (text, questions, conversations) from the source code of Python's standard library.
 
   python -m jaxscale.tools.corpus.stdlib_sets --output=sets --most_bytes=2000000
 
-The same Python gives the same files. Sources are parsed, not imported.
+No network is needed, and the same Python version gives the same files. Sources are parsed, not imported.
 """
 
 import ast
@@ -20,9 +20,9 @@ from jaxscale.settings.help_text import command
 from jaxscale.system.exits import BadInput, put, run_and_exit
 from jaxscale.system.paths import write_text_atomic
 
-HOLDOUT_EVERY = 10  # one of this many modules is held out
+HOLDOUT_EVERY = 10  # on average, one module in this many is held out
 WRONG = 3  # wrong answers per question
-SHORTEST, LONGEST = 12, 160  # characters of an answer
+SHORTEST, LONGEST = 12, 160  # limits of an answer's length, in characters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,13 +31,13 @@ class Flags:
 
     output: str = flag(
         "",
-        "writes text.jsonl (module source, for training), held.jsonl (held-out modules), chat.jsonl (questions on "
-        "functions and classes, answered by the first line of their documentation) and questions.jsonl (the same for "
-        "the held-out modules, with three wrong answers, for `jaxscale evaluate`)",
+        "write text.jsonl (source code of modules, for training), held.jsonl (held-out modules), chat.jsonl (questions "
+        "on functions and classes, answered by the first line of their docstring) and questions.jsonl (questions on "
+        "the held-out modules, with three wrong answers each, for `jaxscale evaluate`)",
         "FOLDER",
     )
     most_bytes: int | None = flag(
-        None, "limit of source bytes, for a small set; default: all, about 12 MB", "N", least=1
+        None, "maximum total size of the sources in bytes; default: all, about 12 MB", "N", least=1
     )
 
 
@@ -45,7 +45,7 @@ class Flags:
 def main(arguments: Arguments) -> None:
     """Writes the datasets."""
     if not arguments.flags.output:
-        raise BadInput("--output=FOLDER is required: the folder for the sets")
+        raise BadInput("--output=FOLDER is required; the datasets are written to this folder")
     folder = pathlib.Path(arguments.flags.output)
     counts = write_sets(folder, arguments.flags.most_bytes)
     put(f"{folder}: " + ", ".join(f"{count} lines in {name}" for name, count in counts.items()))
@@ -77,7 +77,7 @@ def write_sets(folder: pathlib.Path, most_bytes: int | None = None) -> dict[str,
 
 
 def read_sources(most_bytes: int | None) -> dict[str, str]:
-    """Returns {module: source} of pseudorandom modules, at most `most_bytes`."""
+    """Returns {module: source} for modules in pseudorandom order, up to a total of `most_bytes`."""
     found, size = {}, 0
     for file in sorted(stdlib_files(), key=lambda file: digest(file.name)):
         try:
@@ -103,18 +103,18 @@ def digest(name: str) -> str:
 
 
 def documented_names(module: str, source: str) -> Iterator[tuple[str, str]]:
-    """Yields (name, first line of the docstring) of public functions, classes and methods with a suitable line."""
+    """Yields (name, docstring's first line) of public functions, classes and methods; other lengths are skipped."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about invalid escapes in old sources
+        warnings.simplefilter("ignore")  # old sources have invalid escape sequences
         try:
             tree = ast.parse(source)
-        except SyntaxError:  # intentionally invalid, such as the data of lib2to3
+        except SyntaxError:  # some files are invalid on purpose, such as test data of lib2to3
             return
     yield from names_in_body(module, tree.body)
 
 
 def names_in_body(name: str, body: Sequence[ast.stmt]) -> Iterator[tuple[str, str]]:
-    """Yields the documented names of a module's or class's statements."""
+    """Yields (name, first line of the docstring) for the statements of a module or class, recursively."""
     for node in body:
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) or node.name.startswith("_"):
             continue
@@ -126,7 +126,7 @@ def names_in_body(name: str, body: Sequence[ast.stmt]) -> Iterator[tuple[str, st
 
 
 def questions(asked: Sequence[tuple[str, str]]) -> list[dict]:
-    """Returns the lines of questions.jsonl; wrong answers are those of other entries, shuffled per question."""
+    """Returns the records of questions.jsonl. Wrong answers are sampled from the answers to other questions."""
     lines = sorted({line for _, line in asked})
     found = []
     for name, right in asked:

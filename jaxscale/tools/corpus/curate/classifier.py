@@ -1,13 +1,13 @@
-"""Classifiers of documents: quality, by logistic regression on hashed word n-grams or a fastText model; and toxicity.
+"""Document classifiers: quality (logistic regression on hashed word n-grams, or a fastText model) and toxicity.
 
-Quality: a two-label fastText classifier (arXiv:1607.01759) without hidden layer: each n-gram of one or two words has a
-weight, indexed by its hash (arXiv:0902.2206), and a document's score is the logistic function of their mean. GPT-3
-selected pages this way (arXiv:2005.14165, appendix A), DCLM with fastText itself (arXiv:2406.11794). Words: hashes.py.
+The quality classifier is a fastText classifier (arXiv:1607.01759) with two labels and no hidden layer. Each n-gram of
+one or two words has a weight, indexed by its hash (arXiv:0902.2206), and a document's score is the logistic function of
+the mean weight. GPT-3 selected pages this way (arXiv:2005.14165, appendix A), and DCLM with fastText itself
+(arXiv:2406.11794). hashes.py defines words.
 
-Toxicity: alt-profanity-check's linear model, trained on short comments. On ordinary documents it is above 0.5 for 9%
-and above 0.9 for 5%, mostly code and forum text, so that by default nothing is dropped. It takes longer than all other
-stages that look at one document (about 560 us for 3.3 kB): leave it out where the score is not wanted. Filtering by
-it, or by a word list, is optional.
+Toxicity is scored by alt-profanity-check's linear model, which was trained on short comments. Of ordinary documents, 9%
+score above 0.5 and 5% above 0.9, mostly code and forum text, so no document is dropped by default. The stage is slower
+than all other single-document stages (about 560 us for 3.3 kB). Filtering by score or by a word list is optional.
 """
 
 import dataclasses
@@ -31,21 +31,21 @@ from jaxscale.tools.corpus.curate.quality import read_words
 COLUMN = "quality"
 TOO_LOW = "classifier: score too low"
 FORMAT = "jaxscale linear classifier 1"  # first line of a weights file
-MAX_FILE_BYTES = 80 << 20  # of weights
+MAX_FILE_BYTES = 80 << 20  # maximum size of a weights file
 FASTTEXT = (".bin", ".ftz")
-MIN_EXAMPLES = 20  # examples of each kind; fewer give no meaningful accuracy
+MIN_EXAMPLES = 20  # examples of each kind; with fewer, the accuracy is not meaningful
 BATCH = 64  # examples per training step
-LEARNING_RATE = 10.0  # of Adagrad; on the texts of docs/prepare.md ROC AUC is 0.926 with it, 0.918 with 3, 0.912 with 1
+LEARNING_RATE = 10.0  # of Adagrad; ROC AUC on the texts of docs/prepare.md: 0.926 with 10, 0.918 with 3, 0.912 with 1
 TOO_TOXIC = "toxicity: score too high"
 LISTED = "toxicity: words of the list"
-# Scripts that are written without spaces between words (Chinese, Japanese, Thai, Lao, Khmer, Burmese).
+# Scripts without spaces between words (Chinese, Japanese, Thai, Lao, Khmer, Burmese).
 UNSPACED = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]")
 WORD = re.compile(r"\w+")
 THRESHOLDS = tuple(step / 20 for step in range(1, 20))  # thresholds in the report
 
 
 def make_classifier(cfg: ClassifierConfig) -> Stage:
-    """Returns a stage that adds each document's score, and drops documents below the threshold."""
+    """Returns a stage that adds a score to each document and drops documents below the threshold."""
     score = make_scorer(cfg)
 
     def judge(document: Document, found: float) -> Outcome:
@@ -57,7 +57,7 @@ def make_classifier(cfg: ClassifierConfig) -> Stage:
 
 
 def make_scorer(cfg: ClassifierConfig) -> Callable[[Sequence[Document]], list[float]]:
-    """Returns a function from documents to scores, rounded to 4 decimals since the last bits depend on the machine."""
+    """Returns a function that scores documents, rounded to 4 decimals because the last bits depend on the machine."""
     if cfg.weights.endswith(FASTTEXT):
         return fasttext_scorer(cfg)
     weights, bias, ngram_words, max_words = read_model(cfg.weights)
@@ -70,7 +70,7 @@ def make_scorer(cfg: ClassifierConfig) -> Callable[[Sequence[Document]], list[fl
 
 
 def fasttext_scorer(cfg: ClassifierConfig) -> Callable[[Sequence[Document]], list[float]]:
-    """Returns a scorer with fastText's probability of cfg.label. Raises BadInput for a model without that label."""
+    """Returns a function that gives fastText's probability of cfg.label. Raises BadInput if the model lacks it."""
     with importing(f"classifier.weights={cfg.weights}", "fasttext", "pip install fasttext-predict"):
         import fasttext
     try:
@@ -89,7 +89,7 @@ def fasttext_scorer(cfg: ClassifierConfig) -> Callable[[Sequence[Document]], lis
 
 
 def ngram_indices(words: np.ndarray, ngram_words: int, max_words: int, size: int) -> np.ndarray:
-    """Returns int64[k], the weight indices of all n-grams of up to ngram_words words. size: a power of two."""
+    """Returns int64[k], the weight indices of all n-grams of up to ngram_words words. `size` must be a power of two."""
     words = words[: max_words or None]
     shift = np.uint64(64 - (size.bit_length() - 1))
     found = [ngram_hashes(words, n) >> shift for n in range(1, ngram_words + 1)]
@@ -97,19 +97,19 @@ def ngram_indices(words: np.ndarray, ngram_words: int, max_words: int, size: int
 
 
 def scores(rows: Sequence[np.ndarray], weights: np.ndarray, bias: float) -> np.ndarray:
-    """Returns float64[n], the probability that each row is a good example: of the mean of its weights plus the bias."""
+    """Returns float64[n], the probability that each row is a good example: logistic(mean weight + bias)."""
     lengths = np.array([len(row) for row in rows], np.int64)
     flat = np.concatenate([np.zeros(0, np.int64), *rows])
     sums = np.concatenate([[0.0], np.cumsum(weights.take(flat), dtype=np.float64)])
     ends = lengths.cumsum()
-    logits = (sums[ends] - sums[ends - lengths]) / np.maximum(lengths, 1) + bias  # of an empty row: the bias
+    logits = (sums[ends] - sums[ends - lengths]) / np.maximum(lengths, 1) + bias  # an empty row gives the bias
     return 1 / (1 + np.exp(-np.clip(logits, -30, 30)))
 
 
 def train_classifier(good: Iterable[str], bad: Iterable[str], cfg: ClassifierConfig) -> tuple[bytes, dict[str, Any]]:
     """Returns (content of the weights file, facts for the report). The order of the examples does not matter.
 
-    Texts in both sets are ignored. Raises BadInput for fewer than MIN_EXAMPLES examples of a kind.
+    Texts in both sets are ignored. Raises BadInput for fewer than MIN_EXAMPLES examples of either kind.
     """
     kinds = [sample_texts(texts, cfg.max_examples) for texts in (good, bad)]
     both = kinds[0].keys() & kinds[1].keys()
@@ -117,17 +117,17 @@ def train_classifier(good: Iterable[str], bad: Iterable[str], cfg: ClassifierCon
     for name, kind in zip(("good", "bad"), chosen):
         if len(kind) < MIN_EXAMPLES:
             raise BadInput(
-                f"classifier.{name} has {len(kind)} distinct texts that are not in the other set; give at "
+                f"classifier.{name} has {len(kind)} distinct texts that are not in the other set; provide at "
                 f"least {MIN_EXAMPLES}, preferably thousands"
             )
     keys = [key for kind in chosen for key in kind]
-    is_test = np.array([key % (1 << 32) < cfg.held_out * (1 << 32) for key in keys])  # not the bits that chose them
+    is_test = np.array([key % (1 << 32) < cfg.held_out * (1 << 32) for key in keys])  # sample_texts used the upper bits
     words = word_hashes_of([text for kind in chosen for text in kind.values()])
     rows = [ngram_indices(row, cfg.ngram_words, cfg.max_words, 1 << cfg.bits) for row in words]
     good = np.arange(len(keys)) < len(chosen[0])
     for part in (good[~is_test], good[is_test]):
         if part.all() or not part.any():
-            raise BadInput(f"classifier.held_out={cfg.held_out} leaves only one kind in a part; give more examples")
+            raise BadInput(f"classifier.held_out={cfg.held_out} leaves a split with one kind; provide more examples")
     weights, bias = fit([rows[i] for i in np.flatnonzero(~is_test)], good[~is_test], cfg)
     test_scores, test_good = scores([rows[i] for i in np.flatnonzero(is_test)], weights, bias), good[is_test]
     facts = {"good": len(chosen[0]), "bad": len(chosen[1]), "in_both": len(both)}
@@ -138,7 +138,7 @@ def train_classifier(good: Iterable[str], bad: Iterable[str], cfg: ClassifierCon
 
 
 def sample_texts(texts: Iterable[str], max_texts: int) -> dict[int, str]:
-    """Returns {hash: text} of the different texts with the smallest hashes."""
+    """Returns {hash: text} of the distinct texts with the smallest hashes, at most `max_texts`."""
     found: dict[int, str] = {}
     for text in texts:
         found.setdefault(text_hash(text), text)
@@ -148,7 +148,7 @@ def sample_texts(texts: Iterable[str], max_texts: int) -> dict[int, str]:
 
 
 def fit(indices: Sequence[np.ndarray], good: np.ndarray, cfg: ClassifierConfig) -> tuple[np.ndarray, float]:
-    """Returns (float32[2^bits], bias), trained with Adagrad (Duchi et al., 2011); both kinds weigh the same."""
+    """Returns (float32[2^bits], bias), trained with Adagrad (Duchi et al., 2011). Both kinds have equal weight."""
     size, rng = 1 << cfg.bits, np.random.Generator(np.random.Philox(cfg.seed))
     weights, squares = np.zeros(size, np.float32), np.full(size, 1e-12, np.float32)
     bias = bias_squares = 0.0
@@ -171,7 +171,7 @@ def fit(indices: Sequence[np.ndarray], good: np.ndarray, cfg: ClassifierConfig) 
 
 
 def evaluate_scores(found: np.ndarray, good: np.ndarray) -> dict[str, Any]:
-    """Returns balanced accuracy, ROC AUC and the shares above each threshold, on held-out examples."""
+    """Returns balanced accuracy, ROC AUC and the fractions above each threshold, on held-out examples."""
     rank = np.argsort(np.argsort(found, kind="stable"), kind="stable")[good] + 1.0
     pairs = good.sum() * (~good).sum()
     above = lambda kind, least: float((found[kind] >= least).mean())
@@ -182,7 +182,7 @@ def evaluate_scores(found: np.ndarray, good: np.ndarray) -> dict[str, Any]:
 
 
 def read_model(path: str) -> tuple[np.ndarray, float, int, int]:
-    """Returns (weights, bias, ngram_words, max_words) of a file. Raises BadInput for another or a truncated one."""
+    """Returns (weights, bias, ngram_words, max_words) of a file. Raises BadInput if it is invalid or truncated."""
     try:
         content = foreign.read_named(path, MAX_FILE_BYTES)
     except OSError as error:
@@ -197,22 +197,22 @@ def read_model(path: str) -> tuple[np.ndarray, float, int, int]:
     sizes = [header.get(name) for name in ("bits", "ngram_words", "max_words")]
     is_complete = all(type(size) is int and size >= 0 for size in sizes) and isinstance(header.get("bias"), float)
     if not is_complete or header["bits"] > 24 or len(payload) != 4 << header["bits"]:
-        raise BadInput(f"classifier.weights={path} is incomplete; restore it, or train it again")
+        raise BadInput(f"classifier.weights={path} is incomplete; restore the file, or train the classifier again")
     weights = np.frombuffer(payload, "<f4")
     if not np.isfinite(weights).all() or not math.isfinite(header["bias"]):
-        raise BadInput(f"classifier.weights={path} has non-finite values; train it again")
+        raise BadInput(f"classifier.weights={path} has non-finite values; train the classifier again")
     return weights, header["bias"], max(1, min(header["ngram_words"], 9)), header["max_words"]
 
 
 def predict(texts: Sequence[str]) -> list[float]:
-    """Returns the probability of abuse of each text, to 4 decimals: the last bits depend on the machine."""
+    """Returns the probability of abuse of each text, rounded because the last bits depend on the machine."""
     with importing("the toxicity score", "alt-profanity-check", f"{PREPARE}, or set score=False"):
-        import profanity_check  # loads its own model file with joblib, from inside its own package
+        import profanity_check  # loads its model file with joblib, from inside its package
     return [round(float(p), 4) for p in profanity_check.predict_prob(list(texts))] if texts else []
 
 
 def make_counter(words: Sequence[str]) -> Callable[[str], int]:
-    """Returns a function that counts the entries in a text; whole words in scripts that separate words."""
+    """Returns a function that counts listed entries in a text, as whole words in scripts that separate words."""
     unspaced = [word for word in words if UNSPACED.search(word)]
     single = {word for word in words if WORD.fullmatch(word)}.difference(unspaced)
     others = [word for word in words if word not in single | set(unspaced)]

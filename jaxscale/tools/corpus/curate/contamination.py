@@ -1,11 +1,11 @@
-"""Decontamination: documents that share 13 words in a row with an evaluation item are dropped, or cut around them.
+"""Decontamination: drops documents that share 13 consecutive words with an evaluation item, or cuts the shared text.
 
-The rule is that of GPT-3 (arXiv:2005.14165, appendix C): a match is 13 consecutive lower-cased words without
-punctuation; a cut includes 200 characters on either side, pieces of 200 characters or more remain, and a document with
-more than ten cuts is dropped. Unlike GPT-3, n-grams of many training documents also match, and texts of items that are
-shorter than 13 words are searched for as a whole, down to 5 words.
+The rule is that of GPT-3 (arXiv:2005.14165, appendix C). A match is 13 consecutive lower-cased words, ignoring
+punctuation. A cut includes 200 characters on either side, remaining pieces have at least 200 characters, and documents
+that need more than ten cuts are dropped. Unlike GPT-3, n-grams that occur in many training documents also match, and
+item texts of 5 to 12 words are searched for as a whole.
 
-Evaluation items are named FILE:LINE or FILE:ROW, from 1; an index holds their word sequences.
+Evaluation items are named FILE:LINE or FILE:ROW, counted from 1. An index stores their n-grams.
 """
 
 import itertools
@@ -24,38 +24,38 @@ from jaxscale.tools.corpus.curate.config import ContaminationConfig
 from jaxscale.tools.corpus.curate.duplicates import merge_spans
 from jaxscale.tools.corpus.curate.hashes import hash_words, ngram_groups, ngram_hashes, powers, word_hashes, word_spans
 
-MIN_BITS, MAX_BITS = 24, 32  # size of the filter: from 2 MB, which fit in cache, to 512 MB
-CHOICE_WORDS = 8  # for a text in a list: choices are often phrases ("the temperature of the water")
-MAX_ITEMS = 10  # with the same short text; GPT-3 ignored n-grams that more than ten training documents had
-SPARE_BITS = 5  # filter bits per n-gram are at least 2^5: about 0.3% false positives
+MIN_BITS, MAX_BITS = 24, 32  # log2 of the Bloom filter's size in bits: 2 MB, which fits in cache, to 512 MB
+CHOICE_WORDS = 8  # minimum words of a text in a list, since answer choices are often common phrases
+MAX_ITEMS = 10  # ignore short texts that more items share; GPT-3 ignored n-grams of more than ten training documents
+SPARE_BITS = 5  # at least 2^5 filter bits per n-gram: about 0.3% false positives
 THREE, SEVEN, ONE_BIT = np.int64(3), np.int64(7), np.uint8(1) << np.arange(8, dtype=np.uint8)
 
 
 class Evaluation(NamedTuple):
-    """N-grams of all items, sorted by the hash of their first words; an n-gram of two items has two entries."""
+    """N-grams of all items, sorted by the hash of their first words. An n-gram of two items has two entries."""
 
-    search_words: int  # first words of an n-gram to search for, before all words are compared
+    search_words: int  # number of first words to look up; all words are compared after that
     heads: np.ndarray  # uint64[k]: hash of the first words
     wholes: np.ndarray  # uint64[k]: hash of all words
     sizes: np.ndarray  # int64[k]: number of words
     items: np.ndarray  # int64[k]: item number
-    names: list[str]  # of each item
+    names: list[str]  # name of each item
     counts: np.ndarray  # int64[items]: number of different n-grams
-    filter: np.ndarray  # uint8[2^bits / 8]: Bloom filter of the heads, see bloom_lookup
+    filter: np.ndarray  # uint8[2^bits / 8]: Bloom filter of the heads; see bloom_lookup
     bits: int
 
 
 class EvaluationItem(NamedTuple):
-    """A record with its texts, or a paragraph of a text file, each line of which has its own name."""
+    """Texts of a record, or the lines of a paragraph in a text file."""
 
-    names: list[str]  # of each text; the same for all texts of a record
+    names: list[str]  # item name of each text; a record has one name, a line its own
     texts: list[str]
-    choices: list[bool]  # of each text: True in a list
+    choices: list[bool]  # for each text, True if it is in a list
     spans_texts: bool  # True if an n-gram may span two texts
 
 
 class Hits(NamedTuple):
-    """Occurrences of evaluation n-grams in documents; one entry for each n-gram and item."""
+    """Occurrences of evaluation n-grams in documents, with one entry for each n-gram and item."""
 
     documents: np.ndarray  # int64[k]
     places: np.ndarray  # int64[k]: index of the n-gram's first word
@@ -63,7 +63,7 @@ class Hits(NamedTuple):
 
 
 def make_contamination(cfg: ContaminationConfig) -> Stage:
-    """Returns a stage that drops or cuts documents with evaluation items, and names the items in `detail`."""
+    """Returns a stage that drops or cuts documents with evaluation items, and lists the items in `detail`."""
     if not cfg.is_named:
         return per_document(Outcome)
     evaluation = load_evaluation(cfg)
@@ -84,13 +84,13 @@ def make_contamination(cfg: ContaminationConfig) -> Stage:
 
 
 def count_items(cfg: ContaminationConfig) -> dict[str, int]:
-    """Returns the number of items, and of those too short to be found; 0 if no file is named."""
+    """Returns the number of items, and of items too short to search for. Both are 0 for files=('none',)."""
     counts = load_evaluation(cfg).counts if cfg.is_named else np.zeros(0, np.int64)
     return {"items": len(counts), "too_short": int((counts == 0).sum())}
 
 
 def find_hits(words: Sequence[np.ndarray], evaluation: Evaluation) -> Hits:
-    """Returns all occurrences of evaluation n-grams in documents, given as hashes of their words."""
+    """Returns all occurrences of evaluation n-grams in documents, given by their word hashes."""
     found = [np.zeros((3, 0), np.int64)]
     for group, hashes in ngram_groups(words, evaluation.search_words):
         maybe = bloom_lookup(evaluation, hashes)
@@ -109,7 +109,7 @@ def find_hits(words: Sequence[np.ndarray], evaluation: Evaluation) -> Hits:
 
 
 def verify_hits(hits: Hits, words: Sequence[np.ndarray], evaluation: Evaluation) -> np.ndarray:
-    """Returns bool[k], True where all words of the n-gram match, not only the first ones."""
+    """Returns bool[k], True where all words of the n-gram match, not only the first words."""
     sizes = evaluation.sizes[hits.entries]
     equal = sizes == evaluation.search_words
     flat, lengths = np.concatenate([*words, np.zeros(0, np.uint64)]), np.array([len(row) for row in words], np.int64)
@@ -129,7 +129,7 @@ def select(hits: Hits, mask: np.ndarray) -> Hits:
 def apply_action(
     document: Document, hits: Hits, items: np.ndarray, evaluation: Evaluation, cfg: ContaminationConfig
 ) -> Outcome:
-    """Returns the outcome: the document is dropped, or the hits and their surroundings are cut."""
+    """Returns the outcome: drops the document, or cuts the hits and their surroundings."""
     detail = ", ".join(evaluation.names[item] for item in items.tolist())  # 'gsm8k.jsonl:17, gsm8k.jsonl:21'
     if cfg.action == "drop":
         return Outcome(None, "contamination: evaluation item", detail=detail)
@@ -150,9 +150,9 @@ def apply_action(
 def load_evaluation(cfg: ContaminationConfig) -> Evaluation:
     """Returns the index of the items in the configured files.
 
-    Without cfg.fields all text of a record counts, including nested lists and records. Short texts of more than
-    MAX_ITEMS items, such as instructions, are ignored.
-    Raises BadInput for a file that is missing, damaged, of another kind, or without text.
+    Without cfg.fields, all texts of a record are indexed, including those in nested lists and dicts. Short texts that
+    more than MAX_ITEMS items share, such as instructions, are ignored.
+    Raises BadInput for a file that is missing, damaged, of an unknown type, or without text.
     """
     names: list[str] = []
     search_words = min(cfg.ngram_words, cfg.short_words or cfg.ngram_words)
@@ -181,7 +181,7 @@ def load_evaluation(cfg: ContaminationConfig) -> Evaluation:
 def item_ngrams(
     item: EvaluationItem, numbers: Mapping[str, int], ngram_words: int, search_words: int
 ) -> Iterator[np.ndarray]:
-    """Yields uint64[4, k]: heads, wholes, sizes and item numbers of an item's n-grams; short texts are one n-gram."""
+    """Yields uint64[4, k]: heads, wholes, sizes and item numbers of an item's n-grams. A short text is one n-gram."""
     words = [word_hashes(text) for text in item.texts]
     owners = [np.full(len(row), numbers[name], np.uint64) for row, name in zip(words, item.names)]
     if item.spans_texts:
@@ -192,13 +192,13 @@ def item_ngrams(
             wholes = ngram_hashes(row, size)
             count = len(wholes)
             heads = ngram_hashes(row, search_words)[:count]
-            yield np.stack([heads, wholes, np.full(count, size, np.uint64), owner[:count]])  # first word's line owns it
+            yield np.stack([heads, wholes, np.full(count, size, np.uint64), owner[:count]])  # owner: line of first word
 
 
 def make_index(
     search_words: int, heads: np.ndarray, wholes: np.ndarray, sizes: np.ndarray, owners: np.ndarray, names: list[str]
 ) -> Evaluation:
-    """Returns the index of n-grams given in any order."""
+    """Returns the index of n-grams, which may be in any order."""
     order = np.lexsort((owners, wholes, heads))
     heads, wholes, sizes, owners = heads[order], wholes[order], sizes[order], owners[order]
     new = np.ones(len(order), bool)
@@ -213,7 +213,7 @@ def make_index(
 
 
 def bloom_lookup(evaluation: Evaluation, hashes: np.ndarray) -> np.ndarray:
-    """Returns int64[k], sorted: indices of hashes that may be heads. No false negatives (Bloom, 1970)."""
+    """Returns int64[k], the sorted indices of hashes that may be heads. There are no false negatives (Bloom, 1970)."""
     first, _ = bloom_positions(hashes, evaluation.bits)
     maybe = np.flatnonzero(evaluation.filter.take(first >> THREE) & ONE_BIT.take(first & SEVEN))
     _, second = bloom_positions(hashes[maybe], evaluation.bits)
@@ -221,7 +221,7 @@ def bloom_lookup(evaluation: Evaluation, hashes: np.ndarray) -> np.ndarray:
 
 
 def bloom_positions(hashes: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the two bit positions of each hash in a filter of 2^bits bits, from its upper and its lower bits."""
+    """Returns the two bit positions of each hash in a filter of 2^bits bits, from its upper and lower bits."""
     return (hashes >> np.uint64(64 - bits)).view(np.int64), (hashes & np.uint64((1 << bits) - 1)).view(np.int64)
 
 
@@ -234,7 +234,7 @@ def list_evaluation_files(files: Sequence[str], say: Callable[[str], None] = ign
 
 
 def read_items(path: Path, fields: frozenset[str]) -> Iterator[EvaluationItem]:
-    """Yields a file's records or runs of non-empty lines with text. Raises BadInput with the file and the line."""
+    """Yields each record with text, or each paragraph of a text file. Raises BadInput with the file and the line."""
     kind = kind_of(path)
     if kind not in (".txt", *ENDINGS):
         raise BadInput(f"evaluation file {path} must be .jsonl, .txt (also .gz, .zst), .parquet or .arrow")
@@ -254,7 +254,7 @@ def read_items(path: Path, fields: frozenset[str]) -> Iterator[EvaluationItem]:
 
 
 def texts_in(value: Any, in_list: bool = False) -> Iterator[tuple[str, bool]]:
-    """Yields (string, True in a list) for all values in nested plain data, in order; keys are skipped."""
+    """Yields (string, True if it is in a list) for all strings in nested data, in order. Keys are skipped."""
     if isinstance(value, str):
         yield value, in_list
     elif isinstance(value, dict):

@@ -1,19 +1,18 @@
-"""Sketches of a block for finding exact, line and near duplicates, and what is removed from it.
+"""Sketches for finding exact, line and near duplicates, and functions that remove duplicates from a block.
 
-The first copy in the order of the input is kept. Keys of exact duplicates are 64-bit hashes: among n different
-documents or lines about n^2 / 2^65 pairs are taken for copies by chance, that is 0.03 of 1e9 documents and 3 of 1e10
-lines.
+The first copy in input order is kept. Exact duplicates are found by 64-bit hashes. Among n distinct documents or lines,
+about n^2 / 2^65 pairs collide and are treated as duplicates: 0.03 for 1e9 documents, 3 for 1e10 lines.
 
-Near duplicates are documents whose n-gram sets have a large Jaccard similarity. A MinHash signature holds, for each of
-some random orders of all n-grams, the document's smallest one: two documents agree in a number with a probability that
-is their Jaccard similarity J (Broder, 1997). Signatures are cut into bands of rows; those that agree in all rows of a
-band are candidates, which has the probability 1 - (1 - J^rows)^bands (Indyk and Motwani, 1998; Leskovec, Rajaraman,
-Ullman: Mining of Massive Datasets, 3.4). The join verifies them.
+Near duplicates are documents whose sets of n-grams have a large Jaccard similarity J. A MinHash signature stores the
+smallest n-gram of the document under each of several random orders; two documents agree in each number with
+probability J (Broder, 1997). Signatures are cut into bands of rows. Two documents that agree in all rows of any band
+are candidates, which has probability 1 - (1 - J^rows)^bands (Indyk and Motwani, 1998; Leskovec, Rajaraman, Ullman:
+Mining of Massive Datasets, 3.4). dedup.py verifies candidates.
 
-Repeated passages are found within a block by suffix array (Lee et al., arXiv:2107.06499, section 4.1): of sorted
-suffixes, neighbours that share their first K bytes are two occurrences of a substring. Of each substring of K bytes,
-every occurrence but the first is cut, so a longer repeated passage is cut as a whole. Memory: about 15 bytes per byte
-of the block's text at the peak (suffix array, its inverse, common prefixes: 4 bytes each), 23 if all is repeated.
+Repeated passages are found within a block by a suffix array (Lee et al., arXiv:2107.06499, section 4.1): adjacent
+suffixes in sorted order that share their first K bytes are two occurrences of a substring. Every occurrence except the
+first is cut. Overlapping cuts are merged, so a longer repeated passage is cut as a whole. Peak memory is about 15 bytes
+per byte of text (suffix array, inverse and common prefixes: 4 bytes each), or 23 if all of the text is repeated.
 """
 
 import functools
@@ -30,12 +29,12 @@ from jaxscale.system.exits import BadInput
 from jaxscale.tools.corpus.curate import hashes
 from jaxscale.tools.corpus.curate.config import ExactConfig, LineConfig, NearConfig, SubstringConfig
 
-SEPARATOR = 0xFF  # a byte that UTF-8 never has
+SEPARATOR = 0xFF  # a byte that never occurs in UTF-8
 MAX_BLOCK_BYTES = 1 << 30  # suffix arrays are int32
 
 
 def exact_sketch(documents: Sequence[Document], cfg: ExactConfig) -> hashes.Sketch:
-    """Returns the sketch of a block: one key for each document that is not blank."""
+    """Returns the sketch of a block, with one key for each document that is not blank."""
     found = [hashes.text_hash(document.text, lower=cfg.lower) & (1 << 64) - 1 for document in documents]
     keys = np.array(found, np.uint64)
     places = np.flatnonzero(keys != np.uint64(hashes.text_hash("") & (1 << 64) - 1))  # not blank
@@ -43,7 +42,7 @@ def exact_sketch(documents: Sequence[Document], cfg: ExactConfig) -> hashes.Sket
 
 
 def line_sketch(documents: Sequence[Document], cfg: LineConfig) -> hashes.Sketch:
-    """Returns the sketch of a block: one key for each line that is long enough."""
+    """Returns the sketch of a block, with one key for each line of at least cfg.min_line_characters."""
     keys, places = [np.zeros(0, np.uint64)], [np.zeros(0, np.int64)]
     for start, document in zip(first_lines(documents).tolist(), documents):
         found, lines = hashes.line_hashes(document.text, cfg.min_line_characters, lower=cfg.lower)
@@ -53,20 +52,20 @@ def line_sketch(documents: Sequence[Document], cfg: LineConfig) -> hashes.Sketch
 
 
 def first_lines(documents: Sequence[Document]) -> np.ndarray:
-    """Returns int64[documents], the index in the block of each document's first line."""
+    """Returns int64[documents], the index within the block of each document's first line."""
     counts = [document.text.count("\n") + 1 for document in documents]
     return np.cumsum([0, *counts], dtype=np.int64)[:-1]
 
 
 def lines_at(documents: Sequence[Document], places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (owners, lines), int64[k] each: document and line in it, for lines given by their index in the block."""
+    """Returns (document indices, line numbers), int64[k] each, for lines given by their index within the block."""
     starts = first_lines(documents)
     owners = np.searchsorted(starts, places, side="right") - 1
     return owners, places - starts[owners]
 
 
 def drop_documents(documents: Sequence[Document], removed: np.ndarray, reason: str) -> list[Outcome]:
-    """Returns an outcome for each document of a block; the documents at indices `removed` are dropped."""
+    """Returns the outcome of each document of a block; the documents at the indices `removed` are dropped."""
     outcomes = [Outcome(document) for document in documents]
     for place in np.asarray(removed).tolist():
         outcomes[place] = Outcome(None, reason)
@@ -74,7 +73,7 @@ def drop_documents(documents: Sequence[Document], removed: np.ndarray, reason: s
 
 
 def cut_lines(documents: Sequence[Document], owners: np.ndarray, lines: np.ndarray, cfg: LineConfig) -> list[Outcome]:
-    """Returns an outcome for each document of a block; line lines[i] of document owners[i] is cut, owners sorted."""
+    """Returns the outcome of each document without the lines (owners[i], lines[i]). `owners` must be sorted."""
     outcomes = [Outcome(document) for document in documents]
     owners, lines = np.asarray(owners), np.asarray(lines)
     assert np.all(owners[1:] >= owners[:-1]), "not sorted"
@@ -91,12 +90,12 @@ def cut_lines(documents: Sequence[Document], owners: np.ndarray, lines: np.ndarr
 
 
 def near_sketch(documents: Sequence[Document], cfg: NearConfig) -> hashes.Sketch:
-    """Returns the sketch of a block: a key per band, and the signature, of each document with words."""
+    """Returns the sketch of a block, with all signatures, and one key per band for each document with words."""
     bands, rows = bands_and_rows(cfg)
     words = hashes.hash_words(documents)
     found = signatures(words, cfg)
     owners = np.flatnonzero([len(row) > 0 for row in words])
-    keys = np.tile(hashes.mix64(np.arange(bands, dtype=np.uint64)), (len(owners), 1))  # of a band and its rows
+    keys = np.tile(hashes.mix64(np.arange(bands, dtype=np.uint64)), (len(owners), 1))  # hash of the band and its rows
     for row in range(rows):
         keys = (keys ^ found[owners, row : bands * rows : rows]) * np.uint64(hashes.MULTIPLIER)
         keys ^= keys >> np.uint64(32)
@@ -104,13 +103,13 @@ def near_sketch(documents: Sequence[Document], cfg: NearConfig) -> hashes.Sketch
 
 
 def signatures(words: Sequence[np.ndarray], cfg: NearConfig) -> np.ndarray:
-    """Returns uint32[documents, permutations], the MinHash signatures. words: hashes of each document's words."""
+    """Returns uint32[documents, permutations], the MinHash signatures. `words` has the word hashes of each document."""
     with importing("finding near duplicates", "rensa"):
         import rensa
     flat, counts = hashes.ngram_table(words, cfg.ngram_words)
     counts = np.asarray(counts, np.int64)
     short = [i for i, row in enumerate(words) if 0 < len(row) < cfg.ngram_words]
-    if short:  # each is one n-gram, inserted at its position
+    if short:  # a document with fewer than cfg.ngram_words words is one n-gram
         grams = np.concatenate([hashes.ngram_hashes(words[i], len(words[i])) for i in short])
         flat = np.insert(flat, (np.cumsum(counts) - counts)[short], grams)
         counts[short] = 1
@@ -129,26 +128,27 @@ def bands_and_rows(cfg: NearConfig) -> tuple[int, int]:
 
 
 def detection_curve(jaccard: float | np.ndarray, bands: int, rows: int) -> np.ndarray:
-    """Returns the probability that two documents of this similarity become candidates: 1 - (1 - J^rows)^bands."""
+    """Returns the probability that two documents with this similarity are candidates: 1 - (1 - J^rows)^bands."""
     return 1 - (1 - np.asarray(jaccard, np.float64) ** rows) ** bands
 
 
 def verification_curve(jaccard: float | np.ndarray, threshold: float, permutations: int) -> np.ndarray:
-    """Returns the probability that a candidate of this similarity is verified: the upper tail of a binomial."""
+    """Returns the probability that a candidate with this similarity is verified (upper tail of a binomial)."""
     least = math.ceil(threshold * permutations - 1e-9)
     return bdtrc(least - 1, permutations, np.asarray(jaccard, np.float64))
 
 
 @functools.cache
 def choose_bands(threshold: float, permutations: int, miss_weight: float = 0.5) -> tuple[int, int]:
-    """Returns (bands, rows) with bands * rows <= permutations that minimize the weighted area of the two errors.
+    """Returns (bands, rows) with bands * rows <= permutations that minimize the weighted sum of two errors.
 
-    Misses: the integral of 1 - detection_curve above the threshold. False candidates: that of detection_curve below.
+    Missed duplicates: the integral of 1 - detection_curve above the threshold. False candidates: the integral of
+    detection_curve below the threshold.
     """
     below, above = ((np.arange(1000) + 0.5) / 1000 * width for width in (threshold, 1 - threshold))
     best = (math.inf, 1, 1)  # (error, bands, rows)
     for rows in range(1, permutations + 1):
-        bands = permutations // rows  # for given rows, fewer bands never find more
+        bands = permutations // rows
         for count in range(1, bands + 1):
             false = detection_curve(below, count, rows).mean() * threshold
             missed = (1 - detection_curve(threshold + above, count, rows)).mean() * (1 - threshold)
@@ -159,7 +159,7 @@ def choose_bands(threshold: float, permutations: int, miss_weight: float = 0.5) 
 
 
 def detection_table(cfg: NearConfig) -> list[tuple[float, float, float]]:
-    """Returns [(Jaccard similarity, P(candidate), P(verified))] from 0.3 to 1, for reports."""
+    """Returns [(Jaccard similarity, P(candidate), P(verified))] for similarities from 0.3 to 1, for reports."""
     jaccard = np.arange(6, 21) / 20
     found = detection_curve(jaccard, *bands_and_rows(cfg))
     passed = verification_curve(jaccard, cfg.threshold, cfg.permutations)
@@ -167,11 +167,11 @@ def detection_table(cfg: NearConfig) -> list[tuple[float, float, float]]:
 
 
 def make_substring(cfg: SubstringConfig) -> Stage:
-    """Returns a stage that cuts passages that occur earlier in the block; a newline parts words that would merge."""
+    """Returns a stage that cuts passages that occurred earlier in the block."""
 
     def stage(documents: Sequence[Document]) -> list[Outcome]:
         encoded = [document.text.encode("utf-8", "surrogatepass") for document in documents]
-        ends = np.cumsum([len(data) + 1 for data in encoded]) - 1  # of each text: position of its separator
+        ends = np.cumsum([len(data) + 1 for data in encoded]) - 1  # position of the separator after each text
         flat = np.frombuffer(b"".join(data + b"\xff" for data in encoded), np.uint8)
         starts, stops = repeated_passages(flat, cfg.min_bytes)
         owners = np.searchsorted(ends, starts, side="right")
@@ -186,7 +186,7 @@ def make_substring(cfg: SubstringConfig) -> Stage:
 
 
 def cut_passages(document: Document, data: bytes, spans: Sequence[tuple[int, int]], cfg: SubstringConfig) -> Outcome:
-    """Returns the outcome: the document without the spans of its UTF-8 bytes, or dropped if little is left."""
+    """Returns the document without the given spans of its UTF-8 bytes, or drops the document if little text is left."""
     text, place = "", 0
     for start, stop in [*spans, (len(data), len(data))]:
         piece = data[place:start].decode("utf-8", "surrogatepass")
@@ -199,18 +199,18 @@ def cut_passages(document: Document, data: bytes, spans: Sequence[tuple[int, int
 
 
 def repeated_passages(flat: np.ndarray, min_bytes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (starts, stops), int64[k] each, sorted: the bytes to cut from UTF-8 texts, each followed by a separator.
+    """Returns the sorted (starts, stops), int64[k] each, of the bytes to cut from UTF-8 texts with separators.
 
-    A passage is within one text, and begins and ends between characters. If it overlaps its own first occurrence ("ha
-    ha ha ...") it is cut from the end of that occurrence.
+    Each span lies within one text and starts and stops between characters. A passage that overlaps its own first
+    occurrence ("ha ha ha ...") is cut from the end of that occurrence.
     """
     if len(flat) > MAX_BLOCK_BYTES:
-        raise BadInput(f"a block of {len(flat):,} bytes is too large for a suffix array; at most {MAX_BLOCK_BYTES:,}")
+        raise BadInput(f"block of {len(flat):,} bytes exceeds the limit of {MAX_BLOCK_BYTES:,}; reduce block_bytes")
     places, first = repeated_windows(flat, min_bytes)
     if not len(places):
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
     starts, stops = merge_spans(np.maximum(places, first + min_bytes), places + min_bytes)
-    for _ in range(3):  # a character has at most three bytes that continue it
+    for _ in range(3):  # a UTF-8 character has at most three continuation bytes
         starts += (flat[starts] & 0xC0) == 0x80
         stops -= (flat[stops] & 0xC0) == 0x80
     nonempty = starts < stops
@@ -218,7 +218,7 @@ def repeated_passages(flat: np.ndarray, min_bytes: int) -> tuple[np.ndarray, np.
 
 
 def merge_spans(begins: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns sorted (begins, ends); spans that overlap or touch are one."""
+    """Returns sorted (begins, ends) with spans that overlap or touch merged."""
     order = np.argsort(begins, kind="stable")
     begins, ends = begins[order], np.maximum.accumulate(ends[order])
     splits = np.flatnonzero(begins[1:] > ends[:-1]) + 1
@@ -226,7 +226,7 @@ def merge_spans(begins: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.nd
 
 
 def repeated_windows(flat: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (places, first), int32[k] each: repeated windows of `size` bytes, and their first occurrence."""
+    """Returns (positions, first occurrences), int32[k] each, of repeated windows of `size` bytes."""
     with importing("finding repeated passages", "pydivsufsort"):
         import pydivsufsort
     nothing = np.zeros(0, np.int32), np.zeros(0, np.int32)
@@ -234,7 +234,7 @@ def repeated_windows(flat: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarra
         return nothing
     flat = np.array(flat)  # the package requires a writable array
     order = pydivsufsort.divsufsort(flat)
-    linked = pydivsufsort.kasai(flat, order)[:-1] >= size  # suffix i of the order and the next begin with one window
+    linked = pydivsufsort.kasai(flat, order)[:-1] >= size  # sorted suffixes i and i + 1 share their first `size` bytes
     if not linked.any():
         return nothing
     member = np.zeros(len(order), bool)
@@ -242,7 +242,7 @@ def repeated_windows(flat: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarra
     member[1:] |= linked
     places = order[member]
     del order
-    begins = np.append(True, ~linked)[member]  # True if the window differs from the one before
+    begins = np.append(True, ~linked)[member]  # True where the window differs from the previous one
     group = np.flatnonzero(begins)
     first = np.repeat(np.minimum.reduceat(places, group), np.diff(np.append(group, len(places))))
     later = places > first

@@ -1,8 +1,8 @@
-"""Hashes of words, word n-grams, lines and texts for deduplication, the same on every machine.
+"""Hashes of words, word n-grams, lines and texts for deduplication, identical on every machine.
 
-A run of characters c_0 c_1 ... hashes to mix64(sum V[c_i] * M^i mod 2^64): a polynomial hash (Karp and Rabin, 1987),
-because all runs of a text can then be hashed at once by array operations. It is not secure against deliberate
-collisions. Letters are those of Python's version of Unicode, so a character may hash differently under a newer Python.
+A run of characters c_0 c_1 ... has the polynomial hash mix64(sum V[c_i] * M^i mod 2^64) (Karp and Rabin, 1987), because
+array operations can hash all runs of a text at once. It is not secure against deliberate collisions. Letters are
+defined by Python's version of Unicode, so hashes of some characters may differ under a newer Python.
 """
 
 import functools
@@ -17,36 +17,36 @@ import numpy as np
 from jaxscale.runtime.data.permutation import mix64
 from jaxscale.runtime.text.document import Document
 
-MULTIPLIER = 0x9E3779B97F4A7C15  # odd, so it has an inverse mod 2^64; the golden ratio's bits, as in SplitMix64
+MULTIPLIER = 0x9E3779B97F4A7C15  # odd, so invertible mod 2^64; bits of the golden ratio, as in SplitMix64
 INVERSE = pow(MULTIPLIER, -1, 1 << 64)
-PIECE = 1 << 20  # a longer text is hashed in pieces of about this many characters, so that memory stays bounded
+PIECE = 1 << 20  # longer texts are hashed in pieces of about this many characters, to bound memory
 WHITESPACE = b" \t\n\r\x0b\x0c\x1c\x1d\x1e\x1f"
 NO_BREAK_SPACE, IDEOGRAPHIC_SPACE = "\xa0".encode(), "\u3000".encode()
 SPACE = re.compile(r"[ \n]")
-HASHED_TOGETHER = 1 << 16  # characters of several texts whose words are hashed at once
-TOGETHER = 1 << 14  # words that are hashed into n-grams at once: the arrays stay in the cache
+HASHED_TOGETHER = 1 << 16  # words of short texts are hashed in groups of about this many characters
+TOGETHER = 1 << 14  # n-grams are hashed in groups of about this many words, so that the arrays fit in cache
 LOWER = bytes(range(256)).lower()
 
 
 class Sketch(NamedTuple):
-    """Join keys of a block of documents: items with equal keys may be duplicates of each other."""
+    """Join keys of a block of documents. Items with equal keys are duplicates or candidates."""
 
     keys: np.ndarray  # uint64[m]
-    places: np.ndarray  # int64[m]: index of the document in the block, or of the line among all its lines
-    signatures: np.ndarray | None = None  # uint32[documents, permutations], if candidates are verified
+    places: np.ndarray  # int64[m]: index of the document in the block, or index of the line among the block's lines
+    signatures: np.ndarray | None = None  # uint32[documents, permutations], for joins that verify candidates
 
 
 def word_hashes(text: str) -> np.ndarray:
     """Returns uint64[n], a hash of each lower-cased word. A word is a maximal run of letters, numbers and marks.
 
-    Those are the Unicode categories L, N and M. A word's hash does not depend on its surroundings. Lower-casing is
-    Unicode's simple mapping of single characters, and both forms of the small sigma are equal.
+    These are the Unicode categories L, N and M. A word's hash does not depend on its surroundings. Characters are
+    lower-cased individually, and both forms of the small sigma are equal.
     """
     return np.concatenate([runs_and_starts(piece)[0] for piece in pieces(text)])
 
 
 def word_hashes_of(texts: Sequence[str]) -> list[np.ndarray]:
-    """Returns word_hashes of each text; several times faster for short texts, since array operations span many."""
+    """Returns word_hashes of each text. Short texts are concatenated, which is several times faster."""
     rows: list[np.ndarray] = []
     for part in groups([len(text) + 1 for text in texts], HASHED_TOGETHER):
         group = texts[part]
@@ -54,13 +54,13 @@ def word_hashes_of(texts: Sequence[str]) -> list[np.ndarray]:
         if len(group) == 1 or sum(sizes) > PIECE:
             rows += map(word_hashes, group)
         else:
-            hashes, starts = runs_and_starts("\n".join(group))  # a newline is in no word
+            hashes, starts = runs_and_starts("\n".join(group))  # no word contains a newline
             rows += np.split(hashes, starts.searchsorted(np.cumsum(sizes))[:-1])
     return rows
 
 
 def groups(sizes: Sequence[int], least: int) -> Iterator[slice]:
-    """Yields slices of consecutive items, each as short as its sizes sum to `least`, the last one shorter."""
+    """Yields slices of consecutive items, each as short as possible with a total size of at least `least`."""
     begin, total = 0, 0
     for end, size in enumerate(sizes, 1):
         total += size
@@ -70,7 +70,7 @@ def groups(sizes: Sequence[int], least: int) -> Iterator[slice]:
 
 
 def hash_words(documents: Sequence[Document]) -> list[np.ndarray]:
-    """Returns word_hashes of each document, computed together and cached on the document."""
+    """Returns word_hashes of each document and caches them on the document."""
     unknown = [document for document in documents if "words" not in document.computed]
     for document, words in zip(unknown, word_hashes_of([document.text for document in unknown])):
         document.computed["words"] = words
@@ -78,7 +78,7 @@ def hash_words(documents: Sequence[Document]) -> list[np.ndarray]:
 
 
 def runs_and_starts(text: str) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (uint64[n] hashes, int64[n] start positions in the text) of its words."""
+    """Returns (uint64[n] hashes, int64[n] start positions) of the words of a text."""
     values = word_values(text)
     inside = values != 0
     starts = (inside[1:] > inside[:-1]).nonzero()[0]
@@ -89,14 +89,14 @@ def runs_and_starts(text: str) -> tuple[np.ndarray, np.ndarray]:
         return np.zeros(0, np.uint64), starts
     up, down = powers(len(values))
     sums = values * up[: len(values)]
-    sums = np.add.accumulate(sums, out=sums)  # zeros between the words add nothing
-    sums = np.append(sums.take(starts[1:] - 1), sums[-1:])  # faster than reduceat, as words are short
+    sums = np.add.accumulate(sums, out=sums)  # characters between words are zero
+    sums = np.append(sums.take(starts[1:] - 1), sums[-1:])  # faster than reduceat for short words
     sums[1:] -= sums[:-1]
     return mix64(sums * down.take(starts)), starts
 
 
 def word_spans(text: str) -> np.ndarray:
-    """Returns int64[n, 2], start and end of each word of word_hashes(text), in characters."""
+    """Returns int64[n, 2], the start and end of each word of word_hashes(text), in characters."""
     begin, spans = 0, []
     for piece in pieces(text):
         inside = np.concatenate([[0], (word_values(piece) != 0).view(np.int8), [0]])
@@ -106,14 +106,14 @@ def word_spans(text: str) -> np.ndarray:
 
 
 def word_values(text: str) -> np.ndarray:
-    """Returns uint64[characters], the value of each character in a word, 0 for others."""
+    """Returns uint64[characters], the value of each character in a word, and 0 for other characters."""
     if text.isascii():
         return ASCII_VALUES.take(np.frombuffer(text.encode("ascii"), np.uint8))
     return character_values().take(np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32))
 
 
 def ngram_hashes(hashes: np.ndarray, n: int) -> np.ndarray:
-    """Returns uint64[max(0, len - n + 1)], a hash of each n adjacent words, from the hashes of the words."""
+    """Returns uint64[max(0, len - n + 1)], the hash of each word n-gram, from the hashes of the words."""
     assert n > 0, n
     count = len(hashes) - n + 1
     if count <= 0:
@@ -127,13 +127,13 @@ def ngram_hashes(hashes: np.ndarray, n: int) -> np.ndarray:
 
 
 def ngram_table(rows: Sequence[np.ndarray], n: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (uint64[sum of counts], int64[rows] counts): concatenated ngram_hashes of many rows."""
+    """Returns (uint64[sum of counts], int64[rows] counts), the concatenated ngram_hashes of many rows of words."""
     groups = [np.zeros(0, np.uint64), *(hashes for _, hashes in ngram_groups(rows, n))]
     return np.concatenate(groups), np.array([max(0, len(row) - n + 1) for row in rows], np.int64)
 
 
 def ngram_groups(rows: Sequence[np.ndarray], n: int) -> Iterator[tuple[slice, np.ndarray]]:
-    """Yields (slice of rows, uint64[k] their ngram_hashes); short rows are hashed together, several times faster."""
+    """Yields (slice of rows, ngram_hashes of these rows). Short rows are hashed together, which is faster."""
     for part in groups([len(row) for row in rows], TOGETHER):
         flat = np.concatenate(rows[part])
         ends = np.cumsum([len(row) for row in rows[part]])
@@ -150,7 +150,7 @@ def text_hash(text: str, *, lower: bool = False) -> int:
 
 
 def without_whitespace(text: str, lower: bool) -> bytes:
-    """Returns the UTF-8 text without ASCII whitespace, no-break and ideographic spaces: line breaks may differ."""
+    """Returns the text as UTF-8 without ASCII whitespace, no-break spaces and ideographic spaces."""
     if text.isascii():
         return text.encode("ascii").translate(LOWER if lower else None, WHITESPACE)
     data = (text.lower() if lower else text).encode("utf-8", "surrogatepass").translate(None, WHITESPACE)
@@ -158,7 +158,7 @@ def without_whitespace(text: str, lower: bool) -> bytes:
 
 
 def line_hashes(text: str, min_characters: int, *, lower: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (uint64[k], int64[k]): hashes and numbers of lines with at least this many characters but whitespace."""
+    """Returns (hashes, line numbers), uint64[k] and int64[k], of lines with enough non-whitespace characters."""
     hashes, places = [], []
     for place, line in enumerate(text.split("\n")):
         if len(line) < min_characters:
@@ -171,11 +171,11 @@ def line_hashes(text: str, min_characters: int, *, lower: bool = False) -> tuple
     return np.frombuffer(b"".join(hashes), "<u8").astype(np.uint64), np.array(places, np.int64)
 
 
-MAX_CACHED_BITS = 20  # of tables of powers that are kept: 16 MB for both
+MAX_CACHED_BITS = 20  # log2 of the largest cached tables of powers, 16 MB for both
 
 
 def powers(count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (M^i, M^-i) mod 2^64 for i in 0 ... at least count - 1."""
+    """Returns (M^i, M^-i) mod 2^64 for i from 0 to at least count - 1."""
     bits = max(12, (count - 1).bit_length())
     return cached_power_tables(bits) if bits <= MAX_CACHED_BITS else power_tables(bits)
 
@@ -195,9 +195,9 @@ cached_power_tables = functools.cache(power_tables)
 
 
 def letter_values(points: range) -> np.ndarray:
-    """Returns uint64[len(points)], a hash of a letter's, number's or mark's lower-cased form, 0 for others."""
+    """Returns uint64[len(points)], a hash of each lower-cased letter, number or mark, and 0 for other characters."""
     is_in_word = lambda point: unicodedata.category(chr(point))[0] in "LNM"
-    lower = lambda point: ord(chr(point).lower()[0])  # only the dotted I becomes two characters
+    lower = lambda point: ord(chr(point).lower()[0])  # only the dotted I has a lower case of two characters
     lowered = np.array([lower(point) if is_in_word(point) else -1 for point in points], np.int64)
     lowered[lowered == 0x3C2] = 0x3C3  # the final sigma
     hashes = mix64((lowered.astype(np.uint64) + np.uint64(1)) * np.uint64(MULTIPLIER))
@@ -206,15 +206,15 @@ def letter_values(points: range) -> np.ndarray:
 
 @functools.cache
 def character_values() -> np.ndarray:
-    """Returns uint64[0x110000], 9 MB: letter_values of all of Unicode. Cached per process; takes about 0.2 s."""
+    """Returns uint64[0x110000] (9 MB), the letter_values of all code points. The first call takes about 0.2 s."""
     values = np.zeros(0x110000, np.uint64)
-    for begin, end in ((0, 0x40000), (0xE0000, 0xE0200)):  # beyond, Unicode 17 has no letter, number or mark
+    for begin, end in ((0, 0x40000), (0xE0000, 0xE0200)):  # Unicode 17 has no letter, number or mark outside these
         values[begin:end] = letter_values(range(begin, end))
     return values
 
 
 def pieces(text: str) -> list[str]:
-    """Returns the text cut at spaces or newlines into pieces of at least PIECE characters, never inside a word."""
+    """Returns the text split at spaces or newlines into pieces of at least PIECE characters, never inside a word."""
     cut, begin = [], 0
     while match := SPACE.search(text, begin + PIECE):
         cut.append(text[begin : match.start()])

@@ -1,11 +1,11 @@
 """Language identification with py3langid's model, vectorized over a block of documents.
 
-The model (Lui and Baldwin, "langid.py", ACL 2012; 97 languages) is a byte automaton whose states emit features, and a
-naive Bayes score over them: log(1 + count) times the feature's log-likelihoods, summed, plus the class priors. The
-library walks the automaton byte by byte in Python. Here one numpy step moves all documents by one byte. The sums are
-exact, hence the same bits on every machine: log-likelihoods are multiples of 2^-10 below 32 (they come as float16, and
-are kept as int16), and log(1 + count) is a float32, so that a float64 holds each product and any sum below 2^19 whole,
-in whichever order they are added.
+The model (Lui and Baldwin, "langid.py", ACL 2012; 97 languages) is an automaton over bytes whose states emit features,
+and a naive Bayes score: the sum of log(1 + count) times the feature's log-likelihoods, plus the class priors. The
+library steps the automaton byte by byte in Python. Here, one numpy call advances all documents by one byte. The sums
+are exact, so all machines give the same bits: log-likelihoods are multiples of 2^-10 below 32 (float16 in the model,
+int16 here), log(1 + count) is a float32, and a float64 represents each product and any sum below 2^19 exactly, in any
+order of addition.
 """
 
 import dataclasses
@@ -25,21 +25,21 @@ from jaxscale.tools.corpus.curate.config import LanguageConfig
 
 REASON = "language: not wanted"
 DOUBT = "language: not sure enough"
-UNKNOWN = "und"  # ISO 639-2 code for "undetermined": a text without any feature, such as an empty one
-TAG = re.compile(r"([a-z]{2,3})([-_].*)?", re.DOTALL)  # a language's ISO 639 code, then script, region ... (BCP 47)
-CHUNK = 1024  # documents stepped together: enough to hide numpy's cost per call, few enough for the cache
+UNKNOWN = "und"  # ISO 639-2 code for "undetermined": a text without features, such as an empty one
+TAG = re.compile(r"([a-z]{2,3})([-_].*)?", re.DOTALL)  # BCP 47: an ISO 639 language code, then script, region, ...
+CHUNK = 1024  # documents per step: enough to amortize numpy's cost per call, few enough for the cache
 SCALE = 1024
-NEXT_BITS = 32  # of a table entry: index of the next row; the feature is in the upper bits
+NEXT_BITS = 32  # lower bits of a table entry: index of the next row; the upper bits have the feature
 
 
 class LanguageModel(NamedTuple):
-    """Automaton and scores, arranged to step many texts at once."""
+    """Automaton and scores, arranged for stepping many texts at once."""
 
-    table: np.ndarray  # uint64[rows * 256]: at row + byte, index of the next row; upper bits: 1 + feature, or 0
+    table: np.ndarray  # uint64[rows * 256], indexed by row + byte: next row; upper bits: 1 + feature, or 0
     start: int  # index of the first state's row
     likelihoods: np.ndarray  # int16[features, classes]: log P(feature | class), in units of 1 / SCALE
     priors: np.ndarray  # float64[classes]: log P(class)
-    labels: tuple[str, ...]  # code of each class; two scripts of one language may share it
+    labels: tuple[str, ...]  # language code of each class; scripts of one language have the same code
     first: np.ndarray  # intp[classes]: the first class with the same label
 
 
@@ -51,19 +51,19 @@ def load_model() -> LanguageModel:
     model = LanguageIdentifier.from_model_file(MODEL_FILE)
     moves = np.frombuffer(model.tk_nextmove, dtype=f"u{model.tk_nextmove.itemsize}")
     rows = np.frombuffer(model.tk_row, dtype=f"u{model.tk_row.itemsize}").astype(np.uint64) << np.uint64(8)
-    features = (np.asarray(model.tk_output, np.int64) + 1).astype(np.uint64)  # 0: the state emits none
+    features = (np.asarray(model.tk_output, np.int64) + 1).astype(np.uint64)  # 0: the state emits no feature
     labels = tuple(model.nb_classes)
     first = np.array([labels.index(label) for label in labels], np.intp)
     packed = rows | features << np.uint64(NEXT_BITS)
     scaled = np.asarray(model.nb_ptc, np.float32) * SCALE
     likelihoods = scaled.astype(np.int16)
     if np.any(likelihoods != scaled):
-        raise BadInput("the scores of this py3langid model cannot be summed exactly; use py3langid 0.4")
+        raise BadInput("the scores of the installed py3langid model cannot be summed exactly; install py3langid 0.4")
     return LanguageModel(packed[moves], int(rows[0]), likelihoods, np.asarray(model.nb_pc, np.float64), labels, first)
 
 
 def as_bytes(text: str) -> bytes:
-    """Returns the text normalized as in training: NFC, UTF-8, and lower-cased if it is all capitals."""
+    """Returns the text normalized as in training: NFC, UTF-8, and lower-cased if it is in all capitals."""
     if text.isupper():
         text = text.lower()
     if text.isascii():
@@ -72,7 +72,7 @@ def as_bytes(text: str) -> bytes:
 
 
 def walk(table: np.ndarray, start: int, texts: Sequence[bytes]) -> np.ndarray:
-    """Returns uint32[T, D]: 1 + the feature that each of D texts emits after each byte, or 0. texts: longest first."""
+    """Returns uint32[T, D], 1 + the feature that text d emits after byte t, or 0. texts: sorted, longest first."""
     lengths = np.array([len(text) for text in texts])
     T, D = int(lengths[0]) if len(texts) else 0, len(texts)
     features_TD = np.zeros((T, D), np.uint32)
@@ -80,7 +80,7 @@ def walk(table: np.ndarray, start: int, texts: Sequence[bytes]) -> np.ndarray:
     for row, text in zip(bytes_DT, texts):
         row[: len(text)] = np.frombuffer(text, np.uint8)
     bytes_TD = np.ascontiguousarray(bytes_DT.T).astype(np.uint64)
-    active = np.searchsorted(-lengths, -np.arange(T), side="left")  # texts longer than t: the first ones
+    active = np.searchsorted(-lengths, -np.arange(T), side="left")  # number of texts longer than t
     place, low = np.full(D, start, np.uint64), np.uint64((1 << NEXT_BITS) - 1)
     for t, n in enumerate(active.tolist()):
         entry = table[place[:n] + bytes_TD[t, :n]]
@@ -91,28 +91,28 @@ def walk(table: np.ndarray, start: int, texts: Sequence[bytes]) -> np.ndarray:
 
 @functools.lru_cache(maxsize=4)
 def log_counts(most: int) -> np.ndarray:
-    """Returns float64[most + 1], log(1 + n) rounded to float32, which hides last-bit differences of C libraries."""
+    """Returns float64[most + 1], log(1 + n) rounded to float32, so that differences of C libraries vanish."""
     return np.array([math.log1p(n) for n in range(most + 1)], np.float32).astype(np.float64)
 
 
 def scores(model: LanguageModel, texts: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (float64[D, classes] log-posteriors, bool[D] True if a text emits a feature). texts: longest first."""
+    """Returns (float64[D, classes] log-posteriors, bool[D] True if a text has a feature). texts: longest first."""
     features_DT = np.ascontiguousarray(walk(model.table, model.start, texts).T)
     D, T = features_DT.shape
     found = np.zeros((D, len(model.labels)))
     features_DT.sort(axis=1)
-    starts_DT = np.zeros((D, T), bool)  # where a run of one feature begins
+    starts_DT = np.zeros((D, T), bool)  # True at the first of equal features
     starts_DT[:, :1], starts_DT[:, 1:] = True, features_DT[:, 1:] != features_DT[:, :-1]
     starts_DT &= features_DT > 0
     owners, places = np.nonzero(starts_DT)
     counts = np.diff(places, append=0)
     last = np.flatnonzero(np.diff(owners, append=-1)) if len(owners) else np.zeros(0, np.intp)
-    counts[last] = T - places[last]  # the highest feature's run goes to the end
+    counts[last] = T - places[last]  # the run of the highest feature extends to the end
     weights = log_counts(T)[counts]
     rows = features_DT[owners, places] - 1
     bounds = np.searchsorted(owners, np.arange(D + 1))
     most = int(np.diff(bounds).max(initial=0))
-    gathered, exact = np.empty((most, found.shape[1]), np.int16), np.empty((most, found.shape[1]))  # stay in cache
+    gathered, exact = np.empty((most, found.shape[1]), np.int16), np.empty((most, found.shape[1]))  # reused, in cache
     for d in range(D):
         begin, end = int(bounds[d]), int(bounds[d + 1])
         part = model.likelihoods.take(rows[begin:end], axis=0, out=gathered[: end - begin], mode="clip")
@@ -122,7 +122,7 @@ def scores(model: LanguageModel, texts: Sequence[bytes]) -> tuple[np.ndarray, np
 
 
 def identify(texts: Sequence[str], model: LanguageModel | None = None) -> list[tuple[str, float]]:
-    """Returns each text's language and probability (the library's), ('und', 0.0) for a text without features."""
+    """Returns (language, probability) of each text as py3langid does; ('und', 0.0) for a text without features."""
     model = model or load_model()
     encoded = [as_bytes(text) for text in texts]
     order = sorted(range(len(encoded)), key=lambda i: -len(encoded[i]))
@@ -139,14 +139,14 @@ def identify(texts: Sequence[str], model: LanguageModel | None = None) -> list[t
         probability = merged[np.arange(len(part)), best] / merged.sum(axis=1)
         for i, language, sure, any_sign in zip(part, best, probability, seen):
             if any_sign:
-                answers[i] = (model.labels[language], round(float(sure), 4))  # exp differs in its last bits by machine
+                answers[i] = (model.labels[language], round(float(sure), 4))  # the last bits of exp differ by machine
     return answers
 
 
 def make_language(cfg: LanguageConfig) -> Stage:
-    """Returns a stage that adds each document's language and score column "language", and drops by language."""
+    """Returns a stage that adds the language and the score column "language", and drops documents by language."""
     keep = frozenset(cfg.keep)
-    if cfg.known != "trust" and (unknown := keep - set(load_model().labels)):  # labels from a file may include others
+    if cfg.known != "trust" and (unknown := keep - set(load_model().labels)):  # files may name other languages
         supported = sorted(set(load_model().labels))
         raise BadInput(f"keep={cfg.keep}: the model does not support {sorted(unknown)}; supported: {supported}")
 
@@ -157,7 +157,7 @@ def make_language(cfg: LanguageConfig) -> Stage:
             return Outcome(None, DOUBT, detail=language)
         return Outcome(dataclasses.replace(doc, language=language, scores=(*doc.scores, ("language", probability))))
 
-    def named_language(doc: Document) -> str:  # the code in a tag: 'en' for 'EN' and 'en-US'
+    def named_language(doc: Document) -> str:  # 'en' for 'EN' and 'en-US'
         tag = TAG.fullmatch(doc.language.strip().lower()) if cfg.known == "trust" else None
         return tag[1] if tag and tag[1] != UNKNOWN else ""
 

@@ -1,8 +1,8 @@
-"""Drops documents by their origin: address and licence. No list of addresses is shipped.
+"""Drops documents by URL and licence. No list of URLs is included.
 
-Addresses are compared with lists of domains and addresses, and of words: the first filter of RefinedWeb
-(arXiv:2306.01116, appendix G.1) and FineWeb. They used the lists of the University of Toulouse, which are available at
-https://dsi.ut-capitole.fr/blacklists/ in a format that this module reads.
+Lists have domains, URLs or words. This is the first filter of RefinedWeb (arXiv:2306.01116, appendix G.1) and of
+FineWeb. Their lists, from the University of Toulouse, are available at https://dsi.ut-capitole.fr/blacklists/ in a
+format that this module reads.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from jaxscale.tools.corpus.curate.quality import read_words
 LISTED = "url: on a blocklist"
 WORD = "url: a word of the list"
 UNKNOWN = "url: unknown"
-MAX_LINE_CHARS = 1 << 14  # characters; longer lines are not addresses
+MAX_LINE_CHARS = 1 << 14  # longer lines are not URLs
 SCHEME = re.compile(r"^[a-z][a-z0-9+.-]*://", re.I)
 ADDRESS = re.compile(r"^(?:\d+(?:\.\d+){3}|[0-9a-fA-F]*:[0-9a-fA-F:.]*(?:%\w+)?)\s+(\S+)$")  # a line of a hosts file
 PARTS = re.compile(r"[^\W_]+")
@@ -35,7 +35,7 @@ UNKNOWN_NAMES = ("", "unknown", "none", "null", "n/a", "noassertion", "other")  
 
 
 def make_urls(cfg: UrlConfig) -> Stage:
-    """Returns a stage that drops documents whose address, or a prefix of it, is listed, or contains a listed word."""
+    """Returns a stage that drops documents whose URL, its domain or a prefix is listed, or that has a listed word."""
     listed = Blocklist(list_paths(cfg)) if cfg.lists else None
     words = frozenset(load_url_words(cfg))
 
@@ -55,7 +55,7 @@ def make_urls(cfg: UrlConfig) -> Stage:
 
 
 def list_paths(cfg: UrlConfig, say: Callable[[str], None] = ignore_line) -> list[str]:
-    """Returns the files of the lists. say: as in list_files. Raises BadInput for a name without a match."""
+    """Returns the files that match cfg.lists. Raises BadInput for a name without a match. `say`: see list_files."""
     if not cfg.lists:
         return []
     files, problems = list_files(cfg.lists, "url_blocklist.lists", "lists", say=say)
@@ -65,7 +65,7 @@ def list_paths(cfg: UrlConfig, say: Callable[[str], None] = ignore_line) -> list
 
 
 def load_url_words(cfg: UrlConfig) -> list[str]:
-    """Returns the listed words. Raises BadInput as read_words does, and for entries that are not one word."""
+    """Returns the listed words. Raises BadInput if the file cannot be read or an entry is not a single word."""
     words = read_words(cfg.words, "url_blocklist.words", "#") if cfg.words else []
     if odd := [word for word in words if not PARTS.fullmatch(word)]:
         raise BadInput(f"url_blocklist.words has {odd[0]!r}, which is not a single word of a URL; split or remove it")
@@ -73,10 +73,10 @@ def load_url_words(cfg: UrlConfig) -> list[str]:
 
 
 class Blocklist:
-    """Hashes of the lists' entries, 8 bytes each."""
+    """Hashes of all list entries, 8 bytes each."""
 
     def __init__(self, paths: Sequence[str]):
-        hashes, self.depth = [], 0  # the longest path of an entry, in parts
+        hashes, self.depth = [], 0  # depth: largest number of path components in an entry
         for path in paths:
             before = len(hashes)
             for entry in entries(path):
@@ -87,7 +87,7 @@ class Blocklist:
         self.hashes = np.unique(np.frombuffer(b"".join(hashes), "<u8"))
 
     def hits(self, urls: Sequence[str]) -> list[str]:
-        """Returns the first entry that matches each address, the shortest domain first; '' for none."""
+        """Returns the first entry that matches each URL, shortest domain first, or ''."""
         keys = [matching_entries(url, self.depth) for url in urls]
         flat = [key for url_keys in keys for key in url_keys]
         hashes = np.frombuffer(b"".join(map(key_hash, flat)), "<u8")
@@ -97,12 +97,12 @@ class Blocklist:
 
 
 def key_hash(key: str) -> bytes:
-    """Returns 8 bytes, a hash of an entry."""
+    """Returns an 8-byte hash of an entry."""
     return hashlib.blake2b(key.encode(errors="surrogatepass"), digest_size=8).digest()
 
 
 def entries(path: str) -> Iterator[str]:
-    """Yields the entries of a list, normalized. Raises BadInput for a line that is not an address."""
+    """Yields the normalized entries of a list. Raises BadInput for a line that is not a URL."""
     for number, line in text_lines(path):
         line = line.partition("#")[0].strip()
         if not line or line.startswith("!"):
@@ -116,21 +116,21 @@ def entries(path: str) -> Iterator[str]:
 
 
 def normalize_url(url: str) -> tuple[str, list[str]]:
-    """Returns (host, path components and query), normalized: host in lower-case ASCII without www., port and user."""
+    """Returns (host, path components and query). The host is in lower-case ASCII without www., port and user."""
     stripped = SCHEME.sub("", url.strip(), count=1).lstrip("/").partition("#")[0]
     address, _, query = stripped.partition("?")
     host, _, path = address.partition("/")
     host = host.rpartition("@")[2].lower()
     host = re.sub(r":\d*$", "", host).strip(".").removeprefix("www.")
     if not host.isascii():
-        with contextlib.suppress(UnicodeError):  # not a valid host name: compared without conversion
+        with contextlib.suppress(UnicodeError):  # an invalid host name is compared without conversion
             host = host.encode("idna").decode("ascii")
     return host, [part for part in path.split("/") if part] + [f"?{query}"] * bool(query)
 
 
 def matching_entries(url: str, depth: int) -> list[str]:
-    """Returns every entry that matches an address: its domain and parent domains, the shortest first, with each prefix
-    of its path, up to `depth` components."""
+    """Returns every entry that would match a URL: its domain and parent domains, shortest first, each alone and with
+    every prefix of the path of up to `depth` components."""
     host, path = normalize_url(url)
     if not host:
         return []
@@ -141,20 +141,20 @@ def matching_entries(url: str, depth: int) -> list[str]:
 
 
 def normalized(licence: str) -> str:
-    """Returns the normalized name: lower case, spaces and underscores as one hyphen."""
+    """Returns a licence name in lower case, with each run of spaces and underscores replaced by a hyphen."""
     return re.sub(r"[\s_]+", "-", licence.strip().lower())
 
 
 def matcher(patterns: Sequence[str]) -> re.Pattern | None:
-    """Returns a pattern that matches a normalized name that fits any of the patterns; None without patterns."""
+    """Returns a regular expression that matches normalized names that fit any pattern; None without patterns."""
     return re.compile("|".join(translate(normalized(pattern)) for pattern in patterns)) if patterns else None
 
 
 def make_licence(cfg: LicenceConfig) -> Stage:
-    """Returns a stage that drops documents by their licence."""
+    """Returns a stage that drops documents by licence."""
     allow, deny = matcher(cfg.allow), matcher(cfg.deny)
 
-    @functools.lru_cache(maxsize=4096)  # a corpus has few names
+    @functools.lru_cache(maxsize=4096)  # a corpus has few distinct licences
     def drop_reason(licence: str) -> str:
         name = normalized(licence)
         if deny and deny.match(name):
@@ -167,7 +167,7 @@ def make_licence(cfg: LicenceConfig) -> Stage:
         reason = drop_reason(doc.licence)
         if reason == UNKNOWN_LICENCE and cfg.unknown == "stop":
             raise BadInput(
-                f"{doc.file or 'a document'} at {doc.offset} has no licence ({doc.licence!r}); "
+                f"{doc.file or 'a document'} at {doc.offset} has no known licence ({doc.licence!r}); "
                 "set unknown to 'keep' or 'drop' to continue"
             )
         return drop_if(doc, reason, doc.licence)

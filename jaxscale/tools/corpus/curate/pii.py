@@ -1,7 +1,7 @@
 """Finds and redacts personal data: e-mail and IP addresses, phone, card and account numbers, national ids.
 
-Rules and checksums only. Names, dates and addresses of people are not detected: a medical text is not de-identified
-by this. One pass over the text finds where digits stand close together; the rules look only there.
+Detection uses only rules and checksums. Names, dates and postal addresses of people are not detected, so it does not
+de-identify medical texts. One pass over the text finds sequences of nearby digits; the number rules search only those.
 """
 
 import bisect
@@ -20,7 +20,7 @@ from jaxscale.tools.corpus.curate.pii_numbers import NATIONAL_IDS, find_cards, f
 from jaxscale.tools.corpus.curate.pii_phone import find_phones
 
 Action = Literal["redact", "drop", "off"]
-KINDS = {  # with their names in reports; of overlapping spans, the earlier kind wins
+KINDS = {  # kind: name in reports; if spans overlap, the kind that is listed first takes precedence
     "email": "e-mail",
     "ip": "IP address",
     "iban": "IBAN",
@@ -30,16 +30,16 @@ KINDS = {  # with their names in reports; of overlapping spans, the earlier kind
 }
 GAPS = " .()/\u00a0\u2009\u202f\u2010\u2011\u2012\u2013-"
 PLAIN = str.maketrans(dict.fromkeys("\u00a0\u2009\u202f", " ") | dict.fromkeys("\u2010\u2011\u2012\u2013", "-"))
-# Every number of six digits or more stands in one of these. The look ahead makes a year or a price cheap to pass by.
+# Matches every number of six digits or more. The lookahead rejects years and prices quickly.
 ROW = re.compile(rf"[0-9](?=[0-9A-Z{GAPS}]{{5}})(?:[{GAPS}]{{0,3}}[0-9A-Z]){{5,}}+")
 DIGITS, FEWEST = "0123456789", 6
 LEAD = 8  # characters of a number before its first digit: the letters of a codice fiscale, "(+"
-BEFORE, AFTER = 48, 32  # characters around a number that the rules may read
-MAX_ROUNDS = 4  # a placeholder may bring a number nearer to the word that names it, so the search is repeated
+BEFORE, AFTER = 48, 32  # characters of context around a number that the rules may use
+MAX_ROUNDS = 4  # the search is repeated, since a placeholder can move a number closer to the word that names it
 
 # Local part and domain as in RFC 5321 and 6531, except quoted local parts, which are very rare. Letters of other
-# scripts count only if the part has no Latin ones: Chinese text has no space before an address. =/?&#| are allowed
-# in a local part, but the text before them is nearly always part of a query: ?mail=me@home.org
+# scripts match only in a part without Latin letters, because Chinese text has no space before an address. =/?&#| are
+# allowed in a local part, but the text before them is nearly always part of a query: ?mail=me@home.org
 AT = re.compile(r"@(?=[^\W_])")
 LATIN = "A-Za-z0-9\u00c0-\u024f_.!$%'*+^`{}~-"
 LOCAL = re.compile(rf"[{LATIN}]*[=/?&#|]*\Z")
@@ -48,7 +48,7 @@ LOCAL_CHARS = 64  # RFC 5321, section 4.5.3.1.1
 DOMAIN = re.compile(
     r"(?:[^\W_](?:[\w-]{0,61}[^\W_])?\.)+(?:xn--[a-z0-9-]{2,59}|[a-z]{2,63}|[^\W\d_a-z]{2,63})", re.IGNORECASE
 )
-FILE_ENDINGS = frozenset(  # logo@2x.png and main@1a2b.js are files
+FILE_ENDINGS = frozenset(  # logo@2x.png and main@1a2b.js are file names
     "avif bmp css gif gz htm html ico jpeg jpg js json jsx map mjs mp3 mp4 pdf php png scss svg tar tgz ts tsx ttf txt "
     "webm webp woff xml yaml yml zip".split()
 )
@@ -57,7 +57,7 @@ IPV4_SIGN = re.compile(r"\.[0-9]{1,3}\.[0-9]")
 IPV4 = re.compile(r"(?<![\w.])(?:[0-9]{1,3}\.){3}[0-9]{1,3}(?!\.?[\w])")
 DIGITS_BEFORE = re.compile(r"[0-9]*\Z")
 IPV6_SIGN = re.compile(r":[0-9A-Fa-f]{0,4}:")
-IPV6_CHARS = 45  # of the longest, which ends in an IPv4 address
+IPV6_CHARS = 45  # length of the longest form, which ends in an IPv4 address
 IPV6_BEFORE = re.compile(r"[0-9A-Fa-f:]*\Z")
 IPV6_AFTER = re.compile(r"[0-9A-Fa-f:]*(?:[0-9]{1,3}(?:\.[0-9]{1,3}){3})?")
 GLOBAL_UNICAST = ipaddress.ip_network("2000::/3")  # RFC 4291, section 2.4; excludes a::b as in C++
@@ -71,7 +71,7 @@ ADDRESS_BEFORE = re.compile(r"\b(?:ip|ips|ipv4|address|addr|server|host|dns|ping
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PIIConfig:
-    """Action for each kind of personal data: replace it by a placeholder, drop the document, or ignore it."""
+    """Action for each kind of personal data: replace with a placeholder, drop the document, or ignore."""
 
     email: Action = setting("redact", "e-mail addresses")
     ip: Action = setting("redact", "IPv4 and IPv6 addresses")
@@ -97,9 +97,9 @@ class PIIConfig:
         for kind in KINDS:
             placeholder = getattr(self, f"{kind}_placeholder")
             found = [(span.kind, placeholder[span.start : span.end]) for span in find_pii(placeholder, self.countries)]
-            if found not in ([], [(kind, placeholder)]):  # the whole placeholder is not redacted again
+            if found not in ([], [(kind, placeholder)]):  # an exact match of the placeholder is skipped on redaction
                 raise BadInput(
-                    f"{kind}_placeholder={placeholder!r} is itself personal data: {found}; "
+                    f"{kind}_placeholder={placeholder!r} contains personal data: {found}; "
                     f"use a word in brackets, or exactly one {kind}"
                 )
 
@@ -118,7 +118,7 @@ def find_pii(
     kinds: Iterable[str] = KINDS,
     public_ips_only: bool = True,
 ) -> list[PiiSpan]:
-    """Returns all personal data in the text, in order, without overlaps."""
+    """Returns all personal data in the text, sorted by position, without overlaps."""
     kinds = frozenset(kinds)
     found = []
     if "email" in kinds and "@" in text:
@@ -132,7 +132,7 @@ def find_pii(
     floor, finders = 0, [finder for finder in finders if finder[0] in kinds]
     for row in ROW.finditer(text) if finders else ():
         digits = sum(map(row[0].count, DIGITS))
-        if digits < FEWEST:  # "2011 - 12 NCAA", the most common row by far
+        if digits < FEWEST:  # such as "2011 - 12 NCAA", by far the most common match
             continue
         base = max(0, row.start() - BEFORE)
         window = text[base : row.end() + AFTER].translate(PLAIN)
@@ -145,13 +145,13 @@ def find_pii(
 
 
 def resolve_overlaps(spans: list[PiiSpan]) -> list[PiiSpan]:
-    """Returns the spans sorted by position; of two that overlap, the first kind in KINDS wins, then the longer one."""
+    """Returns the spans sorted by position. Of overlapping spans, the first in KINDS is kept, then the longest."""
     if len(spans) < 2:
         return spans
     selected: list[PiiSpan] = []
     order = list(KINDS)
     for span in sorted(spans, key=lambda span: (order.index(span.kind), span.start - span.end, span.start)):
-        place = bisect.bisect(selected, span)  # those before it begin earlier, and none of them overlaps another
+        place = bisect.bisect(selected, span)  # earlier spans start before it and do not overlap each other
         free_before = place == 0 or selected[place - 1].end <= span.start
         if free_before and (place == len(selected) or span.end <= selected[place].start):
             selected.insert(place, span)
@@ -168,7 +168,7 @@ def redact(text: str, spans: Sequence[PiiSpan], placeholders: dict[str, str]) ->
 
 
 def make_pii(cfg: PIIConfig) -> Stage:
-    """Returns a stage that redacts personal data, counted by kind, or drops the documents that have it."""
+    """Returns a stage that redacts personal data and counts it by kind, or drops documents that contain it."""
     actions = {kind: getattr(cfg, kind) for kind in KINDS}
     placeholders = {kind: getattr(cfg, f"{kind}_placeholder") for kind in KINDS}
     kinds = [kind for kind in KINDS if actions[kind] != "off"]
@@ -190,7 +190,7 @@ def make_pii(cfg: PIIConfig) -> Stage:
 
 
 def always(match: re.Match[str] | None) -> re.Match[str]:
-    """Returns the match of a pattern that also matches an empty text, so that it is never None."""
+    """Returns the match of a pattern that also matches the empty string, so the result is never None."""
     assert match is not None
     return match
 
@@ -211,7 +211,7 @@ def find_emails(text: str) -> Iterator[tuple[int, int]]:
 
 
 def find_ips(text: str, public_only: bool) -> Iterator[tuple[int, int]]:
-    """Yields (start, end) of each IPv4 and IPv6 address, except numbers after "version" and similar words."""
+    """Yields (start, end) of each IPv4 and IPv6 address. Numbers after "version" and similar words are skipped."""
     for sign in IPV4_SIGN.finditer(text):
         start = sign.start() - len(always(DIGITS_BEFORE.search(text[max(0, sign.start() - 3) : sign.start()]))[0])
         match = IPV4.match(text, start)
@@ -233,9 +233,9 @@ def find_ips(text: str, public_only: bool) -> Iterator[tuple[int, int]]:
 
 
 def is_version(text: str, match: re.Match) -> bool:
-    """True if four dotted numbers are a version or section number.
+    """Returns True if four dotted numbers are a version or section number.
 
-    Either the text calls them one, or all are single digits and the text does not call them an address.
+    That is the case after a word such as "version", or if all four are single digits without a sign of an IP address.
     """
     before = text[max(0, match.start() - 32) : match.start()]
     if VERSION_BEFORE.search(before):
@@ -245,10 +245,10 @@ def is_version(text: str, match: re.Match) -> bool:
 
 
 def is_address(written: str, public_only: bool) -> bool:
-    """True if the text is an address; with `public_only`, not one that is private, local or for documentation."""
+    """Returns True if the text is an IP address. public_only: ignore private, local and documentation addresses."""
     try:
         address = ipaddress.ip_address(written)
-    except ValueError:  # 300.1.2.3, 01.2.3.4, a time of day
+    except ValueError:  # such as 300.1.2.3, 01.2.3.4 or a time of day
         return False
     unicast = address.version == 4 or address in GLOBAL_UNICAST
     return not public_only or unicast and address.is_global and not address.is_multicast  # by IANA's registries

@@ -1,7 +1,7 @@
-"""Numbers with check digits: payment cards, IBANs and national identity numbers, each country's by its format.
+"""Finds numbers with check digits: payment cards, IBANs and national identity numbers.
 
-python-stdnum has the rules of the check digits. Where the proof is weak (a bare row of digits, one check digit), a word
-such as "SSN" or "Aadhaar" must stand nearby.
+Check digits are computed by python-stdnum. If the evidence is weak (digits without separators, one check digit), a word
+such as "SSN" or "Aadhaar" must precede the number.
 """
 
 import functools
@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 from jaxscale.runtime.text.sources.part import importing
 
-# Groups as cards are printed: 4-4-4-4 and its longer and shorter variants, 4-6-5 and 4-6-4; or no gap at all.
+# Digit groups as printed on cards: 4-4-4-4 and its longer and shorter variants, 4-6-5 and 4-6-4; or no gap.
 CARD = re.compile(
     r"(?<![\w.+-])(?:[0-6][0-9]{11,18}|[0-6][0-9]{3}([ -])[0-9]{4}\1[0-9]{4}\1[0-9]{1,4}(?:\1[0-9]{1,3})?"
     r"|3[0-9]{3}([ -])[0-9]{6}\2[0-9]{4,5})(?![\w]|[.-][0-9])"
 )
 
-# (first number, last number, lengths). ISO/IEC 7812 ranges as the networks publish them; see
+# (first prefix, last prefix, lengths). ISO/IEC 7812 ranges as published by the networks; see
 # https://en.wikipedia.org/wiki/Payment_card_number#Issuer_identification_number_(IIN)
 ISSUERS = (
     ("4", "4", (13, 16, 19)),  # Visa
@@ -28,7 +28,7 @@ ISSUERS = (
     ("6011", "6011", range(16, 20)), ("644", "649", range(16, 20)), ("65", "65", range(16, 20)),  # Discover
     ("300", "305", range(14, 20)), ("3095", "3095", range(14, 20)),  # Diners Club
     ("36", "36", range(14, 20)), ("38", "39", range(14, 20)),
-    ("35", "35", range(16, 20)),  # JCB: 3528 to 3589, and the wider range found in generated data
+    ("35", "35", range(16, 20)),  # JCB: 3528 to 3589; the wider range occurs in generated data
     ("1800", "1800", (15,)), ("2131", "2131", (15,)),
     ("62", "62", range(16, 20)), ("81", "81", range(16, 20)),  # UnionPay
     ("5018", "5018", range(12, 20)), ("5020", "5020", range(12, 20)), ("5038", "5038", range(12, 20)),  # Maestro
@@ -36,13 +36,13 @@ ISSUERS = (
     ("6761", "6763", range(12, 20)),
     ("2200", "2204", range(16, 20)),  # Mir
 )  # fmt: skip
-# Beginnings so common, or lengths so short, that Luhn's one digit proves little: a word must say that it is a card.
+# Common prefixes or short lengths, for which one Luhn digit is weak evidence: a word such as "card" must come first.
 LOOSE_ISSUERS = (("50", "50", range(12, 20)), ("56", "58", range(12, 20)), ("0604", "0604", range(12, 20)),
                  ("60", "69", range(12, 20)))  # Maestro, RuPay  # fmt: skip
 SAID_CARD = re.compile(r"\b(?:cards?|credit|debit|visa|master ?card|maestro|amex|cc|ccn|pan)\b", re.IGNORECASE)
-CONTEXT_CHARS = 40  # characters before a number in which a word may explain it
+CONTEXT_CHARS = 40  # characters before a number that are searched for such a word
 
-# The beginning of an IBAN, and all that may belong to it (15 to 33 characters, ISO 13616), in one piece or in groups.
+# Start of an IBAN, and all characters that may belong to it (15 to 33, ISO 13616), with or without gaps.
 IBAN = re.compile(r"(?<![0-9A-Za-z])[A-Z]{2}[0-9]{2}(?=((?:[ -]?[0-9A-Z]){11,29}))", re.IGNORECASE | re.ASCII)
 IBAN_VALUES = str.maketrans(dict(zip(string.ascii_uppercase, map(str, range(10, 36)))))
 WORD_END = re.compile(r"(?<=[0-9A-Za-z])(?![0-9A-Za-z])")
@@ -56,7 +56,7 @@ def checker(name: str) -> Callable[..., bool]:
 
 
 def issued(digits: str, issuers: Iterable[tuple[str, str, Container[int]]] = ISSUERS) -> bool:
-    """True if a card network has numbers of this prefix and length."""
+    """Returns True if a card network issues numbers with this prefix and length."""
     return any(len(digits) in lengths and first <= digits[: len(first)] <= last for first, last, lengths in issuers)
 
 
@@ -74,7 +74,7 @@ def find_cards(text: str, start: int, end: int) -> Iterator[tuple[int, int]]:
 
 
 def find_ibans(text: str, start: int, end: int) -> Iterator[tuple[int, int]]:
-    """Yields (start, end) of each IBAN that begins in text[start:end], written in one piece or in groups."""
+    """Yields (start, end) of each IBAN that begins in text[start:end], with or without gaps."""
     for match in IBAN.finditer(text, start):
         if match.start() >= end:
             return
@@ -87,22 +87,22 @@ def find_ibans(text: str, start: int, end: int) -> Iterator[tuple[int, int]]:
                 break
 
 
-@functools.lru_cache(1024)  # for a text that repeats one
+@functools.lru_cache(1024)  # texts often repeat a number
 def is_iban(iban: str) -> bool:
-    """True for an IBAN with its country's length and structure and right check digits."""
-    # MOD 97-10 (ISO 7064) first: the library takes ten times as long, and its lists of banks are incomplete
+    """Returns True for an IBAN with valid check digits and the length and structure of its country."""
+    # MOD 97-10 (ISO 7064) first, since the library is ten times slower; its lists of banks are incomplete
     right = int((iban[4:] + iban[:4]).translate(IBAN_VALUES)) % 97 == 1
     return right and checker("iban")(iban, check_country=False)
 
 
 class NationalId(NamedTuple):
-    """Format and check digit of one country's number."""
+    """Format and validity check of one country's number."""
 
-    digits: int  # minimum; shorter rows are skipped
+    digits: int  # minimum number of digits; shorter sequences are skipped
     form: re.Pattern
-    proof: Callable[[str], bool]  # of the number without spaces, hyphens and full stops
-    bare: re.Pattern | None = None  # a weaker form that requires `context`
-    context: re.Pattern | None = None
+    proof: Callable[[str], bool]  # validity check, on the number without spaces, hyphens and full stops
+    bare: re.Pattern | None = None  # less distinctive form that requires `context`
+    context: re.Pattern | None = None  # words that must precede the bare form
 
 
 def word(pattern: str) -> re.Pattern:
@@ -110,7 +110,7 @@ def word(pattern: str) -> re.Pattern:
 
 
 def nino(number: str) -> bool:
-    """UK National Insurance number: HMRC manual NIM39110 (letters and pairs that are never given out)."""
+    """Returns True for a valid UK National Insurance number (HMRC manual NIM39110 lists unused letters and pairs)."""
     first, second = number[0], number[1]
     if first in "DFIQUV" or second in "DFIQUVO":
         return False
@@ -118,22 +118,22 @@ def nino(number: str) -> bool:
 
 
 def ssn(number: str) -> bool:
-    """US social security number (SSA, "randomization", 2011), except the one of all examples."""
+    """Returns True for a valid US social security number (SSA, "randomization", 2011), except the common example."""
     return number != "123456789" and checker("us.ssn")(number)
 
 
 def dni(number: str) -> bool:
-    """Spanish DNI or NIE."""
+    """Returns True for a valid Spanish DNI or NIE."""
     return checker("es.nie" if number[0] in "XYZ" else "es.dni")(number)
 
 
 def aadhaar(number: str) -> bool:
-    """Indian Aadhaar; three consecutive years do not match."""
+    """Returns True for a valid Indian Aadhaar number that is not three years."""
     years = all(number[i : i + 2] in ("20", "21") for i in (0, 4, 8))
     return not years and len(set(number)) > 2 and checker("in_.aadhaar")(number)
 
 
-DIGIT_OR_LETTER = "[0-9LMNPQRSTUV]"  # letters replace digits in a codice fiscale that would not be unique
+DIGIT_OR_LETTER = "[0-9LMNPQRSTUV]"  # in a codice fiscale, letters replace digits to resolve collisions
 EDGE, AFTER = r"(?<![0-9A-Za-z])(?<![0-9][.-])", r"(?![0-9A-Za-z])(?!-[0-9])"
 NATIONAL_IDS = {
     "us": NationalId(
@@ -168,13 +168,13 @@ NATIONAL_IDS = {
     ),
 }  # fmt: skip
 
-LETTERED = frozenset(("gb", "es", "it"))  # a letter comes after the first digit
+LETTERED = frozenset(("gb", "es", "it"))  # numbers with a letter after the first digit
 NO_DIGITS = string.ascii_letters + string.punctuation + string.whitespace
-LONGEST = 24  # of the forms, with all their spaces
+LONGEST = 24  # maximum length of any form, with all its spaces
 
 
 def find_national_ids(text: str, start: int, end: int, countries: tuple[str, ...]) -> Iterator[tuple[int, int]]:
-    """Yields (start, end) of each national number that begins in text[start:end]; text should reach a bit further."""
+    """Yields (start, end) of each national number that begins in text[start:end]. `text` may continue after `end`."""
     row = text[start:end].lstrip(NO_DIGITS)
     digits, letters = sum(map(row.count, "0123456789")), row != row.lower()
     for country in countries:

@@ -1,17 +1,16 @@
-"""Telephone numbers, recognized by their format or by the words around them.
+"""Recognizes telephone numbers by their format or by nearby words.
 
-A row of digits is a telephone number by its shape alone if it is written internationally (+ and an assigned country
-code), as in North America (area code and exchange that exist) or with a trunk 0 and in three groups or more. Any other
-row is one only next to a word that says so ("tel.", "call me on", "... fax"), and never if it reads as a date, a range
-of years, a price, a version or an ISBN.
+The format is sufficient for international numbers (+ and an assigned country code), for North American numbers (valid
+area code and exchange) and for numbers with a trunk 0 in at least three groups. Any other digits are a telephone number
+only near a word such as "tel.", "call me on" or "fax". Dates, ranges of years, prices, versions and ISBNs never match.
 """
 
 import re
 from collections.abc import Iterator
 
-BEFORE_CHARS, AFTER_CHARS = 40, 16  # characters read before and after a number
+BEFORE_CHARS, AFTER_CHARS = 40, 16  # context before and after a number
 
-# ITU-T E.164, list of assigned country codes (2016, with later changes). 1 and 7 stand for many countries.
+# ITU-T E.164, list of assigned country codes (2016, with later changes). 1 and 7 are shared by several countries.
 COUNTRY_CODES = frozenset(
     "1 7 20 27 30 31 32 33 34 36 39 40 41 43 44 45 46 47 48 49 51 52 53 54 55 56 57 58 60 61 62 63 64 65 66 81 82 "
     "84 86 90 91 92 93 94 95 98 211 212 213 216 218 220 221 222 223 224 225 226 227 228 229 230 231 232 233 234 235 "
@@ -24,12 +23,12 @@ COUNTRY_CODES = frozenset(
 )
 
 EXTENSION = r"(?: ?(?:x|ext\.?|extension) ?[0-9]{1,6})?"
-NUMBER = re.compile(  # any row of groups, as long as possible
+NUMBER = re.compile(  # the longest sequence of digit groups
     rf"(?<![\w/$£€¥₹%#=@^*~])(?<![0-9][.,:+-])(?P<plus>\+|\(\+(?=[0-9]{{1,4}}\)))?"
     rf"(?P<body>(?:\((?=[0-9 ]{{1,6}}\)))?[0-9](?:[ .()/-]{{0,3}}[0-9]){{5,40}})(?P<ext>{EXTENSION})"
     r"(?![\w@%€£$°]|[.,/:][0-9]|-[0-9])"
 )
-INSIDE = re.compile(  # in a row of several numbers, those whose beginning is plain: +44 ..., 0.. .., 212-555-0123
+INSIDE = re.compile(  # numbers within such a sequence that have a distinct start: +44 ..., 0.. .., 212-555-0123
     rf"(?<![\w/])(?<![0-9][.,-])(?P<plus>\+|\(\+)?(?P<body>0[1-9][0-9]{{0,3}}(?:[ .-][0-9]{{2,4}}){{2,4}}"
     rf"|(?:1[ .-])?\(?[2-9][0-9]{{2}}\)?[ .-]{{0,2}}[2-9][0-9]{{2}}[.-][0-9]{{4}})(?P<ext>{EXTENSION})"
     r"(?![\w@%]|[.,/:-][0-9])"
@@ -41,17 +40,17 @@ DATE = re.compile(
 YEARS = re.compile(r"(?:1[5-9]|20)[0-9]{2}(?:[ /-]{1,3}(?:1[5-9]|20)[0-9]{2})+")
 DOTTED = re.compile(r"[0-9]{1,3}(?:\.[0-9]{1,3}){3}")  # an IP address or a version
 ISBN = re.compile(r"97[89]([ -]?)[0-9](?:[ -]?[0-9]){8}\1[0-9]")
-# Words are looked up in sets: a pattern of a hundred alternatives would be tried again at every character.
-CLOSE_CHARS = 13  # "Phone (private): 467 3395": maximum distance of the word that names a number
-NEAR_CHARS = 14  # "call 33 93 31": maximum distance of a verb from a number of six digits
+# Words are looked up in sets, which is faster than a regular expression with a hundred alternatives.
+CLOSE_CHARS = 13  # maximum distance of a naming word, as in "Phone (private): 467 3395"
+NEAR_CHARS = 14  # maximum distance of a verb from a number of six digits, as in "call 33 93 31"
 
-# In the languages that much of the web is written in.
+# Names in the most common languages of the web.
 NAME_WORDS = frozenset(
     "tel telephone phone phones cellphone telefon téléphone telefono teléfono telefone telefoon puhelin tlf tfn tél "
     "mobile mobil mob móvil movil cell cellular celular cellulare handy gsm portable fax telefax whatsapp viber "
     "landline hotline helpline switchboard voicemail pager rufnummer телефон тел هاتف फोन".split()
 )
-MARKS = ("电话", "電話", "手机", "전화", "☎", "📞", "📱", "✆")  # not separated from other words by spaces
+MARKS = ("电话", "電話", "手机", "전화", "☎", "📞", "📱", "✆")  # matched anywhere, since no spaces surround them
 REQUEST_WORDS = frozenset(
     "call calls calling called dial dialling dialing ring reach text txt texting sms contact anrufen appelez appeler "
     "llame llamar chiama chiamare ligue ligar bel".split()
@@ -71,7 +70,7 @@ AFTER = re.compile(
     r"[\s,;\\(-]{1,4}(?:tel|phone|telephone|mobile|mob|cell|fax|office|home|work|desk|direct|landline|handy)(?!\w)",
     re.IGNORECASE,
 )
-MEASURE = re.compile(  # a number that counts something: "1 500 000 people"
+MEASURE = re.compile(  # a unit or counted noun after the number: "1 500 000 people"
     r" ?(?:%|°|dollars?|euros?|pounds?|usd|eur|people|persons?|years?|days?|hours?|min(?:ute)?s?|miles?|km|kg|m|cm|mm|"
     r"ft|feet|inch(?:es)?|tons?|tonnes?|members?|users?|votes?|points?|copies|units|times|square|cubic|million|billion|"
     r"bytes?|[kmg]b|[ap]\.?m)\b",
@@ -80,7 +79,7 @@ MEASURE = re.compile(  # a number that counts something: "1 500 000 people"
 
 
 def is_number(groups: list[str], gaps: list[str], *, plus: bool, brackets: bool, extension: bool) -> bool:
-    """True if groups of digits, separated by these gaps, are a telephone number by their shape alone."""
+    """Returns True if groups of digits with these separators are a telephone number by format alone."""
     digits = "".join(groups)
     if plus or digits.startswith("00"):
         national = digits if plus else digits[2:]
@@ -97,7 +96,7 @@ def is_number(groups: list[str], gaps: list[str], *, plus: bool, brackets: bool,
     trunk = groups[0][0] == "0" and digits[1] != "0"
     if trunk and 9 <= len(digits) <= 12 and (len(groups) == 1 or 2 <= len(groups[0]) <= 5):
         if len(groups) == 1:
-            return len(digits) == 11  # as Britain and Germany write it; ISBNs have 10, article numbers 8, 12 or 13
+            return len(digits) == 11  # as in Britain and Germany; ISBNs have 10 digits, article numbers 8, 12 or 13
         return brackets or len(groups) >= 3 and len(set(gaps)) == 1
     if brackets and 2 <= len(groups[0]) <= 3 and len(groups) == 3 and gaps[-1] == "-":
         return 10 <= len(digits) <= 11 and len(groups[1]) >= 4  # (11) 4706-6184
@@ -105,7 +104,7 @@ def is_number(groups: list[str], gaps: list[str], *, plus: bool, brackets: bool,
 
 
 def is_phone(text: str, match: re.Match) -> bool:
-    """True if a candidate is a telephone number, by its shape and the surrounding words."""
+    """Returns True if a match of NUMBER or INSIDE is a telephone number by its format and the surrounding words."""
     body, plus, extension = match["body"], bool(match["plus"]), bool(match["ext"])
     groups, gaps = re.findall(r"[0-9]+", body), re.findall(r"[^0-9]+", body.lstrip("("))
     digits = "".join(groups)
@@ -115,13 +114,13 @@ def is_phone(text: str, match: re.Match) -> bool:
     before, after = text[max(0, start - BEFORE_CHARS) : start], text[end : end + AFTER_CHARS]
     brackets = "(" in body
     odd = "/" in body and digits[0] != "0" or ". " in body or "(" in body[6:] or body.count("(") > body.count(")")
-    if odd or len(groups) == 2 and gaps == ["."]:  # a quotient, the end of a sentence, a decimal fraction
+    if odd or len(groups) == 2 and gaps == ["."]:  # a fraction, the end of a sentence, or a decimal number
         return False
     if not plus and (any(form.fullmatch(body) for form in (DATE, YEARS, DOTTED, ISBN)) or is_other_number(before)):
         return False
     if is_number(groups, gaps, plus=plus, brackets=brackets, extension=extension):
         return True
-    few = len(digits) == 6  # as often a price or a code
+    few = len(digits) == 6  # often a price or a code
     if plus or few and len(groups) == 1 or max(map(len, gaps), default=0) > 3 or MEASURE.match(after):
         return False
     if len(groups) > 1 and (len(groups[0]) < 2 or len(groups) == 2 and len(groups[1]) < 3):
@@ -133,7 +132,7 @@ def is_phone(text: str, match: re.Match) -> bool:
 
 
 def find_phones(text: str, start: int, end: int) -> Iterator[tuple[int, int]]:
-    """Yields (start, end) of each telephone number that begins in text[start:end]; text should reach a bit further."""
+    """Yields (start, end) of each telephone number that starts in text[start:end]. `text` may continue after `end`."""
     for match in NUMBER.finditer(text, start):
         if match.start() >= end:
             return
@@ -146,7 +145,7 @@ def find_phones(text: str, start: int, end: int) -> Iterator[tuple[int, int]]:
 
 
 def is_other_number(before: str) -> bool:
-    """True if the text before a number excludes a telephone number: "ISBN ", "order no. ", "$ "."""
+    """Returns True if the text before a number says that it is not a phone number: "ISBN ", "order no. ", "$ "."""
     before = before.lower()
     if before.rstrip()[-1:] in CURRENCY and before.rstrip():
         return True
@@ -158,7 +157,7 @@ def is_other_number(before: str) -> bool:
 
 
 def is_named(before: str, after: str) -> bool:
-    """True if a word next to a number names it: "Tel.: ", "... fax"."""
+    """Returns True if a word close to a number names it: "Tel.: ", "... fax"."""
     if AFTER.match(after):
         return True
     lowered = before.lower()
@@ -171,12 +170,12 @@ def is_named(before: str, after: str) -> bool:
 
 
 def is_clear(between: str) -> bool:
-    """True if neither another number nor a line break is between a name and its number."""
+    """Returns True if the text between a naming word and its number has no digits and at most one newline."""
     return between.count("\n") < 2 and not any(char.isdigit() for char in between)
 
 
 def is_requested(before: str) -> bool:
-    """True if the text before a number names it or asks to call it, anywhere."""
+    """Returns True if the text before a number has a naming word, or a request to call, at any distance."""
     words = WORD.findall(before.lower())
     if not NAME_WORDS.isdisjoint(words) or not REQUEST_WORDS.isdisjoint(words) or any(mark in before for mark in MARKS):
         return True

@@ -1,13 +1,13 @@
-"""Published quality filters: those of Gopher, C4 and FineWeb.
+"""Quality filters of Gopher, C4 and FineWeb.
 
 Gopher: Rae et al., arXiv:2112.11446, table A1 and section A1.1. C4: Raffel et al., arXiv:1910.10683, section 2.2, keeps
-the lines of a page that are sentences; where the paper leaves a choice, its published code decides:
+the lines of a page that are sentences. Where the paper is ambiguous, this module follows its published code:
 https://github.com/tensorflow/datasets/blob/master/tensorflow_datasets/text/c4_utils.py
-FineWeb: Penedo et al., arXiv:2406.17557, section 3.6: lists, menus and duplicate lines.
+FineWeb: Penedo et al., arXiv:2406.17557, section 3.6, drops lists, menus and duplicate lines.
 
-Two facts keep Gopher's filter of repetition cheap for the documents that pass, which are most. A sequence of four words
-occurs no more often than its first two. And each repeated sequence of six to ten words is made of repeated sequences of
-five: if those cover few enough characters, no longer one can break its rule.
+Two facts make Gopher's repetition filter fast for documents that pass. A sequence of four words occurs no more often
+than its first two words. And each repeated sequence of six to ten words consists of repeated sequences of five: if
+these cover few enough characters, no longer sequence can break its rule.
 """
 
 import collections
@@ -30,15 +30,15 @@ from jaxscale.tools.corpus.curate.words import TextStats, cut, hash_of, stats_of
 BULLETS = ("•", "-")
 ELLIPSES = ("...", "…")
 CITATION = re.compile(r"\[\d*\]|\[edit\]|\[citation needed\]")
-MAX_CACHED_CHARS = 64  # longest piece in characters whose kinds are cached; longer ones rarely recur
+MAX_CACHED_CHARS = 64  # pieces with more characters rarely recur, and are not cached
 POLICIES = ("terms of use", "privacy policy", "cookie policy", "uses cookies", "use of cookies", "use cookies")
 SENTENCE_ENDS = frozenset(".!?։؟۔।॥。！？．｡‼‽⁇⁈⁉⸮။።፧᙮᠃᠉꓿܀܁܂߹﹒﹖﹗꛳꛷᪨᪩᭚᭛᱾᱿")
-# ends of a sentence in the scripts of the web: Unicode's property Sentence_Terminal, https://unicode.org/reports/tr29
+# sentence ends of the scripts of the web: Unicode's property Sentence_Terminal, https://unicode.org/reports/tr29
 SCRIPT_TERMINAL = tuple(".!?։؟۔।॥。！？．｡‼‽⁇⁈⁉⸮။።፧។៕᙮᠃᠉꓿܀܁܂؞؝߹﹒﹖﹗꛳꛷᪨᪩᭚᭛᱾᱿")
 
 
 def make_gopher(cfg: GopherConfig) -> Stage:
-    """Returns a stage that drops documents that break one of Gopher's rules of quality."""
+    """Returns a stage that drops documents that break one of Gopher's quality rules."""
     stop_hashes = [np.uint64(hash_of(word)) for word in cfg.stop_words]
 
     def gopher(documents: Sequence[Document]) -> list[Outcome]:
@@ -49,7 +49,7 @@ def make_gopher(cfg: GopherConfig) -> Stage:
 
 
 def gopher_fault(text: str, stats: TextStats, cfg: GopherConfig, stop_hashes: Sequence[np.uint64]) -> str:
-    """Returns the first rule that the text breaks, or "". stop_hashes: those of cfg.stop_words."""
+    """Returns the first rule that the text breaks, or ''. stop_hashes: hashes of cfg.stop_words."""
     if cfg.min_words is not None and stats.plain < cfg.min_words:
         return f"gopher: fewer than {cfg.min_words} words"
     if cfg.max_words is not None and stats.plain > cfg.max_words:
@@ -67,7 +67,7 @@ def gopher_fault(text: str, stats: TextStats, cfg: GopherConfig, stop_hashes: Se
             return "gopher: too many ellipses"
     lines = text.splitlines()
     if cfg.max_bullet_lines is not None:
-        most = cfg.max_bullet_lines * len(lines)  # a line with a bullet has one somewhere: counting is the quick check
+        most = cfg.max_bullet_lines * len(lines)  # counting bullets anywhere is a fast upper bound
         if sum(map(text.count, BULLETS)) > most and sum(line.lstrip().startswith(BULLETS) for line in lines) > most:
             return "gopher: too many bullet lines"
     if cfg.max_ellipsis_lines is not None:
@@ -84,7 +84,7 @@ def gopher_fault(text: str, stats: TextStats, cfg: GopherConfig, stop_hashes: Se
 
 
 def make_repetition(cfg: RepetitionConfig) -> Stage:
-    """Returns a stage that drops documents that break one of Gopher's rules of repetition."""
+    """Returns a stage that drops documents that break one of Gopher's repetition rules."""
     top, duplicate = cfg.ngram_rules("top"), cfg.ngram_rules("duplicate")
 
     def fault(text: str, stats: TextStats) -> str:
@@ -102,17 +102,17 @@ def make_repetition(cfg: RepetitionConfig) -> Stage:
 
 
 def count_repeats(parts: Sequence[str]) -> tuple[int, int]:
-    """Returns the number of parts that occurred before, and their characters."""
+    """Returns (number of parts that occurred before, their characters)."""
     if len(seen := set(parts)) == len(parts):
         return 0, 0
     return len(parts) - len(seen), sum(map(len, parts)) - sum(map(len, seen))
 
 
 def line_fault(text: str, cfg: RepetitionConfig) -> str:
-    """Returns the rule on lines or paragraphs that the text breaks, or "". Empty lines are ignored; spaces count."""
+    """Returns the broken rule on lines or paragraphs, or ''. Empty lines are ignored, but spaces count."""
     lines = list(filter(None, text.split("\n")))
     if len(set(lines)) == len(lines):
-        return ""  # then no paragraph is repeated either
+        return ""  # without repeated lines, no paragraph is repeated
     paragraphs = list(filter(None, (part.strip("\n") for part in text.split("\n\n"))))
     for what, most, most_chars, parts in (
         ("paragraphs", cfg.max_duplicate_paragraphs, cfg.max_duplicate_paragraph_chars, paragraphs),
@@ -127,18 +127,18 @@ def line_fault(text: str, cfg: RepetitionConfig) -> str:
 
 
 def top_fault(stats: TextStats, characters: int, rules: Sequence[tuple[int, float]]) -> str:
-    """Returns the rule on the most frequent n-gram that is broken, or "". stats: at least two words."""
+    """Returns the broken rule on the most frequent n-gram, or ''. The text must have at least two words."""
     ends, pairs = stats.ends, ngram_keys(stats.hashes, 2)
     ordered = np.sort(pairs)
-    lasts = np.flatnonzero(ordered[1:] != ordered[:-1])  # of each kind of pair but the last kind
+    lasts = np.flatnonzero(ordered[1:] != ordered[:-1])  # last index of each distinct pair except the largest
     often = len(ordered) - 1 - int(lasts[-1]) if len(lasts) else len(ordered)
     if len(lasts):
         often = max(often, 1 + int(lasts[0]), int((lasts[1:] - lasts[:-1]).max(initial=0)))
     for n, most in rules:
         if stats.total < n:
             break
-        spans = ends[n:] - ends[:-n]  # characters of each sequence; the spaces between its words count too
-        least = int(most * characters / (int(spans.max()) + n - 1))  # to break the rule it must occur more often
+        spans = ends[n:] - ends[:-n]  # characters of each n-gram without spaces; n - 1 spaces are added below
+        least = int(most * characters / (int(spans.max()) + n - 1))  # an n-gram that breaks the rule occurs more often
         if often <= least:
             continue
         frequent = ordered[least:] == ordered[: len(ordered) - least]
@@ -147,14 +147,14 @@ def top_fault(stats: TextStats, characters: int, rules: Sequence[tuple[int, floa
             continue
         keys = ngram_keys(stats.hashes, n).take(places)
         _, first, counts = np.unique(keys, return_index=True, return_counts=True)
-        place = places[first[counts == counts.max()].min()]  # the first one among equally frequent ones
+        place = places[first[counts == counts.max()].min()]  # first occurrence among equally frequent n-grams
         if int(counts.max()) * (int(spans[place]) + n - 1) > most * characters:
             return f"repetition: too many characters in the top {n}-gram"
     return ""
 
 
 def duplicate_fault(stats: TextStats, characters: int, rules: Sequence[tuple[int, float]]) -> str:
-    """Returns the rule on repeated n-grams that is broken, or ""."""
+    """Returns the broken rule on repeated n-grams, or ''."""
     shortest, allowed = rules[0][0], min(most for _, most in rules) * characters
     keys = ngram_keys(stats.hashes, shortest)
     ordered = np.sort(keys)
@@ -162,13 +162,13 @@ def duplicate_fault(stats: TextStats, characters: int, rules: Sequence[tuple[int
     if not (repeats := np.count_nonzero(twice)):
         return ""
     ends = stats.ends
-    if repeats * int((ends[shortest:] - ends[:-shortest]).max()) <= allowed:  # as if all were the longest
+    if repeats * int((ends[shortest:] - ends[:-shortest]).max()) <= allowed:  # upper bound
         return ""
     places = np.flatnonzero(is_member(keys, ordered[1:][twice]))
     found = keys.take(places)
     order = found.argsort(kind="stable")
     found = found.take(order)
-    again = places.take(order[1:][found[1:] == found[:-1]])  # each but the first of its kind
+    again = places.take(order[1:][found[1:] == found[:-1]])  # all occurrences except the first
     covered = np.zeros(stats.total, bool)
     for at in range(shortest):
         covered[again + at] = True
@@ -181,12 +181,12 @@ def duplicate_fault(stats: TextStats, characters: int, rules: Sequence[tuple[int
 
 
 def is_member(keys: np.ndarray, members: np.ndarray) -> np.ndarray:
-    """Returns bool, True for keys that are in `wanted`, which is sorted and not empty."""
+    """Returns bool, True for keys that are in `members`, which is sorted and not empty."""
     return members.take(members.searchsorted(keys), mode="clip") == keys
 
 
 def repeated_characters(keys: np.ndarray, ends: np.ndarray, n: int) -> int:
-    """Returns the characters in n-grams that occurred before, left to right without overlaps."""
+    """Returns the number of characters in n-grams that occurred before, from left to right without overlaps."""
     _, group, counts = np.unique(keys, return_inverse=True, return_counts=True)
     places = np.flatnonzero(counts[group] > 1)
     characters = free = 0
@@ -202,7 +202,7 @@ def repeated_characters(keys: np.ndarray, ends: np.ndarray, n: int) -> int:
 
 
 def ngram_keys(hashes: np.ndarray, n: int) -> np.ndarray:
-    """Returns uint64[max(0, words - n + 1)], a hash of each n-gram: a polynomial over the words' hashes."""
+    """Returns uint64[max(0, words - n + 1)], a polynomial hash of each n-gram over the words' hashes."""
     count = max(0, len(hashes) - n + 1)
     keys = hashes[:count].copy()
     for place in range(1, n):
@@ -221,11 +221,11 @@ def make_c4(cfg: C4Config) -> Stage:
 
 
 def read_words(file: str, setting: str, remark: str = "") -> list[str]:
-    """Returns the entries of a word list, one per line, in lower case. remark: prefix of a comment; '': none."""
+    """Returns the entries of a word list, in lower case. remark: start of a comment, or '' for no comments."""
     try:
         lines = [line for _, line in text_lines(os.path.expanduser(file))]
     except BadInput as error:
-        raise BadInput(f"{setting}={file!r}: {error}; give a UTF-8 file with one word per line") from None
+        raise BadInput(f"{setting}={file!r}: {error}; use a UTF-8 file with one word per line") from None
     words = sorted({(line.partition(remark)[0] if remark else line).strip().lower() for line in lines} - {""})
     if not words:
         raise BadInput(f"{setting}={file!r} has no words; put one word per line, or remove the setting")
@@ -233,11 +233,11 @@ def read_words(file: str, setting: str, remark: str = "") -> list[str]:
 
 
 def c4_outcome(document: Document, cfg: C4Config, bad_words: re.Pattern[str] | None = None) -> Outcome:
-    """Returns the outcome: the document with the remaining lines, or the reason to drop it."""
+    """Returns the document with the remaining lines, or the reason to drop it."""
     text = document.text
     if bad_words and (found := bad_words.search(text.lower())):
         return Outcome(None, "c4: bad word", detail=found.group())
-    lowered = text.encode(errors="surrogatepass").lower()  # three times as fast as text.lower(); the phrases are ASCII
+    lowered = text.encode(errors="surrogatepass").lower()  # three times as fast as text.lower(); phrases are ASCII
     has_lorem_ipsum = cfg.lorem_ipsum and b"lorem ipsum" in lowered
     has_javascript = cfg.javascript and b"javascript" in lowered
     has_policies = cfg.policies and any(policy in lowered for policy in (b"cookie", b"terms of use", b"privacy policy"))
@@ -287,7 +287,7 @@ def c4_outcome(document: Document, cfg: C4Config, bad_words: re.Pattern[str] | N
 
 
 def has_sentences(lines: Sequence[str], least: int) -> bool:
-    """True if the lines have at least `least` sentences; every non-blank line has at least one."""
+    """Returns True if the lines have at least `least` sentences. Every non-blank line is at least one sentence."""
     missing = least - sum(not line.isspace() and line != "" for line in lines)
     for line in lines:
         if missing <= 0:
@@ -297,7 +297,7 @@ def has_sentences(lines: Sequence[str], least: int) -> bool:
 
 
 def count_sentences(line: str, enough: int) -> int:
-    """Returns the number of sentences of a line, up to `enough`: the first word after . ! or ? begins a new one."""
+    """Returns the number of sentences in a line, up to `enough`. The first word after . ! or ? starts a sentence."""
     count, ended = 1, False
     for piece in line.split():
         kinds_of = _kinds if len(piece) > MAX_CACHED_CHARS else _known_kinds
@@ -311,7 +311,7 @@ def count_sentences(line: str, enough: int) -> int:
 
 
 def _kinds(piece: str) -> tuple[str, ...]:
-    """Returns the kinds of a piece's words: sentence end, word, or another mark."""
+    """Returns the kinds of the words of a piece: 'end' (of a sentence), 'word', or 'mark' (other punctuation)."""
     is_mark = lambda word: all(unicodedata.category(character)[0] == "P" for character in word)
     return tuple("end" if w in SENTENCE_ENDS else "mark" if is_mark(w) else "word" for w in cut(piece))
 
@@ -343,5 +343,5 @@ def fineweb_fault(document: Document, cfg: FineWebConfig) -> str:
     if cfg.max_newlines_per_word is not None:
         least = newlines / cfg.max_newlines_per_word if cfg.max_newlines_per_word else newlines and float("inf")
         if len(text.split(None, int(min(least, len(text))))) <= least and stats_of([document])[0].total < least:
-            return "fineweb: too many newlines"  # there are at least as many words as pieces between spaces
+            return "fineweb: too many newlines"  # the number of pieces is a lower bound of the number of words
     return ""

@@ -1,4 +1,4 @@
-"""Text repair: one Unicode normal form, no control characters, no mojibake, bounded lines; clean text costs little."""
+"""Repairs text: Unicode normalization, control characters, mojibake and overlong lines. Clean text is fast."""
 
 import re
 import unicodedata
@@ -10,21 +10,21 @@ from jaxscale.runtime.text.sources.part import PREPARE, importing
 from jaxscale.system.exits import BadInput
 from jaxscale.tools.corpus.curate.config import RepairConfig
 
-# Marks of UTF-8 that was read as Windows-1252, Latin-1 or Mac Roman: a lead byte's character and a continuation byte's,
-# two of them after the lead bytes of Chinese, Japanese and Korean, which are the accented letters of French.
+# Signs of UTF-8 decoded as Windows-1252, Latin-1 or Mac Roman: a lead byte's character and a continuation byte's. Lead
+# bytes of Chinese, Japanese and Korean decode to accented letters of French, and need two continuation bytes.
 CONTINUATION = (
     "[\u0080-\u00bf\u0152\u0153\u0160\u0161\u0178\u017d\u017e\u0192\u02c6\u02dc\u2013\u2014\u2018-\u201a\u201c-\u201e"
     "\u2020-\u2022\u2026\u2030\u2039\u203a\u20ac\u2122]"
 )
-TWO, THREE = "\u00c2-\u00c6\u00ce-\u00d1\u00d7-\u00d9", "\u00e0-\u00ef"  # lead bytes of two and three
-MOJIBAKE = re.compile(  # one set of characters comes first: what re can look for fast
+TWO, THREE = "\u00c2-\u00c6\u00ce-\u00d1\u00d7-\u00d9", "\u00e0-\u00ef"  # lead bytes of two- and three-byte characters
+MOJIBAKE = re.compile(  # begins with a set of characters, which re searches for quickly
     f"[{TWO}{THREE}\u00f0\u221a\u201a](?:(?<=[{TWO}]){CONTINUATION}|(?<=[{THREE}]){CONTINUATION}{CONTINUATION}|(?<=\u00e2)\u20ac|(?<=\u00f0)[\u0178\u009f]"
     "|(?<=\u221a)[\u00a9\u00a8\u00b1\u00b3\u00ba\u2202]|(?<=\u201a)\u00c4[\u00ec\u00ee\u00f4\u00f9\u00fa])"
 )
-LINE_ENDS = re.compile("\r\n?|\u2028|\u2029|\u0085")  # the Unicode standard's newlines, 5.8, less form feed and tab
-# C0 and C1 without tab and line feed, byte order marks, characters that are defined as none, and halves of a pair
+LINE_ENDS = re.compile("\r\n?|\u2028|\u2029|\u0085")  # newlines of the Unicode standard, 5.8, except form feed and tab
+# C0 and C1 controls except tab and line feed, byte order marks, and noncharacters
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ufeff\ufdd0-\ufdef\ufffe\uffff]")
-SEPARATORS = re.compile("(?<=\\S)[\x0b\x0c\x1c-\x1f]+(?=\\S)")  # the end of a page and the like, between two words
+SEPARATORS = re.compile("(?<=\\S)[\x0b\x0c\x1c-\x1f]+(?=\\S)")  # page breaks and similar characters between two words
 SURROGATE = re.compile("[\ud800-\udfff]")
 REPLACEMENT = "\ufffd"
 BAD = re.compile(f"{CONTROL.pattern}|{SURROGATE.pattern}|{REPLACEMENT}")
@@ -38,14 +38,14 @@ EMPTY = "repair: nothing left"
 
 
 def scan(text: str) -> tuple[str, bool]:
-    """Returns (characters outside ASCII, True if there are ASCII control characters), the input of the slower tests."""
+    """Returns (characters outside ASCII, True if there are ASCII control characters), which the slower tests use."""
     raw = text.encode("utf-8", errors="surrogatepass")
     non_ascii = "" if text.isascii() else raw.translate(None, ASCII).decode("utf-8", errors="surrogatepass")
     return non_ascii, len(raw.translate(None, ASCII_CONTROL)) != len(raw)
 
 
 def fit_lines(text: str, chars: int, policy: Literal["drop", "cut", "split"], edits: Counter) -> str:
-    """Returns the text with no line longer than `chars`."""
+    """Returns the text with lines above `chars` characters dropped, cut or split, and counts them in `edits`."""
     lines = []
     for line in text.split("\n"):
         if len(line) <= chars:
@@ -58,7 +58,7 @@ def fit_lines(text: str, chars: int, policy: Literal["drop", "cut", "split"], ed
             begin = 0
             while len(line) - begin > chars:
                 space = line.rfind(" ", begin + 1, begin + chars + 1)
-                end = space if space > 0 else begin + chars  # a word longer than the limit is split itself
+                end = space if space > 0 else begin + chars  # a word longer than the limit is split
                 lines.append(line[begin:end])
                 begin = end + (space > 0)
             lines.append(line[begin:])
@@ -66,7 +66,7 @@ def fit_lines(text: str, chars: int, policy: Literal["drop", "cut", "split"], ed
 
 
 def repair_once(text: str, cfg: RepairConfig, edits: Counter) -> str | None:
-    """Returns the text after one round of repairs, counted in `edits`; None if it is invalid and not to be repaired."""
+    """Returns the text after one round of repairs, counted in `edits`; None for invalid text that is not repaired."""
     non_ascii, controls = scan(text)
     if non_ascii and cfg.mojibake and MOJIBAKE.search(non_ascii) and MOJIBAKE.search(text):
         with importing("undoing mojibake", "ftfy", f"{PREPARE}, or set mojibake=False"):
@@ -102,9 +102,9 @@ def repair_once(text: str, cfg: RepairConfig, edits: Counter) -> str | None:
 
 
 def repair(text: str, cfg: RepairConfig) -> tuple[str, Counter, str]:
-    """Returns (repaired text, number of repairs of each kind, reason to drop it or '')."""
+    """Returns (repaired text, number of repairs by kind, reason to drop the document or '')."""
     edits: Counter = Counter()
-    if len(text) > cfg.max_chars > 0 and cfg.long_document == "drop":  # first: all later steps take time
+    if len(text) > cfg.max_chars > 0 and cfg.long_document == "drop":  # before the slower steps
         return text, edits, TOO_LONG
     for _ in range(MAX_ROUNDS):
         repaired = repair_once(text, cfg, edits)
@@ -113,7 +113,7 @@ def repair(text: str, cfg: RepairConfig) -> tuple[str, Counter, str]:
         if repaired == text:
             break
         text = repaired
-    if len(text) > cfg.max_chars > 0:  # decomposing can make a text longer
+    if len(text) > cfg.max_chars > 0:  # NFC and NFKC can lengthen a text
         return text, edits, TOO_LONG
     return text, +edits, "" if text and not text.isspace() else EMPTY
 

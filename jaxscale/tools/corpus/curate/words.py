@@ -1,12 +1,12 @@
-"""English words, and their statistics as arrays, computed once for all quality filters.
+"""Splits English text into words and computes word statistics as arrays, shared by all quality filters.
 
-The rules of Gopher, C4 and FineWeb were published with datatrove, whose English words are spaCy's: "don't" is do + n't,
-"state-of-the-art" seven tokens, "(yes)." four. The same split is made here from the rules that spaCy documents
-(https://spacy.io/usage/linguistic-features#how-tokenizer-works): cut at white space, take marks off both ends, then cut
-inside.
+The rules of Gopher, C4 and FineWeb were published with datatrove, which uses spaCy's words: "don't" is do + n't,
+"state-of-the-art" is seven tokens, "(yes)." is four. This module makes the same split from the rules that spaCy
+documents (https://spacy.io/usage/linguistic-features#how-tokenizer-works): split at whitespace, strip punctuation marks
+from both ends, then split inside.
 
-Python needs 0.1 us per word and statistic. Here the pieces between two spaces are hashed by array operations, and their
-words are looked up in tables. Words split at whitespace, as in Gopher's paper, need no table.
+Python needs 0.1 us per word and statistic. For speed, the pieces between whitespace are hashed by array operations and
+their words are looked up in tables. Words split at whitespace, as in Gopher's paper, need no table.
 """
 
 import dataclasses
@@ -23,22 +23,22 @@ from jaxscale.runtime.text.document import Document
 from jaxscale.tools.corpus.curate.config import WordKind
 from jaxscale.tools.corpus.curate.hashes import powers
 
-BATCH_CHARS = 1 << 15  # characters handled at a time: as many as stay in a core's cache
-SLOT_BITS = 18  # of the table of pieces by their hashes: 4 MB
-MAX_REMEMBERED = 1 << 21  # words of pieces; 40 MB with their tables
-MIX = 0xBF58476D1CE4E5B9  # of a word's hash: a polynomial in MULTIPLIER, then mixed; both odd
-PLAIN, ALPHABETIC = 1, 2  # flags for a letter or digit, and for a letter
+BATCH_CHARS = 1 << 15  # characters per batch, so that a batch fits in a core's cache
+SLOT_BITS = 18  # log2 of the number of slots in the piece table (4 MB)
+MAX_REMEMBERED = 1 << 21  # maximum number of cached words; 40 MB with their tables
+MIX = 0xBF58476D1CE4E5B9  # odd multiplier that mixes the polynomial hash of a word
+PLAIN, ALPHABETIC = 1, 2  # flags of a word: has a letter or digit; has a letter
 SPACE_AFTER = re.compile(r"\s")
 ZERO = np.zeros(1, np.int64)
-IS_SPACE = np.array([chr(code).isspace() for code in range(0x3002)])  # up to the last space of Unicode, and one more
-MAX_CAREFUL = 1000  # longest piece in characters that the rules below cut; longer ones are not words
+IS_SPACE = np.array([chr(code).isspace() for code in range(0x3002)])  # up to the code point after Unicode's last space
+MAX_CAREFUL = 1000  # maximum length, in characters, of a piece that is split by the rules; longer ones are not words
 
 LOWER, UPPER = "a-zß-öø-ÿа-яё", "A-ZÀ-ÖØ-ÞА-ЯЁ"
 LETTER = r"[^\W\d_]"
 MARKS = r"…,:;!?¿؟¡()\[\]{}<>_#*&。？！，、；：～·।،۔؛٪"
 QUOTES = "'\"”“`‘´’‚„»«「」『』（）〔〕【】《》〈〉⟦⟧"
 MONEY = "$£€¥฿₠-₿﷼"
-# signs and pictures: the general category So, where running text has them
+# characters of the general category So (Symbol, other) that are common in running text
 SIGNS = "¦©®°℀℁℃-℆№℗℞-℣™↕-⇳⌀-⎳⏎-␦⒜-ⓩ─-▶▸-◀◂-◷☀-♮♰-❧➔-➿⠀-⣿⬀-⯾�\U0001f000-\U0001faff"
 UNITS = (
     "km²|km³|km|m²|m³|m|dm²|dm³|dm|cm²|cm³|cm|mm²|mm³|mm|ha|µm|nm|yd|in|ft|kg|g|mg|µg|t|lb|oz|m/s|km/h|kmh|mph|hPa|Pa"
@@ -53,7 +53,7 @@ INFIX = re.compile(
     rf"\.\.+|[…{SIGNS}]|(?<=[0-9])[+\-*^](?=[0-9-])|(?<=[{LOWER}{QUOTES}])\.(?=[{UPPER}{QUOTES}])"
     rf"|(?<={LETTER}),(?={LETTER})|(?<=[^\W_])(?:--|---|——|[-–—~])(?={LETTER})|(?<=[^\W_])[:<>=/](?={LETTER})"
 )
-ADDRESS = re.compile(  # of a web page, a host or a mailbox: one word, whatever marks are in it
+ADDRESS = re.compile(  # URL, host name or e-mail address, which is one word
     rf"(?:[\w+\-.]{{2,}}://)?(?:\S+@)?(?:(?:\d{{1,3}}\.){{3}}\d{{1,3}}|(?:[A-Za-z0-9¡-\uffff][A-Za-z0-9¡-\uffff_-]{{0,63}}\.)+"
     rf"[{LOWER}]{{2,63}})(?::\d{{2,5}})?(?:[/?#]\S*)?"
 )
@@ -63,7 +63,7 @@ FACES = (
     ":-(( :((( :-((( ): )-: =( >:( :') :'-) :'( :'-( :/ :-/ =/ =| :| :-| ]= =[ :1 :P :-P :p :-p :O :-O :o :-o :0 :-0 "
     ":() >:o :* :-* :3 :-3 =3 >: :-> :X :-X :x :-x :D :-D ;D ;-D =D ^_^ -_- >.< o_O O_o <3 <33 </3"
 )
-# short forms that keep their full stop, or another mark inside
+# abbreviations and other pieces that are not split at their marks
 WHOLE = (
     "Mt. Ak. Ala. Apr. Ariz. Ark. Aug. Calif. Colo. Conn. Dec. Del. Feb. Fla. Ga. Ia. Id. Ill. Ind. Jan. Jul. Jun. "
     "Kan. Kans. Ky. La. Mar. Mass. Mich. Minn. Miss. N.C. N.D. N.H. N.J. N.M. N.Y. Neb. Nebr. Nev. Nov. Oct. Okla. "
@@ -76,7 +76,7 @@ WHOLE = (
 
 
 def _special_pieces() -> dict[str, tuple[str, ...]]:
-    """Pieces that the rules of marks would cut wrongly -> their words: contractions, short forms, faces, hours."""
+    """Returns {piece: words} for pieces that the rules would split wrongly: contractions, abbreviations, emoticons."""
     joined: list[tuple[str, ...]] = [(piece,) for piece in f"{WHOLE} {FACES}".split()]
     joined += [(f"{letter}.",) for letter in "abcdefghijklmnopqrstuvwxyzäöü"]
     joined += [(str(hour), half) for hour in range(1, 13) for half in ("am", "pm", "a.m.", "p.m.")]
@@ -118,7 +118,7 @@ SPECIAL = _special_pieces()
 
 
 def cut(piece: str) -> tuple[str, ...]:
-    """The words of a piece of text that has no white space in it, in order; joined they give the piece back."""
+    """Returns the words of a piece without whitespace, in order. Joined, the words equal the piece."""
     if piece in SPECIAL:
         return SPECIAL[piece]
     if piece.isalpha():
@@ -132,7 +132,7 @@ def cut(piece: str) -> tuple[str, ...]:
 
 
 def _cut_marks(piece: str) -> Iterator[str]:
-    """Takes marks off both ends until none is left or what remains is special, then cuts inside."""
+    """Yields the words of a piece: strips marks from both ends until a special piece remains, then splits inside."""
     tail: list[str] = []
     while piece and piece not in SPECIAL:
         start = match.end() if (match := PREFIX.match(piece)) else 0
@@ -171,28 +171,28 @@ def _cut_marks(piece: str) -> Iterator[str]:
 
 
 def words_of(text: str) -> list[str]:
-    """All words of a text in order, marks among them."""
+    """Returns all words of a text in order, including punctuation marks."""
     return list(itertools.chain.from_iterable(map(cut, text.split())))
 
 
 def hash_of(word: str) -> int:
-    """Returns a stable 64-bit hash: equal words have equal hashes in every process."""
+    """Returns a 64-bit hash of a word that is the same in every process."""
     return int(_hashes_of([word])[0]) if word else 0
 
 
 def _hashes_of(words: Sequence[str]) -> np.ndarray:
-    """uint64[n]: hash_of each word."""
+    """Returns uint64[n], the hash_of each word."""
     lengths = np.fromiter(map(len, words), np.intp, len(words))
     return _run_hashes(_values("".join(words)), lengths.cumsum() - lengths)
 
 
 def _values(text: str) -> np.ndarray:
-    """uint32[characters]: code points plus 1, so that runs of NUL differ in their hashes."""
+    """Returns uint32[characters], code points plus 1, so that runs of NUL have different hashes."""
     return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32) + np.uint32(1)
 
 
 def _run_hashes(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """uint64[n]: hashes of the runs of characters that begin at `starts`; zeros after a run do not change its hash."""
+    """Returns uint64[n], hashes of the runs of characters that begin at `starts`. Zeros after a run are ignored."""
     up, down = powers(len(values))
     hashes = np.add.reduceat(values * up[: len(values)], starts) * down.take(starts)
     hashes = (hashes ^ hashes >> np.uint64(32)) * np.uint64(MIX)
@@ -201,9 +201,9 @@ def _run_hashes(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class TextStats:
-    """Word statistics for the filter rules; of words_of, where each mark is a word, or of words split at whitespace."""
+    """Word statistics for the filter rules, for spaCy's words, which include marks, or words split at whitespace."""
 
-    hashes: np.ndarray  # uint64[n]: of each word, see hash_of
+    hashes: np.ndarray  # uint64[n]: hash_of each word
     lengths: np.ndarray  # int32[n]: characters
     plain: int  # words with a letter or a digit; all words if split at whitespace
     plain_chars: int  # characters of plain words
@@ -211,17 +211,17 @@ class TextStats:
 
     @property
     def total(self) -> int:
-        """Number of words, marks included."""
+        """Number of words, including marks."""
         return len(self.hashes)
 
     @functools.cached_property
     def ends(self) -> np.ndarray:
-        """int64[n + 1]: cumulative characters of the words."""
+        """int64[n + 1]: cumulative number of characters of the words."""
         return np.concatenate([ZERO, self.lengths.cumsum(dtype=np.int64)])
 
 
 def stats_of(documents: Sequence[Document], words: WordKind = "spacy") -> list[TextStats]:
-    """Returns the statistics of each document, cached on it; several times faster for many documents at once."""
+    """Returns the statistics of each document and caches them on it. One call with many documents is much faster."""
     name = f"{words} words"
     new = [document for document in documents if name not in document.computed]
     for document, stats in zip(new, block_stats([document.text for document in new], words)):
@@ -230,7 +230,7 @@ def stats_of(documents: Sequence[Document], words: WordKind = "spacy") -> list[T
 
 
 def block_stats(texts: Sequence[str], words: WordKind = "spacy") -> list[TextStats]:
-    """Returns the statistics of each text; short texts are batched, since an array call costs as much as 500 words."""
+    """Returns the statistics of each text. Short texts are batched, since an array call costs as much as 500 words."""
     count: Callable[[Sequence[str]], list[TextStats]] = _batch if words == "spacy" else _spaced_batch
     stats: list[TextStats] = []
     waiting: list[str] = []
@@ -248,7 +248,7 @@ def block_stats(texts: Sequence[str], words: WordKind = "spacy") -> list[TextSta
 
 
 def _parts(text: str) -> Iterator[str]:
-    """Yields the text cut at whitespace into parts of about half a batch; longer ones only without whitespace."""
+    """Yields parts of about half a batch, split at whitespace. Without whitespace, parts are longer."""
     begin = 0
     while begin < len(text):
         space = SPACE_AFTER.search(text, begin + BATCH_CHARS // 2)
@@ -266,7 +266,7 @@ def _joined(parts: Sequence[TextStats]) -> TextStats:
 
 
 class _Pieces(NamedTuple):
-    """The pieces between spaces of D texts, joined by spaces."""
+    """Pieces between whitespace of D texts that are joined by spaces."""
 
     text: str
     values: np.ndarray  # uint32[characters]
@@ -277,7 +277,7 @@ class _Pieces(NamedTuple):
 
 
 def _split(texts: Sequence[str]) -> _Pieces:
-    """Returns the pieces of str.split()."""
+    """Returns the pieces of the texts as split by str.split()."""
     text = f" {' '.join(texts)} "
     values = _values(text)
     inside = ~IS_SPACE.take(values - 1, mode="clip")
@@ -288,7 +288,7 @@ def _split(texts: Sequence[str]) -> _Pieces:
 
 
 def _batch(texts: Sequence[str]) -> list[TextStats]:
-    """Returns statistics of each text. P pieces between spaces, N words, D documents."""
+    """Returns the statistics of each text. P pieces between whitespace, N words, D documents."""
     pieces, memory = _split(texts), _memory.ready()
     rows_P = memory.look_up(pieces)
     counts_P = memory.counts.take(rows_P)
@@ -302,7 +302,7 @@ def _batch(texts: Sequence[str]) -> list[TextStats]:
 
 
 def _spaced_batch(texts: Sequence[str]) -> list[TextStats]:
-    """Returns statistics of each text, with words split at whitespace as by str.split()."""
+    """Returns the statistics of each text, with words split by str.split()."""
     _, values, starts, sizes, hashes, edges_D = _split(texts)
     has_letter = np.logical_or.reduceat(letter_table().take(values - 1), starts)
     return _cut_stats(hashes, sizes.astype(np.int32), edges_D, (np.ones_like(sizes), sizes, has_letter))
@@ -311,7 +311,7 @@ def _spaced_batch(texts: Sequence[str]) -> list[TextStats]:
 def _cut_stats(
     hashes: np.ndarray, lengths: np.ndarray, edges_D: np.ndarray, numbers: Sequence[np.ndarray]
 ) -> list[TextStats]:
-    """Returns statistics of each text. numbers: of each word, for the sums `plain`, `plain_chars` and `alphabetic`."""
+    """Returns statistics of each text. numbers: arrays with one value per word, summed to the last three statistics."""
     sums = (np.concatenate([ZERO, number.cumsum(dtype=np.int64)]) for number in numbers)
     totals = zip(*(np.diff(total.take(edges_D)).tolist() for total in sums))
     edges = edges_D.tolist()
@@ -320,7 +320,7 @@ def _cut_stats(
 
 @functools.cache
 def letter_table() -> np.ndarray:
-    """Returns bool[0x110000], str.isalpha of each code point. Cached per process; takes about 0.1 s."""
+    """Returns bool[0x110000], str.isalpha of each code point. The first call takes about 0.1 s."""
     return np.fromiter((chr(point).isalpha() for point in range(0x110000)), bool, 0x110000)
 
 
@@ -331,20 +331,20 @@ def _facts(word: str) -> int:
 
 
 class _Memory:
-    """Cache of pieces and their words, in tables. Results differ only between pieces with equal 64-bit hashes."""
+    """Cache of pieces and their words in arrays. Pieces with equal 64-bit hashes are not distinguished."""
 
     def __init__(self):
         self.lock = threading.Lock()
-        self.keys = np.zeros(1 << SLOT_BITS, np.uint64)  # hash of the last piece with these upper bits
-        self.rows = np.zeros(1 << SLOT_BITS, np.intp)  # of these pieces
-        self.used_rows = self.used = 0  # pieces, and words of all pieces
-        self.firsts, self.counts = np.zeros(1 << 12, np.intp), np.zeros(1 << 12, np.intp)  # of a piece, in its words
-        self.hashes = np.zeros(1 << 13, np.uint64)  # of all words of all pieces, one after another
+        self.keys = np.zeros(1 << SLOT_BITS, np.uint64)  # hash of the last piece in each slot
+        self.rows = np.zeros(1 << SLOT_BITS, np.intp)  # index of that piece
+        self.used_rows = self.used = 0  # number of pieces, and of their words
+        self.firsts, self.counts = np.zeros(1 << 12, np.intp), np.zeros(1 << 12, np.intp)  # words of each piece
+        self.hashes = np.zeros(1 << 13, np.uint64)  # words of all pieces, concatenated
         self.lengths = np.zeros(1 << 13, np.int32)
         self.facts = np.zeros(1 << 13, np.uint8)
 
     def look_up(self, pieces: _Pieces) -> np.ndarray:
-        """Returns the rows of the pieces, adding those that are new."""
+        """Returns the indices of the pieces. Adds new pieces."""
         slots = (pieces.hashes_P >> np.uint64(64 - SLOT_BITS)).view(np.int64)
         with self.lock:
             rows = self.rows.take(slots)
@@ -369,7 +369,7 @@ class _Memory:
         self.used_rows, self.used = self.used_rows + len(cuts), self.used + len(words)
 
     def _put(self, name: str, place: int, values: np.ndarray) -> None:
-        """Writes values at a place of a table, which doubles when it is full."""
+        """Writes values at an index of a table, and doubles the table if it is full."""
         table, end = getattr(self, name), place + len(values)
         if end > len(table):
             table = np.concatenate([table, np.zeros(max(end, 2 * len(table)) - len(table), table.dtype)])
@@ -377,7 +377,7 @@ class _Memory:
         table[place:end] = values
 
     def ready(self) -> "_Memory":
-        """Returns this memory, or replaces it by a new one if it is full."""
+        """Returns this cache, or a new one that replaces it if it is full."""
         global _memory
         if self.used > MAX_REMEMBERED:
             _memory = _Memory()
