@@ -95,7 +95,7 @@ def test_examples_are_trained_on_and_their_weights_give_the_same_set_in_any_numb
     trained, again = (json.loads((tmp_path / name / "manifest.json").read_text()) for name in ("trained", "given"))
     assert trained["fingerprint"] == again["fingerprint"] and 35 <= trained["num_documents"] <= 45
     assert (
-        "are classified correctly" in (tmp_path / "trained said").read_text()
+        "balanced accuracy at threshold 0.5" in (tmp_path / "trained said").read_text()
         and trained["recipe"]["classifier"]["weights"] == ""
     )
     report = (tmp_path / "trained" / "report.html").read_text()
@@ -130,7 +130,7 @@ def test_examples_that_are_too_few_or_on_both_sides_are_refused_or_left_out():
         train_classifier(GOOD, [*BAD[:19], *BAD[:19], *GOOD[:30]], CFG)
     assert train_classifier(GOOD, [*BAD, GOOD[0]], CFG)[1]["in_both"] == 1
     for values, told in (
-        ({"weights": "w", "good": ("g",)}, "set only one of them"),
+        ({"weights": "w", "good": ("g",)}, "set either weights, or good and bad"),
         ({"held_out": 0.0}, "held_out=0.0 must be between 0 and 1"),
         ({"bits": 40}, "bits=40 must be from 10 to 24"),
     ):

@@ -145,7 +145,7 @@ def test_no_item_is_named_and_nothing_is_looked_for_but_that_is_said():
     settings = ContaminationConfig(files=("none",))
     assert make_contamination(settings)([Document("a")])[0].document.text == "a"
     (told,) = evaluation_warnings(settings, count_items(settings))
-    assert "no search was made" in told
+    assert "nothing was searched for" in told
 
 
 def test_a_sequence_that_two_items_have_names_both_and_many_names_are_cut_short(tmp_path):

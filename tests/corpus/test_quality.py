@@ -125,14 +125,14 @@ def test_the_published_thresholds_are_the_defaults():
     ("config", "values", "message"),
     [
         (GopherConfig, {"max_symbol_ratio": 1.5}, "max_symbol_ratio=1.5 must be from 0 to 1"),
-        (GopherConfig, {"min_words": 9, "max_words": 8}, "every document would be dropped"),
+        (GopherConfig, {"min_words": 9, "max_words": 8}, "would drop every document"),
         (GopherConfig, {"min_words": -1}, "min_words=-1 must be at least 0"),
         (GopherConfig, {"min_stop_words": 3, "stop_words": ("a",)}, "from 0 to 1, the number of stop_words"),
         (FineWebConfig, {"max_short_lines": -0.1}, "max_short_lines=-0.1 must be from 0 to 1"),
         (FineWebConfig, {"short_line": -1}, "short_line=-1 must be at least 0"),
         (FineWebConfig, {"max_newlines_per_word": -1.0}, "max_newlines_per_word=-1.0 must be at least 0"),
         (RepetitionConfig, {"max_top_3gram": 2.0}, "max_top_3gram=2.0 must be from 0 to 1"),
-        (C4Config, {"end_marks": (".", " ")}, "must be non-blank marks; set terminal_punctuation=False"),
+        (C4Config, {"end_marks": (".", " ")}, "must be non-blank strings; set terminal_punctuation=False"),
         (C4Config, {"min_sentences": 0}, "min_sentences=0 must be at least 1"),
     ],
 )

@@ -61,7 +61,7 @@ def test_examples_and_lists_are_read_once(corpus, tmp_path):
     said = []
     assert len(example_files(schema.from_dict(PrepareConfig, recipe), said.append)) == 2 and len(said) == 1
     recipe["classifier"] = learned | {"good": (str(corpus / "*.txt"),)}
-    with pytest.raises(BadInput, match=r"held.txt of classifier.bad is also in classifier.good, as \S*b.txt"):
+    with pytest.raises(BadInput, match=r"held.txt is in classifier.bad and in classifier.good \(as \S*b.txt\)"):
         example_files(schema.from_dict(PrepareConfig, recipe))
     assert len(list_paths(UrlConfig(lists=(str(corpus / "**/*.txt"),)))) == 2
     assert len(contamination.list_evaluation_files([str(corpus / "a.txt"), str(corpus / "latest" / "a.txt")])) == 1

@@ -63,7 +63,7 @@ def test_publishing_again_sends_only_what_is_missing(gcs, published, tmp_path):
     gcs.put("b", "out/0/part-2.src", b"\1" * 8)  # as long as the right one
     said = []
     publish(tmp_path / "set", "gs://b/out", say=said.append)
-    assert said[-1] == "  4 files sent, 16 already there"
+    assert said[-1] == "  4 files uploaded, 16 unchanged"
     assert gcs.get("b", "out/0/part-2.src") == (tmp_path / "set" / "0/part-2.src").read_bytes()
     assert gcs.get("b", "out/part-0.src") == (tmp_path / "set" / "part-0.src").read_bytes()
 
@@ -86,7 +86,7 @@ def test_an_upload_that_was_damaged_on_its_way_is_told(gcs, tmp_path):
 
 def test_another_set_at_the_address_is_not_overwritten(gcs, published, tmp_path):
     write_set(tmp_path / "other", shards=2)
-    with pytest.raises(ValueError, match="gs://b/out/manifest.json is the manifest of another set"):
+    with pytest.raises(ValueError, match="gs://b/out/manifest.json belongs to a different dataset"):
         publish(tmp_path / "other", "gs://b/out", say=lambda line: None)
 
 

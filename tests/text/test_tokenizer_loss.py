@@ -122,13 +122,13 @@ def prepared(tmp_path, path, texts, **options):
 
 def test_prepare_refuses_much_loss_with_strict_and_warns_without(tmp_path):
     path = byte_level(tmp_path / "tokenizer.json")
-    with pytest.raises(BadInput, match="tokenizer.name=.* loses text: .*omit --strict to prepare the set anyway"):
+    with pytest.raises(BadInput, match="tokenizer.name=.* loses text: .*omit --strict to prepare it anyway"):
         prepared(tmp_path, path, GERMAN, strict=True)
     assert not (tmp_path / "set" / "manifest.json").exists()
     (line,) = prepared(tmp_path, path, GERMAN)
     assert "WARNING: tokenizer.name=" in line and "initial_alphabet" in line
     assert "the tokenizer loses text" in (tmp_path / "set" / "report.html").read_text()
-    with pytest.raises(BadInput, match="the set's tokenizer loses text"):  # of a set that is finished
+    with pytest.raises(BadInput, match="the dataset's tokenizer loses text"):  # of a set that is finished
         prepared(tmp_path, path, GERMAN, strict=True)
 
 

@@ -110,7 +110,7 @@ def test_the_plan_is_told_and_nothing_is_done(raw, tmp_path, capsys):
     ("arguments", "told"),
     [
         ([], "--output must be given"),
-        (["--output=o"], "sources is empty; give --input="),
+        (["--output=o"], "sources is empty; set --input="),
         (["--output=o", "--input=none/*.txt"], "matches no file"),
         (["--output=o", "--input=RAW", "--config.stages=('gopher',)"], "did you mean 'gopher_quality'?"),
         (["--output=o", "--input=RAW", "--config.stages=('pii','pii')"], "'pii' twice"),

@@ -156,10 +156,10 @@ def test_a_finished_set_is_left_alone_and_another_recipe_is_refused(corpus, tmp_
     before = contents(out)
     run(recipe(corpus), out)
     assert contents(out) == before and not list(out.glob("work-*"))
-    with pytest.raises(ValueError, match="has another set.*choose another --output"):
+    with pytest.raises(ValueError, match="has a different dataset.*use a different --output"):
         run(recipe(corpus, stages=("exact_dedup",)), out)
     (out / "manifest.json").unlink()  # as after a kill: shards of two recipes have the same names
-    with pytest.raises(ValueError, match="has part of another set"):
+    with pytest.raises(ValueError, match="has part of a different dataset"):
         run(recipe(corpus, stages=("exact_dedup",)), out)
 
 

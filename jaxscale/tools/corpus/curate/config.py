@@ -166,7 +166,7 @@ class C4Config:
         check_rules(self, 1, math.inf, "min_line_words", "max_word_length", "min_sentences")
         if not self.end_marks or not all(mark.strip() for mark in self.end_marks):
             raise BadInput(
-                f"end_marks={self.end_marks!r} must be non-empty strings; set terminal_punctuation=False to keep "
+                f"end_marks={self.end_marks!r} must be non-blank strings; set terminal_punctuation=False to keep "
                 "all lines"
             )
 

@@ -1,8 +1,8 @@
 """Runs the tasks of a preparation on Apache Beam: Dataflow, Flink, Spark, or in this process for tests.
 
-Every worker and this process must see the work folder under the same path. Tasks are the functions that run locally and
-leave their results in files there, so the shards are the same, byte for byte. Each pass and each level of a shuffle is
-one pipeline. A graph holds the number of tasks and the work folder, so its size does not depend on the corpus.
+Every worker and this process must see the work folder under the same path. Tasks are the same functions that run
+locally. They write their results to files there, so the shards are identical. Each pass and each level of a shuffle is
+one pipeline. A graph stores the number of tasks and the work folder, so its size does not depend on the corpus.
 """
 
 import contextlib
@@ -24,16 +24,16 @@ RESULTS_IN_FILE = 256
 
 
 class BeamExecutor(contextlib.AbstractContextManager):
-    """dedup.Executor on a Beam runner."""
+    """Implements dedup.Executor on a Beam runner."""
 
     def __init__(self, runner: str, flags: Sequence[str]):
         self.options = lambda: PipelineOptions([f"--runner={runner}", *flags])
 
     def __exit__(self, *_: Any) -> None:
-        """Does nothing: each pipeline ends by itself."""
+        """Does nothing, since each pipeline ends by itself."""
 
     def run_all(self, function: Callable[[Any], Any], task: Any, count: int) -> Iterator[Any]:
-        """Yields function(task) of each task in order, once all are done; results are passed in files."""
+        """Yields function(task) of each task in order, after all tasks are done. Results are passed in files."""
         folder = pathlib.Path(task.folder) / "results"
         remove(folder)  # left by a killed process
         with beam.Pipeline(options=self.options()) as pipeline:
@@ -46,17 +46,17 @@ class BeamExecutor(contextlib.AbstractContextManager):
 
 
 def count_up(count: int) -> Iterator[int]:
-    """Yields 0, 1, 2, ... count - 1; Beam does not take `range` for a function with many results."""
+    """Yields 0, 1, 2, ... count - 1. Beam does not accept `range` as a function with many results."""
     yield from range(count)
 
 
 def run_task_to_json(number: int, function: Callable[[Any], Any], task: Any) -> tuple[int, tuple[int, str]]:
-    """Runs a task. Returns (file of results, (number, result as JSON))."""
+    """Runs a task. Returns (number of the result file, (task number, result as JSON))."""
     return number // RESULTS_IN_FILE, (number, json.dumps(function(task._replace(number=number))))
 
 
 def write_results(group: tuple[int, Iterable[tuple[int, str]]], folder: str) -> None:
-    """Writes results in task order."""
+    """Writes the results of one file in task order."""
     file, results = group
     path = numbered_path(folder, file, ".json")
     path.parent.mkdir(parents=True, exist_ok=True)

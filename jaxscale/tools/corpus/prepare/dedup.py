@@ -1,11 +1,11 @@
-"""Deduplication across blocks: exact, line and near duplicates, from sketches to the documents removed.
+"""Deduplication across blocks: exact, line and near duplicates, from sketches to removed documents.
 
-work/pass0/.../000000012-000003.near_dedup.npy, .signatures.npy   a block's sketch
+work/pass0/.../000000012-000003.near_dedup.npy, .signatures.npy   sketch of a block
 work/joins/0-near_dedup/keys/                        a shuffle of (key, item), and its pairs
 work/joins/0-near_dedup/firsts/, pairs/              pairs with the signature of the first item; verified pairs
-work/joins/0-near_dedup/removed.npy                  uint64[2, k]: removed items, and the item kept for each
+work/joins/0-near_dedup/removed.npy                  uint64[2, k]: removed items, and the item kept instead of each
 
-Candidates are verified by two shuffles, by first item and by item, so that signatures are read in file order.
+Two shuffles, by first item and by item, verify candidates, so that signatures are read in file order.
 """
 
 import pathlib
@@ -24,8 +24,8 @@ from jaxscale.tools.corpus.prepare import lookup, shuffle, sketches
 from jaxscale.tools.corpus.prepare.config import PrepareConfig
 from jaxscale.tools.corpus.prepare.tally import Tally
 
-NEIGHBOURS = 2  # to pair in a bucket of near duplicates; see pair_equal_keys
-PAIRING_BYTES = 300  # of memory per (key, item) that has copies; measured: 250 for pairs, and more to merge
+NEIGHBOURS = 2  # earlier items of a near-duplicate key that each item is paired with; see pair_equal_keys
+PAIRING_BYTES = 300  # memory per (key, item) with copies; measured: 250 for pairs, plus merging
 REASONS = {"exact_dedup": "exact duplicate", "near_dedup": "near duplicate"}
 SKETCHES: dict[str, Callable[[Sequence[Document], Any], Sketch]] = {
     "exact_dedup": duplicates.exact_sketch,
@@ -37,13 +37,13 @@ SKETCHES: dict[str, Callable[[Sequence[Document], Any], Sketch]] = {
 class Join(NamedTuple):
     """Search for duplicates in the sketches of all blocks of a pass."""
 
-    folder: str  # of the results
-    work: str  # folder of the work
-    number: int  # of the pass
+    folder: str  # folder of the results
+    work: str  # work folder
+    number: int  # number of the pass
     name: str
-    threshold: float | None  # of near duplicates, whose pairs are verified
+    threshold: float | None  # minimum similarity of verified near duplicates; None: no verification
     blocks: int
-    keys: int  # of all sketches
+    keys: int  # number of keys in all sketches
     memory_bytes: int = sketches.MEMORY_BYTES  # per task
 
     def read(self, block: int, begin: int = 0, end: int = 1 << 64) -> shuffle.RecordRun:
@@ -58,12 +58,12 @@ class Join(NamedTuple):
 
     @property
     def neighbours(self) -> int:
-        """Number of earlier items that each item is paired with, in addition to the first of its key."""
+        """Number of earlier items that each item is paired with, in addition to the first item with its key."""
         return 0 if self.threshold is None else NEIGHBOURS
 
     @property
     def pairs(self) -> str:
-        """Folder of the pairs; each file is uint64[k, 2] of an item and a smaller one."""
+        """Folder of the pairs. Each file is uint64[k, 2], an item and a smaller item."""
         return f"{self.folder}/pairs"
 
 
@@ -71,7 +71,7 @@ class Executor(AbstractContextManager, Protocol):
     """Runs tasks on this machine or a cluster. Tasks write their results to files and may run twice."""
 
     def run_all(self, function: Callable[[Any], Any], task: Any, count: int) -> Iterator[Any]:
-        """Yields function(task._replace(number=n)) for n below count, in any order. Raises what a task raised."""
+        """Yields function(task._replace(number=n)) for n below count, in any order. Raises the exception of a task."""
         ...
 
 
@@ -81,7 +81,7 @@ def sketch_path(base: str, join: str) -> pathlib.Path:
 
 
 def write_sketches(cfg: PrepareConfig, joins: Sequence[str], base: str, documents: Sequence[Document]) -> list[int]:
-    """Writes a block's sketch for each of the joins. Returns the numbers of keys."""
+    """Writes a block's sketch for each join. Returns the number of keys of each sketch."""
     counts = []
     for join in joins:
         sketch = SKETCHES[join](documents, getattr(cfg, join))
@@ -93,7 +93,7 @@ def write_sketches(cfg: PrepareConfig, joins: Sequence[str], base: str, document
 def find_duplicates(
     cfg: PrepareConfig, name: str, folder: pathlib.Path, blocks: lookup.PassBlocks, column: int, executor: Executor
 ) -> dict[str, Any]:
-    """Writes folder/removed.npy unless it exists; returns the facts of its groups.
+    """Writes folder/removed.npy unless it exists. Returns facts about the groups of duplicates.
 
     column: index of the join in its pass.
     """
@@ -120,7 +120,7 @@ def find_duplicates(
 
 
 def find_pairs(run_all: shuffle.RunAll, join: Join) -> None:
-    """Writes the pairs of a join, verified if there is a threshold, to files below join.pairs."""
+    """Writes the pairs of a join, verified if it has a threshold, to files in join.pairs."""
     is_verified = join.threshold is not None
     folder = lambda name: f"{join.folder}/{name}"
     out = folder("keys/pairs") if is_verified else join.pairs
@@ -148,7 +148,7 @@ def find_pairs(run_all: shuffle.RunAll, join: Join) -> None:
 
 
 def write_pairs(task: shuffle.Shuffle) -> int:
-    """Writes uint64[k, 2] (item, first item of its key), reversed for candidates; returns their number."""
+    """Writes uint64[k, 2], (item, first item with its key), reversed for candidates. Returns the number of pairs."""
     join, max_rows = task.source, task.max_records(sketches.MEMORY_FACTOR * 16)
 
     def found_parts() -> Iterator[np.ndarray]:
@@ -160,7 +160,7 @@ def write_pairs(task: shuffle.Shuffle) -> int:
 
 
 def write_attached_signatures(task: shuffle.Shuffle) -> int:
-    """Writes (item, first, signature of the first), sorted by item, in the last level by first items."""
+    """Writes (item, first item, signature of the first item), sorted by item, in the last level by first item."""
     (join,) = task.options
     width = 2 + record_width(join)
     max_rows = task.max_records(sketches.MEMORY_FACTOR * 8 * width)
@@ -168,7 +168,7 @@ def write_attached_signatures(task: shuffle.Shuffle) -> int:
     def found_parts() -> Iterator[np.ndarray]:
         for pairs in shuffle.merge_runs(shuffle.input_runs(task), max_rows):
             found = join.signatures(pairs[:, 0])
-            even = np.pad(found, ((0, 0), (0, found.shape[1] % 2)))  # two numbers are packed into one
+            even = np.pad(found, ((0, 0), (0, found.shape[1] % 2)))  # two 32-bit numbers are packed into 64 bits
             packed = np.ascontiguousarray(even).view(np.uint64).reshape(len(pairs), width - 2)
             yield sketches.sort_unique(np.column_stack([pairs[:, ::-1], packed]))
 
@@ -176,7 +176,7 @@ def write_attached_signatures(task: shuffle.Shuffle) -> int:
 
 
 def write_verified_pairs(task: shuffle.Shuffle) -> int:
-    """Writes the pairs whose signatures are similar, uint64[k, 2], in the last level by items."""
+    """Writes the pairs with similar signatures, uint64[k, 2], in the last level by item."""
     (join,) = task.options
     max_rows = task.max_records(sketches.MEMORY_FACTOR * 8 * (2 + record_width(join)))
 
@@ -198,8 +198,8 @@ def record_width(join: Join) -> int:
 def apply_joins(
     cfg: PrepareConfig, folders: dict[str, pathlib.Path], block: int, documents: Sequence[Document], tally: Tally
 ) -> list[Document]:
-    """Returns a block's documents without the duplicates that the joins of one pass found. folders: one per join."""
-    places = np.arange(len(documents))  # indices, in the block as the joins saw it, of the documents that remain
+    """Returns a block's documents without the duplicates found by the joins of one pass. folders: {join: folder}."""
+    places = np.arange(len(documents))  # indices of the remaining documents in the block that the joins read
     remaining = list(documents)
     for join, folder in folders.items():
         removed = sketches.open_array(folder / "removed.npy")
@@ -219,9 +219,9 @@ def apply_joins(
 
 
 def cluster_facts(join: str, found: dict[str, Any], bases: Sequence[str]) -> dict[str, Any]:
-    """Returns group sizes and excerpts of the largest groups.
+    """Returns the sizes of the groups of duplicates, and excerpts of the largest groups.
 
-    found: the result of find_duplicates. bases: paths of blocks.
+    `found` is the result of find_duplicates, and `bases` has the paths of the blocks.
     """
     groups = []
     for keeper, size in found["largest"]:

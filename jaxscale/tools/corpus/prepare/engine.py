@@ -1,4 +1,4 @@
-"""Runs a data preparation: passes over the documents, joins between passes, token shards, and finally the manifest."""
+"""Runs a data preparation: passes over the documents, joins between passes, token shards, and the manifest."""
 
 import array
 import collections
@@ -47,25 +47,25 @@ from jaxscale.tools.corpus.prepare.sketches import BLOCK_LIMIT_FIX, MAX_BLOCKS
 from jaxscale.tools.corpus.prepare.tally import Tally
 from jaxscale.tools.corpus.prepare.work import BlockResult, Task, join_folder, run_task
 
-MADE_FROM = "made-from.txt"  # the plan's key; not in the manifest, which is independent of file dates
-LOCK = ".lock"  # never deleted: another process may already hold a lock on the same file
+MADE_FROM = "made-from.txt"  # has the plan's key, which depends on file dates, unlike the manifest
+LOCK = ".lock"  # never deleted, since another process may have locked the same file
 FORMAT = 2  # increase when the same recipe would produce different bytes
-LAYOUT = 4  # of the work folder; work folders of other layouts are not resumed
+LAYOUT = 4  # version of the work folder; work folders of other versions are not resumed
 
 
 class PreparePlan(NamedTuple):
-    """Input pieces, passes and the key of a preparation."""
+    """Input pieces, passes and key of a preparation."""
 
     cfg: PrepareConfig
-    key: str  # hash of the recipe and the input: equal keys, equal output
+    key: str  # hash of the recipe and the input; equal keys give equal output
     files: Sequence[SourceFile]
-    pieces: np.ndarray  # int64[pieces, 3], in input order: index of the file, begin, end
+    pieces: np.ndarray  # int64[pieces, 3], in input order: file index, begin, end
     passes: list[lookup.PreparePass]
-    notes: tuple[str, ...]  # about the input files, printed once
+    notes: tuple[str, ...]  # messages about the input files, printed once
 
 
 def make_plan(cfg: PrepareConfig) -> PreparePlan:
-    """Returns the input pieces and the passes over them. Raises BadInput if there are no files or no tokenizer."""
+    """Returns the plan of a preparation. Raises BadInput if there are no input files or no tokenizer."""
     notes: list[str] = []
     files, problems = list_files(cfg.globs, "sources", "text", say=notes.append)
     if not cfg.tokenizer.is_trained and (problem := tokenizer_problem(cfg.tokenizer.name)):
@@ -80,7 +80,7 @@ def make_plan(cfg: PrepareConfig) -> PreparePlan:
         choices = choose_fields([file for file in files if file.source == source], read_cfg)
         ids_files = [file.path for file, choice in choices.items() if choice.kind == "ids"]
         if ids_files and cfg.tokenizer.is_trained:
-            raise BadInput(f"{ids_files[0]} has token ids; set tokenizer.name to their tokenizer")
+            raise BadInput(f"{ids_files[0]} has token ids; set tokenizer.name to the tokenizer of these ids")
         notes += describe_choices(choices, read_cfg)
     parts = (split_file(file, cfg.read_cfg(file.source), cfg.block_bytes) for file in files)
     rows = (number for i, file_parts in enumerate(parts) for part in file_parts for number in (i, part.begin, part.end))
@@ -93,7 +93,7 @@ def make_plan(cfg: PrepareConfig) -> PreparePlan:
         )
     made_from = {
         "format": FORMAT,
-        # rows change indexes, not shards.
+        # the settings of `rows` change indexes, not shards
         "recipe": {name: value for name, value in schema.to_dict(cfg).items() if name != "rows"},
         "files": [[*file, *size_and_mtime(file.path)] for file in files],
         "read beside": hash_auxiliary_files(cfg, notes.append),
@@ -105,7 +105,7 @@ def make_plan(cfg: PrepareConfig) -> PreparePlan:
 def hash_auxiliary_files(cfg: PrepareConfig, say: Callable[[str], None]) -> list[tuple[str, str]]:
     """Returns (name, sha256) of each file other than the sources whose content changes the output.
 
-    say: receives a line about ignored links. Files of stages that do not run are ignored. Raises BadInput for an
+    `say` receives messages about ignored links. Files of stages that do not run are omitted. Raises BadInput for an
     unreadable file.
     """
     tokenizer, words = cfg.tokenizer, []
@@ -126,7 +126,7 @@ def hash_auxiliary_files(cfg: PrepareConfig, say: Callable[[str], None]) -> list
 
 
 def bos_problem(cfg: TokenizerConfig) -> str:
-    """Returns the problem of the tokenizer's BOS and EOS settings, or ''."""
+    """Returns a problem with the tokenizer's BOS or EOS setting, or ''."""
     if cfg.is_trained and cfg.bos_token not in ("", NO_BOS, *special_names(cfg.train)):
         known = ", ".join(special_names(cfg.train))
         return f"tokenizer.bos_token={cfg.bos_token} is not a special token of the tokenizer to train ({known})"
@@ -151,21 +151,21 @@ def prepare(
 ) -> None:
     """Writes the shards, manifest and report of a plan to `output`.
 
-    After a kill, the same call resumes. Raises BadInput if the folder holds another set, another process works in it,
-    or no document is left; with `strict`, also if reading skipped a large share.
+    If the process is killed, the same call resumes. Raises BadInput if the folder has a different dataset, if another
+    process writes to it, or if no document remains. `strict`: also raise if a large share was skipped or lost.
     """
     output = output.absolute()
     try:
         make_private(output)
     except OSError as error:
-        raise BadInput(f"--output={output} cannot be created: {error.strerror or error}; give another folder") from None
+        raise BadInput(f"--output={output} cannot be created: {error.strerror or error}; use another folder") from None
     if not os.access(output, os.W_OK | os.X_OK):
-        raise BadInput(f"--output={output} is not writable by this user; give another folder")
+        raise BadInput(f"--output={output} is not writable by this user; use a different folder")
     for line in plan.notes:
         progress.say(line)
 
     def raise_in_use() -> NoReturn:
-        raise BadInput(f"another process is writing to {output}; wait for it, or stop it")
+        raise BadInput(f"another process is writing to {output}; wait for it to end, or stop it")
 
     with locked(output / LOCK, raise_in_use):
         versions_hash = hash_value({**versions(), "layout": LAYOUT})[:8]  # other versions may produce different bytes
@@ -176,7 +176,7 @@ def prepare(
             tally = Tally.from_json(preparation_page.read_facts(output)["tally"])
             report_left_out(plan.cfg, tally, progress, strict)
             report_loss(None, tally, progress, strict)
-        # also for a complete set: an earlier process may have ended before this line
+        # also for a complete dataset, since an earlier process may have been killed before this line
         preparation_page.rewrite_report(output)
         if not keep_work:
             shutil.rmtree(folder, ignore_errors=True)
@@ -190,7 +190,7 @@ def write_set(
     progress: PrepareProgress,
     strict: bool,
 ) -> None:
-    """Runs every pass and join, and writes the manifest last. strict: see report_left_out."""
+    """Runs every pass and join, and writes the manifest last. `strict`: see report_left_out."""
     cfg, tally, clusters, blocks, sums = plan.cfg, Tally(), [], None, {}
     item_counts = count_items(cfg.decontaminate) if "decontaminate" in cfg.stages else None
     for line in preparation_page.evaluation_warnings(cfg.decontaminate, item_counts):
@@ -215,7 +215,7 @@ def write_set(
     assert blocks is not None, "every plan has at least one pass"
     names = write_shards(cfg, blocks, executor, progress)
     progress.end()
-    write_text_atomic(output / MADE_FROM, plan.key + "\n")  # before the shards, whose names all recipes share
+    write_text_atomic(output / MADE_FROM, plan.key + "\n")  # before the shards, whose names do not depend on the recipe
     tokens.move_shards(folder, names, output)
     if classifier_facts:
         shutil.copyfile(folder / WEIGHTS, output / WEIGHTS)
@@ -236,18 +236,18 @@ def write_set(
 
 
 def report_left_out(cfg: PrepareConfig, tally: Tally, progress: PrepareProgress, strict: bool) -> None:
-    """Logs what reading skipped. Raises BadInput if that is a large share and `strict`."""
+    """Logs what was skipped while reading. Raises BadInput if that is a large share and `strict` is set."""
     if lost := tally.left_out(cfg.read.where):
         say_or_raise(progress, lost.line, lost.is_much, strict, "omit --strict to prepare the other documents")
 
 
 def report_loss(tokenizer: Tokenizer | None, tally: Tally, progress: PrepareProgress, strict: bool) -> None:
-    """Logs what the tokenizer loses in samples. Raises BadInput if it is much and `strict`. None: a finished set."""
+    """Logs text that the tokenizer loses in samples. Raises BadInput if the loss is large and `strict` is set."""
     if (loss := tally.loss).lost:
-        name, reason = ("the set's tokenizer", "")
+        name, reason = ("the dataset's tokenizer", "")
         if tokenizer:
             name, reason = f"tokenizer.name={tokenizer.name}", tokenizer.loss_reason
-        say_or_raise(progress, loss.line(name, reason), loss.is_much, strict, "omit --strict to prepare the set anyway")
+        say_or_raise(progress, loss.line(name, reason), loss.is_much, strict, "omit --strict to prepare it anyway")
 
 
 def say_or_raise(progress: PrepareProgress, line: str, is_much: bool, strict: bool, fix: str) -> None:
@@ -266,10 +266,10 @@ def run_pass(
     tally: Tally,
     sums: tokens.FertilitySums,
 ) -> lookup.PassBlocks:
-    """Returns the blocks that a pass over `count` pieces writes. Adds its counts to tally and sums."""
+    """Runs a pass over `count` pieces and returns the blocks that it writes. Updates tally and sums."""
     step = plan.passes[number]
     progress.begin(pass_title(number, step), count)
-    rows = array.array("q")  # 8 bytes per number: there may be millions of blocks
+    rows = array.array("q")  # 8 bytes per number, since there may be millions of blocks
     columns = lookup.COLUMNS + len(step.joins)
     shutil.rmtree(folder / RUNNING, ignore_errors=True)  # left by a killed process
     with progress.ticking(lambda: f"{len(rows) // columns:,} blocks", lambda: read_running(folder)):
@@ -289,7 +289,7 @@ def run_pass(
 
 
 def train_on_blocks(cfg: PrepareConfig, blocks: Sequence[str], path: pathlib.Path) -> None:
-    """Writes a tokenizer trained on all documents to `path`, unless it exists. Memory: one block."""
+    """Writes a tokenizer trained on all documents to `path`, unless it exists. Loads one block at a time."""
     done = path.with_suffix(".done.json")
     if lookup.read_done(done) is None:
         tables = (lookup.read_table(pathlib.Path(f"{base}.arrow")) for base in blocks)
@@ -299,7 +299,7 @@ def train_on_blocks(cfg: PrepareConfig, blocks: Sequence[str], path: pathlib.Pat
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of the installed packages that can change the output."""
+    """Returns the versions of installed packages that can change the output."""
     found = {"jaxscale": __version__, "python": platform.python_version()}
     for name in ("numpy", "pyarrow", "rensa", "py3langid", "tokenizers", "sentencepiece", "rustbpe", "python-stdnum"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -308,22 +308,22 @@ def versions() -> dict[str, str]:
 
 
 def has_work(plan: PreparePlan, output: pathlib.Path, folder: pathlib.Path, say: Callable[[str], None]) -> bool:
-    """Returns False if the output is complete. Raises BadInput if it holds another set, or lacks files."""
+    """Returns False if the output is complete. Raises BadInput if it has a different dataset, or files are missing."""
     for leftover in output.glob(".*.tmp"):  # left by a process that was killed while writing
         leftover.unlink(missing_ok=True)
     made_from = output / MADE_FROM
     found = read_bytes(made_from).strip() if made_from.exists() else None
     is_same_plan = found == plan.key.encode()
     if not is_same_plan and (found is not None or (output / MANIFEST).exists()):
-        whole = "another set" if (output / MANIFEST).exists() else "part of another set"
-        raise BadInput(f"{output} has {whole}, prepared from another recipe, input or version; choose another --output")
+        whole = "a different dataset" if (output / MANIFEST).exists() else "part of a different dataset"
+        raise BadInput(f"{output} has {whole} (different recipe, input or version); use a different --output")
     if (output / MANIFEST).exists():
         check_manifest(output / MANIFEST, deep=False)
         say(f"{output} is already complete, with the same recipe and input")
         return False
     for other in sorted(output.glob("work-*")):
         if other != folder:
-            say(f"{other} is unfinished work of another recipe, input or version; delete it if you do not need it")
+            say(f"{other} is unfinished work of a different recipe, input or version; delete it if it is not needed")
     if folder.is_dir():
         say(f"resuming {folder}")
     make_private(folder)
@@ -331,7 +331,7 @@ def has_work(plan: PreparePlan, output: pathlib.Path, folder: pathlib.Path, say:
 
 
 def hash_value(value: Any) -> str:
-    """Returns 32 hexadecimal digits: a hash of plain data."""
+    """Returns a hash of plain data, as 32 hexadecimal digits."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
 
 
@@ -355,7 +355,7 @@ def pass_title(number: int, step: lookup.PreparePass) -> str:
 
 
 def funnel_line(tally: Tally) -> str:
-    """Returns counts such as 'read 10; language: not wanted 7; ...'."""
+    """Returns counts by reason, such as 'read 10; language: not wanted 7; ...'."""
     totals: collections.Counter = collections.Counter()
     for name, number in tally.counts.items():
         if name[0] == "dropped" and name[-1] == "documents":

@@ -1,4 +1,4 @@
-"""Trains the quality classifier on its examples before the first pass, and saves it in the work folder."""
+"""Trains the quality classifier before the first pass and saves it in the work folder."""
 
 import dataclasses
 import pathlib
@@ -26,23 +26,23 @@ WEIGHTS = "classifier.weights"
 
 
 def example_files(cfg: PrepareConfig, say: Callable[[str], None] = ignore_line) -> list[str]:
-    """Returns the classifier's examples, or its weights. Raises BadInput for missing files and for equal ones."""
+    """Returns the classifier's example files, or its weights file. Raises BadInput for missing or duplicate files."""
     if "classifier" not in cfg.stages:
         return []
     if weights := cfg.classifier.weights:
         if not (path := pathlib.Path(weights).expanduser()).is_file():
-            raise BadInput(f"classifier.weights={weights} does not exist; give another file, or examples to train on")
+            raise BadInput(f"classifier.weights={weights} does not exist; set a different file, or good and bad")
         return [str(path)]
     good, bad = ([file.path for file in list_examples(cfg, kind, say)] for kind in ("good", "bad"))
     same = {file_identity(path): path for path in good}
     for path in bad:
         if other := same.get(file_identity(path)):
-            raise BadInput(f"{path} of classifier.bad is also in classifier.good, as {other}; remove it from one")
+            raise BadInput(f"{path} is in classifier.bad and in classifier.good (as {other}); remove it from one")
     return [*good, *bad]
 
 
 def list_examples(cfg: PrepareConfig, kind: str, say: Callable[[str], None] = ignore_line) -> list[SourceFile]:
-    """Returns the files of the good or the bad examples. say: as in list_files."""
+    """Returns the files of the 'good' or 'bad' examples. `say`: see list_files."""
     files, problems = list_files(getattr(cfg.classifier, kind), f"classifier.{kind}", kind, say=say)
     problems += filter(None, map(not_documents_problem, files))
     if problems:
@@ -51,7 +51,7 @@ def list_examples(cfg: PrepareConfig, kind: str, say: Callable[[str], None] = ig
 
 
 def ensure_classifier(cfg: PrepareConfig, folder: pathlib.Path, progress: PrepareProgress) -> dict[str, Any] | None:
-    """Trains the classifier unless it is done. Returns the facts of train_classifier, or None if none is trained."""
+    """Trains the classifier unless it is done. Returns the facts of train_classifier, or None if not training."""
     if "classifier" not in cfg.stages or cfg.classifier.weights:
         return None
     path, done = folder / WEIGHTS, folder / f"{WEIGHTS}.done.json"
@@ -67,13 +67,13 @@ def ensure_classifier(cfg: PrepareConfig, folder: pathlib.Path, progress: Prepar
         write_bytes_atomic(path, content)
         mark_done(done, facts, [path])
         progress.end()
-    correct, auc = f"{facts['accuracy']:.1%} are classified correctly at 0.5", f"ROC AUC {facts['auc']:.3f}"
-    progress.say(f"classifier: of held-out examples {correct} (balanced accuracy), {auc}")
+    correct, auc = f"{facts['accuracy']:.1%} balanced accuracy at threshold 0.5", f"ROC AUC {facts['auc']:.3f}"
+    progress.say(f"classifier, on held-out examples: {correct}, {auc}")
     return facts
 
 
 def read_texts(cfg: PrepareConfig, files: Sequence[SourceFile], seen: Counter) -> Iterator[str]:
-    """Yields the texts of the files, read with the recipe's settings. seen: counts documents, bytes and skips."""
+    """Yields the texts of the files, read with the recipe's settings. Counts documents, bytes and skips in `seen`."""
     for file in files:
         for document in read_file(file, cfg.read, seen):
             seen.update(documents=1, bytes=document.size)
@@ -81,7 +81,7 @@ def read_texts(cfg: PrepareConfig, files: Sequence[SourceFile], seen: Counter) -
 
 
 def with_weights(cfg: PrepareConfig, folder: pathlib.Path) -> PrepareConfig:
-    """Returns the recipe of the passes: with the weights in the work folder, if they were trained on examples."""
+    """Returns the recipe of the passes, which uses the weights in the work folder if they were trained on examples."""
     if "classifier" not in cfg.stages or cfg.classifier.weights:
         return cfg
     classifier_cfg = dataclasses.replace(cfg.classifier, weights=str(folder / WEIGHTS), good=(), bad=())

@@ -17,13 +17,13 @@ from jaxscale.system.exits import BadInput
 from jaxscale.system.open_files import require_open_files
 
 WATCH_SECONDS = 1.0
-PIPES = 2  # for each process: one to start it, one that shows that it ended
-TASKS_AHEAD = 4  # tasks submitted per process: none idles, and few results accumulate
+PIPES = 2  # pipes per process: one to start it, and one that signals its end
+TASKS_AHEAD = 4  # submitted tasks per process: processes do not idle, and few results accumulate
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS", "ARROW_NUM_THREADS")
 
 
 class LocalExecutor(contextlib.AbstractContextManager):
-    """dedup.Executor with `workers` processes on this machine. Close it after use."""
+    """Implements dedup.Executor with `workers` processes on this machine. Close it after use."""
 
     def __init__(self, workers: int):
         self.workers = workers
@@ -31,7 +31,7 @@ class LocalExecutor(contextlib.AbstractContextManager):
         self.pool: concurrent.futures.ProcessPoolExecutor | None = None
 
     def run_all(self, function: Callable[[Any], Any], task: Any, count: int) -> Iterator[Any]:
-        """See dedup.Executor. With one worker, in this process. Raises BadInput if a process was killed."""
+        """Implements dedup.Executor.run_all. One worker runs in this process. Raises BadInput if a worker is killed."""
         tasks = (task._replace(number=number) for number in range(count))
         if self.workers == 1 or count == 1:
             yield from map(function, tasks)
@@ -41,12 +41,12 @@ class LocalExecutor(contextlib.AbstractContextManager):
             yield from run_windowed(self.pool, function, tasks, TASKS_AHEAD * self.workers)
         except BrokenProcessPool:
             raise BadInput(
-                "a worker process was killed by a signal or ran out of memory; run the same command again to resume, "
-                "with fewer --workers or a smaller --config.block_bytes if it happens again"
+                "a worker process was killed by a signal or ran out of memory; run the same command again to resume. "
+                "If it happens again, use fewer --workers or a smaller --config.block_bytes"
             ) from None
 
     def __exit__(self, kind: type | None, *_: Any) -> None:
-        """Stops the processes, immediately after an error."""
+        """Stops the processes. After an error, running tasks are terminated."""
         if self.pool is None:
             return
         self.pool.shutdown(wait=kind is None, cancel_futures=True)
@@ -56,7 +56,7 @@ class LocalExecutor(contextlib.AbstractContextManager):
 
 
 class RecordedContext(multiprocessing.context.SpawnContext):
-    """Spawn context that records its processes: a Python caller may have other children."""
+    """Spawn context that records its processes, because the caller may have other child processes."""
 
     def __init__(self):
         self.started: list[multiprocessing.process.BaseProcess] = []
@@ -68,13 +68,13 @@ class RecordedContext(multiprocessing.context.SpawnContext):
 
 
 def start_pool(workers: int, context: RecordedContext) -> concurrent.futures.ProcessPoolExecutor:
-    """Returns a pool of single-threaded processes. Raises BadInput if the limit on open files is too low for them."""
+    """Returns a pool of single-threaded processes. Raises BadInput if the limit on open files is too low."""
     require_open_files(PIPES * workers, f"pipes to {workers} --workers")
     saved = {name: os.environ.get(name) for name in (*THREADS, "TOKENIZERS_PARALLELISM")}
     os.environ.update(dict.fromkeys(THREADS, "1") | {"TOKENIZERS_PARALLELISM": "false"})
     try:
         pool = concurrent.futures.ProcessPoolExecutor(workers, context, init_worker, (os.getpid(),))
-        for future in [pool.submit(os.getpid) for _ in range(workers)]:  # starts them, with this environment
+        for future in [pool.submit(os.getpid) for _ in range(workers)]:  # starts the processes with this environment
             future.result()
         return pool
     finally:
@@ -85,7 +85,7 @@ def start_pool(workers: int, context: RecordedContext) -> concurrent.futures.Pro
 def run_windowed(
     pool: concurrent.futures.Executor, function: Callable[[Any], Any], tasks: Iterator[Any], window: int
 ) -> Iterator[Any]:
-    """Yields results as they complete, with at most `window` tasks submitted at a time; raises what a task raised."""
+    """Yields results as they complete, with at most `window` tasks submitted. Raises the exception of a task."""
     waiting = set()
     while True:
         waiting |= {pool.submit(function, task) for task in itertools.islice(tasks, window - len(waiting))}
@@ -97,7 +97,7 @@ def run_windowed(
 
 
 def init_worker(parent: int) -> None:
-    """Ignores Ctrl-C, which the parent handles, and ends this process when the parent is gone."""
+    """Ignores Ctrl-C, which the parent handles, and ends this process when the parent has ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def watch() -> None:

@@ -1,16 +1,16 @@
-"""Layout of the work folder: tasks look up recipe, input and blocks by number, so a task is a few integers.
+"""Layout of the work folder. Tasks look up the recipe, input and blocks by number, so a task is a few integers.
 
-    work/recipe.json                            the settings
-    work/files.arrow                            path, name and source of each file of the input
-    work/pieces.npy                             int64[pieces, 3]: index of the file, begin and end of the part
-    work/pass0/000/000/000000012.done.json      piece 12 of the first pass is finished: its blocks and counts
-    work/pass0/000/000/000000012-000003.arrow   its fourth block
+    work/recipe.json                            settings
+    work/files.arrow                            path, name and source of each input file
+    work/pieces.npy                             int64[pieces, 3]: file index, begin and end of the part
+    work/pass0/000/000/000000012.done.json      done file of piece 12 in the first pass: its blocks and counts
+    work/pass0/000/000/000000012-000003.arrow   fourth block of piece 12
     work/pass0/blocks.npy                       int64[blocks, ...]: see PassBlocks
 
-Tasks read these files after they are complete; their content is a function of the recipe and the input. No folder holds
-more than a few thousand files: FIRST_BLOCKS blocks of each of PIECES_IN_FOLDER pieces; a piece's other blocks have
-separate folders. A `done` file lists its own sha256 and that of every file that a task wrote. A killed task leaves no
-done file; damaged files are made again.
+Tasks read only complete files, whose content is a function of the recipe and the input. A folder has at most a few
+thousand files: the first FIRST_BLOCKS blocks of each of PIECES_IN_FOLDER pieces. Further blocks of a piece are in
+separate folders. A `done` file stores its own sha256 and the sha256 of every file that the task wrote. A killed task
+leaves no done file, and damaged files are written again.
 """
 
 import functools
@@ -37,27 +37,27 @@ from jaxscale.tools.corpus.prepare.config import JOINS, PrepareConfig
 from jaxscale.tools.corpus.prepare.sketches import open_array, save_array
 
 PIECES_IN_FOLDER, FIRST_BLOCKS, FOLDER_FILES = 128, 8, 1024
-TOKENS, COLUMNS = 3, 4  # of blocks.npy: column of token counts; number of columns before those of joins
-OBJECT_BYTES = 512  # of memory per document in addition to its texts, approximately
-MAX_DOCUMENTS = 1 << 19  # in a block, whose Python objects are in memory
+TOKENS, COLUMNS = 3, 4  # in blocks.npy: column of token counts, and number of columns before those of joins
+OBJECT_BYTES = 512  # approximate memory per document, without its texts
+MAX_DOCUMENTS = 1 << 19  # maximum number of documents in a block, since their Python objects are in memory
 TEXTS = ("text", "source", "file", "id", "url", "licence", "language")
 
 
 class PreparePass(NamedTuple):
-    """One pass over all documents: `stages` in order, then the output that `ends` names."""
+    """One pass over all documents: runs `stages` in order, then writes the output named by `ends`."""
 
     stages: tuple[str, ...]
-    ends: Literal["joins", "sample", "tokens"]  # sketches for joins; documents to train a tokenizer on; token ids
+    ends: Literal["joins", "sample", "tokens"]  # sketches for joins; documents for training a tokenizer; token ids
     joins: tuple[str, ...] = ()
 
 
 def plan_passes(stages: Sequence[str], *, train_tokenizer: bool) -> list[PreparePass]:
-    """Returns the passes for the recipe's stages in order. Adjacent joins of whole documents share a pass."""
+    """Returns the passes for the recipe's stages. Adjacent joins of whole documents are in one pass."""
     passes: list[PreparePass] = []
     stages_of_pass: list[str] = []
     joins: list[str] = []
     for name in [*stages, ""]:
-        is_line_join = "line_dedup" in (name, *joins)  # else a line could be cut for a copy in a dropped document
+        is_line_join = "line_dedup" in (name, *joins)  # runs alone, so that no line is cut for a copy that is dropped
         if joins and (name not in JOINS or is_line_join):
             passes.append(PreparePass(tuple(stages_of_pass), "joins", tuple(joins)))
             stages_of_pass, joins = [], []
@@ -71,9 +71,9 @@ def plan_passes(stages: Sequence[str], *, train_tokenizer: bool) -> list[Prepare
 
 
 def write_input(folder: pathlib.Path, cfg: PrepareConfig, files: Sequence[SourceFile], pieces: np.ndarray) -> None:
-    """Writes the recipe and input tables that tasks read."""
+    """Writes the recipe and the input tables that tasks read."""
     for name in ("recipe.json", "files.arrow", "pieces.npy"):
-        remove(folder / name)  # of a process that was killed; may be damaged
+        remove(folder / name)  # may be damaged if an earlier process was killed
     write_text_atomic(folder / "recipe.json", json.dumps(schema.to_dict(cfg), sort_keys=True))
     columns = {name: [os.fsencode(getattr(file, name)) for file in files] for name in SourceFile._fields}
     table = pa.table({name: pa.array(column, pa.large_binary()) for name, column in columns.items()})
@@ -121,7 +121,7 @@ def done_path(folder: str, number: int, piece: int) -> pathlib.Path:
 
 
 def block_base(folder: str, number: int, piece: int, index: int) -> pathlib.Path:
-    """Returns the path of a block without its suffix. index: that of the block in its piece."""
+    """Returns the path of a block without its suffix. `index` is the index of the block in its piece."""
     parent = done_path(folder, number, piece).parent
     if index >= FIRST_BLOCKS:
         parent /= f"{piece:09d}.{index // FOLDER_FILES}"
@@ -129,10 +129,10 @@ def block_base(folder: str, number: int, piece: int, index: int) -> pathlib.Path
 
 
 class PassBlocks(Sequence[str]):
-    """Path prefixes of the blocks of a pass, in input order; the position is the block's number.
+    """Sequence of the path prefixes of all blocks of a pass, in input order. The index is the block number.
 
-    rows: int64[blocks, COLUMNS + joins]: piece, index in the piece, documents, tokens, and for each join of the pass
-    the number of (key, item) in the block's sketch.
+    rows: int64[blocks, COLUMNS + joins]. The columns are the piece, the index in the piece, the number of documents,
+    the number of tokens, and for each join of the pass the number of (key, item) in the block's sketch.
     """
 
     def __init__(self, folder: str, number: int, rows: np.ndarray):
@@ -153,9 +153,9 @@ class PassBlocks(Sequence[str]):
 
 
 def write_blocks(folder: str, number: int, found: np.ndarray) -> PassBlocks:
-    """Saves the blocks of a pass, found in any order, for its tasks, and returns them."""
+    """Saves the blocks of a pass, given in any order, for its tasks. Returns them in input order."""
     rows = found[np.lexsort((found[:, 1], found[:, 0]))]
-    remove(pass_folder(folder, number) / "blocks.npy")  # may be damaged, see write_input
+    remove(pass_folder(folder, number) / "blocks.npy")  # may be damaged, as in write_input
     save_array(pass_folder(folder, number) / "blocks.npy", rows)
     return PassBlocks(folder, number, rows)
 
@@ -167,12 +167,12 @@ def blocks_of(folder: str, number: int) -> PassBlocks:
 
 
 def numbered_path(folder: str | os.PathLike[str], number: int, ending: str = "") -> pathlib.Path:
-    """Returns the path of a result named by a number, with at most FOLDER_FILES results in a folder."""
+    """Returns the path of a numbered result, with at most FOLDER_FILES results per folder."""
     return pathlib.Path(folder) / f"{number // FOLDER_FILES:06d}" / f"{number:09d}{ending}"
 
 
 def group_blocks(documents: Iterable[Document], block_bytes: int) -> Iterator[list[Document]]:
-    """Yields lists of documents with about block_bytes of text, at least one document each; deterministic."""
+    """Yields lists of at least one document, with about block_bytes of text. The result is deterministic."""
     block: list[Document] = []
     size = 0
     for document in documents:
@@ -206,7 +206,7 @@ def to_table(documents: Sequence[Document], *, with_text: bool = True) -> pa.Tab
 
 
 def from_table(table: pa.Table) -> list[Document]:
-    """Returns the inverse of to_table; scores come back as float32."""
+    """Returns the documents of a table written by to_table. Scores are rounded to float32."""
     names = [name for name in table.column_names if name.startswith("score.")]
     scores = [table.column(name).to_pylist() for name in names]
     labels = [name.removeprefix("score.") for name in names]
@@ -222,12 +222,12 @@ def from_table(table: pa.Table) -> list[Document]:
 
 
 def replace_surrogates(text: str) -> str:
-    """Returns the text with lone surrogates, which UTF-8 cannot encode, as question marks."""
+    """Returns the text with lone surrogates, which UTF-8 cannot encode, replaced by question marks."""
     return text if text.isascii() else text.encode(errors="replace").decode()
 
 
 def write_table(path: pathlib.Path, table: pa.Table, *, packed: bool = True) -> None:
-    """Writes an Arrow file atomically. packed: compressed, so that readers cannot map a part of it."""
+    """Writes an Arrow file atomically. packed: compress it; readers cannot memory-map part of a compressed file."""
     sink = pa.BufferOutputStream()
     options = pa.ipc.IpcWriteOptions(compression="lz4" if packed else None)
     with pa.ipc.new_file(sink, table.schema, options=options) as writer:
@@ -236,7 +236,7 @@ def write_table(path: pathlib.Path, table: pa.Table, *, packed: bool = True) -> 
 
 
 def read_table(path: pathlib.Path) -> pa.Table:
-    """Returns the table of an Arrow file, memory-mapped; without compression only the parts in use are read."""
+    """Returns the table of an Arrow file, memory-mapped. Without compression, only accessed parts are read."""
     with open(path, "rb") as file:
         return pa.ipc.open_file(pa.py_buffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))).read_all()
 
@@ -244,14 +244,14 @@ def read_table(path: pathlib.Path) -> pa.Table:
 def mark_done(
     path: pathlib.Path, result: dict[str, Any], files: Iterable[pathlib.Path], folder: pathlib.Path | None = None
 ) -> None:
-    """Writes the done file of a task. files: its outputs, below `folder` (default: the done file's folder)."""
+    """Writes the done file of a task. `files` has its outputs, in `folder` (default: the folder of the done file)."""
     folder = folder or path.parent
     plain = {"result": result, "files": {str(file.relative_to(folder)): file_sha256(str(file)) for file in files}}
     write_bytes_atomic(path, json.dumps({**plain, "sha256": json_sha256(plain)}).encode())
 
 
 def read_done(path: pathlib.Path, *folders: pathlib.Path) -> dict[str, Any] | None:
-    """Returns the result in a done file; None if it or a file of it (in `folders`) is missing or damaged."""
+    """Returns the result in a done file. Returns None if it, or a file that it lists, is missing or damaged."""
     try:
         found = parse_json(read_bytes(path))
     except FileNotFoundError:

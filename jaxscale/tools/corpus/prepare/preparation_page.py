@@ -1,4 +1,4 @@
-"""HTML report of a preparation: one self-contained page without scripts, with warnings about the result."""
+"""HTML report of a preparation, as one self-contained page without scripts, with warnings about the result."""
 
 import collections
 import pathlib
@@ -29,30 +29,30 @@ overflow:auto;font-size:12.5px}summary{cursor:pointer}.warn{background:#fff4dc;p
 #d99a1c;margin:.4rem 0}.bar{fill:#3b77c2}.muted{color:#57606a}svg text{font:11px system-ui,sans-serif;fill:#57606a}
 """
 CONTENT_POLICY = "default-src 'none'; style-src 'unsafe-inline'"  # browsers neither run nor load anything for this page
-MOST_LANGUAGES = 8  # in one line
+MOST_LANGUAGES = 8  # maximum number of languages in a message
 WHERE = RecipeReadConfig.where
-MOST_ROWS = 40  # in a table; the remaining rows are added up
-# Heuristics of this project without a published source; each only suggests a check.
-LARGE_SOURCE = 0.8  # of all tokens, where there are several sources
+MOST_ROWS = 40  # maximum number of rows in a table; the remaining rows are summed
+# Heuristics of this project without a published source. Each only suggests a check.
+LARGE_SOURCE = 0.8  # fraction of all tokens, if there are several sources
 LOW_RETENTION, HIGH_RETENTION = 0.05, 0.98
 MANY_DUPLICATES = 0.3
 LARGE_SYNTHETIC = 0.5
 FEW_BYTES_PER_TOKEN = 2.0  # English text has about 4.4 with 32K ids
 QUALITY = ("gopher_quality", "gopher_repetition", "c4", "fineweb", "classifier")
-MISSING = (  # groups of stages, and the warning when none of the group runs
+MISSING = (  # groups of stages, and the warning if no stage of the group runs
     (("language",), "no language identification: text in all languages is kept"),
-    (QUALITY, "no quality rules: boilerplate, spam and lists are kept"),
+    (QUALITY, "no quality filter: boilerplate, spam and lists are kept"),
     (("exact_dedup", "near_dedup"), "no deduplication: models memorize repeated text, and token counts are inflated"),
     (("decontaminate",), "no decontamination: evaluation items may be in the training text"),
-    (("pii",), "no handling of personal data: it is neither redacted nor dropped"),
+    (("pii",), "no stage for personal data: it is neither redacted nor dropped"),
     (("toxicity",), "no toxicity scores"),
 )
 
 
 def rewrite_report(output: pathlib.Path) -> None:
-    """Writes report.html from the manifest and report.json. Raises BadInput if the set is not complete."""
+    """Writes report.html from the manifest and report.json. Raises BadInput if the dataset is not complete."""
     if not (output / MANIFEST).exists():
-        raise BadInput(f"{output} has no {MANIFEST}, so it is not a complete set; prepare it first")
+        raise BadInput(f"{output} has no {MANIFEST}, so it is not a complete dataset; prepare it first")
     write_text_atomic(output / PAGE, report_page(read_facts(output) | {"manifest": read_json(output / MANIFEST)}))
 
 
@@ -60,12 +60,12 @@ def read_facts(output: pathlib.Path) -> dict[str, Any]:
     """Returns the content of report.json. Raises BadInput for a file that prepare did not write."""
     facts = read_json(output / FACTS) if (output / FACTS).exists() else None
     if not isinstance(facts, dict) or not facts.keys() >= {"tally", "clusters", "fertility"}:
-        raise BadInput(f"{output / FACTS} was not written by prepare; restore it, or prepare the set again")
+        raise BadInput(f"{output / FACTS} was not written by prepare; restore it, or prepare the dataset again")
     return facts
 
 
 def report_page(facts: Mapping[str, Any]) -> str:
-    """Returns the page. facts: 'manifest', 'tally' (Tally.to_json), 'clusters', 'fertility', as in report.json."""
+    """Returns the page. `facts` has the content of report.json (tally, clusters, fertility), and the 'manifest'."""
     tally, manifest = Tally.from_json(facts["tally"]), facts["manifest"]
     warnings = "".join(f'<div class="warn">{escape(line)}</div>' for line in find_warnings(tally, manifest, facts))
     reading = [(key[1], key[2], n) for key, n in sorted(tally.counts.items()) if key[0] == "read"]
@@ -97,17 +97,17 @@ def report_page(facts: Mapping[str, Any]) -> str:
 
 
 def escape(value: Any) -> str:
-    """Returns the value as HTML text without secrets; unprintable and bidirectional control characters as U+FFFD."""
+    """Returns the value as HTML text without secrets. Unprintable and bidirectional characters become U+FFFD."""
     return in_html("".join(c if c in "\n\t" or c.isprintable() else "\ufffd" for c in str(value)))
 
 
 def section(title: str, body: str) -> str:
-    """Returns a section; '' without a body."""
+    """Returns a section with a title, or '' if the body is empty."""
     return f"<h2>{title}</h2>{body}" if body else ""
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Returns an HTML table with escaped cells, '' without rows; numbers align right, with separators, text left."""
+    """Returns an HTML table with escaped cells, or '' without rows. Numbers are right-aligned with separators."""
 
     def cell(tag: str, value: Any) -> str:
         text = f"{value:,}" if isinstance(value, int) else escape(value)
@@ -124,7 +124,7 @@ def share(part: float, whole: float) -> str:
 
 
 def summary_table(manifest: Mapping[str, Any], tally: Tally) -> str:
-    """Main numbers of the set."""
+    """Returns a table of the main numbers of the dataset."""
     read, lost = tally.total("in", "read"), tally.left_out(WHERE)
     documents, tokens = manifest["num_documents"], manifest["num_tokens"]
     skipped = f"; {lost.documents:,} more were skipped while reading" if lost else ""
@@ -140,7 +140,7 @@ def summary_table(manifest: Mapping[str, Any], tally: Tally) -> str:
 
 
 def funnel_table(tally: Tally, stages: Sequence[str]) -> str:
-    """Table of documents and bytes before and after each stage, by source."""
+    """Returns a table of documents and bytes before and after each stage, by source."""
     sources = sorted({key[2] for key in tally.counts if key[:2] == ("in", "read")})
     rows: list[tuple] = []
     for source in sources:
@@ -156,7 +156,7 @@ def funnel_table(tally: Tally, stages: Sequence[str]) -> str:
 
 
 def reasons_and_samples(tally: Tally, kind: str) -> str:
-    """Counts by reason and source, and samples. kind: 'dropped' or 'edited'."""
+    """Returns counts by reason and source, and samples. `kind` is 'dropped' or 'edited'."""
     reasons: dict[tuple[str, str], collections.Counter] = collections.defaultdict(collections.Counter)
     for key, n in tally.counts.items():
         if key[0] == kind and key[-1] == "documents":
@@ -177,7 +177,7 @@ def reasons_and_samples(tally: Tally, kind: str) -> str:
 
 
 def bars(rows: Sequence[tuple[str, int]]) -> str:
-    """SVG with a horizontal bar for each (label, number); '' without rows."""
+    """Returns an SVG with a horizontal bar for each (label, number), or '' without rows."""
     if not rows:
         return ""
     most, lines = max(n for _, n in rows), []
@@ -190,14 +190,14 @@ def bars(rows: Sequence[tuple[str, int]]) -> str:
 
 
 def largest_first(numbers: Mapping[str, int]) -> list[tuple[str, int]]:
-    """Returns the MOST_ROWS largest numbers in descending order, and the sum of the others as one more row."""
+    """Returns the MOST_ROWS largest numbers in descending order, and the sum of the others as an additional row."""
     ordered = sorted(numbers.items(), key=lambda item: (-item[1], item[0]))
     remaining = sum(n for _, n in ordered[MOST_ROWS:])
     return ordered[:MOST_ROWS] + ([(f"{len(ordered) - MOST_ROWS:,} others", remaining)] if remaining else [])
 
 
 def clusters(join: Mapping[str, Any]) -> str:
-    """Histogram of the sizes of a join's groups of duplicates, and the largest groups."""
+    """Returns a histogram of the sizes of a join's groups of duplicates, and the largest groups."""
     parts = [bars([(f"{size} documents", number) for size, number in join["sizes"]]) or "<p>None.</p>"]
     for group in join["largest"]:
         where = f"{escape(group['file'])} at {group['offset']:,}"
@@ -207,7 +207,7 @@ def clusters(join: Mapping[str, Any]) -> str:
 
 
 def detection(recipe: Mapping[str, Any]) -> str:
-    """Detection probability of near duplicates by similarity, for the recipe's settings."""
+    """Returns the detection probability of near duplicates by similarity, for the recipe's settings."""
     if "near_dedup" not in recipe["stages"]:
         return ""
     cfg = schema.from_dict(NearConfig, recipe["near_dedup"])
@@ -219,22 +219,22 @@ def detection(recipe: Mapping[str, Any]) -> str:
 
 
 def threshold_sentence(cfg: NearConfig) -> str:
-    """Returns a sentence on what the near-duplicate threshold means for two texts of equal length.
+    """Returns a sentence that explains the near-duplicate threshold for two texts of equal length.
 
-    If a share p of the words changes independently, an n-gram survives with probability (1 - p)^n, so of 2k n-grams
-    both texts share (1 - p)^n k. A passage of share q that only one text has leaves 1 - q.
+    If a fraction p of the words changes independently, an n-gram survives with probability (1 - p)^n, so two texts
+    with k n-grams each share (1 - p)^n k. If only one text has a passage with a fraction q of its words, 1 - q is left.
     """
     shared = 2 * cfg.threshold / (1 + cfg.threshold)
     changed = 1 - shared ** (1 / cfg.ngram_words)
     return (
         f"threshold={cfg.threshold:g} for {cfg.ngram_words}-grams of words: a document is a near duplicate of another "
-        f"if at most about {changed:.1%} of its words differ at random places, or if it lacks one passage of at most "
-        f"about {1 - cfg.threshold:.0%} of the other."
+        f"document if at most about {changed:.1%} of its words differ at random positions, or if it lacks one passage "
+        f"of at most about {1 - cfg.threshold:.0%} of the other document."
     )
 
 
 def classifier_tables(tally: Tally, model: Mapping[str, Any] | None) -> str:
-    """The number of documents and the shares of held-out examples above each classifier threshold."""
+    """Returns the number of documents and the shares of held-out examples above each classifier threshold."""
     bins = {int(place): n for place, n in tally.sums("score", "classifier", by=3).items()}
     if not bins:
         return ""
@@ -247,15 +247,15 @@ def classifier_tables(tally: Tally, model: Mapping[str, Any] | None) -> str:
     head = ("score at least", "documents", *(("good examples", "bad examples") if model else ()))
     intro = "" if not model else (
         f"<p>Trained on {model['good']:,} good and {model['bad']:,} bad examples, of which "
-        f"{model['held_out'][0]:,} and {model['held_out'][1]:,} were held out: {model['accuracy']:.1%} of these "
-        f"are classified correctly at 0.5 (balanced accuracy), ROC AUC {model['auc']:.3f}.</p>"
+        f"{model['held_out'][0]:,} and {model['held_out'][1]:,} were held out. On held-out examples: "
+        f"{model['accuracy']:.1%} balanced accuracy at threshold 0.5, ROC AUC {model['auc']:.3f}.</p>"
     )  # fmt: skip
     ordered = [(f"{place / SCORE_BINS:.2f} to {(place + 1) / SCORE_BINS:.2f}", n) for place, n in sorted(bins.items())]
     return f"{intro}{table(head, rows)}<h3>Scores</h3>{bars(ordered)}"
 
 
 def fertility_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Tokenizer fertility by source and language."""
+    """Returns a table of tokenizer fertility by source and language."""
     plain = lambda value: "-" if value is None else f"{value:.3f}" if isinstance(value, float) else value
     shown = [[plain(row[name]) for name in FertilityRow._fields] for row in rows[:MOST_ROWS]]
     return table([name.replace("_", " ") for name in FertilityRow._fields], shown)
@@ -275,7 +275,7 @@ def find_warnings(tally: Tally, manifest: Mapping[str, Any], facts: Mapping[str,
         if row["source"] != "all" and (row["bytes_per_token"] or 9) < FEW_BYTES_PER_TOKEN and row["documents"] >= 10:
             what = f"{row['source']} in {row['language'] or 'unknown language'}"
             lines.append(
-                f"the tokenizer has {row['bytes_per_token']:.2f} bytes per token for {what}: rows contain little text"
+                f"the tokenizer has {row['bytes_per_token']:.2f} bytes per token for {what}; sequences have little text"
             )
     return lines
 
@@ -283,10 +283,10 @@ def find_warnings(tally: Tally, manifest: Mapping[str, Any], facts: Mapping[str,
 def evaluation_warnings(cfg: ContaminationConfig, item_counts: Mapping[str, int] | None) -> list[str]:
     """Returns warnings about the evaluation items.
 
-    item_counts: the result of count_items, or None without that stage.
+    item_counts: the result of count_items, or None without the stage decontaminate.
     """
     if item_counts is not None and not cfg.is_named:
-        return ["decontaminate.files has no evaluation items, so no search was made"]
+        return ["decontaminate.files has no evaluation items, so nothing was searched for"]
     if item_counts is None or not item_counts["too_short"]:
         return []
     least = min(cfg.ngram_words, cfg.short_words or cfg.ngram_words)
@@ -297,13 +297,13 @@ def evaluation_warnings(cfg: ContaminationConfig, item_counts: Mapping[str, int]
 
 
 def retention_warnings(tally: Tally, manifest: Mapping[str, Any]) -> Iterator[str]:
-    """Yields warnings about how many documents remain and what is known of them."""
+    """Yields warnings about the number of remaining documents and their languages, duplicates and evaluation items."""
     read = tally.total("in", "read")
     share_saved = manifest["num_documents"] / read if read else 1.0
     if share_saved < LOW_RETENTION:
         yield f"only {share_saved:.1%} of the documents are kept; check the largest drops below"
     if share_saved > HIGH_RETENTION and len(manifest["recipe"]["stages"]) > 1:
-        yield f"{share_saved:.1%} of the documents are kept: the text was already clean, or the rules do not fit it"
+        yield f"{share_saved:.1%} of the documents are kept: the text was already clean, or the stages do not match it"
     if languages := tally.sums("detail", "language", by=3):
         listed = ", ".join(f"{name} {n:,}" for name, n in largest_first(languages)[:MOST_LANGUAGES])
         yield f"documents dropped by language: {listed}; set language.keep to keep a language"

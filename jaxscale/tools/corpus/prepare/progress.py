@@ -1,4 +1,4 @@
-"""Progress line of a preparation: documents/s, MB/s, share dropped, and time left."""
+"""Progress line of a preparation: documents/s, MB/s, fraction dropped, and remaining time."""
 
 import contextlib
 import pathlib
@@ -13,31 +13,31 @@ from jaxscale.system.exits import BadInput, print_stderr
 from jaxscale.system.foreign import parse_json
 from jaxscale.system.redact import shown
 
-SECONDS = 0.5  # between updates on a terminal
+SECONDS = 0.5  # interval of updates on a terminal
 RUNNING = "running"  # folder with the progress of pieces that have several blocks
-LINE_SECONDS = 30.0  # between lines elsewhere
+LINE_SECONDS = 30.0  # interval of lines if the output is not a terminal
 
 
 class RunningPiece(NamedTuple):
-    """Progress of an unfinished piece."""
+    """Progress of an unfinished piece of the input."""
 
-    share: float  # of the piece that is read
-    resumed: float  # of the piece that an earlier process finished
-    documents: int  # of this process
+    share: float  # fraction of the piece that was read
+    resumed: float  # fraction of the piece that an earlier process finished
+    documents: int  # number of documents read by this process
     bytes: int
 
 
 def read_running(folder: pathlib.Path) -> list[RunningPiece]:
-    """Returns the progress of all unfinished pieces that report it. folder: the work folder."""
+    """Returns the progress of all unfinished pieces that report it. `folder` is the work folder."""
     found = []
     for path in (folder / RUNNING).glob("*.json"):
-        with contextlib.suppress(OSError, BadInput):  # finished in the meantime
+        with contextlib.suppress(OSError, BadInput):  # the piece was finished in the meantime
             found.append(RunningPiece(*parse_json(path.read_bytes())))
     return found
 
 
 class PrepareProgress:
-    """Prints progress: one updated line on a terminal, otherwise a line every 30 seconds."""
+    """Prints progress: one updated line on a terminal, or a line every 30 seconds elsewhere."""
 
     def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic):
         self.stream: TextIO | None = stream or sys.stdout
@@ -47,11 +47,11 @@ class PrepareProgress:
         self.counts: Counter[str] = Counter()
         self.status: Callable[[], str] | None = None
         self.running: Callable[[], Sequence[RunningPiece]] = lambda: ()
-        self.lock = threading.Lock()  # of ticks against other output
+        self.lock = threading.Lock()  # serializes ticks and other output
 
     @contextlib.contextmanager
     def ticking(self, status: Callable[[], str], running: Callable[[], Sequence[RunningPiece]]) -> Iterator[None]:
-        """Updates the line periodically: one piece can be a large file. status: more text for the line."""
+        """Updates the line periodically, since one piece can be a large file. `status` returns additional text."""
         self.status, self.running, stop = status, running, threading.Event()
 
         def tick() -> None:
@@ -84,11 +84,11 @@ class PrepareProgress:
             self.say(title)
 
     def add(self, result: Mapping[str, Any] | None) -> None:
-        """Counts a finished piece and updates the line if it is due. result: the result of work.run_task."""
+        """Counts a finished piece and updates the line if it is due. `result` is the result of work.run_task."""
         result = result or {}
         with self.lock:
             self.counts["done"] += 1
-            if result.get("was_done"):  # by an earlier process: does not count towards the speed
+            if result.get("was_done"):  # finished by an earlier process, so excluded from the speed
                 self.counts["was done"] += 1
             elif result:
                 for *name, number in result["tally"]["counts"]:
@@ -97,7 +97,7 @@ class PrepareProgress:
                         self.counts["judged"] += number if name[-1] == "documents" else 0
                     elif name[0] == "dropped" and name[-1] == "documents":
                         self.counts["dropped"] += number
-                self.counts.subtract(result.get("earlier", {}))  # documents and bytes that an earlier process read
+                self.counts.subtract(result.get("earlier", {}))  # documents and bytes read by an earlier process
             if self.clock() - self.shown > (SECONDS if self.on_terminal else LINE_SECONDS):
                 self.show()
 
@@ -124,7 +124,7 @@ class PrepareProgress:
             facts.append(f"{counts['dropped'] / counts['judged']:.0%} dropped")
         if self.status is not None and is_running:
             facts.append(self.status())
-        fresh = done - counts["was done"] + sum(one.share - one.resumed for one in running)  # pieces of this process
+        fresh = done - counts["was done"] + sum(one.share - one.resumed for one in running)  # finished by this process
         if fresh > 0 and is_running:
             left = seconds * (self.total - done - sum(one.share for one in running)) / fresh
             facts.append(f"{clock_time(max(left, 0))} left")
@@ -139,7 +139,7 @@ class PrepareProgress:
         self.title = ""
 
     def write(self, text: str) -> None:
-        """Writes text that is safe for a terminal. A full disk ends the progress output, not the work."""
+        """Writes text that is safe for a terminal. If the disk is full, only the progress output stops."""
         if self.stream is None:
             return
         try:

@@ -1,19 +1,19 @@
-"""External shuffle by key range: files that are each sorted by key become `outputs` files, one for each range of keys.
+"""External shuffle by key range: turns files that are each sorted by key into `outputs` files, one per key range.
 
-If each range read every input directly, the number of opened files would grow quadratically. Here a task opens at most
-MAX_FAN_IN files, and a shuffle has as few levels as that allows. At each level a task merges neighbouring files of one
+If each range read every input directly, the number of file opens would grow quadratically. Here, a task opens at most
+MAX_FAN_IN files, and a shuffle has as few levels as that allows. At each level, a task merges adjacent files of one
 range, restricted to one part of the range, into one file for the next level:
 
-    files  0 1 2 | 3 4 5 | 6 7 8        three tasks of level 1 read files 0 to 2, each another third of the keys
-    level 1: thirds of the keys, from each three files; level 2: ninths of the keys, from all files
+    files  0 1 2 | 3 4 5 | 6 7 8        three tasks of level 1 read files 0 to 2, and each selects a third of the keys
+    level 1: thirds of the keys, from three files each; level 2: ninths of the keys, from all files
 
-Every byte is read and written once per level. The number of opened files is linear in the input for a fixed number of
-levels, and one level is added each time that the input grows 128 times. Records are merged in the order of their first
+Every byte is read and written once per level. For a fixed number of levels, the number of file opens is linear in the
+input, and the input can grow 128 times before it needs another level. Records are merged in the order of their first
 two numbers, so the result does not depend on the levels.
 
 A level that splits ranges n ways opens each file n times, which is slow for many small files such as blocks. With
-`merges_first` the first level therefore merges neighbouring files without splitting, and opens each a few times; its
-tasks must run in bounded memory: runs with more records than fit are split in two by bisection until a part is small
+`merges_first`, the first level therefore merges adjacent files without splitting them, and opens each file only a few
+times. Its tasks must bound their memory: records that do not fit are split in two by bisection until a part is small
 enough.
 """
 
@@ -33,21 +33,21 @@ from jaxscale.system.paths import replacing
 from jaxscale.tools.corpus.prepare.lookup import mark_done, numbered_path, read_done
 from jaxscale.tools.corpus.prepare.sketches import MEMORY_BYTES, MEMORY_FACTOR, open_array, sort_unique
 
-MAX_FAN_IN = 128  # files that a task opens, and parts that a level splits a range into
+MAX_FAN_IN = 128  # maximum number of files that a task opens, and of parts that a level splits a range into
 RunAll = Callable[[Callable[[Any], Any], Any, int], Iterator[Any]]  # Executor.run_all
 
 
 class RecordRun(NamedTuple):
-    """Records in a file, sorted by their first two numbers (key, item). Nothing is read yet."""
+    """Records in a file, sorted by their first two numbers (key, item). They are read only on request."""
 
     path: str
     start: int  # byte offset of the first record
     count: int
-    width: int  # 64-bit numbers in a record
-    item: int = 0  # ORed into the second number of each record: the block, which sketch files do not store
+    width: int  # number of 64-bit numbers in a record
+    item: int = 0  # block bits, ORed into the second number of each record; sketch files do not store the block
 
     def numbers(self, file: BinaryIO, place: int) -> tuple[int, int]:
-        """Returns the first two numbers of a record. pread, since mapped pages would count as memory of the process."""
+        """Returns the first two numbers of a record. Uses pread, since mapped pages would count as process memory."""
         key, item = struct.unpack("=2Q", os.pread(file.fileno(), 16, self.start + 8 * self.width * place))
         return key, item | self.item
 
@@ -57,7 +57,7 @@ class RecordRun(NamedTuple):
             return self.numbers(file, self.count // 2)
 
     def count_before(self, numbers: tuple[int, int]) -> int:
-        """Returns how many records sort before `numbers`."""
+        """Returns the number of records that sort before `numbers`."""
         with open(self.path, "rb") as file:
             return bisect.bisect_left(range(self.count), numbers, key=functools.partial(self.numbers, file))
 
@@ -71,12 +71,12 @@ class RecordRun(NamedTuple):
             file.seek(self.start)
             num_bytes = file.readinto(rows.data)
         if num_bytes != rows.nbytes:
-            raise BadInput(f"{self.path} has {num_bytes:,} bytes, but {rows.nbytes:,} were written; prepare again")
+            raise BadInput(f"{self.path} is truncated: read {num_bytes:,} of {rows.nbytes:,} bytes; prepare again")
         rows[:, 1] |= np.uint64(self.item)
 
 
 class ShuffleOutput(NamedTuple):
-    """Output files of another shuffle's last level as input."""
+    """Output files of a previous shuffle, as the source of a shuffle."""
 
     folder: str
 
@@ -86,16 +86,16 @@ class ShuffleOutput(NamedTuple):
 
 
 class Shuffle(NamedTuple):
-    """Description of a shuffle, and with `level` and `number` one task of it."""
+    """Description of a shuffle. With `level` and `number`, it describes one task."""
 
-    source: Any  # with read(number, begin, end) of a file's records, or what the functions that run the tasks expect
-    folder: str  # output of the levels before the last
+    source: Any  # has read(number, begin, end) for records, or the methods that the task functions need
+    folder: str  # output folder of all levels except the last
     inputs: int
-    outputs: int  # ranges of keys
-    span: int = 1 << 64  # all keys are below it
+    outputs: int  # number of key ranges
+    span: int = 1 << 64  # upper bound of the keys
     out: str = ""  # output folder of the last level
-    options: tuple[Any, ...] = ()  # for the last level
-    merges_first: bool = False  # with several levels: the first merges whole files and does not split ranges
+    options: tuple[Any, ...] = ()  # arguments of the last level's tasks
+    merges_first: bool = False  # with several levels, the first level merges whole files without splitting ranges
     memory_bytes: int = MEMORY_BYTES  # per task
     level: int = 1
     number: int = 0
@@ -107,7 +107,7 @@ class Shuffle(NamedTuple):
         return next(n for n in range(1, 64) if enough(n))
 
     def num_splitting_levels(self, num_levels: int) -> int:
-        """Returns how many of `num_levels` levels split ranges."""
+        """Returns the number of levels that split ranges, for a total of `num_levels`."""
         return num_levels - (self.merges_first and num_levels > 1)
 
     @property
@@ -129,7 +129,7 @@ class Shuffle(NamedTuple):
         return min(first, self.outputs) * self.span // self.outputs
 
     def inputs_of_task(self) -> tuple[list[int], int, int]:
-        """Returns (numbers of the files that this task reads, its first key, the key after its last)."""
+        """Returns (numbers of the files that this task reads, its first key, its last key + 1)."""
         part, run = divmod(self.number, self.num_runs(self.level))
         before, fan_in = self.num_runs(self.level - 1), ceil_root(self.inputs, self.num_levels)
         base = part // self.fan_out * before
@@ -142,12 +142,12 @@ class Shuffle(NamedTuple):
         return numbered_path(self.out if is_last else f"{self.folder}/level{level}", number, ending)
 
     def max_records(self, record_bytes: int) -> int:
-        """Returns how many records of this memory size a task may hold."""
+        """Returns the number of records of this size that fit in the memory of a task."""
         return max(1, self.memory_bytes // record_bytes)
 
 
 def ceil_root(number: int, num_levels: int) -> int:
-    """Returns the smallest base whose power `num_levels` is at least `number`."""
+    """Returns the smallest integer whose power `num_levels` is at least `number`."""
     found = max(1, round(number ** (1 / num_levels)) - 1)
     while found**num_levels < number:
         found += 1
@@ -157,7 +157,7 @@ def ceil_root(number: int, num_levels: int) -> int:
 def run_shuffle(
     run_all: RunAll, shuffle: Shuffle, merge_task: Callable[[Shuffle], Any], last_task: Callable[[Shuffle], Any]
 ) -> Iterator[Any]:
-    """Runs `merge_task` on all levels but the last. Yields what `last_task` returns for each range, in any order."""
+    """Runs `merge_task` on all levels but the last. Yields the result of `last_task` for each range, in any order."""
     for level in range(1, shuffle.num_levels):
         count = shuffle.num_ranges(level) * shuffle.num_runs(level)  # each task writes one file
         for _ in run_all(merge_task, shuffle._replace(level=level), count):
@@ -166,7 +166,7 @@ def run_shuffle(
 
 
 def input_runs(task: Shuffle) -> list[RecordRun]:
-    """Returns the inputs of a task over records."""
+    """Returns the input records of a task."""
     files, begin, end = task.inputs_of_task()
     if task.level == 1:
         return [task.source.read(number, begin, end) for number in files]
@@ -174,7 +174,7 @@ def input_runs(task: Shuffle) -> list[RecordRun]:
 
 
 def merge_records(task: Shuffle) -> None:
-    """Merges the inputs of a task before the last level."""
+    """Merges the input records of a task before the last level."""
 
     def write(path: pathlib.Path) -> int:
         runs = input_runs(task)
@@ -184,7 +184,7 @@ def merge_records(task: Shuffle) -> None:
 
 
 def write_once(task: Shuffle, write: Callable[[pathlib.Path], int]) -> int:
-    """Runs `write` for the output of a task over records unless it is done. Returns the number of records."""
+    """Runs `write` for the output file of a task, unless it is done. Returns the number of records."""
     path = task.path(task.level, task.number, ".npy")
     done = path.with_suffix(".done.json")
     if (found := read_done(done)) is not None:
@@ -196,12 +196,12 @@ def write_once(task: Shuffle, write: Callable[[pathlib.Path], int]) -> int:
 
 
 def open_run(path: pathlib.Path, begin: int, end: int, item: int = 0) -> RecordRun:
-    """Returns the records of a file, uint64[n, width], with keys in [begin, end). item: see RecordRun."""
+    """Returns the records of a file, uint64[n, width], with keys in [begin, end). `item`: see RecordRun."""
     records = open_array(path)
     if records.ndim != 2 or records.shape[1] < 2 or records.dtype != np.uint64:
-        raise BadInput(f"{path} has {records.dtype}{list(records.shape)}, not keys and items; delete it")
+        raise BadInput(f"{path} has {records.dtype}{list(records.shape)} instead of (key, item) records; delete it")
     keys = np.asarray(records)[:, 0]
-    first = bisect.bisect_left(keys, begin)  # searchsorted would copy every key first
+    first = bisect.bisect_left(keys, begin)  # np.searchsorted would copy every key
     count, width = records.shape
     run = RecordRun(str(path), records.offset, count, width, item)
     return run.slice_run(first, bisect.bisect_left(keys, end, lo=first))
@@ -210,8 +210,8 @@ def open_run(path: pathlib.Path, begin: int, end: int, item: int = 0) -> RecordR
 def merge_runs(runs: Sequence[RecordRun], max_rows: int) -> Iterator[np.ndarray]:
     """Yields the records of all runs, sorted and unique by their first two numbers, at most `max_rows` at a time.
 
-    Equal records, at most one per run, stay together, and runs whose smallest record is the median of all are not
-    split, so a part may have up to two more records for each run.
+    Equal records (at most one per run) are not separated, and runs whose smallest record is the median are not split,
+    so a part may have up to two additional records per run.
     """
     runs = [run for run in runs if run.count] or runs[:1]
     if sum(run.count for run in runs) > max_rows and (halves := split_at_median(runs)):
@@ -231,7 +231,7 @@ def read_runs(runs: Sequence[RecordRun]) -> np.ndarray:
 
 
 def split_at_median(runs: Sequence[RecordRun]) -> tuple[list[RecordRun], list[RecordRun]] | None:
-    """Splits each run at the median of the runs' medians; None if no record is below it."""
+    """Splits each run at the median of the runs' medians. Returns None if no record is below that median."""
     middles, counts = zip(*sorted((run.middle(), run.count) for run in runs))
     middle = middles[int(np.searchsorted(np.cumsum(counts), sum(counts) / 2))]
     places = [run.count_before(middle) for run in runs]
@@ -243,11 +243,11 @@ def split_at_median(runs: Sequence[RecordRun]) -> tuple[list[RecordRun], list[Re
 def read_chunks(path: pathlib.Path, max_rows: int) -> Iterator[np.ndarray]:
     """Yields the rows of a file, at most `max_rows` at a time."""
     for begin in range(0, len(open_array(path)), max_rows):
-        yield np.array(open_array(path)[begin : begin + max_rows])  # remapped each time, or all pages would stay
+        yield np.array(open_array(path)[begin : begin + max_rows])  # mapped each time, so that pages are freed
 
 
 def save_rows(path: pathlib.Path, parts: Iterable[np.ndarray]) -> int:
-    """Writes the parts, uint64[k, width] each, as one .npy file, atomically. Returns the number of records."""
+    """Writes the parts, uint64[k, width] each, to one .npy file atomically. Returns the number of records."""
     parts, count = iter(parts), 0
     first = next(parts)
     width = first.shape[1]
@@ -257,7 +257,7 @@ def save_rows(path: pathlib.Path, parts: Iterable[np.ndarray]) -> int:
         for part in itertools.chain([first], parts):
             file.write(np.ascontiguousarray(part).data)
             count += len(part)
-            del part  # frees the part before the next is made
+            del part  # frees the part before the next one is created
         file.seek(0)
         write_header(file, count, width)
         assert file.tell() == start, path  # the header has a fixed size for any count
@@ -270,7 +270,7 @@ def write_header(file: BinaryIO, count: int, width: int) -> None:
 
 
 def save_sorted(path: pathlib.Path, parts: Iterable[np.ndarray], max_rows: int) -> int:
-    """Saves parts that are only sorted individually as one sorted file of unique records. Returns their number."""
+    """Writes parts that are sorted individually as one sorted file of unique records. Returns the number of records."""
     bounds = [0]
 
     def count_rows() -> Iterator[np.ndarray]:
@@ -283,7 +283,7 @@ def save_sorted(path: pathlib.Path, parts: Iterable[np.ndarray], max_rows: int) 
     if len(bounds) == 2:
         os.replace(unsorted, path)
         return bounds[-1]
-    run = open_run(unsorted, 0, 0)  # for the offset of its first record
+    run = open_run(unsorted, 0, 0)  # provides the offset of the first record
     count = save_rows(path, merge_runs([run.slice_run(*ends) for ends in itertools.pairwise(bounds)], max_rows))
     unsorted.unlink()
     return count

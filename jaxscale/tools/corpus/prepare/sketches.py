@@ -1,19 +1,19 @@
-"""Sort-merge join over the sketches of all blocks: finds items with equal keys, one key range at a time.
+"""Sort-merge join over the sketches of all blocks. Finds items with equal keys, one key range at a time.
 
-A block's sketch is a file of (key, item) sorted by key. shuffle.py partitions all sketches by key range, a task for
-each, and reads a partition in parts that fit in memory. The result depends neither on the number of ranges nor on the
-order in which blocks finish.
+A block's sketch is a file of (key, item) sorted by key. shuffle.py partitions all sketches by key range. One task per
+partition reads it in parts that fit in memory. The result depends neither on the number of ranges nor on the order in
+which blocks finish.
 
-An item is block << 32 | index of the document or line in the block, so items are in input order and the first copy has
-the smallest item. Sketch files store block 0, since a block's number is unknown when it is sketched.
+An item is block << 32 | index of the document or line in the block, so items are in input order and the first copy is
+the smallest item. Sketch files store block 0, since a block's number is unknown when its sketch is written.
 
-Connected components of the pairs, which may be more than fit in memory, give the removed items, and the item kept for
-each. Items are partitioned into ranges with about equally many pairs; a pair is in the range of its larger item.
-Downward, the components within a range are computed in memory; links between items of lower ranges become pairs of
-those ranges. Each item of the range then points to one smaller item, in a lower range or, for the smallest of its
-component, in this one. Upward, a range whose keepers are known answers the items that point to it (time-forward
-processing: Chiang et al., External-Memory Graph Algorithms, SODA 1995). Every pair is read and written a few times
-whatever the components look like, and one range is in memory at a time.
+Connected components of the pairs give the removed items, and the item kept instead of each. The pairs may exceed the
+memory, so items are partitioned into ranges with about equally many pairs. A pair is in the range of its larger item.
+First, ranges are processed in descending order. The components within a range are computed in memory, and links between
+items of lower ranges become pairs of those ranges. Each item of the range then points to one smaller item, which is in
+a lower range, or is the smallest of its component in this range. Then, in ascending order, each range knows its kept
+items and answers the items that point to it (time-forward processing: Chiang et al., External-Memory Graph Algorithms,
+SODA 1995). Every pair is read and written a few times for any components, and one range is in memory at a time.
 """
 
 import collections
@@ -29,18 +29,18 @@ from jaxscale.system.exits import BadInput
 from jaxscale.system.paths import replacing
 from jaxscale.tools.corpus.curate.hashes import Sketch
 
-BLOCK_BITS, PLACE_BITS = 32, 32  # 64 PiB in blocks of 16 MiB; no block has 2^32 lines
+BLOCK_BITS, PLACE_BITS = 32, 32  # enough for 64 PiB in blocks of 16 MiB, and 2^32 lines per block
 MAX_BLOCKS, BLOCK_LIMIT_FIX = 1 << BLOCK_BITS, "merge small files, or increase block_bytes"
-MEMORY_BYTES = 256 << 20  # per process, for one partition of a join
+MEMORY_BYTES = 256 << 20  # memory per process, for one partition of a join
 MEMORY_FACTOR = 4  # bytes of memory per byte of a partition
-PAIR_BYTES = 128  # of memory per pair, measured
+PAIR_BYTES = 128  # memory per pair, measured
 LARGEST = 5  # groups of duplicates in the report
-BINS = 1 << 20  # of items, whose pairs are counted to choose the ranges: 8 MiB
-EDGES = (2, 3, 4, 5, 10, 100, 1000, 1 << 62)  # of the histogram of group sizes
+BINS = 1 << 20  # histogram bins of items, for choosing the ranges: 8 MiB
+EDGES = (2, 3, 4, 5, 10, 100, 1000, 1 << 62)  # bin edges of the histogram of group sizes
 
 
 def item_numbers(block: int, places: Any) -> np.ndarray:
-    """Returns uint64[n], the items of a block. Raises BadInput if a number needs too many bits."""
+    """Returns uint64[n], the items of a block. Raises BadInput if the block or an index needs too many bits."""
     places = np.asarray(places, np.uint64)
     for name, value, bits in (("block", block, BLOCK_BITS), ("item in a block", places.max(initial=0), PLACE_BITS)):
         if not 0 <= int(value) < 1 << bits:
@@ -49,7 +49,7 @@ def item_numbers(block: int, places: Any) -> np.ndarray:
 
 
 def split_items(items: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (blocks, places in them), int64[k] each, of the items: the inverse of item_numbers."""
+    """Returns (blocks, indices in the blocks) of items, int64[k] each. Inverse of item_numbers."""
     blocks, places = items >> np.uint64(PLACE_BITS), items & np.uint64((1 << PLACE_BITS) - 1)
     return blocks.astype(np.int64), places.astype(np.int64)
 
@@ -61,7 +61,7 @@ def block_slice(items: np.ndarray, block: int) -> slice:
 
 
 def write_sketch(path: str | os.PathLike[str], sketch: Sketch) -> None:
-    """Writes a block's sketch, uint64[m, 2] of sorted (key, item), after its signatures: a sketch implies them."""
+    """Writes a block's sketch, sorted (key, item) as uint64[m, 2]. Signatures are written before it."""
     rows = np.stack([sketch.keys, item_numbers(0, sketch.places)], axis=1)
     if sketch.signatures is not None:
         save_array(signatures_path(path), np.ascontiguousarray(sketch.signatures, np.uint32))
@@ -80,7 +80,7 @@ def save_array(path: pathlib.Path, array: np.ndarray) -> None:
 
 
 def open_array(path: str | os.PathLike[str]) -> np.memmap:
-    """Returns the array of a .npy file, memory-mapped. Raises BadInput naming the file if it is damaged."""
+    """Returns the array of a .npy file, memory-mapped. Raises BadInput with the path if the file is damaged."""
     try:
         return np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError:
@@ -90,36 +90,36 @@ def open_array(path: str | os.PathLike[str]) -> np.memmap:
 
 
 def num_partitions(total_bytes: int, memory_bytes: int) -> int:
-    """Returns the number of partitions with which the join of total_bytes of sketches fits in memory_bytes.
+    """Returns the number of partitions such that joining one of them fits in memory_bytes. Sketches have total_bytes.
 
-    Keys are hashes, so partition sizes differ only by chance, for which 20% is left free.
+    Keys are hashes, so partition sizes differ only by chance. A margin of 20% allows for that.
     """
     return max(1, -(-total_bytes * MEMORY_FACTOR * 5 // (memory_bytes * 4)))
 
 
 def pair_equal_keys(rows: np.ndarray, neighbours: int = 0) -> np.ndarray:
-    """Returns uint64[k, 2], sorted and unique: (item, first item of its key) for each repeated key.
+    """Returns uint64[k, 2], sorted and unique: (item, first item with the same key) for each repeated key.
 
-    Args: rows: uint64[n, 2], sorted and unique (key, item). neighbours: also pair each item with as many earlier
-    items of its key. Needed for candidates: if the first of a bucket differs from the others, the others still meet.
+    `rows` has sorted and unique (key, item), uint64[n, 2]. Each item is also paired with its `neighbours` preceding
+    items with the same key, so that candidates are compared even if they differ from the first item.
     """
     new = np.ones(len(rows), bool)
     new[1:] = rows[1:, 0] != rows[:-1, 0]
     repeated = ~new
     repeated[:-1] |= ~new[1:]
-    items, new = rows[repeated, 1], new[repeated]  # few
+    items, new = rows[repeated, 1], new[repeated]  # repeated keys are rare
     starts, places = np.flatnonzero(new), np.arange(len(items))
     first = np.repeat(starts, np.diff(np.append(starts, len(items))))
     later, earlier = [places[~new]], [first[~new]]
     for distance in range(1, neighbours + 1):
-        reach = places - distance > first  # the first item is paired above
+        reach = places - distance > first  # pairs with the first item are added above
         later.append(places[reach])
         earlier.append(places[reach] - distance)
     return sort_unique(np.stack([items[np.concatenate(later)], items[np.concatenate(earlier)]], axis=1))
 
 
 def pair_chunks(parts: Iterable[np.ndarray], neighbours: int = 0) -> Iterator[np.ndarray]:
-    """Yields the pairs within each part and with the part before, since a key may continue in the next part."""
+    """Yields the pairs within each part and across parts, since a key may continue in the next part."""
     before = np.zeros((0, 2), np.uint64)
     for part in parts:
         rows = np.concatenate([before, part])
@@ -139,7 +139,7 @@ def sort_unique(rows: np.ndarray) -> np.ndarray:
 
 
 def read_signatures(items: np.ndarray, sketch_of: Callable[[int], str | os.PathLike[str]]) -> np.ndarray:
-    """Returns uint32[items, permutations], signatures of the items' documents. sketch_of: path of a block's sketch."""
+    """Returns uint32[items, permutations], signatures of the items' documents. sketch_of: block -> sketch path."""
     blocks, documents = split_items(items)
     order = np.lexsort((documents, blocks))
     starts = np.flatnonzero(np.diff(blocks[order], prepend=-1))
@@ -153,19 +153,19 @@ def read_signatures(items: np.ndarray, sketch_of: Callable[[int], str | os.PathL
 
 
 def is_similar(left: np.ndarray, right: np.ndarray, threshold: float) -> np.ndarray:
-    """Returns bool[n], True where rows of two uint32[n, permutations] agree in at least a share `threshold` of numbers.
+    """Returns bool[n], True where a fraction of at least `threshold` of the numbers in two signatures are equal.
 
-    The share estimates the Jaccard similarity of two documents (Broder, 1997) with a standard error of at most
-    0.5 / sqrt(permutations).
+    Signatures are the rows of two uint32[n, permutations]. The fraction estimates the Jaccard similarity of two
+    documents (Broder, 1997) with a standard error of at most 0.5 / sqrt(permutations).
     """
-    return np.count_nonzero(left == right, axis=1) >= threshold * left.shape[1] - 1e-9  # float 0.7 * 10 exceeds 7
+    return np.count_nonzero(left == right, axis=1) >= threshold * left.shape[1] - 1e-9  # in floats, 0.7 * 10 exceeds 7
 
 
 def components(items: np.ndarray, firsts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (items, keepers), uint64[k] each, sorted: each item linked to smaller ones, and the smallest of them.
+    """Returns (items, smallest linked items), uint64[k] each, sorted, for each item that is linked to a smaller item.
 
-    Connected components by hooking and pointer jumping (Shiloach and Vishkin, 1982): each root is attached to the
-    smallest root that it is paired with and all paths are shortened, until no pair joins two roots.
+    Connected components are found by hooking and pointer jumping (Shiloach and Vishkin, 1982): each root is attached to
+    the smallest root that it is paired with, and all paths are shortened, until no pair joins two roots.
     """
     nodes = np.unique(np.concatenate([items, firsts]))
     left, right = np.searchsorted(nodes, items), np.searchsorted(nodes, firsts)
@@ -182,7 +182,7 @@ def components(items: np.ndarray, firsts: np.ndarray) -> tuple[np.ndarray, np.nd
 
 
 class Ranges:
-    """Rows uint64[k, 2] partitioned by their first number, one file for each range."""
+    """Rows uint64[k, 2] partitioned by their first number, with one file per range."""
 
     def __init__(self, folder: pathlib.Path, bounds: np.ndarray, memory_bytes: int):
         self.folder, self.bounds, self.memory_bytes = folder, bounds, memory_bytes  # bounds: first key of each range
@@ -191,7 +191,7 @@ class Ranges:
         folder.mkdir(parents=True)
 
     def add(self, rows: np.ndarray) -> None:
-        """Adds rows in any order; they are appended to the files when memory_bytes are buffered."""
+        """Adds rows in any order. They are appended to the files when memory_bytes are buffered."""
         rows = rows[np.argsort(rows[:, 0], kind="stable")]
         for number, part in enumerate(np.split(rows, np.searchsorted(rows[:, 0], self.bounds[1:]))):
             if len(part):
@@ -206,7 +206,7 @@ class Ranges:
         self.buffered_bytes = 0
 
     def pop_chunks(self, number: int) -> Iterator[np.ndarray]:
-        """Yields and removes the rows of a range in bounded parts: one item may have more copies than fit in memory."""
+        """Yields and removes the rows of a range in bounded parts, since copies of one item may exceed the memory."""
         for part in self.buffered.pop(number, ()):
             self.buffered_bytes -= part.nbytes
             yield part
@@ -230,11 +230,11 @@ def external_components(
     output: pathlib.Path,
     memory_bytes: int,
 ) -> dict[str, Any]:
-    """Writes output, uint64[2, k], sorted: the removed items, and the smallest item that each is linked to.
+    """Writes uint64[2, k] to output, sorted: the removed items, and the smallest item that each one is linked to.
 
-    Args: pairs: returns parts uint64[k, 2] of an item and a smaller one; called twice if there are many. num_pairs: in
-    all parts. span: upper bound of items. folder: for intermediate files; must not exist.
-    Returns the histogram of group sizes and the keepers of the largest groups, as plain data.
+    `pairs` returns parts uint64[k, 2] of (item, smaller item), num_pairs in total, and is called twice if there are
+    many. Items are below `span`. `folder` is for intermediate files and must not exist.
+    Returns the histogram of group sizes and the kept items of the largest groups, as plain data.
     """
     count = max(1, -(-num_pairs * PAIR_BYTES // memory_bytes))
     bounds = even_bounds(pairs(), count, span) if count > 1 else np.zeros(1, np.uint64)
@@ -263,9 +263,9 @@ def external_components(
 
 
 def point_down(number: int, edges: Ranges, resolved: Ranges, queries: Ranges) -> int:
-    """Finds the components within a range: links of lower items go back to `edges`. Returns the number of its items.
+    """Finds the components within a range and adds links of lower items to `edges`. Returns the number of its items.
 
-    An item points to one of this range, in `resolved`, or to one of a lower range, in `queries`.
+    An item that points to an item of this range is added to `resolved`, and to an item of a lower range, to `queries`.
     """
     rows = np.stack(components(*edges.pop_rows(number).T), axis=1)
     is_local = rows[:, 0] >= edges.bounds[number]
@@ -290,7 +290,7 @@ def even_bounds(pairs: Iterable[np.ndarray], count: int, span: int) -> np.ndarra
 
 
 def answer_queries(queries: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Returns uint64[k, 2] of (item, keeper) for each (smaller item, item); `rows` has the known (item, keeper)."""
+    """Returns uint64[k, 2] of (item, kept item) for each query (smaller item, item). rows: known (item, kept item)."""
     place = np.searchsorted(rows[:, 0], queries[:, 0])
     keepers = queries[:, 0].copy()
     is_removed = place < len(rows)
@@ -300,7 +300,7 @@ def answer_queries(queries: np.ndarray, rows: np.ndarray) -> np.ndarray:
 
 
 def group_facts(ranges: Iterable[np.ndarray]) -> dict[str, Any]:
-    """Returns a histogram of group sizes and the largest groups. ranges: (keeper, copies), keepers may repeat."""
+    """Returns a histogram of group sizes and the largest groups. ranges: parts of (kept item, number of copies)."""
     binned, largest = np.zeros(len(EDGES) - 1, np.int64), []
     bins = zip(EDGES, EDGES[1:])
     labels = [f"{start}" if stop == start + 1 else f"{start:,} to {stop - 1:,}" for start, stop in bins]

@@ -9,39 +9,39 @@ from jaxscale.runtime.text.document import Document, Outcome
 from jaxscale.runtime.text.sources.part import FIXES, ReadLosses, summarize_losses
 from jaxscale.runtime.text.tokenizer.loss import KINDS, LETTERS, TextLoss
 
-DETAIL_STAGES = ("decontaminate", "language")  # their details (evaluation items, languages) are counted individually
-SCORE_COLUMNS = {"classifier": "quality"}  # for histograms; a dropped document's score is its outcome's detail
+DETAIL_STAGES = ("decontaminate", "language")  # stages whose details (evaluation items, languages) are counted
+SCORE_COLUMNS = {"classifier": "quality"}  # columns with a histogram; dropped documents have the score as `detail`
 SCORE_BINS = 20
-SAMPLES = 5  # saved per reason
-SAMPLE_FILES = 3  # file names in a line
+SAMPLES = 5  # maximum number of samples per reason
+SAMPLE_FILES = 3  # maximum number of file names in a message
 SAMPLE_CHARACTERS = 1500
 
 
 class TallySample(NamedTuple):
     """Excerpt of a document that a stage dropped or edited."""
 
-    order: int  # a hash: the smallest are saved, so samples do not depend on the processing order
+    order: int  # a hash; samples with the smallest hashes are saved, in any processing order
     source: str
     file: str
     offset: int
     before: str
-    after: str | None  # None: dropped
+    after: str | None  # None if the document was dropped
 
 
 class Tally:
     """Counts and samples. `counts` is keyed by tuples whose first element is the kind of count:
 
-    ("read", source, reason)                  documents or bytes that reading skipped or repaired
+    ("read", source, reason)                  documents or bytes that were skipped or repaired while reading
     ("in", stage, source, "documents"|"bytes"), and the same with "out"
     ("dropped", stage, source, reason, "documents"|"bytes")
     ("edited", stage, source, reason, "documents"|"times")
     ("detail", stage, reason, detail)         documents
-    ("score", stage, source, bin)             documents by the stage's score; SCORE_BINS bins from 0 to 1
+    ("score", stage, source, bin)             documents by the stage's score, in SCORE_BINS bins from 0 to 1
     ("length", source, power of two)          documents read, by size in bytes
-    ("language", source, language)            documents that are saved
+    ("language", source, language)            documents written
     ("written", source, "documents"|"bytes")  content of the shards
-    ("lost", "texts"|"characters"|a kind)     of a sample: text that the tokenizer loses, see text/tokenizer/loss
-    ("lost letter", character)                characters that are lost
+    ("lost", "texts"|"characters"|kind)       text of a sample that the tokenizer loses, see text/tokenizer/loss
+    ("lost letter", character)                characters that the tokenizer loses
     """
 
     def __init__(self):
@@ -66,7 +66,7 @@ class Tally:
         return remaining
 
     def count_change(self, stage: str, document: Document, outcome: Outcome) -> None:
-        """Counts one drop or edit."""
+        """Counts one dropped or edited document."""
         source, after = document.source, outcome.document
         if after is None:
             reasons = [(outcome.reason or "dropped", 1)]
@@ -84,7 +84,7 @@ class Tally:
             self.sample(stage, reason, document, after)
 
     def sample(self, stage: str, reason: str, before: Document, after: Document | None) -> None:
-        """Saves the document as a sample if its order is among the smallest."""
+        """Saves the document as a sample if its hash is among the smallest."""
         name = f"{before.file}|{before.offset}|{stage}|{reason}".encode(errors="surrogatepass")
         order = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big")
         samples = self.samples.setdefault((stage, reason), [])
@@ -96,14 +96,14 @@ class Tally:
         del samples[SAMPLES:]
 
     def add_skipped(self, source: str, file: str, offset: int, skipped: Mapping[str, int]) -> None:
-        """Counts what reading a part of a file skipped or repaired, and samples the file for each reason."""
+        """Counts documents that were skipped or repaired while reading part of a file, and samples the file."""
         for reason, number in skipped.items():
             self.counts["read", source, reason] += number
             if reason in FIXES:
                 self.sample("read", reason, Document("", source, file, offset), None)
 
     def left_out(self, prefix: str) -> ReadLosses | None:
-        """Returns what reading skipped, or None. where: prefix of setting names in the message."""
+        """Returns what was skipped while reading, or None. prefix: prefix of setting names in the message."""
         places = {}
         for (stage, reason), samples in self.samples.items():
             if stage == "read":
@@ -121,7 +121,7 @@ class Tally:
             self.counts[*name, source, "bytes"] += sum(sizes_of_source)
 
     def add_loss(self, loss: TextLoss) -> None:
-        """Counts the tokenizer's loss on a sample."""
+        """Counts the text that the tokenizer loses in a sample."""
         self.counts.update({("lost", "texts"): loss.texts, ("lost", "characters"): loss.characters})
         self.counts.update({("lost", kind): number for kind, number in loss.kinds.items()})
         self.counts.update({("lost letter", letter): number for letter, number in loss.letters.most_common(LETTERS)})
@@ -131,7 +131,7 @@ class Tally:
 
     @property
     def loss(self) -> TextLoss:
-        """Sum of the tokenizer's losses on all samples."""
+        """Sum of the tokenizer's losses in all samples."""
         kinds = Counter({kind: self.counts["lost", kind] for kind in KINDS if self.counts["lost", kind]})
         letters = self.sums("lost letter", by=1)
         found = self.samples.get(("tokenizer", "lost"))
@@ -139,7 +139,7 @@ class Tally:
         return TextLoss(self.counts["lost", "texts"], self.counts["lost", "characters"], kinds, letters, example)
 
     def sums(self, *name: str, by: int) -> Counter:
-        """Returns the sums of all counts whose key begins with `name`, by one element of the key."""
+        """Returns the sums of all counts whose key starts with `name`, grouped by element `by` of the key."""
         found: Counter = Counter()
         for key, number in self.counts.items():
             if key[: len(name)] == name:
@@ -147,7 +147,7 @@ class Tally:
         return found
 
     def total(self, *name: str) -> int:
-        """Returns the number of documents in all counts whose key begins with `name`."""
+        """Returns the number of documents in all counts whose key starts with `name`."""
         return self.sums(*name, by=-1)["documents"]
 
     def merge(self, other: "Tally") -> None:
@@ -157,7 +157,7 @@ class Tally:
             self.samples[name] = sorted([*self.samples.get(name, ()), *samples])[:SAMPLES]
 
     def to_json(self) -> dict[str, Any]:
-        """Returns plain data; equal tallies give equal JSON."""
+        """Returns the tally as plain data. Equal tallies give equal JSON."""
         return {
             "counts": sorted([[*map(str, name), number] for name, number in self.counts.items()]),
             "samples": [[*name, [list(s) for s in samples]] for name, samples in sorted(self.samples.items())],
@@ -165,7 +165,7 @@ class Tally:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Tally":
-        """Returns the inverse of to_json; key elements become strings."""
+        """Returns a tally from the result of to_json. Key elements become strings."""
         tally = cls()
         tally.counts.update({tuple(name): number for *name, number in value["counts"]})
         for stage, reason, samples in value["samples"]:
@@ -174,7 +174,7 @@ class Tally:
 
 
 def excerpt(before: str, after: str | None) -> tuple[str, str | None]:
-    """Returns excerpts of both texts, from the start or from shortly before the first difference."""
+    """Returns excerpts of two texts, from the start or from shortly before the first difference."""
     start = 0
     if after is not None:
         start = next((i for i, (a, b) in enumerate(zip(before, after)) if a != b), min(len(before), len(after)))

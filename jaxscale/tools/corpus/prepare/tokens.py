@@ -1,4 +1,4 @@
-"""Tokenizes blocks in the order of a seeded shuffle and gathers them into shards, each a range of shuffle keys."""
+"""Tokenizes blocks and writes token shards in the order of a seeded shuffle. Each shard has a range of shuffle keys."""
 
 import base64
 import functools
@@ -27,17 +27,17 @@ from jaxscale.tools.corpus.prepare import lookup
 from jaxscale.tools.corpus.prepare.config import PrepareConfig, TokenizerConfig
 from jaxscale.tools.corpus.prepare.shuffle import Shuffle
 
-MERGE_BATCH_FILES = 16  # files' tokens in memory during a merge: 128 MB for blocks of 16 MiB
-SHARDS_IN_FOLDER = 1000  # five files each; more shards go into subfolders of this many
-IS_WHOLE = "is_whole"  # column of blocks with documents that came as token ids: no EOS is appended to those
-FERTILITY_DOCUMENTS = 20  # documents of each block, chosen by the shuffle, for fertility
+MERGE_BATCH_FILES = 16  # number of files whose tokens a merge has in memory: 128 MB for blocks of 16 MiB
+SHARDS_IN_FOLDER = 1000  # shards per folder, with five files each; more shards are written to subfolders
+IS_WHOLE = "is_whole"  # column of blocks with documents that were read as token ids, which get no EOS
+FERTILITY_DOCUMENTS = 20  # documents per block in the sample for fertility; the shuffle selects them
 
 
 def shuffle_keys(seed: int, place: tuple[int, int], count: int) -> np.ndarray:
-    """Returns uint64[count], the sort key of each document of a block in the shuffled set.
+    """Returns uint64[count], the shuffle key of each document of a block.
 
-    Keys depend only on the seed and the document's position in the input, so the order is the same for any number of
-    workers, and blocks are independent.
+    Keys depend only on the seed and the position of the document in the input, so the order is the same for any number
+    of workers, and blocks are independent.
     """
     name = f"shuffle {seed} {place[0]} {place[1]}".encode()
     key = int.from_bytes(hashlib.blake2b(name, digest_size=16).digest(), "little")
@@ -47,11 +47,11 @@ def shuffle_keys(seed: int, place: tuple[int, int], count: int) -> np.ndarray:
 def tokenize_block(
     cfg: PrepareConfig, path: str, base: pathlib.Path, documents: Sequence[Document], place: tuple[int, int]
 ) -> tuple[int, list, TextLoss]:
-    """Writes BASE.ids (documents with BOS and EOS) and BASE.arrow (a row for each), in the order of their shuffle keys.
+    """Writes BASE.ids (token ids with BOS and EOS) and BASE.arrow (one row per document), sorted by shuffle key.
 
-    Args: path: the tokenizer's path. place: (piece, index of the block in it).
+    `path` is the tokenizer's path, and `place` is (piece, index of the block in the piece).
     Returns (number of tokens, fertility of a sample as plain data, tokenizer loss on samples).
-    Raises BadInput if the fast encoder is wrong or gives an id outside the vocabulary.
+    Raises BadInput if the fast encoder gives wrong ids or an id outside the vocabulary.
     """
     tokenizer = tokenizer_of(path, cfg.tokenizer)
     keys = shuffle_keys(cfg.write.seed, place, len(documents))
@@ -68,13 +68,13 @@ def tokenize_block(
     if any(is_whole):
         rows = rows.append_column(IS_WHOLE, pa.array(is_whole))
     write_bytes_atomic(f"{base}.ids", ids.data)
-    lookup.write_table(pathlib.Path(f"{base}.arrow"), rows, packed=False)  # each shard reads a part of it
+    lookup.write_table(pathlib.Path(f"{base}.arrow"), rows, packed=False)  # uncompressed, since shards read parts of it
     loss = measure_loss(tokenizer, [one.text for one in documents if not one.ids])
     return len(ids), measure_fertility(tokenizer, documents[:FERTILITY_DOCUMENTS]), loss
 
 
 def merge_ids(block: EncodedBlock, documents: Sequence[Document]) -> EncodedBlock:
-    """Returns the encoded texts merged, in document order, with the documents that came as token ids."""
+    """Returns the tokenized texts and the documents that were read as token ids, merged in document order."""
     encoded, dtype = iter(block.split()), block.ids.dtype
     parts = [np.frombuffer(one.ids, "<u4").astype(dtype) if one.ids else next(encoded) for one in documents]
     return EncodedBlock(np.concatenate(parts), np.array([len(part) for part in parts], np.int64))
@@ -89,8 +89,8 @@ def tokenizer_of(path: str, cfg: TokenizerConfig) -> Tokenizer:
 class TokenBlocks(NamedTuple):
     """Token blocks of a pass, as the source of a shuffle."""
 
-    folder: str  # of the work
-    number: int  # of the pass
+    folder: str  # work folder
+    number: int  # number of the pass
 
     def base(self, number: int) -> str:
         """Returns the path of a block without its suffix."""
@@ -98,24 +98,24 @@ class TokenBlocks(NamedTuple):
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of the blocks."""
+        """Tokenizer of the blocks."""
         cfg = lookup.recipe_of(self.folder).tokenizer
         return tokenizer_of(cfg.path(self.folder), cfg)
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype of ids."""
+        """Dtype of the token ids."""
         return np.dtype(dtype_for(self.tokenizer.vocab_size - 1))
 
 
 def shard_name(number: int, count: int) -> str:
-    """Returns 'shard-00001-of-00042', or '00003/shard-03000-of-04200' if one folder would hold too many."""
+    """Returns e.g. 'shard-00001-of-00042', or '00003/shard-03000-of-04200' for more than SHARDS_IN_FOLDER shards."""
     folder = f"{number // SHARDS_IN_FOLDER:05d}/" if count > SHARDS_IN_FOLDER else ""
     return f"{folder}shard-{number:05d}-of-{count:05d}"
 
 
 def merge_tokens(task: Shuffle) -> None:
-    """Runs a task before the last level: writes BASE.ids and BASE.arrow, in the format of a block."""
+    """Runs a task before the last level. Writes BASE.ids and BASE.arrow in the format of a block."""
     done, *files = (task.path(task.level, task.number, ending) for ending in (".done.json", ".ids", ".arrow"))
     if lookup.read_done(done) is not None:
         return
@@ -126,7 +126,7 @@ def merge_tokens(task: Shuffle) -> None:
 
 
 def write_merged(task: Shuffle, ids_file: BinaryIO, rows_file: BinaryIO) -> None:
-    """Writes the merged ids and rows of a task in key order, in parts, so that memory stays bounded."""
+    """Writes the merged ids and rows of a task in key order, in parts, to bound memory."""
     numbers, begin, end = task.inputs_of_task()
     parts = -(-len(numbers) // MERGE_BATCH_FILES)
     bounds = [begin + (end - begin) * part // parts for part in range(parts + 1)]
@@ -142,21 +142,21 @@ def write_merged(task: Shuffle, ids_file: BinaryIO, rows_file: BinaryIO) -> None
 
 
 def total(rows: pa.Table, column: str) -> int:
-    """Returns the sum of a column, without nulls."""
+    """Returns the sum of a column, ignoring nulls."""
     return int(pc.call_function("sum", [rows.column(column)]).as_py() or 0)
 
 
 def write_shard(task: Shuffle) -> str:
-    """Writes work/shards/NAME atomically, and returns NAME."""
+    """Writes work/shards/NAME atomically and returns NAME."""
     work, name = pathlib.Path(task.source.folder), shard_name(task.number, task.outputs)
     final = work / "shards" / name
     folder, plain_name = final.parent, final.name
     done = folder / f"{plain_name}.done.json"
     if final.is_dir() and lookup.read_done(done, final, (work.parent / name).parent) is not None:
-        return name  # files that were moved to the output are checked there
+        return name  # files that were already moved to the output are verified there
     remove(final)
     folder.mkdir(parents=True, exist_ok=True)
-    temporary = pathlib.Path(tempfile.mkdtemp(prefix=f".{plain_name}.", dir=folder))  # others may write it too
+    temporary = pathlib.Path(tempfile.mkdtemp(prefix=f".{plain_name}.", dir=folder))  # another task may write the shard
     numbers, begin, end = task.inputs_of_task()
     dtype = task.source.dtype
     ids, rows = merge_by_key([documents_between(input_base(task, one), begin, end, dtype) for one in numbers])
@@ -184,13 +184,13 @@ def write_shard(task: Shuffle) -> str:
     except OSError:
         if not final.is_dir():
             raise
-        shutil.rmtree(temporary)  # the other process made it, with the same bytes
+        shutil.rmtree(temporary)  # another process wrote the same bytes
     sync_folder(folder)
     return name
 
 
 def input_base(task: Shuffle, number: int) -> str:
-    """Returns the path, without its suffix, of an input of a task."""
+    """Returns the path of a task's input without its suffix."""
     return task.source.base(number) if task.level == 1 else str(task.path(task.level - 1, number))
 
 
@@ -203,7 +203,7 @@ def documents_between(base: str, begin: int, end: int, dtype: np.dtype) -> tuple
     if first == last:
         return np.zeros(0, dtype), rows.schema.empty_table()
     start, stop = int(ends[first - 1]) if first else 0, int(ends[last - 1])
-    # Read, not mapped: a map for each of many blocks would exceed the limits on open files and maps.
+    # Not memory-mapped, since one map for each of many blocks would exceed the limits on open files and maps.
     ids = np.fromfile(f"{base}.ids", dtype, stop - start, offset=dtype.itemsize * start)
     return ids, rows.take(np.arange(first, last))
 
@@ -232,7 +232,7 @@ def move_shards(folder: pathlib.Path, names: Sequence[str], output: pathlib.Path
 
 
 class FertilityRow(NamedTuple):
-    """One line of the report. A ratio with a zero denominator is None."""
+    """One row of the report's tokenizer table. A ratio with a zero denominator is None."""
 
     source: str
     language: str
@@ -240,16 +240,16 @@ class FertilityRow(NamedTuple):
     tokens: int
     bytes_per_token: float | None
     tokens_per_word: float | None
-    fallback_share: float | None  # of tokens: bytes of a longer character, or unknown
-    returned_share: float | None  # of documents whose text is unchanged after encoding and decoding
-    vocabulary_share: float | None  # of ids that text can produce
+    fallback_share: float | None  # fraction of tokens that are unknown, or single bytes of a longer character
+    returned_share: float | None  # fraction of documents that are unchanged after encoding and decoding
+    vocabulary_share: float | None  # fraction of the ids that text can produce which occur
 
 
-FertilitySums = dict[tuple[str, str], list[np.ndarray]]  # (source, language) -> [counts, packed bits of the ids seen]
+FertilitySums = dict[tuple[str, str], list[np.ndarray]]  # (source, language) -> [counts, bit mask of ids that occurred]
 
 
 def measure_fertility(tokenizer: Tokenizer, documents: Sequence[Document]) -> list[list[Any]]:
-    """Returns counts by source and language, as plain data. Decodes every text, so pass a sample."""
+    """Returns counts by source and language, as plain data. Decodes every text, so pass only a sample."""
     block = tokenizer.encode_block([document.text for document in documents])
     sums: FertilitySums = {}
     for document, words, ids in zip(documents, hash_words(documents), block.split(), strict=True):
@@ -262,20 +262,20 @@ def measure_fertility(tokenizer: Tokenizer, documents: Sequence[Document]) -> li
 
 
 def add_counts(sums: FertilitySums, key: tuple[str, str], counts: Sequence[int], bits: np.ndarray) -> None:
-    """Adds counts to those of the key."""
+    """Adds counts and the bit mask of ids to the sums of a key."""
     total = sums.setdefault(key, [np.zeros(len(counts), np.int64), np.zeros_like(bits)])
     total[0] += counts
     total[1] |= bits
 
 
 def add_fertility(sums: FertilitySums, measured: Iterable[Sequence[Any]]) -> None:
-    """Adds what measure_fertility returned for a block."""
+    """Adds the result of measure_fertility for a block."""
     for source, language, *counts, bits in measured:
         add_counts(sums, (source, language), counts, np.frombuffer(base64.b64decode(bits), np.uint8))
 
 
 def fertility_rows(sums: FertilitySums, tokenizer: Tokenizer) -> list[FertilityRow]:
-    """Returns a row for each source and language, sorted, and last the sum if there are several."""
+    """Returns a row for each source and language, sorted, followed by a total if there are several."""
     named = [(*key, *sums[key]) for key in sorted(sums)]
     if len(named) > 1:
         counts, packed = (list(column) for column in zip(*sums.values()))

@@ -1,13 +1,13 @@
-"""Tasks of a preparation: one piece of the input, or one block of the previous pass, through the stages of a pass.
+"""Tasks of a preparation. A task runs the stages of a pass on one piece of the input or one block of the previous pass.
 
-A task is a pure function of its arguments and the work folder, so it can run anywhere, and again. Files are named by
-pass, piece and block (lookup.py); `done` files are written last and list the others.
+A task is a pure function of its arguments and the work folder, so it can run on any machine, and repeatedly. File names
+have the numbers of the pass, piece and block (see lookup.py). `done` files are written last and list the other files.
 
-    000000012-000003.arrow            the fourth block of piece 12: documents after the stages
-    000000012-000003.near_dedup.*     its sketch for a join
-    000000012-000003.ids, .arrow      its tokens in shuffled order, and metadata of each document
-    000000012-000003.kept.json        done file of this block alone, while piece 12 is unfinished
-    000000012.done.json               piece 12 is finished: its blocks and counts
+    000000012-000003.arrow            fourth block of piece 12: documents after the stages
+    000000012-000003.near_dedup.*     the block's sketch for a join
+    000000012-000003.ids, .arrow      the block's tokens in shuffled order, and metadata of each document
+    000000012-000003.kept.json        done file of this block only, while piece 12 is unfinished
+    000000012.done.json               done file of piece 12: its blocks and counts
     running/12.json                   progress of piece 12, if it has several blocks
 """
 
@@ -60,21 +60,21 @@ assert set(MAKERS) == set(STAGES)
 
 
 class Task(NamedTuple):
-    """One task: a piece of the input in the first pass, a block of the previous pass in later ones."""
+    """One task: a piece of the input in the first pass, or a block of the previous pass in later passes."""
 
-    folder: str  # of the work
+    folder: str  # work folder
     pass_number: int
     number: int = 0
 
 
 class BlockResult(NamedTuple):
-    """One block that a pass has written, as stored in done files."""
+    """A block that a pass has written, as stored in done files."""
 
-    index: int  # index in its piece
+    index: int  # index in the piece
     documents: int
     tokens: int = 0
-    keys: Sequence[int] = ()  # number of keys in its sketch for each join
-    fertility: Sequence[Any] = ()  # of tokens.measure_fertility, on a sample
+    keys: Sequence[int] = ()  # number of keys in the sketch for each join
+    fertility: Sequence[Any] = ()  # result of tokens.measure_fertility on a sample
 
 
 def run_task(task: Task) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def run_task(task: Task) -> dict[str, Any]:
     tally, blocks, files, block_marks = Tally(), [], [], []
     running, outputs, was_done = PieceProgress(task), [], False
     for index, documents in enumerate(input_blocks(cfg, task, tally, running)):
-        if index:  # a piece with several blocks gets a done file for each
+        if index:  # a piece with several blocks has a done file for each block
             if not was_done:
                 lookup.mark_done(block_marks[-1], found, outputs)
             running.write(found, was_done)
@@ -112,7 +112,7 @@ def run_task(task: Task) -> dict[str, Any]:
 def process_block(
     cfg: PrepareConfig, task: Task, base: pathlib.Path, documents: list[Document], index: int
 ) -> dict[str, Any]:
-    """Runs the stages on a block and writes it. Returns 'blocks' (one; none without documents) and 'tally'."""
+    """Runs the stages on a block and writes it. Returns {'blocks': list of one block, or none, 'tally': counts}."""
     tally, step = Tally(), lookup.passes_of(task.folder)[task.pass_number]
     if task.pass_number == 0:
         tally.counts.update(("length", document.source, str(document.size.bit_length())) for document in documents)
@@ -135,15 +135,15 @@ def process_block(
 
 
 class PieceProgress:
-    """Progress of a piece with several blocks, in a file read by progress.read_running."""
+    """Progress of a piece with several blocks, in a file that progress.read_running reads."""
 
     def __init__(self, task: Task):
         self.path = pathlib.Path(task.folder) / RUNNING / f"{task.number}.json"
         self.share = self.resumed_share = 0.0
-        self.finished, self.earlier = Counter(), Counter()  # documents and bytes, of this and of earlier processes
+        self.finished, self.earlier = Counter(), Counter()  # documents and bytes of this process, and of earlier ones
 
     def write(self, found: Mapping[str, Any], was_done: bool) -> None:
-        """Writes the progress file. found: result of the finished block; was_done: by an earlier process."""
+        """Writes the progress file. found: result of the block; was_done: whether an earlier process finished it."""
         read = Tally.from_json(found["tally"]).sums("in", "read", by=-1)
         if was_done:
             self.resumed_share = self.share
@@ -163,7 +163,7 @@ def output_files(base: pathlib.Path, step: lookup.PreparePass) -> list[pathlib.P
 
 
 def input_blocks(cfg: PrepareConfig, task: Task, tally: Tally, running: PieceProgress) -> Iterator[list[Document]]:
-    """Yields the blocks that the stages process, read from the input or, after joins, from the previous pass."""
+    """Yields the input blocks of a task, read from the source files or, after joins, from the previous pass."""
     if task.pass_number == 0:
         file, part = lookup.piece_of(task.folder, task.number)
         skipped: Counter = Counter()
@@ -181,9 +181,9 @@ def input_blocks(cfg: PrepareConfig, task: Task, tally: Tally, running: PiecePro
 def read_documents(
     cfg: PrepareConfig, folder: str, file: SourceFile, skipped: Counter, part: Part
 ) -> Iterator[Document]:
-    """Yields the documents of a part of a file, decoded if they are token ids. Raises BadInput, also for labels."""
+    """Yields the documents of a part of a file. Token ids are decoded. Raises BadInput, also for masked labels."""
     read_cfg = cfg.read_cfg(file.source)
-    choice = FieldChoice("text")  # default for a damaged file that is skipped: read_file counts it
+    choice = FieldChoice("text")  # default for a damaged file that is skipped, which read_file counts
     with handle_damage(file.path, read_cfg, Counter()):
         choice = choose_field(file.path, read_fields(file.path, read_cfg), read_cfg)
     if choice.kind != "ids":
@@ -195,8 +195,8 @@ def read_documents(
         for offset, found, words in read_ids(file.path, choice, read_cfg, vocabulary, skipped, part):
             if found.loss_mask is not None:
                 raise BadInput(
-                    f"{found.place} has masked labels, which prepared sets do not support; train on the file itself "
-                    "(data.files)"
+                    f"{found.place} has masked labels, which prepared datasets do not support; train on the file "
+                    "directly (data.files)"
                 )
             text, (id, url, licence, language) = tokenizer.decode(found.ids.tolist()), words
             content = found.ids.astype("<u4").tobytes()
@@ -211,10 +211,10 @@ def join_folder(folder: str, number: int, join: str) -> pathlib.Path:
 
 @functools.lru_cache(maxsize=64)
 def stage_of(folder: str, name: str) -> Stage:
-    """Returns the stage, cached per process: some load a model."""
+    """Returns the stage, cached per process, since some stages load a model."""
     return make_stage(lookup.recipe_of(folder), name)
 
 
 def make_stage(cfg: PrepareConfig, name: str) -> Stage:
-    """Returns the stage of that name with the recipe's settings."""
+    """Returns the stage with this name and the recipe's settings."""
     return MAKERS[name](getattr(cfg, name))
