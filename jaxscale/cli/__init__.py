@@ -1,6 +1,6 @@
-"""The command line: a table of verbs. Each is a module with main(argv), imported on use.
+"""Command line of jaxscale: a table of verbs. Each verb is a module with main(argv), which is imported on use.
 
-`python -m jaxscale.cli VERB` is the same (also `python -m jaxscale.main` for train). This module does not import jax.
+`python -m jaxscale.cli VERB` is equivalent (also `python -m jaxscale.main` for train). This module does not import jax.
 """
 
 import difflib
@@ -11,7 +11,7 @@ from typing import Any
 from jaxscale.system import process
 from jaxscale.system.exits import BadInput, codes_help, put, run_and_exit
 
-GROUPS = {  # verbs by the stage of a run, and their lines of help
+GROUPS = {  # {stage of a run: {verb: line of help}}
     "before a run": {
         "plan": "estimate size, memory, time, cost and data of a run; or propose a model for a budget",
         "prepare": "turn raw text into token shards whose documents can be traced",
@@ -38,13 +38,13 @@ GROUPS = {  # verbs by the stage of a run, and their lines of help
     "the shell": {"completion": "print the completion script for bash or zsh"},
 }
 VERBS = {verb: summary for verbs in GROUPS.values() for verb, summary in verbs.items()}
-# other verbs start other processes, compare on the CPU (rehearse), or do not import jax
+# the other verbs start other processes, compare on the CPU (rehearse), or do not import jax
 USES_DEVICES = ("verify", "qualify", "bench", "train", "sample", "evaluate")
-NO_DEVICES = ("plan", "convert", "preflight", "ckpt", "trace")  # but import jax
+NO_DEVICES = ("plan", "convert", "preflight", "ckpt", "trace")  # verbs that import jax without using devices
 
 
 def main(*words: str) -> None:
-    """The console script: sets the process up for the verb, runs it, and exits with its code. words: come first."""
+    """Runs the verb on the command line and exits with its code. `words` are inserted before the arguments."""
     argv = [*words, *sys.argv[1:]]
     process.open_standard_streams()
     is_verb = bool(argv) and argv[0] in VERBS
@@ -61,7 +61,7 @@ def main(*words: str) -> None:
 
 
 def dispatch(argv: list[str]) -> int:
-    """Runs the verb that argv begins with and returns its exit code. Raises BadInput for an unknown verb."""
+    """Runs the verb that is the first word of argv. Returns its exit code. Raises BadInput for an unknown verb."""
     verb, *arguments = argv or ["--help"]
     if verb in ("-h", "--help", "help"):
         put(verbs_help())
@@ -74,7 +74,7 @@ def dispatch(argv: list[str]) -> int:
 
 
 def module_of(verb: str) -> str:
-    """Returns the module of a verb, whose main(argv) runs it."""
+    """Returns the name of the module whose main(argv) runs a verb."""
     return "jaxscale.main" if verb == "train" else f"jaxscale.cli.{verb}"
 
 
@@ -84,7 +84,7 @@ def command_of(verb: str) -> Any:
 
 
 def verbs_help() -> str:
-    """Returns the text of `jaxscale --help`: an example, a line for each verb by group, and the exit codes."""
+    """Returns the text of `jaxscale --help`: an example, one line per verb, and the exit codes."""
     width = max(map(len, VERBS))
     lines = ["jaxscale VERB ...", "", "  jaxscale train --config=configs/quickstart.py", ""]
     for group, verbs in GROUPS.items():

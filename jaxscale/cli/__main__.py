@@ -1,4 +1,4 @@
-"""`python -m jaxscale.cli VERB ...`: the command `jaxscale` if it is not on PATH."""
+"""Runs `python -m jaxscale.cli VERB ...`, which is equivalent to the command `jaxscale`."""
 
 from jaxscale.cli import main
 

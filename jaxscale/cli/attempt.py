@@ -1,4 +1,4 @@
-"""Subprocesses that cannot outlive this process."""
+"""Subprocesses that end with this process."""
 
 import contextlib
 import os
@@ -14,28 +14,28 @@ from jaxscale.system.exits import BadInput
 POLL_SECONDS = 0.05
 
 # Asks Linux to kill this process when the thread that started it ends, then execs the command. A preexec_fn could
-# deadlock: it runs between fork and exec of a process that may have threads.
+# deadlock, since it runs between fork and exec of a process that may have threads.
 EXEC_TIED_TO_PARENT = """
 import ctypes, os, signal, sys
 parent, *command = sys.argv[1:]
-ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG; kept across exec
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, which exec preserves
 if os.getppid() != int(parent):
     os.kill(os.getpid(), signal.SIGKILL)  # the parent ended before the prctl
 for name in ("SIGPIPE", "SIGXFSZ"):
-    signal.signal(getattr(signal, name), signal.SIG_DFL)  # Python ignores them, and exec would inherit that
+    signal.signal(getattr(signal, name), signal.SIG_DFL)  # Python ignores these signals, and exec would inherit that
 os.execvp(command[0], command)
 """
 
 
 class Attempt:
-    """A running command with its own process group, stdin closed.
+    """A running command in a new process group, with stdin closed.
 
-    When the command ends, the rest of its group is killed: a process left from one attempt must not write at the same
-    time as the next one.
+    When the command ends, the other processes of its group are killed, so that no process of one attempt writes at the
+    same time as the next attempt.
     """
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str] | None = None, output: int | None = None):
-        """Starts the command. Call from the main thread. Raises BadInput for a missing program."""
+        """Starts the command. Must be called from the main thread. Raises BadInput for a missing program."""
         if shutil.which(command[0], path=(env or os.environ).get("PATH")) is None:
             raise BadInput(f"{command[0]} is not an executable on PATH; put the program first after --")
         if sys.platform.startswith("linux"):
@@ -50,22 +50,22 @@ class Attempt:
         return self.process.returncode is None and os.waitid(os.P_PID, self.process.pid, options) is None
 
     def signal(self, number: int) -> None:
-        """Sends a signal to the command alone. Popen.send_signal would reap it, and its group id could be reused."""
+        """Sends a signal only to the command. Popen.send_signal would reap it, and its group id could be reused."""
         if self.process.returncode is None:  # unreaped, so the pid cannot be reused
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.process.pid, number)
 
     def kill_group(self) -> None:
-        """Kills every process of the command's group."""
-        if self.process.returncode is None:  # once reaped, the group id may be reused
+        """Kills all processes of the command's group."""
+        if self.process.returncode is None:  # after reaping, the group id may be reused
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
 
     def wait(self) -> int:
-        """Returns the exit code, negative for death by a signal, after killing the rest of the group."""
+        """Waits for the command and kills the rest of its group. Returns the exit code, or -N for signal N."""
         try:
-            # Polls without reaping, so the group id cannot be reused. A blocking wait would not be interrupted by a
-            # signal that the kernel delivers to another thread, and the handler would run only after the command.
+            # Polls without reaping, so the group id cannot be reused. A blocking wait is not interrupted by a signal
+            # that the kernel delivers to another thread, so the handler would run only after the command ends.
             while self.running():
                 time.sleep(POLL_SECONDS)
         finally:
@@ -75,7 +75,7 @@ class Attempt:
 
 
 # XLA:CPU aborts a process whose devices wait longer than this in a collective. The default, under 90 seconds (jaxlib
-# 0.10.2, 2026-11-25), is too short where many simulated devices share few cores with other programs.
+# 0.10.2, 2026-11-25), is too short if many simulated devices share few cores with other programs.
 COLLECTIVE_TIMEOUT = "--xla_cpu_collective_call_terminate_timeout_seconds"
 
 

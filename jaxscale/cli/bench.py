@@ -1,12 +1,12 @@
-"""Speed of the training step, alone, inside the loop, and compared with other programs.
+"""Measures the speed of the training step, alone, inside the loop, and compared with other programs.
 
   jaxscale bench step                 the compiled step on random tokens: median over blocking steps
-  jaxscale bench loop --config=FILE   the loop (data, step, metrics, a checkpoint every 100 steps) against the bare step
-  jaxscale bench collectives          bandwidth along each mesh axis against the chip's published one, and slow hosts
+  jaxscale bench loop --config=FILE   the loop (data, step, metrics, a checkpoint every 100 steps) and the bare step
+  jaxscale bench collectives          bandwidth along each mesh axis, compared with the chip's datasheet; slow hosts
   jaxscale bench data                 preparing and reading data on one core: each stage, a recipe, shards, batches
 
-collectives runs on many hosts like training, and takes its mesh from --config=FILE or --config.mesh.AXIS=N.
-The folder benchmarks/ of a checkout has more benchmarks, of parts of jaxscale.
+collectives runs on several hosts like training, and takes its mesh from --config=FILE or --config.mesh.AXIS=N.
+The folder benchmarks/ of the repository has more benchmarks of parts of jaxscale.
 
 The exit code does not depend on speed.
 """
@@ -33,7 +33,7 @@ from jaxscale.tools.planning.measured import from_record, save_measured
 from jaxscale.tools.qualify.axis_bandwidth import collective_lines, measure_collectives, read_mesh, read_sizes
 from jaxscale.tools.qualify.step import SpecFlags, measure_step, read_config, step_lines
 
-SCRIPTS = {  # former subverbs, which are in benchmarks/ now
+SCRIPTS = {  # former subverbs, which are now in benchmarks/
     "survive": "survive", "statistics": "layer_statistics", "stages": "pipeline_stages", "experts": "experts",
     "time_to_loss": "time_to_loss", "sample": "sampling", "hosts": "hosts",
 }  # fmt: skip
@@ -43,10 +43,10 @@ SCRIPTS = {  # former subverbs, which are in benchmarks/ now
 class BenchFlags(SpecFlags, cluster.HostFlags):
     moved = {subverb: f"python -m benchmarks.{script}" for subverb, script in SCRIPTS.items()}
 
-    steps: int | None = flag(None, "timed steps (loop: 100)", "6", least=1)
-    warmup: int = flag(2, "step: untimed steps after the first", least=0)
+    steps: int | None = flag(None, "number of timed steps (loop: 100)", "6", least=1)
+    warmup: int = flag(2, "step: number of untimed steps after the first step", least=0)
     devices: int | None = flag(None, "simulated CPU devices", "8", least=1)
-    json: bool = flag(False, "one line of JSON")
+    json: bool = flag(False, "prints one line of JSON")
     save: bool = flag(
         False,
         "step: saves the result in the user's cache folder for `jaxscale plan --topology=here`; measures S and T "
@@ -63,7 +63,7 @@ class BenchFlags(SpecFlags, cluster.HostFlags):
         (),
         "step: alternates jaxscale's step and the command, as processes, and prints the ratio. The command prints a "
         'JSON line with "tok_s" and optionally sys, spec, dtype, loss0, lossN, rss_mb, first_step_s, gflops, params. '
-        "It may begin with NAME=VALUE. For several commands, repeat the flag or separate them with ';;'. "
+        "It may begin with NAME=VALUE. For several commands, repeat the flag or separate the commands with ';;'. "
         "data: the command receives a JSON Lines file of "
         'texts and prints a JSON line with the "seconds" of CPU time and the "stages" of the recipe that it ran; '
         "docs/datatrove_rates.py is an example",
@@ -74,11 +74,11 @@ class BenchFlags(SpecFlags, cluster.HostFlags):
         None, "data: text files to measure with; default: the recipe's sources, or Python's standard library", "GLOB"
     )
     recipe: str | None = flag(None, "data: a recipe of jaxscale prepare that sets stages and tokenizer", "FILE")
-    seq_len: int = flag(2048, "data: tokens per row", least=2)
-    batch_rows: int = flag(64, "data: rows per batch", least=2)
+    seq_len: int = flag(2048, "data: tokens per packed row", least=2)
+    batch_rows: int = flag(64, "data: packed rows per batch", least=2)
 
 
-ALL = ("config", "settings", "json", "save", "against")  # main() rejects the last two where they do not apply
+ALL = ("config", "settings", "json", "save", "against")  # main() rejects save and against for some subverbs
 SHARED = (*ALL, "spec", "dtype", "steps", "devices")
 SUBVERBS = {
     "step": (*SHARED, "warmup", "rounds"),
@@ -90,7 +90,7 @@ SUBVERBS = {
 
 @command(BenchFlags, subverbs=SUBVERBS, alone="step")
 def main(arguments: Arguments) -> None:
-    """Runs the named benchmark, the step by default."""
+    """Runs the named benchmark, by default the step."""
     flags, what = arguments.flags, arguments.subverb
     if flags.save and what != "step":
         raise BadInput(f"--save applies only to `jaxscale bench step`; remove it from `jaxscale bench {what}`")
@@ -120,7 +120,7 @@ def show(flags: BenchFlags, record: Mapping[str, Any], lines: Iterable[str]) -> 
 
 
 def measure(what: str, name: str, cfg: RunConfig, flags: BenchFlags) -> tuple[dict[str, Any], list[str]]:
-    """Returns (the record of a benchmark of a config, the record as text)."""
+    """Returns (record of a benchmark of a config, record as text)."""
     if what == "loop":
         record = bench_loop.measure_loop(cfg, steps=flags.steps or 100)
         return record, bench_loop.loop_lines(name, record)
@@ -129,7 +129,7 @@ def measure(what: str, name: str, cfg: RunConfig, flags: BenchFlags) -> tuple[di
 
 
 def save_steps(arguments: Arguments) -> None:
-    """`jaxscale bench step --save`: measures the config or spec, or S and T, and saves the results."""
+    """Implements `jaxscale bench step --save`: measures the config or spec, or S and T, and saves the results."""
     flags = arguments.flags
     for spec in [flags.spec] if arguments.config or flags.spec else ("S", "T"):
         one = dataclasses.replace(arguments, flags=dataclasses.replace(flags, spec=spec))
@@ -144,7 +144,7 @@ def save_steps(arguments: Arguments) -> None:
 
 
 def collectives(arguments: Arguments) -> None:
-    """`jaxscale bench collectives`."""
+    """Implements `jaxscale bench collectives`."""
     cfg, flags = read_mesh(arguments), arguments.flags
     facts = schema.flatten(
         {"mesh": schema.to_dict(cfg), "megabytes": arguments.options.get("megabytes"), "repeats": flags.repeats}
@@ -158,10 +158,10 @@ def data(arguments: Arguments) -> dict[str, Any]:
     """Returns the record of `jaxscale bench data`."""
     flags, cfg = arguments.flags, None
     if arguments.config:
-        raise BadInput(f"`jaxscale bench data` does not use --config={arguments.config}; give a recipe: --recipe=FILE")
+        raise BadInput(f"`jaxscale bench data` does not use --config={arguments.config}; set a recipe: --recipe=FILE")
     if arguments.overrides and not (flags.input or flags.recipe):
         name = next(iter(arguments.overrides))
-        raise BadInput(f"--config.{name} is a setting of a recipe; also give --recipe=FILE or --input=GLOB")
+        raise BadInput(f"--config.{name} is a setting of a recipe; also set --recipe=FILE or --input=GLOB")
     if flags.input or flags.recipe:
         values: dict[str, Any] = config_values(flags.recipe) if flags.recipe else {"stages": bench_data.CURATION}
         if flags.input:
@@ -172,11 +172,11 @@ def data(arguments: Arguments) -> dict[str, Any]:
 
 
 def against(arguments: Arguments) -> None:
-    """`jaxscale bench step --against=...`."""
-    read_config(arguments)  # raises for a wrong config before anything runs
+    """Implements `jaxscale bench step --against=...`."""
+    read_config(arguments)  # raises for an invalid config before running anything
     flags = arguments.flags
     if flags.save:
-        raise BadInput("--save and --against cannot be combined; give one of them")
+        raise BadInput("--save and --against cannot be combined; use one of them")
     say = (lambda text: None) if flags.json else put
     ours = jaxscale_step_command(arguments.words)
     compared = bench_against.compare(ours, commands_of(flags), rounds=flags.rounds or 3, say=say)

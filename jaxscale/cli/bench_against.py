@@ -1,4 +1,4 @@
-"""`jaxscale bench step --against`: alternates jaxscale's step with other programs, each in its own process."""
+"""Implements `jaxscale bench step --against`: alternates jaxscale's step with other programs in separate processes."""
 
 import json
 import math
@@ -15,15 +15,15 @@ from jaxscale.tools.qualify.step import loss_problem
 from jaxscale.units import table
 
 OURS = "jaxscale"
-SHOWN_STDERR = 300  # characters of the last line that a failed command wrote
+SHOWN_STDERR = 300  # maximum number of characters shown of a failed command's last line
 
 
 def compare(ours: Sequence[str], commands: Sequence[str], *, rounds: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """Runs every command once in each round; returns {"ours": records, "others": [{command, records}]}.
+    """Runs every command once per round. Returns {"ours": records, "others": [{command, records}]}.
 
-    Commands alternate because a machine's speed drifts: compare only numbers of one round. A record is the last JSON
-    object that a command prints on a line; it must have tok_s. ours: arguments. commands: shell text, optionally with
-    NAME=VALUE in front; not run by a shell. Raises BadInput for a command that fails or prints no record.
+    Commands alternate because a machine's speed drifts, so compare only numbers of the same round. A record is the last
+    line of output that is a JSON object with tok_s. `ours` is a list of arguments. `commands` are in shell syntax,
+    optionally with leading NAME=VALUE, but no shell runs them. Raises BadInput if a command fails or prints no record.
     """
     theirs = [(split_command(command), shell_environment(), command) for command in commands]
     sides = [(list(ours), our_environment(), OURS), *theirs]
@@ -37,13 +37,13 @@ def compare(ours: Sequence[str], commands: Sequence[str], *, rounds: int, say: C
 
 
 def split_command(command: str) -> list[str]:
-    """Returns the words of shell text with leading NAME=VALUE. Raises BadInput for no command or an open quote."""
+    """Returns the words of a command in shell syntax. Raises BadInput for an unclosed quote or a missing command."""
     try:
         words = shlex.split(command)
     except ValueError as error:
         raise BadInput(f"--against={command!r} is not valid shell syntax: {error}") from None
     if not take_assignments(words)[1]:
-        raise BadInput(f"--against={command!r} has no command; write --against='python other.py'")
+        raise BadInput(f"--against={command!r} has no command; use --against='python other.py'")
     return words
 
 
@@ -57,20 +57,20 @@ def take_assignments(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def shell_environment() -> dict[str, str]:
-    """Returns the environment for other programs, without what process.py sets (huge pages, the compilation cache)."""
+    """Returns the environment for other programs, without the variables that process.py sets."""
     ours = process.environment()
     return {name: value for name, value in os.environ.items() if ours.get(name) != value}
 
 
 def our_environment() -> dict[str, str]:
-    """Returns shell_environment() without a compilation cache, so that the first steps of both sides compile."""
+    """Returns shell_environment() without a compilation cache, so that the first steps of all programs compile."""
     return {"JAX_ENABLE_COMPILATION_CACHE": "false"} | shell_environment()
 
 
 def run_one(
     words: Sequence[str], environment: Mapping[str, str], name: str, keys: Sequence[str] = ("tok_s",)
 ) -> dict[str, Any]:
-    """Returns the record that the command prints, with positive numbers under `keys`."""
+    """Runs a command and returns the record that it prints, which must have positive numbers under `keys`."""
     assigned, command = take_assignments(words)
     decode = lambda output: output.decode("utf-8", "replace")
     try:
@@ -79,16 +79,16 @@ def run_one(
         raise BadInput(f"cannot run {command[0]}: {error.strerror}; command: {name}") from None
     if done.returncode:
         error = (decode(done.stderr).strip() or decode(done.stdout).strip() or "no output").splitlines()[-1]
-        raise BadInput(f"exit code {done.returncode} of the command {name}: {error[-SHOWN_STDERR:]}")
+        raise BadInput(f"command {name} ended with exit code {done.returncode}: {error[-SHOWN_STDERR:]}")
     record = last_record(decode(done.stdout), keys)
     if record is None:
         required = " and ".join(f'"{key}"' for key in keys)
-        raise BadInput(f"no JSON line with a positive number {required} in the output of: {name}")
+        raise BadInput(f"the command must print a JSON line with a positive number {required}: {name}")
     return record
 
 
 def last_record(text: str, keys: Sequence[str]) -> dict[str, Any] | None:
-    """Returns the last line that is a JSON object with a positive number under each key."""
+    """Returns the last line that is a JSON object with a positive number under each key, or None."""
     for line in reversed(text.splitlines()):
         try:
             record = json.loads(line)
@@ -101,7 +101,7 @@ def last_record(text: str, keys: Sequence[str]) -> dict[str, Any] | None:
 
 
 def ratios(compared: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns, for each other command, the ratio of median tok_s (ours to theirs) and its range over single rounds."""
+    """Returns the ratio of median tok_s (ours to theirs) for each other command, and its range over single rounds."""
     ours, found = [record["tok_s"] for record in compared["ours"]], []
     for other in compared["others"]:
         theirs = [record["tok_s"] for record in other["records"]]
@@ -112,7 +112,7 @@ def ratios(compared: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def median_of(records: Sequence[Mapping[str, Any]], key: str) -> float | None:
-    """Returns the median of a key, None unless every record has a number for it."""
+    """Returns the median over the records of a number, or None unless every record has it."""
     values = [value for record in records if isinstance(value := record.get(key), (int, float))]
     return statistics.median(values) if values and len(values) == len(records) else None
 
@@ -142,7 +142,7 @@ def compare_lines(compared: dict[str, Any]) -> list[str]:
     alone, reached = median_of(ours, "product_gflops"), median_of(ours, "gflops")
     if alone and reached is not None:
         lines.append(
-            f"matmuls alone, one after the other: {alone:,.0f} GFLOP/s; {OURS} reaches {reached / alone:.0%} of that, "
+            f"matmuls alone, in sequence: {alone:,.0f} GFLOP/s; {OURS} reaches {reached / alone:.0%} of that, "
             "by the model's FLOP formula"
         )
     for n, found in enumerate(ratios(compared), 1):
@@ -154,11 +154,11 @@ def compare_lines(compared: dict[str, Any]) -> list[str]:
 
 
 def warnings_of(name: str, records: Sequence[Mapping[str, Any]], us: Mapping[str, Any]) -> list[str]:
-    """Returns signs that a record measures different work: its losses or its number of parameters."""
+    """Returns warnings if a record measures different work, judged by its losses or number of parameters."""
     first, last = median_of(records, "loss0"), median_of(records, "lossN")
     problem = loss_problem(first, last, us["log_vocab"], us["logit_variance"])
     found = [f"{name}: {problem}"] if problem else []
     params = records[0].get("params")
     if params is not None and params != us["params"]:
-        found.append(f"{name} has {params} parameters and {OURS} {us['params']}: these are different models")
+        found.append(f"{name} has {params} parameters and {OURS} has {us['params']}, so the models differ")
     return found

@@ -1,6 +1,6 @@
-"""`jaxscale bench data`: speed of preparing and reading data on one core.
+"""Implements `jaxscale bench data`, which measures the speed of preparing and reading data on one core.
 
-Rates are per second of this process's CPU time, which other programs affect little; medians of several rounds.
+Rates are per second of this process's CPU time, which other programs affect little. Each is a median of several rounds.
 """
 
 import dataclasses
@@ -50,9 +50,9 @@ REFERENCE_RATES = (
 def measure_data(
     cfg: PrepareConfig | None, *, seq_len: int, batch_rows: int, rounds: int, commands: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Returns all measurements. cfg: a recipe with sources; None: Python's library. commands: see compare_program."""
+    """Returns all measurements. cfg: a recipe, or None for Python's standard library. commands: see compare_program."""
     with tempfile.TemporaryDirectory() as folder:
-        words = [split_command(command) for command in commands]  # raises for a malformed command before measuring
+        words = [split_command(command) for command in commands]  # raises for invalid commands before measuring
         cfg = cfg or stdlib_recipe(pathlib.Path(folder))
         documents = read_all(cfg)
         record: dict[str, Any] = {
@@ -60,7 +60,7 @@ def measure_data(
             "megabytes": sum(document.size for document in documents) / 1e6,
             "rounds": rounds,
         }
-        independent = [name for name in cfg.stages if name in STAGES]  # they process documents or blocks alone
+        independent = [name for name in cfg.stages if name in STAGES]  # stages that process each block separately
         record["stages"] = {name: rate(make_stage_run(cfg, name, documents), rounds) for name in independent}
         record["near_dedup"] = rate(lambda: run_near_dedup(cfg, documents, folder), rounds)
         for name, stages in (("curation", cfg.stages), ("shards", ())):
@@ -73,7 +73,7 @@ def measure_data(
 
 
 def stdlib_recipe(folder: pathlib.Path) -> PrepareConfig:
-    """Returns a recipe over Python's standard library, copied to a JSON Lines file in `folder`."""
+    """Returns a recipe for the source code of Python's standard library, copied to a JSON Lines file in `folder`."""
     with open(folder / "stdlib.jsonl", "w", encoding="utf-8") as file:
         for source in stdlib_files():
             text = pathlib.Path(source.path).read_text(encoding="utf-8", errors="replace")
@@ -91,7 +91,7 @@ def read_all(cfg: PrepareConfig) -> list[Document]:
 
 
 def make_stage_run(cfg: PrepareConfig, name: str, documents: Sequence[Document]) -> Callable[[], None]:
-    """Returns a function that runs a stage over all documents in blocks, without cached properties of earlier runs."""
+    """Returns a function that runs a stage on all documents, in blocks, without the caches of earlier runs."""
     stage = make_stage(cfg, name)
     stage(documents[:10])  # loads lazy resources
 
@@ -105,10 +105,10 @@ def make_stage_run(cfg: PrepareConfig, name: str, documents: Sequence[Document])
 def compare_program(
     command: str, words: Sequence[str], cfg: PrepareConfig, documents: Sequence[Document], folder: str, rounds: int
 ) -> dict[str, Any]:
-    """Returns {"command", "stages", "seconds", "ours"}: median CPU seconds of a program and of the same stages here.
+    """Returns {"command", "stages", "seconds", "ours"}: median CPU seconds of a program, and of jaxscale's same stages.
 
-    The program receives a JSON Lines file with the text of each document as its last argument, and prints a JSON line
-    with the "seconds" of CPU time and the "stages" of a recipe that it ran. Raises BadInput for other output.
+    The program receives a JSON Lines file with the text of each document as its last argument. It prints a JSON line
+    with the "seconds" of CPU time and the "stages" of the recipe that it ran. Raises BadInput for other output.
     """
     file = pathlib.Path(folder) / "documents.jsonl"
     file.write_text("".join(json.dumps({"text": document.text}) + "\n" for document in documents), encoding="utf-8")
@@ -118,10 +118,10 @@ def compare_program(
         named = found.get("stages")
         if not isinstance(named, list) or not named or not all(name in STAGES for name in named):
             raise BadInput(
-                f'{command}: "stages" is {json.dumps(named)}; it must be a list of some of {", ".join(STAGES)}'
+                f'{command}: "stages" is {json.dumps(named)}, but must be a non-empty list of {", ".join(STAGES)}'
             )
         if named != (stages or named):
-            raise BadInput(f"{command}: the stages differ between rounds: {', '.join(stages)}; {', '.join(named)}")
+            raise BadInput(f"{command}: its stages differ between rounds: {', '.join(stages)}; {', '.join(named)}")
         stages, runs = named, runs or [make_stage_run(cfg, name, documents) for name in named]
         theirs.append(found["seconds"])
         ours.append(sum(rate(run, 1) for run in runs))
@@ -129,7 +129,7 @@ def compare_program(
 
 
 def run_near_dedup(cfg: PrepareConfig, documents: Sequence[Document], folder: str) -> None:
-    """Runs near_dedup like `prepare`: hashes, signatures, bands, join, verification, removal."""
+    """Runs near_dedup as `prepare` does: hashes, signatures, bands, join, verification, removal."""
     work, name, rows = tempfile.mkdtemp(dir=folder), "near_dedup", []
     for number, block in enumerate(group_blocks(map(dataclasses.replace, documents), cfg.block_bytes)):
         base = block_base(work, 0, number, 0)
@@ -160,7 +160,7 @@ def interleaved_medians(measures: Mapping[str, Callable[[], float]], rounds: int
 
 
 def measure_reading(manifest: str, seq_len: int, batch_rows: int, rounds: int) -> dict[str, float]:
-    """Measures packed batches from shards: tokens/s of one core, seconds to the first batch and to distant ones."""
+    """Measures packed batches from shards on one core: tokens/s, and seconds to the first and to distant batches."""
     cfg = schema.from_dict(DataConfig, {"name": "tokens", "files": manifest, "cache_dir": f"{manifest}-cache"})
     open_corpus = lambda: open_data(cfg, seq_len=seq_len, vocab_size=1 << 20, seed=0, say=lambda line: None)
     corpus = open_corpus()  # caches the row plan and hashes
@@ -180,7 +180,7 @@ def measure_reading(manifest: str, seq_len: int, batch_rows: int, rounds: int) -
 
     readers = {"plain": read_directly, "grain": read_with_grain}
     for read in readers.values():
-        read(corpus, num_batches)  # into the page cache
+        read(corpus, num_batches)  # fills the page cache
     first = interleaved_medians(
         {name: lambda read=read: seconds_of(lambda: read(open_corpus(), 1))[0] for name, read in readers.items()},
         rounds,
@@ -188,7 +188,7 @@ def measure_reading(manifest: str, seq_len: int, batch_rows: int, rounds: int) -
     once = lambda read: num_batches * batch_rows * seq_len / rate(lambda: read(corpus, num_batches), 1)
     rates = interleaved_medians({name: lambda read=read: once(read) for name, read in readers.items()}, rounds)
     far = [FAR_STEP + 7919 * i for i in range(SEEKS)]  # in different parts of the stream
-    half = range(batch_rows // 2, batch_rows)  # the second of two hosts
+    half = range(batch_rows // 2, batch_rows)  # rows of the second of two hosts
     return {
         "tokens_per_second": rates["plain"],
         "grain_tokens_per_second": rates["grain"],

@@ -1,4 +1,4 @@
-"""`jaxscale bench loop`: the whole training loop compared with the bare step, in one process."""
+"""Implements `jaxscale bench loop`, which compares the whole training loop with the bare step in one process."""
 
 import contextlib
 import dataclasses
@@ -25,12 +25,12 @@ from jaxscale.runtime.training.feed import Feed, NumberedBatch
 from jaxscale.system.exits import BadInput
 
 SAVE_EVERY = 100
-MIN_RATIO = 0.95  # of the loop's speed to the bare step's
-MAX_DRIFT = 0.03  # relative difference of the bare halves above which the ratio is unreliable
+MIN_RATIO = 0.95  # minimum speed of the loop relative to the bare step
+MAX_DRIFT = 0.03  # relative difference of the two bare segments above which the ratio is unreliable
 
 
 def timed(name: str, f: Callable, seconds: dict[str, float]) -> Callable:
-    """Returns f with its time added to seconds[name]."""
+    """Returns `f` wrapped so that its time is added to seconds[name]."""
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         began = time.perf_counter()
@@ -43,7 +43,7 @@ def timed(name: str, f: Callable, seconds: dict[str, float]) -> Callable:
 
 
 class TimedFeed:
-    """A feed that times its waits."""
+    """Feed that measures its waiting time."""
 
     def __init__(self, feed: Feed, seconds: dict[str, float]):
         self.next, self.close = timed("data", feed.__next__, seconds), feed.close
@@ -56,18 +56,18 @@ class LoopTimes(NamedTuple):
     """Times of one segment of the loop."""
 
     seconds: float
-    cpu_seconds: float  # of the whole process, including background threads
+    cpu_seconds: float  # CPU time of the process, including background threads
     saves: int
-    parts: dict[str, float]  # seconds of the loop's thread in: data, save, metrics
+    parts: dict[str, float]  # seconds that the loop's thread spent in: data, save, metrics
 
 
 def measure_loop(cfg: RunConfig, *, steps: int) -> dict[str, Any]:
-    """Times steps / 2 bare steps, `steps` steps of train.loop, and steps / 2 bare steps; returns the record of --json.
+    """Times steps / 2 bare steps, `steps` steps of train.loop, and steps / 2 bare steps. Returns the record of --json.
 
-    The loop feeds, reports and saves like training, every 100 steps (or `steps` if less). Saves fall in the middle of
-    the segment, so that their background part is measured too. Validation, evaluators and samples are off. One-time
-    costs (compilation, the import of Orbax and its first save) come before and are reported separately. The bare steps
-    run on one batch that stays on the device, and only the last one is waited for.
+    The loop feeds, logs and saves like training. It saves every 100 steps (or every `steps` if fewer), in the middle of
+    the segment, so that the background work of a save is included. Validation, evaluators and samples are off. One-time
+    costs (compilation, the import of Orbax and the first save) precede the segments and are reported separately. The
+    bare steps run on one batch that stays on the device, and are synchronized only after the last step.
     """
     every, half = min(SAVE_EVERY, steps), -(-steps // 2)
     with open_bench(cfg, save_every_steps=every) as bench:
@@ -96,18 +96,18 @@ def measure_loop(cfg: RunConfig, *, steps: int) -> dict[str, Any]:
 
 
 class Bench(NamedTuple):
-    """An open run to time."""
+    """An open run to measure."""
 
     cfg: RunConfig
     run: OpenedRun
-    batch: Any  # the first, on the devices
-    folder: pathlib.Path  # a temporary one
+    batch: Any  # first batch, on the devices
+    folder: pathlib.Path  # temporary folder
 
 
 @contextlib.contextmanager
 def open_bench(cfg: RunConfig, *, save_every_steps: int) -> Iterator[Bench]:
-    """Opens a run in a temporary folder that saves every `save_every_steps` steps, without samples, exports, evals."""
-    # after many steps on one batch, any other batch looks like a spike
+    """Opens a run in a temporary folder, without samples, exports and evals. Saves every `save_every_steps` steps."""
+    # after many steps on one batch, the loss of any other batch would be a spike
     train = dataclasses.replace(cfg.train, guard=dataclasses.replace(cfg.train.guard, spike_ratio=0.0))
     checkpoint = dataclasses.replace(cfg.checkpoint, save_every_steps=save_every_steps)
     fixed = dict(train=train, checkpoint=checkpoint, evals={}, batch_ramp=(), seq_len_ramp=())
@@ -173,8 +173,8 @@ def run_loop(
         )
     )
     if isinstance(outcome, Rewound):
-        raise BadInput("nothing was measured: the loop rewound after a skipped step; lower optim.peak_lr")
-    parts = ended["parts"] if saves else seconds  # without a save in the segment, the final one is reported
+        raise BadInput("nothing was measured: the loop rewound after a skipped step; reduce optim.peak_lr")
+    parts = ended["parts"] if saves else seconds  # without a save in the segment, includes the final save
     checkpoints.close()
     return outcome, LoopTimes(ended["at"] - began, ended["cpu"] - cpu_began, len(saves), parts)
 
@@ -186,7 +186,7 @@ def loop_lines(name: str, record: dict[str, Any]) -> list[str]:
     lost = record["loop_s"] - record["bare_s"]
     verdict = "at least 95%" if record["ratio"] >= MIN_RATIO else "less than 95%"
     drift = abs(before - after) / record["bare_tok_s"]
-    noisy = f"; they differ by {drift:.0%}: the machine is too busy for a reliable ratio" if drift > MAX_DRIFT else ""
+    noisy = f"; they differ by {drift:.0%}, so the ratio is unreliable" if drift > MAX_DRIFT else ""
     return [
         f"{name}: {record['steps']} steps of the loop (data, step, metrics, a checkpoint every "
         f"{record['save_every_steps']} steps: {record['saves']}), between two segments of "

@@ -1,18 +1,18 @@
-"""Lists, verifies, copies, prunes and averages the checkpoints of a run, on a disk or in a bucket, without a device.
+"""Lists, verifies, copies, prunes and averages the checkpoints of a run, locally or in a bucket, without a device.
 
   jaxscale ckpt list    --workdir=runs/first                           step, time, size, health, loss, verified, pinned
-  jaxscale ckpt verify  --workdir=gs://BUCKET/run                      the newest step; --steps=all for every one
-  jaxscale ckpt copy    --workdir=runs/first --to=gs://BUCKET/first    the newest step; run it again after a kill
-  jaxscale ckpt prune   --workdir=runs/first                           what training would keep and what it would delete
-  jaxscale ckpt prune   --workdir=runs/first --keep_last=1 --delete    deletes it
+  jaxscale ckpt verify  --workdir=gs://BUCKET/run                      the newest step; --steps=all for every step
+  jaxscale ckpt copy    --workdir=runs/first --to=gs://BUCKET/first    the newest step; repeat to resume after a kill
+  jaxscale ckpt prune   --workdir=runs/first                           shows which steps training would keep or delete
+  jaxscale ckpt prune   --workdir=runs/first --keep_last=1 --delete    deletes steps
   jaxscale ckpt pin     --workdir=runs/first --steps=4000              never deleted, until `unpin`
   jaxscale ckpt average --workdir=runs/first --last=5 --to=runs/mean     weights for a new run: --init_from=runs/mean
   jaxscale ckpt merge_lora --workdir=runs/tuned --to=runs/merged         plain weights of a run with adapters
 
 verify compares every array with the fingerprint computed on the devices at the save, and every file with its recorded
-md5. For a mismatch it names the leaf and the files, and exits with 19. prune never deletes pinned steps, the newest
-clean one or the last one that training has read back. average sums in float64, checks its sources while reading, and
-writes the weights only: start a new run from them. merge_lora adds the adapters of a fine-tuned run to its weights;
+md5. For a mismatch it prints the leaf and the files, and exits with 19. prune never deletes pinned steps, the newest
+clean step or the last step that training has read back. average sums in float64, checks its sources while reading, and
+writes only weights: start a new run from them. merge_lora adds the adapters of a fine-tuned run to its weights;
 convert, sample and evaluate read the result like any model.
 """
 
@@ -41,7 +41,7 @@ from jaxscale.system.exits import BadInput, Exit, Stop, print_stderr, put
 
 NEEDED_ROLES = "reading needs the IAM role Storage Object Viewer on the bucket, writing Storage Object User"
 RULES = ("keep_last", "keep_every_steps", "keep_best")
-FIRST_REPORT, NEXT_REPORT = 3.0, 10.0  # seconds until the first progress line, and between later ones
+FIRST_REPORT, NEXT_REPORT = 3.0, 10.0  # seconds until the first progress line, and between later lines
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,32 +50,32 @@ class CkptFlags:
 
     workdir: str | None = flag(None, None, "FOLDER")
     steps: str | None = flag(
-        None, "steps; or --step=10; default for verify, copy and merge_lora: the newest", "10,20 | all"
+        None, "steps, or --step=10; default for verify, copy and merge_lora: the newest", "10,20 | all"
     )
     step: str | None = flag(None, None, "N")
-    to: str | None = flag(None, "work folder to write (copy, average, merge_lora); no other run may use it", "FOLDER")
-    last: int | None = flag(None, "average the newest N clean steps, instead of --steps", "5", least=1)
+    to: str | None = flag(None, "work folder to write (copy, average, merge_lora), used by no other run", "FOLDER")
+    last: int | None = flag(None, "averages the newest N clean steps, instead of --steps", "5", least=1)
     what: str = flag("params", "weights to average or merge: params, or ema if the run has it")
     keep_last: int | None = flag(None, "", "3", least=1)
     keep_every_steps: int | None = flag(None, "", "0", least=0)
     keep_best: int | None = flag(None, "retention rules for prune, instead of the run's settings", "0", least=0)
-    delete: bool = flag(False, "prune: deletes; without this flag, nothing changes")
-    json: bool = flag(False, "one JSON object per line")
+    delete: bool = flag(False, "prune: deletes steps; without this flag, nothing changes")
+    json: bool = flag(False, "prints one JSON object per line")
 
 
 def open_folder(workdir: str) -> Checkpoints:
     """Returns the checkpoints of a run. Raises BadInput if there are none."""
-    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it also logs a traceback of each error that it raises
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # gcsfs logs a traceback for each error that it raises
     checkpoints = Checkpoints(paths.as_path(workdir) / "checkpoints", CheckpointConfig())
     if not checkpoints.all_steps():
         inside = os.path.basename(os.fspath(workdir).rstrip("/")) == "checkpoints"
-        hint = "give its parent folder" if inside else "give the work folder of a run that has saved one"
-        raise BadInput(f"--workdir={workdir} holds no checkpoint; {hint}")
+        hint = "use its parent folder" if inside else "use the work folder of a run with a checkpoint"
+        raise BadInput(f"--workdir={workdir} has no checkpoint; {hint}")
     return checkpoints
 
 
 def list_(checkpoints: Checkpoints, flags: CkptFlags) -> None:
-    """Prints the facts of every step."""
+    """Prints a table of all steps."""
     facts = list_steps(checkpoints.directory)
     rows = [("step", "saved", "size", "health", "validation/loss", "verified", "pinned")]
     for fact in facts:
@@ -88,13 +88,11 @@ def list_(checkpoints: Checkpoints, flags: CkptFlags) -> None:
         if fact.problem:
             print_stderr(f"step {fact.step} cannot be restored: {fact.problem}")
         if fact.missing:
-            print_stderr(
-                f"step {fact.step} lacks {' and '.join(fact.missing)}; `jaxscale ckpt verify` reads every file"
-            )
+            print_stderr(f"step {fact.step} lacks {' and '.join(fact.missing)}; check it with `jaxscale ckpt verify`")
 
 
 def verify(checkpoints: Checkpoints, flags: CkptFlags) -> int:
-    """Verifies the steps. Returns CHECKPOINT_CORRUPT if any differs from what was saved."""
+    """Verifies the steps. Returns CHECKPOINT_CORRUPT if any step differs from what was saved."""
     folder, sound, bad = checkpoints.directory, [], []
     for step in selected(checkpoints, flags, newest=True):
         began, report = time.monotonic(), TransferProgress(f"step {step}")
@@ -124,7 +122,7 @@ def copy(checkpoints: Checkpoints, flags: CkptFlags) -> None:
 
 
 def prune(checkpoints: Checkpoints, flags: CkptFlags) -> None:
-    """Prints which steps are retained and the reason, and deletes the others with --delete."""
+    """Prints which steps are retained and the reason. With --delete, deletes the other steps."""
     folder, delete = checkpoints.directory, flags.delete
     facts = list_steps(folder)
     run = read_optional(folder.parent / "config.json").get("config", {})
@@ -149,7 +147,7 @@ def prune(checkpoints: Checkpoints, flags: CkptFlags) -> None:
 
 
 def mark(checkpoints: Checkpoints, flags: CkptFlags, *, pinned: bool) -> None:
-    """Pins or unpins each step and prints whether that changed anything."""
+    """Pins or unpins each step and prints whether its state changed."""
     steps = selected(checkpoints, flags)
     if pinned:
         check_readable(checkpoints, steps)
@@ -176,7 +174,7 @@ def average(checkpoints: Checkpoints, flags: CkptFlags) -> None:
 def merge(checkpoints: Checkpoints, flags: CkptFlags) -> None:
     """Writes the weights of a step with its adapters merged."""
     if len(steps := selected(checkpoints, flags, newest=True)) != 1:
-        raise BadInput("ckpt merge_lora merges one step; give --step=N")
+        raise BadInput("ckpt merge_lora merges one step; set --step=N")
     check_readable(checkpoints, steps)
     to, what = flags.to, flags.what
     done = merge_lora(checkpoints, steps[0], to, what, TransferProgress("merge_lora"))
@@ -186,33 +184,31 @@ def merge(checkpoints: Checkpoints, flags: CkptFlags) -> None:
 
 
 def newest_clean(facts: Sequence[StepFacts], count: int) -> list[int]:
-    """Returns the newest `count` steps of clean or unknown health. Raises BadInput if there are fewer."""
+    """Returns the newest `count` steps with clean or unknown health. Raises BadInput if there are fewer."""
     clean = [fact.step for fact in facts if fact.health in ("clean", None) and not fact.problem]
     if excluded := [fact.step for fact in facts if fact.step not in clean]:
-        print_stderr(f"excluded, not clean or not readable: {', '.join(map(str, excluded))}")
+        print_stderr(f"excluded because not clean or not readable: {', '.join(map(str, excluded))}")
     if len(clean) < count:
-        raise BadInput(
-            f"--last={count} is more than the {len(clean)} clean steps; use at most {len(clean)}, or --steps"
-        )
+        raise BadInput(f"--last={count} exceeds the {len(clean)} clean steps; use at most {len(clean)}, or set --steps")
     return clean[-count:]
 
 
 def check_readable(checkpoints: Checkpoints, steps: list[int]) -> None:
-    """Raises Stop (CHECKPOINT_CORRUPT) for a step with an invalid record; logs changed files other than arrays."""
+    """Raises Stop (CHECKPOINT_CORRUPT) for a step with an invalid record. Logs changed files other than arrays."""
     for step in steps:
         checkpoints.read_record(step)
         checkpoints.log_changed_files(step, print_stderr, small=True)
 
 
 def selected(checkpoints: Checkpoints, flags: CkptFlags, newest: bool = False) -> list[int]:
-    """Returns the steps of --step or --steps, ascending; none given: the newest, if `newest`. Raises BadInput."""
+    """Returns the steps of --step or --steps, ascending. If neither is set and `newest`, returns the newest step."""
     existing = checkpoints.all_steps()
     if flags.step and flags.steps:
-        raise BadInput("--step and --steps cannot be combined; give one of them")
+        raise BadInput("--step and --steps cannot be combined; use one of them")
     text = flags.steps or flags.step
     if text == "all" or text is None and newest:
         return existing if text else existing[-1:]
-    assert text is not None, "main() rejects verbs that need steps without them"
+    assert text is not None, "main() raises if a verb that needs steps has none"
     steps = sorted({whole_number("--steps", part.strip(), 0) for part in text.split(",")})
     if missing := [step for step in steps if step not in existing]:
         raise BadInput(
@@ -239,7 +235,7 @@ class TransferProgress:
         self.due = self.began + FIRST_REPORT
 
     def __call__(self, done: int, total: int | None = None, copied_before: int = 0) -> None:
-        """Records the bytes done. copied_before: those from an earlier start, not counted for the speed."""
+        """Records the number of bytes done. `copied_before` is the part of an earlier run, excluded from the speed."""
         now = self.clock()
         if now >= self.due:
             self.due = now + NEXT_REPORT

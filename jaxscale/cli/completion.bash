@@ -1,7 +1,7 @@
 _jaxscale() {
   local line="${COMP_LINE:0:COMP_POINT}" verb="${COMP_WORDS[1]}" word kept breaks
   word="${line##*[[:space:]]}"
-  breaks="${COMP_WORDBREAKS//[!=:]/}" # bash replaces only what is behind the last of these
+  breaks="${COMP_WORDBREAKS//[!=:]/}" # bash replaces only the part after the last of these characters
   kept=""
   [[ -n "$breaks" && "$word" == *["$breaks"]* ]] && kept="${word%"${word##*["$breaks"]}"}"
   local IFS=$' \t\n'
@@ -22,7 +22,7 @@ _jaxscale() {
   [[ ${#COMPREPLY[@]} -eq 1 && "${COMPREPLY[0]}" == *[=./] ]] && compopt -o nospace 2>/dev/null
   COMPREPLY=("${COMPREPLY[@]#"$kept"}")
 }
-_jaxscale_files() { # PREFIX START FILTER: files and folders, where the filter leaves them
+_jaxscale_files() { # PREFIX START FILTER: folders, and files that pass the filter
   compgen -P "$1" -S / -d -- "$2"
   compgen -P "$1" -X "$3" -f -- "$2" | while read -r file; do [[ -d "${file#"$1"}" ]] || echo "$file"; done
 }

@@ -1,10 +1,10 @@
-"""Prints a shell completion script for verbs, flags, config files and names of settings.
+"""Prints a shell completion script for verbs, flags, config files and setting names.
 
   jaxscale completion bash > ~/.local/share/bash-completion/completions/jaxscale     then open a new shell
   jaxscale completion zsh > ~/.zfunc/_jaxscale      any folder of fpath that ~/.zshrc sets before it calls compinit
 
-The script does not start Python. Print it again after an update of jaxscale. Names of settings are completed up to the
-next dot; `prepare` completes those of recipes.
+The script does not start Python. Print it again after an update of jaxscale. Setting names are completed up to the next
+dot. After `prepare`, the settings of recipes are completed.
 """
 
 import dataclasses
@@ -22,11 +22,11 @@ from jaxscale.tools.corpus.prepare.config import PrepareConfig
 FILES = importlib.resources.files("jaxscale.cli")
 
 
-Completions = Mapping[str, tuple[list[str], str]]  # {verb: (its words, 'run', 'recipe' or '': config of --config.NAME)}
+Completions = Mapping[str, tuple[list[str], str]]  # {verb: (words, kind of config: 'run', 'recipe' or '')}
 
 
 def read_verbs() -> Completions:
-    """Returns the completions of all verbs: subverbs, and flags with '=' if they take a value."""
+    """Returns the completions of all verbs: subverbs, and flags, with '=' if the flag takes a value."""
     return {verb: read_verb(cli.command_of(verb)) for verb in cli.VERBS}
 
 
@@ -37,7 +37,7 @@ def read_verb(main: Command) -> tuple[list[str], str]:
         if name.startswith("config."):
             settings = "recipe" if main.settings is PrepareConfig else "run"
         elif "." in name:
-            continue  # any name may follow
+            continue  # the part after the dot is arbitrary
         elif field.default is False:
             words.append(f"--{name}")
         else:
@@ -53,17 +53,17 @@ def setting_flags(cls: type) -> list[str]:
 
 
 def script(shell: str, verbs: Completions) -> str:
-    """Returns the script. bash splits words at '=' and ':' and expects the part after the last one."""
+    """Returns the script. bash splits words at '=' and ':', so completions must begin after the last of these."""
     head = "#compdef jaxscale\n" if shell == "zsh" else ""
     head += f"# jaxscale {__version__}, for {shell}: made by `jaxscale completion {shell}`\n"
     files = [
         FILES.joinpath(f"completion.{kind}").read_text("utf-8") for kind in ("sh", shell)
-    ]  # shared, and the shell's
+    ]  # the file for both shells, and the file for this shell
     return head + tables(verbs) + "".join(f"\n{text}" for text in files)
 
 
 def tables(verbs: Completions) -> str:
-    """Returns shell functions that print the completions of each position, for both shells."""
+    """Returns shell functions, for both shells, that print the completions at each position."""
     behind = [f"    {verb}) echo {quoted(words)} ;;" for verb, (words, _) in verbs.items()]
     kinds = [f"    {verb}) echo {settings} ;;" for verb, (_, settings) in verbs.items() if settings]
     settings = [
@@ -78,7 +78,7 @@ def tables(verbs: Completions) -> str:
 
 
 def quoted(words: Iterable[str]) -> str:
-    """Returns the words in single quotes. They need no escaping."""
+    """Returns the words in single quotes, without escaping. They must consist of letters, digits and _ . = -."""
     words = list(dict.fromkeys(words))
     assert all(re.fullmatch(r"[\w.=-]+", word) for word in words), words
     return f"'{' '.join(words)}'"
@@ -86,7 +86,7 @@ def quoted(words: Iterable[str]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class CompletionFlags:
-    """No flags but --help."""
+    """No flags except --help."""
 
 
 @command(CompletionFlags, subverbs=dict.fromkeys(("bash", "zsh"), ()), alone="--help")

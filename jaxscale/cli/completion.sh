@@ -1,4 +1,4 @@
-_jaxscale_next() { # WORD NAME ...: names up to the dot behind WORD, each once
+_jaxscale_next() { # WORD NAME ...: names up to the next dot after WORD, without repeats
   local word="$1" name rest last=""
   shift
   for name in "$@"; do

@@ -1,19 +1,19 @@
 """Imports a Hugging Face model as a work folder, and exports the weights of a work folder for other tools.
 
   jaxscale convert --from=llama-hf --workdir=runs/llama                 float32 step 0, tokenizer, config.json
-  jaxscale convert --from=Qwen/Qwen3-8B --workdir=runs/qwen             fetched from the Hub first
+  jaxscale convert --from=Qwen/Qwen3-8B --workdir=runs/qwen             downloaded from the Hub first
   jaxscale train   --config=configs/llama3_8b.py --init_from=runs/llama    trains the imported model
 
   jaxscale convert --workdir=runs/mine --to=mine-hf                     safetensors, config.json, tokenizer: bfloat16
   jaxscale convert --workdir=gs://BUCKET/run --step=4000 --ema --to=gs://BUCKET/out --dtype=float32
-  jaxscale convert --workdir=runs/mine --to=mine-hf --push=OWNER/NAME   pushes it to the Hub with the HF_TOKEN variable
+  jaxscale convert --workdir=runs/mine --to=mine-hf --push=OWNER/NAME   uploaded to the Hub, using the variable HF_TOKEN
 
   jaxscale convert --from=adapter-hf --base=llama-hf --workdir=runs/merged            a PEFT adapter, merged
-  jaxscale convert --from=adapter-hf --base=llama-hf --workdir=runs/start --adapter   or separate, to train it further
+  jaxscale convert --from=adapter-hf --base=llama-hf --workdir=runs/start --adapter   or separate, for further training
   jaxscale convert --workdir=runs/tuned --to=adapter-hf --adapter                     a LoRA run's adapters, for PEFT
 
-Checkpoints of jaxscale have float32 weights: 4 bytes per parameter, twice a bfloat16 file. One tensor is in memory at a
-time, in its own dtype, and about 0.6 GB more: a 70B model converts on a machine with 16 GB.
+Checkpoints of jaxscale have float32 weights: 4 bytes per parameter, twice the size of a bfloat16 file. One tensor is in
+memory at a time, in its own dtype, plus about 0.6 GB: a 70B model can be converted on a machine with 16 GB.
 The same command resumes a killed conversion. Pickled files (.bin, .pt) are never read.
 """
 
@@ -34,23 +34,23 @@ from jaxscale.system.exits import print_stderr, put
 class ConvertFlags(ConvertOptions):
     no_config = "the settings are read from the model's config.json"
 
-    json: bool = flag(False, "one JSON object at the end")
+    json: bool = flag(False, "prints one JSON object at the end")
 
 
 @command(ConvertFlags, alone="--help")
 def main(arguments: Arguments) -> None:
-    """Converts."""
+    """Converts the model and prints a summary."""
     flags = arguments.flags
     done = convert(flags, say=print_stderr, progress=TransferProgress)
     left_out = done["config"]["left_out"] if flags.from_ else []
     if left_out and not flags.json:
         more = f" and {len(left_out) - 3} more" if len(left_out) > 3 else ""
-        print_stderr(f"not imported, unused by the model: {', '.join(left_out[:3])}{more}")
+        print_stderr(f"not imported, since the model does not use them: {', '.join(left_out[:3])}{more}")
     put(json.dumps(done) if flags.json else import_line(done) if flags.from_ else export_line(done, flags.adapter))
 
 
 def import_line(done: Mapping[str, Any]) -> str:
-    """Returns a line about an import."""
+    """Returns a summary of an import, as one line."""
     size, adapter = units.size(done["num_bytes"]), done["config"].get("adapter")
     line = f"{done['workdir']}: step 0, {done['model_type']}, {units.count(done['num_params'])} parameters in float32"
     line += f" ({size}, {done['num_leaves']} arrays){resumed_text(done)}"
@@ -59,7 +59,7 @@ def import_line(done: Mapping[str, Any]) -> str:
 
 
 def export_line(done: Mapping[str, Any], adapter: bool) -> str:
-    """Returns a line about an export."""
+    """Returns a summary of an export, as one line."""
     kind = f"an adapter of {done['model_type']}" if adapter else done["model_type"]
     line = f"{done['to']}: step {done['step']} as {kind}, {done['num_tensors']} tensors in {done['dtype']}"
     line += f" ({units.size(done['num_bytes'])}, {done['num_files']} file{'s' * (done['num_files'] > 1)})"
@@ -67,5 +67,5 @@ def export_line(done: Mapping[str, Any], adapter: bool) -> str:
 
 
 def resumed_text(done: Mapping[str, Any]) -> str:
-    """Returns the bytes that an earlier start had converted, or ''."""
+    """Returns the number of bytes that an earlier run had converted, as text, or ''."""
     return f", {units.size(done['kept_bytes'])} already converted" if done["kept_bytes"] else ""

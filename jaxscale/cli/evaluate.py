@@ -2,7 +2,7 @@
 
   jaxscale evaluate --workdir=runs/quickstart --text=readme=README.md,docs=docs/*.md
 
-Numbers have their standard error. On several hosts the host flags of training apply; the first host writes.
+Metrics are printed with their standard error. On several hosts, use the host flags of training; the first host writes.
 """
 
 import dataclasses
@@ -43,9 +43,9 @@ NAME_AND_FILES = re.compile(r"([A-Za-z0-9][A-Za-z0-9_.-]*)=(.+)")
 @dataclasses.dataclass(frozen=True)
 class EvaluateFlags(ModelFlags):
     steps: str | None = flag(
-        None, "every checkpoint, or N,N,...: a table, evals.jsonl and evals.html in the work folder", "all"
+        None, "every checkpoint, or N,N,...; prints a table, and writes evals.jsonl and evals.html", "all"
     )
-    text: str = flag("", "perplexity and bits per byte of each; the name defaults to the file's", "NAME=GLOB,...")
+    text: str = flag("", "perplexity and bits per byte of each file; the name defaults to the file's", "NAME=GLOB,...")
     choice: str = flag("", "multiple choice: PIQA, SciQ, ARC, or lines of {context, choices, answer}", "NAME=FILE,...")
     cloze: str = flag("", "texts whose last words are predicted: LAMBADA, or {context, target} lines", "NAME=FILE,...")
     lm_eval: str = flag(
@@ -53,26 +53,26 @@ class EvaluateFlags(ModelFlags):
         "tasks of lm-eval (jaxscale[lm_eval]). Without --text, --choice, --cloze and --lm_eval: the config's evals",
         "TASK,...",
     )
-    include_path: str | None = flag(None, "lm_eval: yaml files of more tasks", "FOLDER")
-    num_fewshot: int | None = flag(None, "lm_eval: examples before each question", "N", least=0)
-    chat: bool = flag(False, "lm_eval: format questions with the model's chat template")
+    include_path: str | None = flag(None, "lm_eval: folder with yaml files of additional tasks", "FOLDER")
+    num_fewshot: int | None = flag(None, "lm_eval: number of examples before each question", "N", least=0)
+    chat: bool = flag(False, "lm_eval: formats questions with the model's chat template")
     limit: int | None = flag(
         None, "at most N items per file or task, or documents per source; default: all", "N", least=1
     )
-    context: int | None = flag(None, "context length; default: the row length of training", "TOKENS", least=2)
+    context: int | None = flag(None, "context length; default: the sequence length of training", "TOKENS", least=2)
     stride: int | None = flag(
         None, "stride of the window over a long document; default: half of the context", "TOKENS", least=1
     )
     text_field: str | None = flag(
-        None, "field of .jsonl, .parquet and .arrow; --text_documents=file|line|paragraph for plain text", "NAME"
+        None, "text field of .jsonl, .parquet and .arrow; for plain text: --text_documents=file|line|paragraph", "NAME"
     )
     text_documents: str | None = flag(None, None, "file|line|paragraph")
     damaged: str | None = flag(
         None, "items that cannot be read or scored: stop (default), or skip and count them", "stop|skip"
     )
     batch_tokens: int = flag(BATCH_TOKENS, "tokens per batch; does not change results", least=1)
-    save: bool = flag(False, "for one step: also write evals.jsonl and evals.html")
-    json: bool = flag(False, "one JSON object per step")
+    save: bool = flag(False, "also writes evals.jsonl and evals.html if only one step is evaluated")
+    json: bool = flag(False, "prints one JSON object per step")
 
 
 @command(EvaluateFlags, without=cluster.HostFlags)
@@ -118,19 +118,19 @@ def evaluate_steps(
     if first and not as_json:
         show_table(records) if flags.steps is not None else show_lines(records[-1])
     if saves:
-        say(f"results are in {workdir}/evals.jsonl, curves in {workdir}/evals.html")
+        say(f"results: {workdir}/evals.jsonl, curves: {workdir}/evals.html")
 
 
 def read_request(flags: EvaluateFlags) -> EvalRequest:
     """Returns the request of the flags. Raises BadInput for conflicting flags and missing files."""
     if not flags.workdir:
-        raise BadInput("--workdir must be given: the work folder of a run, or of a converted model")
+        raise BadInput("--workdir is required: the work folder of a run, or of a converted model")
     if flags.step is not None and flags.steps is not None:
-        raise BadInput("--step and --steps cannot be combined; give one of them")
+        raise BadInput("--step and --steps cannot be combined; use one of them")
     tasks = tuple(task for task in flags.lm_eval.split(",") if task)
     for name in ("include_path", "num_fewshot", "chat"):
         if getattr(flags, name) not in (None, False) and not tasks:
-            raise BadInput(f"--{name} applies only to --lm_eval; also give --lm_eval=TASK")
+            raise BadInput(f"--{name} applies only to --lm_eval; also set --lm_eval=TASK")
     if flags.include_path and not Path(flags.include_path).is_dir():
         raise BadInput(f"--include_path={flags.include_path} is not a folder")
     names = [field.name for field in dataclasses.fields(EvalRequest) if field.name not in ("evals", "tasks")]
@@ -155,29 +155,29 @@ def read_evals(flags: EvaluateFlags) -> Evals:
             match = NAME_AND_FILES.fullmatch(part)
             name, pattern = match.groups() if match else (default_name(part, kind), part)
             if name in found:
-                raise BadInput(f"--{kind}={part}: the name {name} is given twice; write --{kind}=NAME={pattern}")
+                raise BadInput(f"--{kind}={part}: the name {name} is used twice; use --{kind}=NAME={pattern}")
             found[name] = settings(**more | {"files" if kind == "text" else "file": pattern})
     if given and not flags.text:
-        raise BadInput("--stride, --text_field and --text_documents apply only to --text; also give --text=GLOB")
+        raise BadInput("--stride, --text_field and --text_documents apply only to --text; also set --text=GLOB")
     if flags.damaged is not None and not found:
-        raise BadInput("--damaged applies only to --text, --choice and --cloze; also give one of them")
+        raise BadInput("--damaged applies only to --text, --choice and --cloze; also set one of them")
     return found
 
 
 def default_name(pattern: str, kind: str) -> str:
-    """Returns the file name up to the first dot, or `kind` if the path is a glob pattern."""
+    """Returns the file name up to its first dot, or `kind` if the path is a glob pattern."""
     stem = Path(pattern).name.partition(".")[0]
     plain = re.sub(r"[^A-Za-z0-9_-]", "_", stem).strip("_-")
     return plain if plain and not set("*?[") & set(pattern) else kind
 
 
 def selected_steps(flags: EvaluateFlags, say: Callable[[str], None]) -> Sequence[int | None]:
-    """Returns the steps to evaluate, [None]: the newest. 'all' skips damaged ones. Raises BadInput for missing ones."""
+    """Returns the steps to evaluate; None: the newest. 'all' skips damaged steps. Raises BadInput for missing ones."""
     if flags.steps is None:
         return [flags.step]
     workdir = flags.workdir
     if paths.as_path(workdir).name.isdecimal() and not (paths.as_path(workdir) / "checkpoints").exists():
-        raise BadInput(f"--workdir={workdir} is a single checkpoint; with --steps, give the work folder of the run")
+        raise BadInput(f"--workdir={workdir} is a single checkpoint; with --steps, set the work folder of the run")
     checkpoints = open_source(workdir, named="--workdir", log=lambda line: None).checkpoints
     steps = agreed(checkpoints.all_steps)
     if flags.steps == "all":
@@ -193,7 +193,7 @@ def selected_steps(flags: EvaluateFlags, say: Callable[[str], None]) -> Sequence
 
 
 def with_error(metrics: Mapping[str, float], metric: str) -> str:
-    """Returns text such as '1.234 ± 0.012'."""
+    """Returns a metric with its standard error, such as '1.234 ± 0.012'."""
     error = metrics.get(f"{metric}_stderr")
     return f"{metrics[metric]:.4g}" + (f" ± {error:.2g}" if error is not None else "")
 
@@ -213,7 +213,7 @@ def show_lines(record: Record) -> None:
 
 
 def show_table(records: Sequence[Record]) -> None:
-    """Prints a row for each step and a column for each metric except the loss, whose exponential is shown."""
+    """Prints a row for each step and a column for each metric, except losses, whose exponential is a metric."""
     rows = [(str(record["step"]), by_name(record)) for record in records]
     evaluators = [pair for _, found in rows for pair in found.items()]
     columns = dict.fromkeys(

@@ -1,11 +1,11 @@
-"""Answers a question about a recipe with small runs of it, error bars and a page.
+"""Answers a question about a recipe with small runs. Prints a verdict with error bars and writes a page.
 
-  jaxscale lab rate                                        how the best learning rate depends on the batch
+  jaxscale lab rate                                        how the best learning rate depends on the batch size
   jaxscale lab optimizers --config=configs/quickstart.py --seeds=5
   jaxscale lab vary --vary=optim.peak_lr=1e-3,2e-3 --vary=model.num_layers=2,4 --seeds=3
 
-Experiments consist of ordinary runs, each in its own folder. Finished runs are shared by all experiments, and
-interrupted ones resume. A run that diverges is a result. The page is WORKDIR/EXPERIMENT.html; docs/lab.md shows some.
+Experiments consist of ordinary runs in separate folders. All experiments share finished runs, and interrupted runs
+resume. A run that diverges is a valid result. The page is WORKDIR/EXPERIMENT.html; docs/lab.md shows examples.
 """
 
 import contextlib
@@ -30,11 +30,11 @@ DEFAULT = "configs/lab.py"
 
 
 class DryRunEnd(Exception):
-    """Ends an experiment under --dry_run after printing the commands of its pending runs."""
+    """Ends an experiment under --dry_run, after the commands of its pending runs are printed."""
 
 
 def numbers(kind: type):
-    """Returns a reader of a flag with comma-separated numbers above 0."""
+    """Returns a reader for a flag with comma-separated positive numbers."""
 
     def read(name: str, text: str) -> tuple:
         with contextlib.suppress(ValueError):
@@ -47,7 +47,7 @@ def numbers(kind: type):
 
 
 def read_vary(texts: Sequence[str]) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Returns the settings of --vary. Raises BadInput for one without values, or given twice."""
+    """Returns the settings of --vary. Raises BadInput for a setting that has no values or occurs twice."""
     found = []
     for text in texts:
         name, _, values = text.partition("=")
@@ -55,18 +55,18 @@ def read_vary(texts: Sequence[str]) -> tuple[tuple[str, tuple[str, ...]], ...]:
             raise BadInput(f"--vary={text} must be NAME=VALUE,VALUE, such as --vary=optim.peak_lr=1e-3,2e-3")
         found.append((name.removeprefix("config."), tuple(values.split(","))))
     if len({name for name, _ in found}) < len(found):
-        raise BadInput("--vary is given twice for the same setting; list all its values in one --vary")
+        raise BadInput("--vary has the same setting twice; list all its values in one --vary")
     return tuple(found)
 
 
 @dataclasses.dataclass(frozen=True)
 class LabFlags:
-    config: str = flag(DEFAULT, "the run to vary", "FILE")
+    config: str = flag(DEFAULT, "config of the run to vary", "FILE")
     settings: dict[str, str] = flag(dict, "sets any setting, in all runs", "VALUE", name="config.NAME")
     small: bool = flag(
-        False, "reduces the run to a narrow model with two layers and short rows, and prints the changes"
+        False, "reduces the run to a narrow model with two layers and short sequences, and prints the changes"
     )
-    layers: int | None = flag(None, "at most N layers, with the same tokens per parameter", "N", least=1)
+    layers: int | None = flag(None, "maximum number of layers, with the same tokens per parameter", "N", least=1)
     workdir: str | None = flag(None, "folder of runs and pages; default runs/lab-<config>", "FOLDER")
     seeds: int = flag(0, "seeds per setting; 0: the experiment's default", least=0)
     rates: tuple[float, ...] = flag(
@@ -74,7 +74,7 @@ class LabFlags:
     )
     batches: tuple[int, ...] = flag((), "rate, batch: tokens per step", "1024,4096", read=numbers(int))
     sizes: tuple[float, ...] = flag(
-        (), "isoflop, ladder, width: widths, shape: layers, as multiples of the config", "0.5,1,2", read=numbers(float)
+        (), "isoflop, ladder, width: widths; shape: layers; as multiples of the config", "0.5,1,2", read=numbers(float)
     )
     target: float = flag(
         0.0,
@@ -90,7 +90,7 @@ class LabFlags:
     )
     vary: tuple[str, ...] = flag((), "vary: a setting and its values; runs all combinations", "NAME=VALUE,VALUE")
     jobs: int = flag(0, "parallel runs; 0: one per core, on CPUs", least=0)
-    dry_run: bool = flag(False, "prints a command per pending run, for Slurm, GKE or TPU VMs, and exits")
+    dry_run: bool = flag(False, "prints one command per pending run, for Slurm, GKE or TPU VMs, and exits")
 
 
 SUBVERBS = {name: tuple(field.name for field in dataclasses.fields(LabFlags)) for name in EXPERIMENTS}
@@ -103,12 +103,10 @@ def main(arguments: Arguments) -> None:
     check_flags(flags, name)
     base = base_of(arguments)
     data = base.cfg.data
-    if not base.cfg.eval.num_rows:  # without a held-out loss each run would count as diverged
-        raise BadInput("eval.num_rows=0, but the lab compares held-out losses; give --config.eval.num_rows=64")
+    if not base.cfg.eval.num_rows:  # without a held-out loss, each run would be treated as diverged
+        raise BadInput("eval.num_rows=0, but the lab compares held-out losses; set --config.eval.num_rows=64")
     if not (data.val_fraction or data.val_files or data.name == "synthetic"):
-        raise BadInput(
-            "no data is held out, but the lab compares held-out losses; give --config.data.val_fraction=0.01"
-        )
+        raise BadInput("no data is held out, but the lab compares held-out losses; set --config.data.val_fraction=0.01")
     work = paths.as_path(flags.workdir or f"runs/lab-{config_name(flags.config)}")
     how = (flags.seeds, flags.rates, flags.batches, flags.sizes, flags.target, flags.names)
     options = Options(*how, read_vary(flags.vary))
@@ -136,7 +134,7 @@ def main(arguments: Arguments) -> None:
 
 
 def base_of(arguments: Arguments) -> Base:
-    """Returns the config of the command line, reduced as requested except for overrides; prints the changes."""
+    """Returns the config of the command line, reduced as requested except for overrides. Prints the changes."""
     flags, overrides = arguments.flags, arguments.overrides
     base = Base.load(flags.config, overrides)
     if not flags.small and flags.layers is None:
@@ -145,7 +143,7 @@ def base_of(arguments: Arguments) -> Base:
     smaller = Base.load(flags.config, {**cut, **overrides}).cfg
     cfg = with_scaled_training(Base.load(flags.config, {}).cfg, smaller, overrides)
     changed = {name: value for name, value in as_overrides(base.cfg, cfg).items() if name not in overrides}
-    if not flags.dry_run:  # its output consists of commands, which have all settings
+    if not flags.dry_run:  # the printed commands include all settings
         put("changed for a small model:", *(f"  {name}: {value}" for name, value in changed.items()))
     return Base.load(flags.config, {**changed, **overrides})
 
@@ -163,4 +161,4 @@ def check_flags(flags: LabFlags, name: str) -> None:
                 f"--{flag_name} applies only to jaxscale lab {', '.join(experiments)}; remove it from lab {name}"
             )
     if flags.seeds and name == "resume":
-        raise BadInput("lab resume uses a single seed; remove --seeds")
+        raise BadInput("lab resume uses only one seed; remove --seeds")

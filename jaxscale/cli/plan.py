@@ -3,7 +3,7 @@
   jaxscale plan --config=FILE --topology=v5p-256
 
 Compiles nothing and needs no device. Times, costs and energy are ranges; the assumptions and their sources are listed
-at the end. Exit code 0: it fits by the estimate, or a proposal was made; 3: it does not fit.
+at the end. Exit code 0: the run fits by the estimate, or a proposal was made; 3: it does not fit.
 """
 
 import dataclasses
@@ -28,19 +28,19 @@ from jaxscale.tools.planning.speed import check_peak, expected_mfu
 SIZES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 share = number_flag(lambda found: 0 < found <= 1, "a fraction of the peak, such as 0.4")
 overhead = number_flag(
-    lambda found: found >= 1, "at least 1: energy of the data centre divided by that of its machines"
+    lambda found: found >= 1, "at least 1: energy of the data centre divided by the energy of its machines"
 )
 
 
 def duration_of(name: str, text: str) -> float:
-    """Returns the seconds of '30d', '12h' or '90m'. Raises BadInput for anything else."""
+    """Returns the seconds of a duration such as '30d', '12h' or '90m'. Raises BadInput for other text."""
     if (seconds := units.seconds_of(text)) is None:
         raise BadInput(f"--{name}={text} must be a time such as 30d, 12h or 90m")
     return seconds
 
 
 def size_of(name: str, text: str) -> float:
-    """Returns the parameters of '7b', '350m' or '1.5e9'. Raises BadInput for anything else."""
+    """Returns the number of parameters of '7b', '350m' or '1.5e9'. Raises BadInput for other text."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)([kmbt]?)", text.strip().lower())
     if not found or float(found[1]) == 0:
         raise BadInput(f"--{name}={text} must be a number of parameters such as 7b, 350m or 1.5e9")
@@ -61,7 +61,7 @@ class PlanFlags:
         None, "a run to resume: finished stages of batch_ramp and seq_len_ramp need not fit", "FOLDER"
     )
     price: float | None = flag(
-        None, "dollars per chip hour; default: the list price, shown with its date", "4.20", read=positive
+        None, "price of one chip hour in dollars; default: the list price, shown with its date", "4.20", read=positive
     )
     deadline: float | None = flag(
         None, "reports whether the run ends within this time (s, m, h, d, w)", "30d", read=duration_of
@@ -80,13 +80,13 @@ class PlanFlags:
     mfu: float | None = flag(
         None, "MFU, if known, as a fraction of the peak; default: the range of published runs", "0.4", read=share
     )
-    pue: float | None = flag(None, "energy of the data centre divided by that of its machines", "1.1", read=overhead)
-    save_bandwidth: float | None = flag(None, "bytes/s to storage, total of all hosts", "1e9", read=positive)
+    pue: float | None = flag(None, "energy of the data centre divided by the machines' energy", "1.1", read=overhead)
+    save_bandwidth: float | None = flag(None, "bytes/s to storage, summed over all hosts", "1e9", read=positive)
     json: pathlib.Path | None = flag(None, "writes the plan as JSON", "FILE", read=file_to_write)
     loss: bool = flag(False, "forecasts the loss from a ladder of small runs; see jaxscale plan --loss --help")
 
     def plan_options(self, name: str) -> PlanOptions:
-        """Options given besides config and machine."""
+        """Returns the options other than the config and the machine."""
         return PlanOptions(
             config_name=name,
             price=self.price,
@@ -105,13 +105,13 @@ def main(arguments: Arguments) -> int:
     if not arguments.config:
         return propose(arguments)
     if given := [name for name in ("flops", "model_size", "write") if name in arguments.options]:
-        raise BadInput(f"--{given[0]} proposes a model and cannot be combined with --config; give one of them")
+        raise BadInput(f"--{given[0]} proposes a model and cannot be combined with --config; use one of them")
     cfg = config_file.load_config(arguments.config, arguments.overrides)
     return answer(cfg, flags, flags.plan_options(config_file.config_name(arguments.config)))
 
 
 def answer(cfg: RunConfig, flags: PlanFlags, options: PlanOptions) -> Exit:
-    """Prints the plan of a config. Returns DONE, or NO_GO if it does not fit."""
+    """Prints the plan of a config. Returns DONE, or NO_GO if the run does not fit."""
     plan = api.plan(cfg, flags.topology, options, say=print_stderr, workdir=flags.workdir)
     put(*plan_lines(plan))
     if flags.json:
@@ -120,19 +120,19 @@ def answer(cfg: RunConfig, flags: PlanFlags, options: PlanOptions) -> Exit:
 
 
 def propose(arguments: Arguments) -> Exit:
-    """Prints a proposal, and its plan if a topology is given; writes its config with --write."""
+    """Prints a proposal, and its plan if a topology is set. With --write, writes its config."""
     flags: PlanFlags = arguments.flags
     requested = [name for name in ("budget", "flops", "model_size") if name in arguments.options]
     if len(requested) != 1:
         raise BadInput(
-            "give --config=FILE to plan a run, or one of --budget=DOLLARS, --flops=NUMBER, --model_size=7b to get one"
+            "set --config=FILE to plan a run, or one of --budget=DOLLARS, --flops=NUMBER, --model_size=7b to propose it"
         )
     if flags.workdir:
-        raise BadInput(f"--workdir={flags.workdir} also needs the --config=FILE of that run")
+        raise BadInput(f"--workdir={flags.workdir} also requires the --config=FILE of that run")
     found = proposal_of(arguments, flags)
     if arguments.overrides:
         raise BadInput(
-            f"--config.{next(iter(arguments.overrides))} needs a config; write the proposal with --write=FILE, "
+            f"--config.{next(iter(arguments.overrides))} requires a config; write the proposal with --write=FILE, "
             "then plan it with --config=FILE"
         )
     given = [name for name in (requested[0], "topology", "price", "mfu") if name in arguments.options]
@@ -145,8 +145,8 @@ def propose(arguments: Arguments) -> Exit:
     put(*proposal_lines(found))
     if flags.write:
         put(
-            f"  written to {arguments.options['write']}; replace its data.files, a placeholder, and set vocab_size to "
-            "that of your tokenizer"
+            f"  written to {arguments.options['write']}; replace data.files, which is a placeholder, and set "
+            "vocab_size to that of your tokenizer"
         )
     if flags.topology:
         put("")
@@ -162,7 +162,7 @@ def run_of(found: Proposal) -> RunConfig:
 
 
 def fitted(found: Proposal, topology_name: str, options: PlanOptions) -> Proposal:
-    """Returns it with the fewest microbatches that fit, tokens that the budget covers, and the best save interval."""
+    """Returns the proposal with the fewest microbatches that fit, tokens in budget, and the best save interval."""
     topology, measured = api.machine_of(topology_name)
     plan_of = lambda found: make_plan(run_of(found), topology, options, measured=measured)
     plan = plan_of(found)
@@ -189,12 +189,12 @@ def proposal_of(arguments: Arguments, flags: PlanFlags) -> Proposal:
     chip = topology.chip
     price = flags.price or (chip.price and chip.price.dollars_per_hour)
     if price is None:
-        raise BadInput(f"--budget: no list price is known for {chip.name}; give --price=DOLLARS per chip hour")
+        raise BadInput(f"--budget: no list price is known for {chip.name}; set --price=DOLLARS per chip hour")
     if topology.platform not in ("tpu", "gpu") and not flags.mfu:
-        raise BadInput("--budget needs a --topology of TPUs or GPUs, or --mfu")
+        raise BadInput("--budget requires a --topology of TPUs or GPUs, or --mfu")
     if flags.mfu:
         check_peak(topology, flags.mfu)
-    mfu = flags.mfu or expected_mfu(topology, measured)[0].low  # the low end, to stay within budget
+    mfu = flags.mfu or expected_mfu(topology, measured)[0].low  # the lower bound, to stay within the budget
     peak = chip.peak_flops * chip.devices_per_chip
     flops = cost.flops_for_dollars(flags.budget, price, peak, mfu, cost.GOODPUT)
     basis = (

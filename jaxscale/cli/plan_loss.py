@@ -2,9 +2,9 @@
 
   jaxscale plan --loss --runs='runs/ladder/*' --config=configs/7b.py
 
-Runs are compared by their held-out loss after the last step. Unfinished or diverged runs, and runs with other data,
-tokenizer, row length or schedule, are left out with a reason. Compiles nothing and takes seconds. The output ends with
-the compute-optimal size for the run's FLOPs, by loss curves, by IsoFLOP profiles and by the fitted law.
+Runs are compared by their held-out loss after the last step. Unfinished or diverged runs, and runs with different data,
+tokenizer, sequence length or schedule, are excluded, with a reason. Compiles nothing and takes seconds. The output ends
+with the compute-optimal size for the run's FLOPs, by loss curves, by IsoFLOP profiles and by the fitted law.
 """
 
 import contextlib
@@ -28,14 +28,14 @@ from jaxscale.tools.planning.loss_law import INTERVAL, Interval, LossLaw, SeedNo
 from jaxscale.tools.planning.scaling_ladder import Ladder, LadderRun, find_runs, read_ladder, schedule_of, target_budget
 
 MIN_DRAWS = 200
-MAX_NOISE = 0.2  # as a fraction of the loss; a larger number is probably a percentage without %
-NO_FLOOR = 0.05  # E below this fraction of the lowest loss
-FAR = 10.0  # times the FLOPs of the largest run: both trials beyond it, in docs/loss_law.md, missed the interval
+MAX_NOISE = 0.2  # as a fraction of the loss; larger numbers are probably percentages without %
+NO_FLOOR = 0.05  # E is considered 0 below this fraction of the lowest loss
+FAR = 10.0  # multiple of the largest run's FLOPs; both trials beyond it in docs/loss_law.md missed the interval
 local_or_remote_file = lambda name, text: paths.as_path(text) if paths.is_remote(text) else file_to_write(name, text)
 
 
 def noise_of(name: str, text: str) -> float:
-    """Parses a noise level: a fraction of the loss ('0.005') or a percentage ('0.5%'). Raises BadInput otherwise."""
+    """Returns a noise level, given as a fraction of the loss ('0.005') or a percentage ('0.5%'). Raises BadInput."""
     with contextlib.suppress(ValueError):
         number = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
         if 0 < number <= MAX_NOISE:
@@ -47,20 +47,20 @@ def noise_of(name: str, text: str) -> float:
 class ForecastFlags:
     runs: str = flag(
         "",
-        "work folders of finished runs, separated by commas and with * as wildcard, in quotes; see configs/ladder.py",
+        "work folders of finished runs, separated by commas, with * as a wildcard, in quotes; see configs/ladder.py",
         "PATTERNS",
     )
-    config: str = flag("", "the run to forecast; --config.NAME=VALUE sets any setting, as in training", "FILE")
+    config: str = flag("", "config of the run to forecast; set any setting with --config.NAME=VALUE", "FILE")
     settings: dict[str, str] = flag(dict, None, "VALUE", name="config.NAME")
     tokens: str | None = flag(None, "tokens of the run, instead of its train_tokens", "AMOUNT")
     to: str | None = flag(
         None,
-        "writes forecast.json there: the expected band of the training loss, for the report and the alerts",
+        "writes forecast.json to this folder: the expected band of the training loss, for the report and the alerts",
         "WORKDIR",
     )
     noise: float | None = flag(
         None,
-        "standard deviation of the loss over seeds, as a fraction of the loss; with it, 5 runs suffice instead of 7. "
+        "standard deviation of the loss over seeds, as a fraction of the loss; 5 runs then suffice instead of 7. "
         "Default: measured, if the ladder has runs that differ only in their seed",
         "0.005",
         read=noise_of,
@@ -77,7 +77,7 @@ class ForecastFlags:
 
 
 class Forecast(NamedTuple):
-    """The forecast of a run's loss."""
+    """Forecast of a run's loss."""
 
     ladder: Ladder
     law: LossLaw
@@ -86,11 +86,11 @@ class Forecast(NamedTuple):
     flops: float
     end: Interval
     band: LossBand | None
-    no_band_reason: str  # or ""
-    covered: dict[str, float]  # fraction of each ladder run's curve inside the others' band around its end
-    largest: tuple[str, float] | None  # the largest run, and the fraction of its curve inside the others' forecast
-    noise: SeedNoise | None  # as given, or measured from seeds
-    ways: list[Approach]  # to the best size for its operations
+    no_band_reason: str  # why there is no band, or ""
+    covered: dict[str, float]  # fraction of each ladder run's curve inside the band of the other runs, around its end
+    largest: tuple[str, float] | None  # largest run, and the fraction of its curve that the other runs' forecast covers
+    noise: SeedNoise | None  # from --noise, or measured over seeds
+    ways: list[Approach]  # approaches to the compute-optimal size for the run's FLOPs
 
 
 @command(ForecastFlags)
@@ -98,12 +98,12 @@ def main(arguments: Arguments) -> None:
     """Prints the forecast. Raises BadInput for an unsuitable ladder."""
     flags = arguments.flags
     if not flags.runs:
-        raise BadInput("--runs must be given, such as --runs='runs/ladder/*' (quoted)")
+        raise BadInput("--runs is required, such as --runs='runs/ladder/*' (quoted)")
     cfg = config_file.load_config(arguments.config, arguments.overrides)
     cfg, budget = target_budget(cfg, flags.tokens)
     ladder = read_ladder(find_runs(flags.runs), cfg, budget, flags.to)
     for folder, reason in ladder.left_out:
-        put(f"left out {folder}: {reason}")
+        put(f"excluded {folder}: {reason}")
     noise = ladder.noise if flags.noise is None else SeedNoise(flags.noise, math.inf)
     forecast = make_forecast(ladder, cfg, budget, dict(draws=flags.draws, seed=flags.seed, noise=noise))
     put(*forecast_lines(forecast))
@@ -115,7 +115,7 @@ def main(arguments: Arguments) -> None:
 
 
 def make_forecast(ladder: Ladder, cfg: RunConfig, budget: Budget, how: dict[str, Any]) -> Forecast:
-    """Returns the forecast of a run's loss, and of its curve if possible. how: of fit(). Raises BadInput as that."""
+    """Returns the forecast of a run's loss, and of its curve if possible. how: arguments of fit(), which may raise."""
     law = fit(ladder.points, **how)
     params, tokens = cfg.model.num_params, budget.total_steps * budget.batch_tokens
     end = law.predict(params, tokens, how["seed"])
@@ -132,9 +132,9 @@ def make_forecast(ladder: Ladder, cfg: RunConfig, budget: Budget, how: dict[str,
 
 
 def forecast_largest(ladder: Ladder, how: dict[str, Any]) -> tuple[str, float] | None:
-    """Returns (the run with most FLOPs, fraction of its curve inside the others' forecast band); None for too few runs.
+    """Returns (largest run, fraction of its curve inside the other runs' forecast band), or None for too few runs.
 
-    This validates the whole forecast: law, interval and shape are fitted without the run.
+    This validates the whole forecast, since law, interval and shape are fitted without the largest run.
     """
     *others, largest = ladder.rungs
     try:
@@ -158,13 +158,13 @@ def forecast_lines(forecast: Forecast) -> list[str]:
             "the fitted irreducible loss E is almost 0, so the law underestimates losses far beyond these runs"
         )
     if law.form == "tokens":
-        lines.append("all runs have the same size: the law does not include the dependence on parameters")
+        lines.append("all runs have the same size, so the law does not include the dependence on parameters")
     if law.form == "params":
         lines.append(
-            "parameters determine tokens in this ladder: the forecast is valid only for runs with the same relation"
+            "parameters determine tokens in this ladder, so the forecast is valid only for runs with the same relation"
         )
     if law.left_out_error is None:
-        lines.append("not checked: there are too few runs to forecast the largest from the others")
+        lines.append("not checked: there are too few runs to forecast the largest run from the others")
     else:
         largest = max(law.points, key=lambda point: point.compute)
         name, predicted = paths.as_path(largest.run).name, largest.loss / math.exp(law.left_out_error)
@@ -186,7 +186,7 @@ def forecast_lines(forecast: Forecast) -> list[str]:
 
 
 def pull_line(forecast: Forecast) -> str:
-    """Returns the effect of the prior on published exponents on the forecast."""
+    """Returns a line on the effect that the prior on published exponents has on the forecast."""
     law, end = forecast.law, forecast.end
     free = law.without_pull.loss(forecast.params, forecast.tokens)
     names = [name for name in ("alpha", "beta") if getattr(law.terms, name)]
@@ -199,11 +199,11 @@ def pull_line(forecast: Forecast) -> str:
     )
     if end.low <= free <= end.high:
         return text
-    return f"{text}; that is outside the interval: the prior dominates the data; add runs with sizes further apart"
+    return f"{text}; this is outside the interval, so the prior dominates the data; add runs with sizes further apart"
 
 
 def noise_line(forecast: Forecast) -> str:
-    """Returns the source of the noise of one run in the interval."""
+    """Returns a line on the source of the interval's noise of one run."""
     freedom, noise = forecast.law.freedom, forecast.noise
     left = f"Student's t interval with {freedom:.0f} degrees of freedom"
     if noise is None or noise.freedom != freedom:
@@ -215,19 +215,19 @@ def noise_line(forecast: Forecast) -> str:
 
 
 def far(times: float) -> str:
-    """Returns a warning if the extrapolation is larger than any tested one."""
+    """Returns a warning if the extrapolation is larger than any that was tested, or ''."""
     if times <= FAR:
         return ""
-    return f": more than {FAR:g} times. The interval covers errors of the fit, but not of the form of the law"
+    return f", more than {FAR:g} times. The interval covers errors of the fit, but not of the form of the law"
 
 
 def band_line(forecast: Forecast) -> str:
-    """Returns a description of the validation of the band."""
+    """Returns a line on the validation of the band."""
     if forecast.band is None:
         return f"no band for the loss curve: {forecast.no_band_reason}"
     covered = forecast.covered
     if not covered:
-        return "the band for the loss curve could not be validated on held-out runs: there are too few"
+        return "the band for the loss curve could not be validated on held-out runs, because there are too few runs"
     part = sum(covered.values()) / len(covered)
     worst = min(covered, key=covered.__getitem__)
     text = (
@@ -242,7 +242,7 @@ def band_line(forecast: Forecast) -> str:
 
 
 def rung_line(rung: LadderRun, law: LossLaw) -> str:
-    """Returns a row of the table."""
+    """Returns the table row of a ladder run."""
     predicted = law.terms.loss(rung.params, rung.tokens)
     return (
         f"{rung.name[:22]:22}  {units.count(rung.params):>10}  {units.count(rung.tokens):>6}  {rung.flops:8.2e}  "
@@ -264,9 +264,9 @@ def law_line(law: LossLaw) -> str:
 
 
 def save(forecast: Forecast, workdir: str, cfg: RunConfig, budget: Budget) -> None:
-    """Writes forecast.json. Raises BadInput without a band, or if the folder has another run."""
+    """Writes forecast.json. Raises BadInput without a band, or if the folder has a different run."""
     if forecast.band is None:
-        raise BadInput(f"--to={workdir}: no band to write: {forecast.no_band_reason}")
+        raise BadInput(f"--to={workdir}: there is no band to write: {forecast.no_band_reason}")
     folder = paths.make_run_dir(workdir)
     if (folder / "config.json").exists():
         check_same_end(paths.read_json(folder / "config.json"), workdir, cfg, budget)
@@ -278,7 +278,7 @@ def save(forecast: Forecast, workdir: str, cfg: RunConfig, budget: Budget) -> No
         made_from=[rung.name for rung in forecast.ladder.rungs],
         left_out=[paths.as_path(name).name for name, _ in forecast.ladder.left_out],
         made_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        of="loss",  # the training loss, averaged over this fraction of the run:
+        of="loss",  # the training loss, averaged over the fraction `smoothed_over` of the run
         smoothed_over=SMOOTHED,
         end=numbers["nats_per_token"],
         end_bits_per_byte=numbers["bits_per_byte"],
@@ -287,20 +287,20 @@ def save(forecast: Forecast, workdir: str, cfg: RunConfig, budget: Budget) -> No
         **{name: numbers[name] for name in ("reach", "coverage", "largest_inside")},
     )
     put(
-        f"the band is written to {folder / 'forecast.json'}; the report draws it, and a loss outside it raises an alert"
+        f"the band is written to {folder / 'forecast.json'}; the report plots it, and a loss outside it raises an alert"
     )
 
 
 def check_same_end(recorded: Any, workdir: str, cfg: RunConfig, budget: Budget) -> None:
-    """Raises BadInput if the folder's run is not the forecast one."""
+    """Raises BadInput if the run in the folder differs from the forecast run."""
     model, steps = recorded.get("config", {}).get("model"), recorded.get("budget", {}).get("total_steps")
     settings = schema.to_dict(cfg.model)
     differ = sorted(name for name, value in settings.items() if not model or model.get(name, value) != value)
     if differ or steps != budget.total_steps:
         what = f"model.{differ[0]}" if differ else f"its length, {steps} steps instead of {budget.total_steps}"
         raise BadInput(
-            f"--to={workdir} contains a run that differs from the config in {what}; give the config and --tokens "
-            "of that run, or another folder"
+            f"--to={workdir} contains a run that differs from the config in {what}; use the config and --tokens "
+            "of that run, or a different folder"
         )
 
 

@@ -1,10 +1,10 @@
-"""Compiles the training step for chips you do not have: memory use, and a lower bound of the step time.
+"""Compiles the training step for chips you do not have. Reports memory use and a lower bound of the step time.
 
   jaxscale preflight --config=FILE --topology=v5p:4x4x8
 
-Needs no device; TPUs need the package libtpu, GPUs jax's CUDA plugin. Times are lower bounds from the chip's datasheet
-and the order of the program; --collectives shows which communication overlaps with matmuls. Exit code 0: it fits; 3: it
-does not, and up to two changes that make it fit are printed.
+Needs no device; TPUs need the package libtpu, GPUs need jax's CUDA plugin. Times are lower bounds from the chip's
+datasheet and the order of the program; --collectives shows which communication overlaps with matmuls. Exit code 0: the
+step fits; 3: it does not, and up to two changes that make it fit are printed.
 """
 
 import dataclasses
@@ -43,12 +43,12 @@ class PreflightFlags:
         None, "a run to resume: finished stages of batch_ramp and seq_len_ramp need not fit", "FOLDER"
     )
     settings: dict[str, str] = flag(dict, "sets any setting, as in training", "VALUE", name="config.NAME")
-    collectives: bool = flag(False, "also prints each collective: its bytes, and how much of it overlaps with matmuls")
+    collectives: bool = flag(False, "also prints each collective's bytes, and how much of it overlaps with matmuls")
     search: bool = flag(
         False, "also compiles other meshes, remat policies and microbatches, and writes the best settings"
     )
     search_seconds: int = flag(
-        600, "time for --search, and for the search for changes if the config does not fit", least=1
+        600, "time limit of --search, and of the search for changes if the config does not fit", least=1
     )
     overrides: pathlib.Path | None = flag(
         None, "file for the settings of --search; default CONFIG-TOPOLOGY.flags", "FILE", read=file_to_write
@@ -59,8 +59,8 @@ class PreflightFlags:
         "FILE",
         read=file_to_write,
     )
-    json: pathlib.Path | None = flag(None, "writes the report", "FILE", read=file_to_write)
-    fresh: bool = flag(False, "ignores earlier results, which are in the user's cache folder")
+    json: pathlib.Path | None = flag(None, "writes the report as JSON", "FILE", read=file_to_write)
+    fresh: bool = flag(False, "ignores earlier results in the user's cache folder")
 
 
 @command(PreflightFlags, settings=RunConfig)
@@ -68,12 +68,12 @@ def main(arguments: Arguments) -> Exit:
     """Prints the report and returns the exit code."""
     flags = arguments.flags
     if not flags.topology:
-        raise BadInput("--topology must be given, such as --topology=v5p:4x4x8 or --topology=h100:8x8")
+        raise BadInput("--topology is required, such as --topology=v5p:4x4x8 or --topology=h100:8x8")
     return answer(config_file.load_config(arguments.config, arguments.overrides), open_topology(flags.topology), flags)
 
 
 def answer(cfg: RunConfig, topology: Topology, flags: PreflightFlags) -> Exit:
-    """Prints the report on the config, and on alternatives with --search or if it does not fit. DONE or NO_GO."""
+    """Prints the report on the config. With --search, or if it does not fit, also tries alternatives. DONE or NO_GO."""
     name = config_file.config_name(flags.config)
     position, recorded = run_to_resume(flags.workdir)
     cfg, dtypes = device_dtypes(cfg, topology.devices[0], recorded)
@@ -104,7 +104,7 @@ def answer(cfg: RunConfig, topology: Topology, flags: PreflightFlags) -> Exit:
 
 
 def repair(topology: Topology, known: Tried, compile_one: Compile, seconds: int) -> Tried:
-    """Prints the two best changes that make a config fit, and returns all compiled ones, including `known`."""
+    """Prints the two best changes that make a config fit. Returns all compiled candidates, including `known`."""
     put("\nsearching for changes that fit")
     tried = explore(search.repair_candidates(known[0][0].cfg, topology), known, compile_one, seconds, enough=2)
     found = search.fitting(search.ranked(tried))
@@ -113,7 +113,7 @@ def repair(topology: Topology, known: Tried, compile_one: Compile, seconds: int)
         rows = summary_rows([(one.label, fits) for one, fits in found])
         put("\n".join(["", "these compile and fit:", *rows, "their flags:", *flags]))
     elif len(tried) > len(known):
-        put("no compiled layout fits: use more or larger chips, or a smaller model or batch")
+        put("no compiled layout fits; use more or larger chips, or a smaller model or batch")
     return tried
 
 

@@ -1,8 +1,8 @@
-"""Makes token shards from raw text: reads, filters, deduplicates, tokenizes, shuffles; documents can be traced.
+"""Creates token shards from raw text: reads, filters, deduplicates, tokenizes and shuffles documents.
 
   jaxscale prepare --config=configs/data/web.py --input='raw/*.jsonl.gz' --output=FOLDER
 
-The same command resumes after a kill. Exit code 0: the set is complete.
+Documents can be traced to their sources. The same command resumes after a kill. Exit code 0: the dataset is complete.
 """
 
 import dataclasses
@@ -49,23 +49,23 @@ class PrepareFlags:
         "--runner=DataflowRunner -- --project=P --temp_location=gs://B/tmp",
         "local|NAME",
     )
-    work_dir: str | None = flag(None, "for an output under gs://: a local folder for intermediate files", "FOLDER")
-    keep_work: bool = flag(False, "keeps --work_dir when the set is complete")
+    work_dir: str | None = flag(None, "local folder for intermediate files, if --output is under gs://", "FOLDER")
+    keep_work: bool = flag(False, "keeps --work_dir when the dataset is complete")
     index: bool = flag(
         False,
-        "only writes missing indexes of a finished --output, such as one from an earlier version: documents by name, "
+        "only writes missing indexes of a complete --output, such as one from an earlier version: documents by name, "
         "for jaxscale trace, and the row plans of --config.rows.seq_len",
     )
     strict: bool = flag(
         False,
-        "exits with code 2 if more than 1% of documents or bytes, or a broken file, is skipped, or if the tokenizer "
+        "exits with code 2 if more than 1% of documents or bytes, or a damaged file, is skipped, or if the tokenizer "
         "loses more than 1% of the characters of samples",
     )
-    report: bool = flag(False, "only rewrites report.html of a finished --output")
+    report: bool = flag(False, "only rewrites report.html of a complete --output")
     export: str | None = flag(
         None,
-        "only exports a finished --output as megatron:BASE (BASE.bin and BASE.idx) or array_record:FILE (a record per "
-        "document, token ids as little-endian numbers)",
+        "only exports a complete --output as megatron:BASE (BASE.bin and BASE.idx) or array_record:FILE (one record "
+        "per document, token ids as little-endian numbers)",
         "KIND:FILE",
     )
     plan: bool = flag(False, "prints the passes without running them")
@@ -73,13 +73,13 @@ class PrepareFlags:
 
 @command(PrepareFlags, settings=PrepareConfig, passes_on=True)
 def main(arguments: Arguments) -> None:
-    """Prepares the set."""
+    """Prepares the dataset."""
     flags, progress = arguments.flags, PrepareProgress()
     output, folder = flags.output, pathlib.Path(flags.output).expanduser()
     if not output and not flags.plan:
-        raise BadInput("--output must be given: the folder for shards, manifest and report")
+        raise BadInput("--output is required: the folder for shards, manifest and report")
     if is_remote(output) and (flags.report or flags.export or flags.index):
-        raise BadInput(f"--output={output}: --report, --index and --export need a local folder")
+        raise BadInput(f"--output={output}: --report, --index and --export require a local folder")
     if flags.report:
         rewrite_report(folder)
         progress.say(f"wrote {output}/report.html")
@@ -97,9 +97,9 @@ def main(arguments: Arguments) -> None:
         progress.say(describe(make_plan(recipe)))
         return
     if flags.work_dir and not is_remote(output):
-        raise BadInput(f"--work_dir applies only to an output under gs://; remove it: --output={output} is local")
+        raise BadInput(f"--output={output} is local, but --work_dir applies only to gs://; remove --work_dir")
     if is_remote(output) and not flags.work_dir:
-        raise BadInput(f"--output={output} is remote; give --work_dir=FOLDER, a local folder with space for all shards")
+        raise BadInput(f"--output={output} is remote; set --work_dir=FOLDER, a local folder with space for all shards")
     with make_executor(flags, arguments.behind) as executor:
         how = dict(work_dir=flags.work_dir, keep_work=flags.keep_work, strict=flags.strict)
         made = prepare(recipe, output, **how, executor=executor, progress=progress)
@@ -120,7 +120,7 @@ def load_recipe(file: str, overrides: Mapping[str, str], input: str | None) -> P
         if len(sources) > 1:
             raise BadInput(
                 f"--input={input} sets the files of one source, but the recipe has several: "
-                f"{', '.join(sources)}; give --config.sources.NAME.files=GLOB for each"
+                f"{', '.join(sources)}; set --config.sources.NAME.files=GLOB for each"
             )
         values["sources"] = {name: {**source, "files": input} for name, source in sources.items()}
     return schema.from_dict(PrepareConfig, schema.merge(values, overrides))
@@ -135,20 +135,20 @@ def load_rows(file: str, overrides: Mapping[str, str]) -> RowsConfig:
 
 
 def make_executor(flags: PrepareFlags, beam_flags: Sequence[str]) -> Executor:
-    """Returns the executor of the work."""
+    """Returns the executor that runs the tasks."""
     if flags.runner == "local":
         if beam_flags:
             raise BadInput(
-                f"flags after -- apply only to a Beam runner; give --runner=NAME or remove {' '.join(beam_flags)}"
+                f"flags after -- apply only to a Beam runner; set --runner=NAME or remove {' '.join(beam_flags)}"
             )
         return LocalExecutor(flags.workers or os.cpu_count() or 1)
-    from jaxscale.tools.corpus.prepare.beam import BeamExecutor  # Apache Beam is an extra, and slow to load
+    from jaxscale.tools.corpus.prepare.beam import BeamExecutor  # Apache Beam is optional, and slow to import
 
     return BeamExecutor(flags.runner, beam_flags)
 
 
 def export(output: pathlib.Path, target: str) -> str:
-    """Exports the finished set, and returns a message."""
+    """Exports the complete dataset. Returns a message."""
     kind, _, file = target.partition(":")
     if kind not in EXPORTS or not file:
         raise BadInput(f"--export={target} must be KIND:FILE, with KIND one of {', '.join(EXPORTS)}")
@@ -160,7 +160,7 @@ def export(output: pathlib.Path, target: str) -> str:
 def describe(plan: PreparePlan) -> str:
     """Returns a description of the passes and their inputs."""
     files = {file.path for file in plan.files}
-    size = sum(size_of(path) or 0 for path in files)  # unknown for a stream
+    size = sum(size_of(path) or 0 for path in files)  # the size of a stream is unknown
     lines = [f"{len(files):,} files, {size / 1e6:,.1f} MB on disk, in {len(plan.pieces):,} pieces"]
     for number, step in enumerate(plan.passes):
         then = {"joins": ", ".join(step.joins), "sample": "training the tokenizer", "tokens": "shards"}[step.ends]

@@ -1,14 +1,14 @@
-"""Checks new chips: speed compared with the datasheet, correctness of the kernels, slow devices.
+"""Tests new chips: speed relative to the datasheet, correctness of the kernels, and slow devices.
 
   jaxscale qualify --out=FOLDER
 
-Measures, in 8 minutes: matmuls, memory and links compared with the datasheet; every device compared with the others;
-each kernel compared with a float32 reference; a training step of a 1B model, or a smaller one that fits, compared with
-the compiler's memory estimate and the roofline, and its communication overlap; saves and restores. Updates
+Measures, in 8 minutes: matmuls, memory and links relative to the datasheet; differences between devices; each kernel
+compared with a float32 reference; a training step of a 1B model, or a smaller one that fits, compared with the
+compiler's memory estimate and the roofline, and its communication overlap; saves and restores. Updates
 FOLDER/qualify.html and FOLDER/qualify.json after each probe, and saves the step's speed for `jaxscale plan`.
 
-On several hosts, run the same command on each; the first one writes. Exit code 0: qualified; 3: below a floor, or a
-probe failed; 15: a probe hung.
+On several hosts, run the same command on each host; the first host writes. Exit code 0: qualified; 3: a result is below
+its floor, or a probe failed; 15: a probe hung.
 """
 
 import dataclasses
@@ -29,32 +29,32 @@ from jaxscale.tools.qualify.qualification_page import summary_lines
 from jaxscale.tools.qualify.result import Floors, Machine, Qualification, phase_limits, usual_mfu_floor
 from jaxscale.tools.qualify.run import PROBES, qualify
 
-MIN_LIMIT = 60.0  # seconds, which the first compilation may take
+MIN_LIMIT = 60.0  # seconds, enough for the first compilation
 DEFAULTS = Floors()
 
 
 def probes_of(name: str, text: str) -> tuple[str, ...]:
-    """Returns the probes of a list such as 'products,links'. Raises BadInput for an unknown one."""
+    """Returns the probes of a list such as 'products,links'. Raises BadInput for an unknown probe."""
     names = tuple(text.split(","))
     if unknown := [one for one in names if one not in PROBES]:
-        raise BadInput(f"--{name}={unknown[0]} is not a probe; probes: {', '.join(PROBES)}")
+        raise BadInput(f"--{name}={unknown[0]} is not a probe; use any of {', '.join(PROBES)}")
     return names
 
 
 def floor(default: float, help: str) -> float:
-    """Returns a flag for a floor."""
+    """Returns a flag for the floor (minimum or limit) of a result."""
     return flag(default, help, f"{default:g}", read=positive)
 
 
 @dataclasses.dataclass(frozen=True)
 class QualifyFlags(cluster.HostFlags):
-    out: str = flag("qualify", "folder for the page and the JSON", "FOLDER")
+    out: str = flag("qualify", "folder for the page and the JSON file", "FOLDER")
     saves: str | None = flag(
         None, "folder for test saves, or gs://; default: --out. 4 GiB per process, deleted afterwards", "FOLDER"
     )
     minutes: float = flag(
         8.0,
-        "starts no probe after this time; a single probe that takes longer than this counts as hung (exit code 15)",
+        "starts no probe after this time; a probe that takes longer than this by itself has hung (exit code 15)",
         "8",
         read=positive,
     )
@@ -68,15 +68,15 @@ class QualifyFlags(cluster.HostFlags):
         DEFAULTS.links, "minimum fraction of the datasheet's link bandwidth, for the largest array"
     )
     mfu_floor: float | None = flag(
-        None, "minimum MFU of the step; default 0.38 on H100-class chips, none on others", "0.4", read=positive
+        None, "minimum MFU of the step; default: 0.38 on H100-class chips, none on others", "0.4", read=positive
     )
     memory_within: float = floor(
-        DEFAULTS.memory_within, "allowed relative difference of the step's peak memory from the compiler's estimate"
+        DEFAULTS.memory_within, "allowed relative difference between the step's peak memory and the compiler's estimate"
     )
     slow: float = floor(DEFAULTS.slow, "a device that takes more than this multiple of the median is slow")
 
     def floors(self, chip: Chip | None) -> Floors:
-        """Returns the floors on these chips."""
+        """Returns the floors for these chips."""
         mfu = usual_mfu_floor(chip) if self.mfu_floor is None else self.mfu_floor
         floors = dict(products=self.products_floor, bandwidth=self.bandwidth_floor, links=self.links_floor)
         return Floors(**floors, mfu=mfu, memory_within=self.memory_within, slow=self.slow)
@@ -99,18 +99,18 @@ def main(arguments: Arguments) -> int:
 
 
 def model_of(arguments: Arguments) -> tuple[str, RunConfig] | None:
-    """Returns (name, config) of --config; None without it."""
+    """Returns (name, config) of --config, or None without --config."""
     if arguments.config:
         return config_file.config_name(arguments.config), config_file.load_config(arguments.config, arguments.overrides)
     if arguments.overrides:
-        raise BadInput(f"--config.{next(iter(arguments.overrides))} needs a config; also give --config=FILE")
+        raise BadInput(f"--config.{next(iter(arguments.overrides))} requires a config; also set --config=FILE")
     return None
 
 
 def measure(flags: QualifyFlags, model: tuple[str, RunConfig] | None, team: cluster.Team) -> Qualification:
     """Runs all probes on all hosts and returns the results."""
     folder, seconds = paths.absolute(flags.out), 60 * flags.minutes
-    if model is not None:  # before minutes of other probes; its data are not read
+    if model is not None:  # checked before minutes of other probes; the data of the config are not read
         cfg = model[1]
         check_machine(dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, name="synthetic")))
     if jax.process_index() == 0:

@@ -2,13 +2,13 @@
 
   jaxscale rehearse --config=FILE --workdir=FOLDER
 
-Takes the settings and flags of training, except --stop_after, --replay and --steal_lock. The real training commands run
-one after the other. The first run is uninterrupted: it trains, evaluates and saves. The second is killed with SIGKILL
-while it saves, restarted, and resumes from its checkpoint. Both are compared bit for bit: state, data position, token
-ids, metrics. Also checked and timed: the storage, the first step, a step, an evaluation, a save, a restore, and the
-space for the retained checkpoints.
+Takes the settings and flags of training, except --stop_after, --replay and --steal_lock. Runs the actual training
+command twice in sequence. The first run is uninterrupted: it trains, evaluates and saves. The second run is killed with
+SIGKILL while it saves, restarted, and resumes from its checkpoint. Both are compared bit for bit: state, data position,
+token ids, metrics. Also checked and timed: storage, first step, step, evaluation, save, restore, and space for the
+retained checkpoints.
 
-Exit code 0 for GO, 3 for NO-GO. It works in WORKDIR/rehearsal, which is deleted after a GO.
+Exit code 0 for GO, 3 for NO-GO. Files are in WORKDIR/rehearsal, which is deleted after a GO.
 """
 
 import contextlib
@@ -43,20 +43,20 @@ from jaxscale.system.exits import BadInput, Exit, Stop, first_line, meaning, put
 from jaxscale.system.process import files_as, folder_mode
 
 LEAST_STEPS = KILL_AFTER + 1
-PROBE_BYTES = 32 << 20  # a file as large as those of checkpoints
+PROBE_BYTES = 32 << 20  # as large as the files of checkpoints
 OK, NO, NOTE, SKIPPED = "ok", "NO", "note", "-"
 
 
 @dataclasses.dataclass
 class RehearsalReport:
-    """The rows of the table: (check, ok | NO | note | -, duration, result)."""
+    """Table of the rehearsal. Each row is (check, ok | NO | note | -, duration, result)."""
 
     say: Callable[[str], None]
     rows: list[tuple[str, str, str, str]] = dataclasses.field(default_factory=list)
-    phase: str = "storage"  # the check whose row a Stop becomes
+    phase: str = "storage"  # current check; a Stop is added as its row
 
     def begin(self, phase: str, line: str) -> None:
-        """Begins a phase and prints what it does."""
+        """Starts a phase and prints its description."""
         self.phase = phase
         self.say(f"rehearsal: {line}")
 
@@ -74,19 +74,19 @@ class RehearsalReport:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rehearsal(TwoRuns):
-    """The state that the phases share."""
+    """State that the phases share."""
 
-    cfg: RunConfig  # of the real run
-    workdir: str  # of the real run
+    cfg: RunConfig  # config of the real run
+    workdir: str  # work folder of the real run
 
     @property
     def total_steps(self) -> int:
-        """Steps of the real run."""
+        """Number of steps of the real run."""
         return paths.read_json(self.folder / "straight" / "config.json")["budget"]["total_steps"]
 
 
 def try_storage(rehearsal: Rehearsal, report: RehearsalReport) -> int | None:
-    """Writes, reads back and deletes a file in the run's storage. Returns its free bytes, None for a bucket."""
+    """Writes, reads back and deletes a file in the run's storage. Returns the free bytes, or None for a bucket."""
     try:
         folder = paths.make_run_dir(str(rehearsal.folder))
         content, file = os.urandom(PROBE_BYTES), folder / "probe"
@@ -96,7 +96,7 @@ def try_storage(rehearsal: Rehearsal, report: RehearsalReport) -> int | None:
         back = file.read_bytes()
         read = time.monotonic() - began - wrote
         file.unlink()
-    except Exception as error:  # any storage client's errors
+    except Exception as error:  # errors of any storage client
         cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise Stop(Exit.NO_GO, f"cannot write, read and delete a file in {rehearsal.folder}: {cause}") from None
     if back != content:
@@ -135,7 +135,7 @@ def run_straight(rehearsal: Rehearsal, report: RehearsalReport) -> None:
         text = f"{len(evaluated)} times, validation loss {last['validation/loss']:.4g} at step {last['step']}"
         report.add("evaluate", OK, f"{text}; time per evaluation", last.get("validation_seconds"))
     else:
-        report.add("evaluate", SKIPPED, "no held-out text (data.valid..., eval.num_rows), so nothing was evaluated")
+        report.add("evaluate", SKIPPED, "not evaluated, since no text is held out (data.valid..., eval.num_rows)")
     size = sum(num_bytes(leaf) for leaf in checkpoints.read_record(newest)["leaves"].values())
     events = read_events(rehearsal.folder / "straight")
     seconds = max((event["seconds"] for event in events if event["event"] == "saved"), default=None)
@@ -146,11 +146,11 @@ def run_straight(rehearsal: Rehearsal, report: RehearsalReport) -> None:
     report.add("the run", NOTE, f"{steps:,} steps, excluding evaluations and pauses", steps * step_seconds)
     if every and seconds and seconds > every * step_seconds:
         times = f"{every} steps take {units.duration(every * step_seconds)}, a save {units.duration(seconds)}: "
-        report.add("save", NOTE, times + "the run would wait for storage; raise checkpoint.save_every_steps")
+        report.add("save", NOTE, times + "the run would wait for storage; increase checkpoint.save_every_steps")
 
 
 def check_space(rehearsal: Rehearsal, report: RehearsalReport, free: int | None) -> None:
-    """Reports if the retained checkpoints fit, as training does. free: bytes at first; None for a bucket."""
+    """Reports whether the retained checkpoints fit, as training does. free: initially free bytes; None for a bucket."""
     report.phase = "space"
     checkpoints = checkpoints_of(rehearsal.folder / "straight")
     leaves = checkpoints.read_record(rehearsal.steps)["leaves"].values()
@@ -158,7 +158,7 @@ def check_space(rehearsal: Rehearsal, report: RehearsalReport, free: int | None)
     if free is None:
         report.add("space", NOTE, f"a checkpoint takes {units.size(size)}; the bucket's quota is unknown")
         return
-    steps = [*checkpoints_of(rehearsal.workdir).all_steps(), *checkpoints.all_steps()]  # the latter will be deleted
+    steps = [*checkpoints_of(rehearsal.workdir).all_steps(), *checkpoints.all_steps()]  # the rehearsal's are deleted
     try:
         problem = check_before_run(rehearsal.folder, size, keep, steps)
     except Stop as stop:
@@ -171,12 +171,12 @@ def check_space(rehearsal: Rehearsal, report: RehearsalReport, free: int | None)
             report.add(
                 "space",
                 NOTE,
-                f"keep_every_steps={every} adds {units.size(added)} by the end of the run; move some away",
+                f"keep_every_steps={every} adds {units.size(added)} by the end of the run; move some of them away",
             )
 
 
 def run_killed(rehearsal: Rehearsal, report: RehearsalReport) -> dict[int, dict]:
-    """Kills the same run while it saves, and restarts it. Returns its metrics at the kill."""
+    """Kills the same run while it saves, and restarts it. Returns the metrics logged before the kill."""
     report.begin("kill", f"the same run, killed with SIGKILL after step {KILL_AFTER} while it saves")
     newest, seen = rehearsal.kill(f"step:{KILL_AFTER}")
     metrics = read_metrics(rehearsal.folder / "killed")
@@ -190,13 +190,13 @@ def run_killed(rehearsal: Rehearsal, report: RehearsalReport) -> dict[int, dict]
 
 
 def compare_runs(rehearsal: Rehearsal, report: RehearsalReport, early: dict[int, dict]) -> None:
-    """Compares both runs on the CPU; until now this process has left all devices to the trainings."""
+    """Compares both runs on the CPU. Until this phase, this process has left all devices to the training processes."""
     report.begin("compare", "comparing both runs bitwise")
     began = time.monotonic()
     jax.config.update("jax_platforms", "cpu")
     try:
         found = two_runs.compare(rehearsal.folder / "straight", rehearsal.folder / "killed", rehearsal.steps, [early])
-    except (OSError, LookupError, BadInput) as error:  # of a file that is missing or damaged
+    except (OSError, LookupError, BadInput) as error:  # a file is missing or damaged
         raise Stop(Exit.NO_GO, first_line(error)) from None
     if found.differences:
         more = f"; and {len(found.differences) - 3} more" if len(found.differences) > 3 else ""
@@ -208,7 +208,7 @@ def compare_runs(rehearsal: Rehearsal, report: RehearsalReport, early: dict[int,
     report.add("compare", OK, seen, time.monotonic() - began)
 
 
-FORWARDED_FLAGS = ("allow_change", "run_dir_mode", *cluster.FLAGS)  # --stop_after is set below
+FORWARDED_FLAGS = ("allow_change", "run_dir_mode", *cluster.FLAGS)  # --stop_after is set in plan_rehearsal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,7 +218,7 @@ class RehearseFlags(cluster.HostFlags):
     workdir: str | None = flag(None, None, "FOLDER")
     steps: int = flag(
         LEAST_STEPS,
-        f"steps of the rehearsal, {LEAST_STEPS} or more; learning rates follow the schedule of the real run",
+        f"steps of the rehearsal, at least {LEAST_STEPS}; learning rates follow the schedule of the real run",
         least=LEAST_STEPS,
     )
     skip_data: str | None = flag(None, "as in training", "A:B,C:D", name="skip-data")
@@ -235,14 +235,14 @@ class RehearseFlags(cluster.HostFlags):
 
 @command(RehearseFlags)
 def main(arguments: Arguments) -> int:
-    """Rehearses and returns 0 for GO, 3 for NO-GO."""
+    """Runs the rehearsal. Returns 0 for GO, 3 for NO-GO."""
     with files_as(arguments.flags.mode):
         return carry_out(plan_rehearsal(arguments))
 
 
 def carry_out(rehearsal: Rehearsal) -> int:
-    """Rehearses, prints the table and the verdict, and cleans up unless it is NO-GO. Returns the exit code."""
-    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM cleans up, too
+    """Rehearses, prints the table and the verdict, and cleans up unless the verdict is NO-GO. Returns the exit code."""
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that SIGTERM also cleans up
     made, keep_folder = missing_folders(rehearsal.workdir), False
     report = RehearsalReport(put)
     try:
@@ -252,7 +252,7 @@ def carry_out(rehearsal: Rehearsal) -> int:
         report.add(report.phase, NO, str(stop))
         keep_folder = True
     except Exception:
-        keep_folder = True  # both runs help to find the cause
+        keep_folder = True  # the files help to find the cause
         raise
     finally:  # an interrupted rehearsal is deleted
         signal.signal(signal.SIGTERM, previous)
@@ -304,7 +304,7 @@ def plan_rehearsal(arguments: Arguments) -> Rehearsal:
 
 
 def rehearse(rehearsal: Rehearsal, report: RehearsalReport) -> None:
-    """Runs all phases. Raises Stop at one that fails."""
+    """Runs all phases. Raises Stop if a phase fails."""
     began = time.monotonic()
     free = try_storage(rehearsal, report) if rehearsal.is_first else None
     run_straight(rehearsal, report)
@@ -318,7 +318,7 @@ def rehearse(rehearsal: Rehearsal, report: RehearsalReport) -> None:
 
 
 def missing_folders(workdir: str) -> list[pathlib.Path]:
-    """Returns the folders that must be made for a local `workdir`, the innermost first."""
+    """Returns the missing folders of a local `workdir`, innermost first."""
     if paths.is_remote(workdir):
         return []
     folder = pathlib.Path(paths.as_path(workdir)).absolute()
@@ -326,10 +326,10 @@ def missing_folders(workdir: str) -> list[pathlib.Path]:
 
 
 def clean_up(rehearsal: Rehearsal, made: Sequence[pathlib.Path]) -> None:
-    """Deletes the rehearsal's files, and the folders that were made for it if they are empty."""
+    """Deletes the rehearsal's files, and the folders that were created for it if they are empty."""
     if paths.is_remote(rehearsal.folder) and rehearsal.folder.exists():
         rehearsal.folder.rmtree()
-    shutil.rmtree(rehearsal.logs, ignore_errors=True)  # on a local disk both runs are in it, too
-    with contextlib.suppress(OSError):  # not empty, or already deleted
+    shutil.rmtree(rehearsal.logs, ignore_errors=True)  # for a local folder, this also deletes both runs
+    with contextlib.suppress(OSError):  # the folder is not empty, or already deleted
         for folder in made:
             folder.rmdir()

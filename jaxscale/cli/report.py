@@ -1,12 +1,12 @@
 """Writes one HTML page about a run, or a comparison of several runs.
 
   jaxscale report --workdir=RUN                    report.html: curves, cost, data, settings, samples, incidents
-  jaxscale report --workdir=A --workdir=B          both in each plot, and the settings in which they differ
+  jaxscale report --workdir=A --workdir=B          both runs in each plot, and the settings in which they differ
 
-The last line printed is the page's address, or the card's path.
+The last printed line is the URL of the page, or the path of the card.
 
-The page is one self-contained file that works offline. A running training is shown up to its latest metrics. Folders
-may be in a bucket (gs://). Needs no device.
+The page is one self-contained file that works offline. A training in progress is shown up to its latest metrics.
+Folders may be in a bucket (gs://). Needs no device.
 """
 
 import collections
@@ -40,7 +40,7 @@ class ReportFlags:
         "DOLLARS",
         read=lambda name, text: price_of(f"--{name}", text),
     )
-    card: bool = flag(False, "writes card.md instead: a short page in Markdown, a column for each run")
+    card: bool = flag(False, "writes card.md instead: a short Markdown page with a column for each run")
     serve: int | None = flag(
         None,
         "serves the page at http://127.0.0.1:PORT instead, updated while the run trains, until Ctrl-C; "
@@ -56,18 +56,18 @@ def main(arguments: Arguments) -> None:
     """Writes or serves the page."""
     flags = arguments.flags
     if not flags.workdir:
-        raise BadInput("--workdir must be given: the work folder of a run; repeat it to compare runs")
+        raise BadInput("--workdir is required: the work folder of a run; repeat it to compare runs")
     if repeated := [workdir for workdir, count in collections.Counter(flags.workdir).items() if count > 1]:
-        raise BadInput(f"--workdir={repeated[0]} is given twice; remove one")
+        raise BadInput(f"--workdir={repeated[0]} is set twice; remove one")
     if flags.serve is not None:
         if flags.output or flags.card:
             raise BadInput("--serve writes no file; remove --output and --card, or --serve")
         return serve(flags.workdir, flags.price, flags.serve)
     output = flags.output or ("card.md" if flags.card else "report.html")
     if not paths.is_remote(output) and not paths.as_path(output).parent.is_dir():
-        raise BadInput(f"--output={output}: its folder does not exist; create it, or choose another")
+        raise BadInput(f"--output={output}: its folder does not exist; create it, or use a different folder")
     if not paths.is_remote(output) and paths.as_path(output).is_dir():
-        raise BadInput(f"--output={output} is a folder; name a file, such as {output.rstrip('/')}/report.html")
+        raise BadInput(f"--output={output} is a folder; use a file name, such as {output.rstrip('/')}/report.html")
     page = (make_card if flags.card else make_page)(read_all(flags.workdir), price=flags.price, now=time.time())
     stop_if_unwritable(lambda: paths.write_text_atomic(output, page), output)
     hint = "" if flags.card else "; open it in a browser:"

@@ -2,7 +2,7 @@
 
   jaxscale sample --workdir=runs/quickstart --prompt='def main' --num_tokens=200
 
-Text is streamed to stdout, everything else to stderr. On several hosts the host flags of training apply; the first host
+Text is streamed to stdout, all other output to stderr. On several hosts, use the host flags of training; the first host
 writes.
 """
 
@@ -41,26 +41,26 @@ PORT = 8643
 
 @dataclasses.dataclass(frozen=True)
 class ModelFlags(cluster.HostFlags):
-    """The model that a verb opens, and its devices."""
+    """Flags that select the model and its devices."""
 
     no_config = "the settings are read from the work folder; only --mesh.AXIS can be set"
 
     workdir: str = flag("", "a work folder, or RUN/checkpoints/STEP", "RUN")
-    step: int | None = flag(None, "the checkpoint's step; default: the newest", "N", least=0)
-    ema: bool = flag(False, "the exponential moving average of the weights, if the run has one")
+    step: int | None = flag(None, "step of the checkpoint; default: the newest", "N", least=0)
+    ema: bool = flag(False, "uses the exponential moving average of the weights, if the run has one")
     mesh: dict[str, str] = flag(
         dict,
-        "devices along the mesh axis data, fsdp or tensor, like --config.mesh.AXIS in training",
+        "number of devices along the mesh axis data, fsdp or tensor, like --config.mesh.AXIS in training",
         "N",
         name="mesh.AXIS",
         keys=MESH_AXES,
     )
     tokenizer: str = flag("", "tokenizer.json, SentencePiece .model or 'bytes', for a work folder without one", "FILE")
-    compute_dtype: Dtype | None = flag(None, "float32, bfloat16 or float16, instead of the run's", "TYPE")
+    compute_dtype: Dtype | None = flag(None, "float32, bfloat16 or float16; default: the run's", "TYPE")
     devices: int | None = flag(None, "simulated CPU devices", "N", least=1)
 
     def open(self, mesh: MeshConfig, step: int | None, say: Callable[[str], None]) -> LoadedModel:
-        """Returns the model at a step; None: the newest."""
+        """Returns the model at a step; None is the newest step."""
         how: dict[str, Any] = dict(mesh=mesh, compute_dtype=self.compute_dtype, tokenizer=self.tokenizer)
         return open_model(self.workdir, step=step, what="ema" if self.ema else "params", **how, say=say)
 
@@ -71,14 +71,14 @@ class SampleFlags(ModelFlags, SampleOptions):
         (), "text to continue; may be repeated; default: the beginning of a document", "TEXT"
     )
     prompts: str | None = flag(
-        None, 'file with a prompt per line: .txt, or .jsonl with strings or {"prompt": TEXT}', "FILE"
+        None, 'file with one prompt per line: .txt, or .jsonl with strings or {"prompt": TEXT}', "FILE"
     )
     num_samples: int = flag(1, "texts per prompt", least=1)
-    json: bool = flag(False, "one JSON object per text")
+    json: bool = flag(False, "prints one JSON object per text")
     interactive: bool = flag(False, "reads prompts from the terminal, one per line; Ctrl-D exits")
     serve: int | None = flag(
         None,
-        f"chat: a page at http://127.0.0.1:PORT for this machine only; default {PORT}, 0: any free port",
+        f"chat: serves a page at http://127.0.0.1:PORT to this machine only; default {PORT}, 0: any free port",
         "PORT",
         bare=str(PORT),
         read=port_of,
@@ -94,14 +94,14 @@ def main(arguments: Arguments) -> None:
     flags, options = arguments.flags, arguments.options
     mesh = read_mesh(flags.mesh)
     if not flags.workdir:
-        raise BadInput("--workdir must be given: the work folder of a run, or of a converted model")
+        raise BadInput("--workdir is required: the work folder of a run, or of a converted model")
     is_session = check_modes(flags, options)
     texts = [] if is_session else read_prompts(flags.prompt, flags.prompts)
     if flags.devices:
         jax.config.update("jax_num_cpu_devices", flags.devices)
     place = cluster.discover_process(options)
     if place is not None and is_session:
-        raise BadInput("--interactive and --chat run on one host only; give --prompt or --prompts on several hosts")
+        raise BadInput("--interactive and --chat run on one host only; use --prompt or --prompts on several hosts")
     facts = {name: value for name, value in options.items() if name not in cluster.FLAGS} | {"prompts": texts}
     smaller = (f"--batch={max(flags.batch // 2, 1)}", f"--num_tokens={max(flags.num_tokens // 2, 1)}")
     with cluster.joined(place, facts, options), out_of_memory_explained(lambda: ("", smaller)):
@@ -113,7 +113,7 @@ def main(arguments: Arguments) -> None:
             return converse(writer, flags.context, prompts=flags.prompt, serve=flags.serve)
         found = write_all(writer, texts, num_samples=flags.num_samples)
         if jax.process_index() != 0:
-            collections.deque(found, maxlen=0)  # generates them too, and prints nothing
+            collections.deque(found, maxlen=0)  # generates the texts without printing them
         elif flags.json:
             show_json(found)
         else:
@@ -121,14 +121,14 @@ def main(arguments: Arguments) -> None:
 
 
 def show_text(pieces: Iterator[TextPiece], *, alone: bool) -> None:
-    """Prints each prompt and its text; with a heading line if there are several."""
+    """Prints each prompt and its text. If there are several texts, each has a heading."""
     count, begun = 0, False
     shown = printable if sys.stdout.isatty() else str  # a model's bytes may contain terminal escape sequences
     for piece in pieces:
         if not begun:
             count, begun = count + 1, True
             head = "" if alone else f"--- {count}\n"
-            put_raw(f"{head}{shown(piece.prompt)}")  # not wrapped or cleaned, as another program may read it
+            put_raw(f"{head}{shown(piece.prompt)}")  # not wrapped or cleaned, since another program may read it
         put_raw(shown(piece.text))
         if piece.done is not None:
             put("")
@@ -137,7 +137,7 @@ def show_text(pieces: Iterator[TextPiece], *, alone: bool) -> None:
 
 def show_json(pieces: Iterator[TextPiece]) -> None:
     """Prints a JSON object for each complete text."""
-    shown = printable if sys.stdout.isatty() else str  # JSON does not escape U+009B, which begins a terminal command
+    shown = printable if sys.stdout.isatty() else str  # JSON does not escape U+009B, which starts a terminal command
     for piece in pieces:
         if piece.done is not None:
             line = {"prompt": piece.prompt, "sample": piece.sample, **dataclasses.asdict(piece.done)}
@@ -149,11 +149,11 @@ def check_modes(flags: SampleFlags, given: Collection[str]) -> bool:
     serves = flags.serve is not None
     is_session = flags.interactive or flags.chat or serves
     if flags.interactive and flags.chat:
-        raise BadInput("--interactive and --chat cannot be combined; give one of them")
+        raise BadInput("--interactive and --chat cannot be combined; use one of them")
     if flags.interactive and (flags.prompt or serves):
         raise BadInput("--interactive reads its prompts from the terminal; remove --prompt and --serve")
     if serves and not flags.chat:
-        raise BadInput("--serve needs --chat; give both")
+        raise BadInput("--serve requires --chat; set both")
     for name in ("prompts", "num_samples", "batch", "json"):
         if is_session and name in given:
             raise BadInput(f"--{name} does not apply to --interactive and --chat; remove it")
@@ -172,7 +172,7 @@ def read_mesh(axes: Mapping[str, str]) -> MeshConfig:
 
 
 def read_prompts(given: Sequence[str], file: str | None) -> list[str]:
-    """Returns all prompts, or one empty prompt without any. Raises BadInput for a file without prompts."""
+    """Returns all prompts, or [''] if there are none. Raises BadInput if the file has no prompts."""
     if file is None:
         return list(given) or [""]
     if not paths.as_path(file).is_file():
@@ -188,15 +188,15 @@ def read_prompts(given: Sequence[str], file: str | None) -> list[str]:
     else:
         found = [line for _, line in text_lines(path) if line.strip()]
     if not found:
-        raise BadInput(f"--prompts={file} is empty; write a prompt on each line")
+        raise BadInput(f"--prompts={file} is empty; write one prompt per line")
     return [*given, *found]
 
 
 def converse(writer: TextWriter, context: int | None, *, prompts: Sequence[str], serve: int | None) -> None:
-    """Runs the session until its input ends. context: tokens of the longest text."""
+    """Runs an interactive session or chat until its input ends. `context` is the maximum text length, in tokens."""
     context = context or writer.model.cfg.max_seq_len or writer.model.seq_len
     if context > writer.model.seq_len:
-        writer.say(f"texts have up to {context} tokens, but the model was trained on rows of {writer.model.seq_len}")
+        writer.say(f"texts have up to {context} tokens, but the model was trained with seq_len={writer.model.seq_len}")
     generator = make_generator(writer.model, batch=1, longest=context, say=writer.say)
     if not writer.options.chat:
         return continue_lines(writer, generator)
@@ -220,7 +220,7 @@ def converse(writer: TextWriter, context: int | None, *, prompts: Sequence[str],
             writer.say(f"the answer was cut off at --num_tokens={writer.options.num_tokens}")
         if written and written[0].text:
             messages.append({"role": "assistant", "content": written[0].text})
-        else:  # drop the question
+        else:  # the question has no answer
             messages.pop()
 
 
@@ -236,12 +236,12 @@ def continue_lines(writer: TextWriter, generator: Generator) -> None:
 def generate_pieces(
     writer: TextWriter, generator: Generator, ids: Sequence[int], stop_ids: Sequence[int], written: list[GeneratedText]
 ) -> Iterator[str]:
-    """Yields the generated text after `ids`, in pieces. Raises BadInput if `ids` leave no room for a token."""
+    """Yields the generated text after `ids`, in pieces. Raises BadInput if `ids` have the maximum length."""
     generator.timing = None
     if len(ids) >= generator.engine.longest:
         raise BadInput(
-            f"the prompt has {len(ids)} tokens, but prompt and answer can have at most {generator.engine.longest}; "
-            "start over, shorten it, or raise --context"
+            f"the prompt has {len(ids)} tokens, but prompt and answer together can have at most "
+            f"{generator.engine.longest}; start over, shorten the prompt, or increase --context"
         )
     settings = writer.write_settings(stop_ids)
     for _, piece in write_texts(generator, tokenizer_of(writer.model).tokenizer.decode, [ids], settings, written):
@@ -249,10 +249,10 @@ def generate_pieces(
 
 
 def show(pieces: Iterator[str], prompt: str = "") -> None:
-    """Streams a prompt, once the first piece is there, a text and a final newline."""
+    """Streams a prompt, a text and a final newline. The prompt is printed together with the first piece."""
     shown = printable if sys.stdout.isatty() else str
     try:
-        put_raw(shown(prompt + next(pieces, "")))  # not wrapped or cleaned, as another program may read it
+        put_raw(shown(prompt + next(pieces, "")))  # not wrapped or cleaned, since another program may read it
         for piece in pieces:
             put_raw(shown(piece))
     finally:
@@ -260,7 +260,7 @@ def show(pieces: Iterator[str], prompt: str = "") -> None:
 
 
 def show_in_session(writer: TextWriter, pieces: Iterator[str], prompt: str = "") -> None:
-    """Streams a text in a session: an error is printed, and Ctrl-C ends only this text."""
+    """Streams a text in a session. Errors are printed, and Ctrl-C ends only this text."""
     try:
         show(pieces, prompt)
     except BadInput as error:
@@ -270,7 +270,7 @@ def show_in_session(writer: TextWriter, pieces: Iterator[str], prompt: str = "")
 
 
 def read_lines() -> Iterator[str]:
-    """Yields the lines of stdin, with a prompt in a terminal, until Ctrl-D."""
+    """Yields the lines of stdin until Ctrl-D. A terminal shows '> ' before each line."""
     while True:
         if sys.stdin.isatty():
             print("> ", end="", file=sys.stderr, flush=True)  # noqa: T201
@@ -291,6 +291,6 @@ def serve_page(writer: TextWriter, server: ChatServer) -> None:
         with contextlib.suppress(KeyboardInterrupt):
             ended = server.end_answer()
         if not ended:
-            # Its thread is in the compiler, and would abort when it returns after the interpreter has shut down.
+            # The answer's thread is in the compiler and would abort on returning after the interpreter has shut down.
             silence_closed_streams()
             os._exit(0)

@@ -1,7 +1,7 @@
-"""Reduction of a config to a small model of the same kind, for checks and experiments on a laptop.
+"""Reduces a config to a small model of the same kind, for checks and experiments on a laptop.
 
-Unchanged: the kind of model and its options, the vocabulary, the ratio of query to key-value heads, up to 2
-microbatches. Reduced: layers, width, heads and their size, row length, rows per batch.
+Unchanged: the kind of model and its options, the vocabulary, the ratio of query to key-value heads, and up to 2
+microbatches. Reduced: layers, width, number and size of heads, sequence length, and sequences per batch.
 """
 
 import dataclasses
@@ -22,22 +22,22 @@ from jaxscale.tools.planning.scaling import rate_over_width
 
 LARGE_PARAMS = 50_000_000
 LARGE_BATCH_TOKENS = 65_536
-STATE_BYTES = 16  # a float32 parameter, its gradient and two moments
+STATE_BYTES = 16  # per parameter: float32 value, gradient and two moments
 SMALL_LAYERS, SMALL_EMBED, SMALL_HEAD_DIM, SMALL_SEQ_LEN, SMALL_ROWS = 2, 128, 32, 64, 8
-SMALL_HEADS = 8  # key-value heads, which a tensor axis of 8 divides
+SMALL_HEADS = 8  # key-value heads; divisible by a tensor axis of 8
 
 
 def is_large(cfg: RunConfig, copies: int) -> bool:
-    """Returns True if a laptop cannot run it: `copies` of its state fill half the memory, or a step takes a minute."""
+    """Returns True if a laptop is too small: `copies` of the state fill half its memory, or a step takes a minute."""
     params = cfg.model.num_params
     state = STATE_BYTES * params * copies
     return params > LARGE_PARAMS or cfg.tokens_per_step > LARGE_BATCH_TOKENS or 2 * state > host_memory_bytes()
 
 
 def shrink(cfg: RunConfig, *, layers: int | None = None, small: bool = False, keep: Collection[str] = ()) -> RunConfig:
-    """Returns cfg with at most `layers` layers and, if small, with a narrow model and few, short rows.
+    """Returns cfg with at most `layers` layers and, if `small`, with a narrow model and few, short sequences.
 
-    `small` without `layers` means two layers. keep: settings from which others are derived; they may still be replaced.
+    The default of `layers` is two if `small`. `keep` has settings that are not reduced directly, but may be recomputed.
     """
     layers = SMALL_LAYERS if layers is None and small else layers
     num_layers = min(layers or cfg.model.num_layers, cfg.model.num_layers)
@@ -58,7 +58,7 @@ def shrink(cfg: RunConfig, *, layers: int | None = None, small: bool = False, ke
 
 
 def small_model(cfg: AnyModelConfig, keep: Collection[str]) -> AnyModelConfig:
-    """Returns the model with width at most SMALL_EMBED and at most SMALL_HEADS key-value heads, except `keep`."""
+    """Returns the model with embed_dim up to SMALL_EMBED and up to SMALL_HEADS key-value heads, except for `keep`."""
 
     def at_most(name: str, most: int) -> int:
         return getattr(cfg, name) if f"model.{name}" in keep else min(getattr(cfg, name), most)
@@ -84,9 +84,9 @@ def small_model(cfg: AnyModelConfig, keep: Collection[str]) -> AnyModelConfig:
 
 
 def with_scaled_training(old: RunConfig, new: RunConfig, keep: Collection[str]) -> RunConfig:
-    """Returns `new`, a smaller model, with the tokens per parameter and warmup of `old`, and rates for its width.
+    """Returns `new`, a smaller model than `old`, with the same tokens per parameter and warmup, and scaled rates.
 
-    Args: old: the config without overrides. keep: settings that do not change.
+    `old` is the config without overrides. Learning rates are scaled to the width. Settings in `keep` do not change.
     """
     tokens, optim, changed = old.train_tokens, new.optim, {}
     if isinstance(tokens, int) and "train_tokens" not in keep:
@@ -103,14 +103,14 @@ def with_scaled_training(old: RunConfig, new: RunConfig, keep: Collection[str]) 
 
 
 def as_overrides(old: RunConfig, new: RunConfig) -> dict[str, str]:
-    """Returns the overrides that turn `old` into `new` on a command line."""
+    """Returns the command-line overrides that change `old` into `new`."""
     was, now = (schema.flatten(as_read(cfg)) for cfg in (old, new))
     changed = {name: value for name, value in now.items() if name not in was or was[name] != value}
     return {name: value if isinstance(value, str) else json.dumps(value) for name, value in changed.items()}
 
 
 def use_available_data(cfg: RunConfig) -> tuple[RunConfig, list[str]]:
-    """Returns (cfg, []) if its data can be read, else (cfg with synthetic tokens, the problems)."""
+    """Returns (cfg, []) if its data can be read, or (cfg with synthetic tokens, problems)."""
     if problems := check_data(cfg.data, cfg.seq_len, cfg.model.vocab_size):
         cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, name="synthetic"))
     return cfg, problems
@@ -122,7 +122,7 @@ def without_extras(cfg: RunConfig) -> RunConfig:
 
 
 def changes_text(old: RunConfig, new: RunConfig) -> list[str]:
-    """Returns a line for each changed setting, or a line that nothing changed."""
+    """Returns a line for each changed setting, or a line that reports no change."""
     changed = schema.difference(schema.to_dict(old), schema.to_dict(new))
     lines = [f"  {name}: {was!r} -> {now!r}" for name, (was, now) in changed.items()]
     return ["changed for this check:", *lines] if lines else ["the config is unchanged"]

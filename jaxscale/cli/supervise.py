@@ -1,12 +1,12 @@
 """Restarts a training run after failures that a restart can fix.
 
   jaxscale supervise [FLAGS] -- python -m jaxscale.main --config=FILE --workdir=FOLDER
-  jaxscale supervise [FLAGS] -- --config=FILE --workdir=FOLDER      the same
+  jaxscale supervise [FLAGS] -- --config=FILE --workdir=FOLDER      equivalent
 
-Restarts after exit codes 10, 13, 14, 15 and death by a signal, except Ctrl-C. Any other exit code becomes that of the
-supervisor. It exits with 1 when it gives up, so that an outer supervisor does not restart it. SIGTERM, SIGINT and
-SIGHUP are forwarded to the command (SIGHUP as SIGTERM), which saves and exits with 10; then the supervisor exits, too.
-Deletes nothing.
+Restarts after exit codes 10, 13, 14, 15 and death by a signal, except Ctrl-C. For any other exit code, the supervisor
+exits with the same code. If it gives up, it exits with 1, so that an outer supervisor does not restart it. SIGTERM,
+SIGINT and SIGHUP are forwarded to the command (SIGHUP as SIGTERM), which saves and exits with 10; then the supervisor
+exits as well. It deletes no files.
 """
 
 import collections
@@ -36,15 +36,15 @@ from jaxscale.settings.help_text import command
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Exit, codes_help, first_line, may_start_again, meaning, print_stderr
 
-POLL_SECONDS = 0.05  # of signals during a pause
+POLL_SECONDS = 0.05  # interval of checking for signals during a pause
 FORWARDED_SIGNALS = {signal.SIGTERM: signal.SIGTERM, signal.SIGINT: signal.SIGINT, signal.SIGHUP: signal.SIGTERM}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SuperviseFlags:
-    """The flags of `jaxscale supervise`: also limits of restarts and the pauses before them."""
+    """Flags of `jaxscale supervise`, including the limits of restarts and the pauses before them."""
 
-    no_config = "it belongs to the training command, after --: jaxscale supervise -- --config=FILE"
+    no_config = "it is a flag of the training command, after --: jaxscale supervise -- --config=FILE"
 
     workdir: str | None = flag(
         None, "work folder of the run; default: the command's --workdir, or runs/<config>", "FOLDER"
@@ -53,54 +53,54 @@ class SuperviseFlags:
     max_fruitless: int | None = flag(
         None,
         "gives up after N consecutive starts without progress (a new checkpoint, or a local copy of a later step that "
-        "the next start restores); a run that makes progress is restarted without limit; default: depends on "
-        "the number of processes: 5 up to 64, 10 for 1,536",
+        "the next start restores); the number of restarts with progress is unlimited; default: depends on the "
+        "number of processes: 5 up to 64, 10 for 1,536",
         least=1,
     )
-    min_seconds: int = flag(60, "the pause doubles after a start that ran for less than this", least=0)
+    min_seconds: int = flag(60, "the pause doubles after a start that runs for less than this", least=0)
     backoff_seconds: int = flag(
         5,
-        "the first pause; each pause is shortened by a random fraction up to half, so that hosts do not restart at the "
+        "first pause; each pause is shortened by a random fraction of up to half, so that hosts do not restart at the "
         "same time",
         least=0,
     )
-    max_backoff_seconds: int = flag(300, "the longest pause", least=0)
+    max_backoff_seconds: int = flag(300, "longest pause", least=0)
 
     def pause(self, quick_ends: int, draw: float) -> float:
-        """Returns seconds before the next start, after `quick_ends` consecutive quick ends. draw: from [0, 1)."""
+        """Returns the pause after `quick_ends` consecutive quick ends, in seconds. `draw` is random, from [0, 1)."""
         doubled = self.backoff_seconds * 2.0 ** min(max(quick_ends - 1, 0), 30)
         return min(doubled, self.max_backoff_seconds) * (1 - draw / 2)
 
 
 class RunProgress(NamedTuple):
-    """Progress of a run as seen in its work folder."""
+    """Progress of a run, as read from its work folder."""
 
     saved: dict[int, float]  # {committed step: modification time in the storage}
-    logged: int = 0  # the last step in metrics.jsonl
-    last_record: Record | None = None  # of metrics.jsonl, to detect additions
-    step_seconds: float = 0.0  # median over the last steps; 0: unknown
-    read_error: str = ""  # the error if the folder could not be read
-    begun: int = 0  # the furthest step from which a start resumed, possibly from a local copy
+    logged: int = 0  # last step in metrics.jsonl
+    last_record: Record | None = None  # last record of metrics.jsonl, to detect new records
+    step_seconds: float = 0.0  # median over the last steps; 0 if unknown
+    read_error: str = ""  # error message if the folder could not be read
+    begun: int = 0  # highest step from which a start resumed, possibly from a local copy
 
     @property
     def newest(self) -> int:
-        """The newest committed step, or 0."""
+        """Newest committed step, or 0."""
         return max(self.saved, default=0)
 
     def advanced(self, before: "RunProgress") -> bool:
-        """True for a checkpoint that `before` lacks, and if a start resumed from a later step, as from local copies."""
+        """Returns True if there is a checkpoint that `before` lacks, or if a start resumed from a later step."""
         return bool(set(self.saved.items()) - set(before.saved.items())) or self.begun > before.begun
 
 
 def read_progress(workdir: Any, begun: int = 0) -> RunProgress:
-    """Reads the run's progress; `read_error` if that fails. begun: the furthest step from which a start resumed."""
+    """Returns the run's progress, with `read_error` if reading fails. `begun` is the highest step of earlier starts."""
     folder = paths.as_path(workdir)
     try:
         checkpoints = folder / "checkpoints"
         saved = {step: written_at(checkpoints / str(step)) for step in all_steps(checkpoints)}
         records = tail_records(folder / "metrics.jsonl")
         begun = max(begun, read_start_step(folder))
-    except Exception as error:  # any storage client's errors: a failed read must not end the supervisor
+    except Exception as error:  # errors of any storage client, which must not end the supervisor
         return RunProgress({}, begun=begun, read_error=first_line(error))
     steps = [record for record in records if "tokens_hash" in record]
     seconds = [record["step_seconds"] for record in steps if record.get("step_seconds")]
@@ -114,7 +114,7 @@ def read_progress(workdir: Any, begun: int = 0) -> RunProgress:
 
 
 def written_at(folder: Any) -> float:
-    """Returns the modification time of a step's record; 0.0 if it is missing, as in a damaged step."""
+    """Returns the modification time of a step's record, or 0.0 if it is missing, as in a damaged step."""
     try:
         return (folder / "run" / "metadata").stat().st_mtime
     except OSError:
@@ -131,7 +131,7 @@ class Ended(NamedTuple):
 
     @property
     def fruitless(self) -> bool:
-        """True if it made no progress."""
+        """True if the attempt made no progress."""
         return not self.after.advanced(self.before)
 
     @property
@@ -141,13 +141,13 @@ class Ended(NamedTuple):
 
     @property
     def steps_lost(self) -> int:
-        """Logged steps of this attempt after the last checkpoint, a lower bound of the steps to repeat."""
-        if self.code == 0 or self.after.last_record == self.before.last_record:  # it logged nothing
+        """Steps logged by this attempt after the last checkpoint, a lower bound of the steps to repeat."""
+        if self.code == 0 or self.after.last_record == self.before.last_record:  # nothing was logged
             return 0
         return max(0, self.after.logged - self.after.newest)
 
     def record(self) -> dict[str, Any]:
-        """Returns the entry of the log."""
+        """Returns the entry of the supervisor's log."""
         found = {"code": self.code, "meaning": meaning(self.code), "seconds": round(self.seconds, 3)}
         found |= {"step": self.after.newest, "steps_won": self.steps_won, "steps_lost": self.steps_lost}
         found |= {"lost_seconds": round(self.lost_seconds, 3)}
@@ -155,12 +155,12 @@ class Ended(NamedTuple):
 
     @property
     def lost_seconds(self) -> float:
-        """Seconds of the lost steps."""
+        """Time of the lost steps, in seconds."""
         return min(self.seconds, self.steps_lost * self.after.step_seconds)
 
 
 def crash_loop_text(ends: Sequence[Ended]) -> str:
-    """Returns the reason to stop restarting after these fruitless ends."""
+    """Returns the reason for giving up after these attempts without progress."""
     last = ends[-1].after
     newest = f"the newest is step {last.newest}" if last.newest else "there is no checkpoint"
     seen = f" ({last.read_error})" if last.read_error else ""
@@ -171,7 +171,7 @@ def crash_loop_text(ends: Sequence[Ended]) -> str:
 
 
 def trailing(ends: Sequence[Ended], holds: Callable[[Ended], bool]) -> int:
-    """Returns the number of consecutive last ends for which `holds` is True."""
+    """Returns the number of consecutive attempts at the end for which `holds` is True."""
     return len(list(itertools.takewhile(holds, reversed(ends))))
 
 
@@ -180,14 +180,14 @@ class Supervisor:
 
     def __init__(self, command: Sequence[str], workdir: Any, policy: SuperviseFlags, ledger: str):
         self.command, self.workdir, self.policy, self.ledger = list(command), workdir, policy, paths.as_path(ledger)
-        self.unwritten: list[str] = []  # lines of the ledger, until the run has made its folder
+        self.unwritten: list[str] = []  # lines of the supervisor's log, buffered until the run has created its folder
         self.ledger_failed = False
         self.began = time.monotonic()
-        self.waiting, self.keeping = 0.0, 0.0  # seconds of pauses; of reading the folder and writing the ledger
+        self.waiting, self.keeping = 0.0, 0.0  # seconds spent in pauses, and in reading the folder and writing the log
         self.ends: list[Ended] = []
         self.attempt: Attempt | None = None
-        self.received: list[int] = []  # signals
-        self.unsent: collections.deque[int] = collections.deque()  # of these, not yet forwarded
+        self.received: list[int] = []  # received signals
+        self.unsent: collections.deque[int] = collections.deque()  # received signals that are not yet forwarded
 
     def supervise(self) -> int:
         """Supervises the command. Returns its last exit code, or 1 after giving up."""
@@ -198,7 +198,7 @@ class Supervisor:
         try:
             return self.run()
         finally:
-            if self.attempt is not None:  # an error in the supervisor must not leave it running
+            if self.attempt is not None:  # after an error in the supervisor, the command must not continue
                 self.attempt.kill_group()
             for number, handler in previous.items():
                 signal.signal(number, handler)
@@ -241,9 +241,9 @@ class Supervisor:
         """Runs the command once."""
         number, began, keeping = len(self.ends) + 1, time.monotonic(), self.keeping
         self.attempt = Attempt(self.command)
-        self.forward_unsent()  # signals from before the start
+        self.forward_unsent()  # signals received before the start
         self.note("start", number=number, step=before.newest, pid=self.attempt.process.pid)
-        self.keeping = keeping  # this time counts as `up`
+        self.keeping = keeping  # the time for this line is part of `up`
         code = self.attempt.wait()
         self.attempt = None
         seconds = time.monotonic() - began
@@ -252,21 +252,21 @@ class Supervisor:
         return end
 
     def read_progress(self, begun: int = 0) -> RunProgress:
-        """Reads and times the progress of the run."""
+        """Reads the progress of the run, and records the time for reading."""
         began = time.monotonic()
         found = read_progress(self.workdir, begun)
         self.keeping += time.monotonic() - began
         return found
 
     def note(self, event: str, **facts: Any) -> None:
-        """Appends a line to the ledger, durably if its folder exists. Reports one write error."""
+        """Appends a line to the log, durably if its folder exists. Prints only the first write error."""
         began, now = time.monotonic(), datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
         self.unwritten.append(json.dumps({"time": now, "event": event, **facts}, allow_nan=False) + "\n")
         try:
             if paths.is_remote(self.ledger) or self.ledger.parent.is_dir():
                 append(self.ledger, "".join(self.unwritten).encode(), mode=0o600, durable=True)
                 self.unwritten.clear()
-        except Exception as error:  # any storage client's errors
+        except Exception as error:  # errors of any storage client
             if not self.ledger_failed:
                 print_stderr(
                     f"supervise: cannot write {self.ledger}, continuing without it: {type(error).__name__}: {error}"
@@ -275,11 +275,11 @@ class Supervisor:
         self.keeping += time.monotonic() - began
 
     def leave(self, code: int, reason: str, event: str = "leave") -> int:
-        """Writes the last line and returns the exit code, 128 + N for signal N."""
+        """Writes the last line of the log. Returns the exit code, 128 + N for signal N."""
         starts, wall = len(self.ends), time.monotonic() - self.began
         total = lambda name: sum(getattr(end, name) for end in self.ends)
         up, won, lost = total("seconds"), total("steps_won"), total("steps_lost")
-        # each is measured separately, so that the sum of the first three can be checked against the wall time
+        # up, waiting and keeping are measured separately, so that their sum can be compared with the wall time
         seconds = {"up": up, "waiting": self.waiting, "keeping": self.keeping, "lost": total("lost_seconds")}
         goodput = (up - seconds["lost"]) / wall if wall > 0 else 0.0
         times = {f"{name}_seconds": round(value, 3) for name, value in ({"wall": wall} | seconds).items()}
@@ -292,23 +292,23 @@ class Supervisor:
         return 128 - code if code < 0 else code
 
     def forward(self, number: int, frame: Any) -> None:
-        """Handles a signal: forwards it to the command, which exits immediately at a second one."""
+        """Handles a signal by forwarding it to the command. A second signal makes the command exit immediately."""
         self.received.append(number)
         self.unsent.append(number)
         self.forward_unsent()
 
     def forward_unsent(self) -> None:
-        """Forwards each signal once, as a second one would prevent the command from saving."""
+        """Forwards each signal once, since a second one would prevent the command from saving."""
         while self.attempt is not None and self.unsent:
             self.attempt.signal(FORWARDED_SIGNALS[signal.Signals(self.unsent.popleft())])
 
 
 @command(SuperviseFlags, f"\nExit codes:\n{codes_help()}", passes_on=True)
 def main(arguments: Arguments) -> int:
-    """Supervises the command after '--' and returns the exit code."""
+    """Supervises the command after '--'. Returns the exit code."""
     flags, training = arguments.flags, arguments.behind
     if not training:
-        raise BadInput("no training command; give it after --: jaxscale supervise -- --config=FILE")
+        raise BadInput("no training command; put it after --: jaxscale supervise -- --config=FILE")
     if training[0].startswith("--"):
         training = [sys.executable, "-m", "jaxscale.cli", "train", *training]
     workdir = flags.workdir or workdir_of(training)
@@ -320,7 +320,7 @@ def main(arguments: Arguments) -> int:
 
 
 def flags_of(command: Sequence[str]) -> dict[str, str]:
-    """Returns {name: value} of the command's flags, --name=value or --name value; the last one wins."""
+    """Returns {name: value} of a command's flags, --name=value or --name value. The last occurrence is used."""
     found = {}
     for word, following in zip(command, [*command[1:], ""]):
         name, equals, value = word.removeprefix("--").partition("=")
@@ -336,11 +336,11 @@ def workdir_of(command: Sequence[str]) -> str:
         return flags["workdir"]
     if flags.get("config"):
         return f"runs/{config_name(flags['config'])}"
-    raise BadInput("the command has neither --workdir nor --config; write jaxscale supervise --workdir=FOLDER -- ...")
+    raise BadInput("the command has neither --workdir nor --config; use jaxscale supervise --workdir=FOLDER -- ...")
 
 
 def process_info_of(command: Sequence[str]) -> ProcessInfo | None:
-    """Returns the command's process among several; None for a single one, or for flags that it will reject."""
+    """Returns the process info of the command, or None for a single process or for flags that the command rejects."""
     flags = flags_of(command)
     try:
         return discover_process({name: flags[name] for name in FLAGS if name in flags})
@@ -349,6 +349,6 @@ def process_info_of(command: Sequence[str]) -> ProcessInfo | None:
 
 
 def default_ledger(workdir: str, process_info: ProcessInfo | None) -> str:
-    """Returns WORKDIR/supervise.jsonl, or supervise-3.jsonl for a process other than the first."""
+    """Returns WORKDIR/supervise.jsonl, or e.g. supervise-3.jsonl for a process other than the first."""
     number = f"-{process_info.process_id}" if process_info is not None and not process_info.is_first else ""
     return f"{workdir.rstrip('/')}/supervise{number}.jsonl"

@@ -1,16 +1,16 @@
-"""Lists the documents that a step of a run has trained on, or the steps that saw a document.
+"""Lists the documents that a step of a run trained on, or the steps that trained on a document.
 
   jaxscale trace --workdir=RUN --step=12345      source, file, offset, id, token range and text of every piece
-  jaxscale trace --workdir=RUN --doc=ID          every step, so far and to come, that has it; also FILE:OFFSET and
+  jaxscale trace --workdir=RUN --doc=ID          every past and future step that has it; also FILE:OFFSET and
                                                  SHARD.bin:NUMBER
 
 Steps and batches are counted from 0: step n trains on the batch that the console and metrics.jsonl report as step n + 1
-(completed steps); a note on stderr repeats this. Positions [begin, end) and text are those of the packed row, before an
-objective such as span_corruption makes inputs and targets and before seq_len_ramp cuts it: "row_tokens" is the length
-of the rows in training. Steps after the last checkpoint and the last line of metrics.jsonl have "done": false.
+(completed steps); a note on stderr repeats this. Positions [begin, end) and text refer to the packed row, before an
+objective such as span_corruption creates inputs and targets and before seq_len_ramp splits it. "row_tokens" is the
+length of the rows in training. Steps after the last checkpoint and the last line of metrics.jsonl have "done": false.
 
 The list is computed from config.json, the last checkpoint and the data, which must be unchanged. If metrics.jsonl has
-the hash of a listed step's batch, after the objective, the hashes are compared; if they differ, a message is printed to
+the hash of a listed step's batch (after the objective), it is compared. If the hashes differ, a message is printed to
 stderr and the exit code is 12.
 """
 
@@ -37,7 +37,7 @@ class TraceFlags:
     )
     row: int | None = flag(None, "only this row of the batch", "R", least=0)
     text: int = flag(200, "characters of text to print per piece; 0: none", least=0)
-    json: bool = flag(False, "one JSON object per line")
+    json: bool = flag(False, "prints one JSON object per line")
     settings: dict[str, str] = flag(dict, "new paths of moved data: cache_dir, files", "V", name="config.data.NAME")
 
 
@@ -49,13 +49,11 @@ def main(arguments: Arguments) -> int:
     """Prints the list and returns the exit code."""
     flags = arguments.flags
     if not flags.workdir:
-        raise BadInput("--workdir must be given: the work folder of the run")
+        raise BadInput("--workdir is required: the work folder of the run")
     if moved := [name for name in arguments.overrides if not name.startswith("data.")]:
         raise BadInput(f"--config.{moved[0]}: only data.* can be set, for data that was moved; remove this flag")
     if fixed := [name for name in arguments.overrides if name.startswith(FIXED_SETTINGS)]:
-        raise BadInput(
-            f"--config.{fixed[0]}: it determines the batches and is read from the work folder; remove this flag"
-        )
+        raise BadInput(f"--config.{fixed[0]} determines the batches and is read from the work folder; remove this flag")
     where = dict(step=flags.step, batch=flags.batch, document=flags.doc, row=flags.row)
     found = trace(flags.workdir, **where, characters=flags.text, moved=arguments.overrides)
     code, piece = 0 if found.batch is None else remarks(found, found.batch), None
@@ -64,13 +62,13 @@ def main(arguments: Arguments) -> int:
         put(json.dumps(piece.record) if flags.json else line)
     if piece is None and found.batch is None:
         print_stderr(
-            f"no step of this run, past or future, trains on {flags.doc}: it is held out, or comes after the last step"
+            f"no past or future step of this run trains on {flags.doc}: it is held out, or comes after the last step"
         )
     return code
 
 
 def remarks(found: BatchTrace, n: int) -> int:
-    """Prints notes about batch n to stderr, and returns the exit code."""
+    """Prints notes about batch n to stderr. Returns the exit code."""
     step, run = found.step, found.run
     if step is None:
         print_stderr(f"batch {n} is skipped: no step trains on it")
@@ -94,7 +92,7 @@ def remarks(found: BatchTrace, n: int) -> int:
 
 
 def piece_line(piece: TracedPiece, seq_len: int, *, with_step: bool) -> str:
-    """Returns the line of a piece. seq_len: tokens in a row of the data."""
+    """Returns the line of a piece. `seq_len` is the length of the data's rows, in tokens."""
     notes = "" if piece.done else ", in the future"
     notes += f", in rows of {piece.row_tokens}" if piece.row_tokens < seq_len else ""
     head = f"step {piece.step} (batch {piece.batch}{notes}) " if with_step else ""

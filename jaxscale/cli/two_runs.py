@@ -1,9 +1,9 @@
-"""One config trained twice: `straight` is uninterrupted, `killed` is killed by SIGKILL and restarted.
+"""Trains one config twice and compares the runs: `straight` is uninterrupted, `killed` is killed and resumed.
 
-Shared by `verify resume` and `rehearse`. Each run is the real command in its own process, and all read one config file.
-The kill is deterministic: with `checkpoint.save_every_steps=3` the second save, at step 6, waits until the first one
-is committed, and the process kills itself at a named point (system/faults.py). The comparison of both is bitwise:
-state, data position, resolved config, token ids, metrics. It uses only the CPU, and reads each state in parts.
+Used by `verify resume` and `rehearse`. Each run is the actual training command in a separate process, and both read one
+config file. The kill is deterministic: with `checkpoint.save_every_steps=3`, the second save, at step 6, waits until
+the first is committed, and the process kills itself at a named point (system/faults.py). The comparison is bitwise and
+covers state, data position, resolved config, token ids and metrics. It uses only the CPU and reads each state in parts.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ STEP_LINE = re.compile(r"^step (\d+)/\d+  loss", re.MULTILINE)
 
 
 def comparable(cfg: RunConfig, keep_last: int) -> RunConfig:
-    """Returns cfg with a save every SAVE_EVERY steps, none postponed, every step logged, and ramps at their end."""
+    """Returns cfg with a save every SAVE_EVERY steps, no postponed saves, every step logged, and no ramps."""
     saves = dict(save_every_steps=SAVE_EVERY, keep_last=keep_last, keep_every_steps=0, wait_seconds=3600)
     checkpoint = dataclasses.replace(cfg.checkpoint, **saves)
     monitor = dataclasses.replace(cfg.monitor, log_every_steps=1, tensorboard=False, progress="lines")
@@ -49,27 +49,27 @@ def comparable(cfg: RunConfig, keep_last: int) -> RunConfig:
 
 
 class Watched(NamedTuple):
-    """A training run that was watched to its end."""
+    """Result of a training run that was watched until its end."""
 
-    begin: int  # the checkpoint from which it resumed, or 0
+    begin: int  # checkpoint from which the run resumed, or 0
     code: int
     seconds: float
-    first: float | None  # seconds until its first step
+    first: float | None  # seconds until the first step
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TwoRuns:
-    """The config, command and folder of the two runs."""
+    """Config, command and folder of the two runs."""
 
     trained: RunConfig
-    command: Sequence[str]  # of the training, without --config and --workdir
-    folder: Any  # of both runs
-    logs: pathlib.Path  # on a local disk
+    command: Sequence[str]  # training command without --config and --workdir
+    folder: Any  # folder of both runs
+    logs: pathlib.Path  # local folder of the logs
     steps: int
     env: Mapping[str, str]
-    say: Callable[[str], None]  # gets a line for each step and checkpoint
-    is_first: bool = True  # of several processes
-    name: str = ""  # of this process among several, for its files
+    say: Callable[[str], None]  # called with a line for each step and checkpoint
+    is_first: bool = True  # whether this process is the first of several
+    name: str = ""  # suffix of this process's files, if there are several processes
 
     def start(self, run: str, kill_at: str = "") -> Attempt:
         """Starts the training in FOLDER/run, with its output in log(run)."""
@@ -90,7 +90,7 @@ class TwoRuns:
         return checkpoints_of(self.folder / "killed").latest_step() or 0
 
     def run(self, run: str, kill_at: str = "") -> Watched:
-        """Starts or resumes a run and watches it to its end. Raises Stop if that, or the resume, is not as expected."""
+        """Starts or resumes a run and waits for its end. Raises Stop if it ends or resumes in an unexpected way."""
         begin, log = self.newest() if run == "killed" else 0, self.log(run)
         code, seconds, first = self.watch(self.start(run, kill_at), run)
         expected = code == (-signal.SIGKILL if kill_at else 0)
@@ -111,7 +111,7 @@ class TwoRuns:
         try:
             running = True
             while running:
-                running = attempt.running()  # before reading, so that its last output is seen
+                running = attempt.running()  # checked before reading, so that the last output is read
                 now = time.monotonic() - began
                 for step in map(int, STEP_LINE.findall(log.read_text("utf-8", "replace")[already:])):
                     if done.setdefault(step, now) == now:
@@ -128,9 +128,9 @@ class TwoRuns:
         return code, time.monotonic() - began, min(done.values(), default=None)
 
     def kill(self, point: str) -> tuple[int, Watched]:
-        """Starts or resumes the run and kills it at a point of system/faults.py. Returns (newest checkpoint, its end).
+        """Starts or resumes the run and kills it at a point of system/faults.py. Returns (newest checkpoint, result).
 
-        Raises Stop as `run` does, and without a checkpoint.
+        Raises Stop as `run` does, and if there is no checkpoint.
         """
         seen = self.run("killed", point)
         if not (newest := self.newest()):
@@ -145,15 +145,15 @@ def last_line(log: pathlib.Path) -> str:
 
 
 SHOWN_DIFFERENCES = 6
-READ_BYTES = 1 << 30  # per part, of each run
+READ_BYTES = 1 << 30  # maximum size of a part, for each run
 # substrings of metric names that depend on time or on the machine
 TIMING_METRICS = ("seconds", "per_second", "mfu", "bytes", "goodput/", "device/", "host_")
 
 
 class RunComparison(NamedTuple):
-    """The result of a comparison of two runs."""
+    """Result of a comparison of two runs."""
 
-    rows: list[tuple[str, str, str]]  # what was compared, its size, the number of differences
+    rows: list[tuple[str, str, str]]  # (what was compared, its size, number of differences)
     differences: list[str]  # one line each
 
     @property
@@ -179,7 +179,7 @@ def read_metrics(workdir: Any, *, timing: bool = False) -> dict[int, dict[str, A
 
 
 def compare(one: Any, other: Any, steps: int, seen: list[dict[int, dict]] | None = None) -> RunComparison:
-    """Compares checkpoints of step `steps` and metrics of two work folders. seen: metrics at each kill of `other`."""
+    """Compares checkpoints of step `steps` and metrics of two work folders. seen: metrics before kills of `other`."""
     checkpoints, other_checkpoints = checkpoints_of(one), checkpoints_of(other)
     run, other_run = checkpoints.read_run(steps), other_checkpoints.read_run(steps)
     rows, differences = [], []
@@ -206,7 +206,7 @@ def compare(one: Any, other: Any, steps: int, seen: list[dict[int, dict]] | None
 
 
 def compare_state(one: Checkpoints, other: Checkpoints, step: int) -> Iterator[tuple[str, str, list[str]]]:
-    """Yields (group, size, a line for each differing leaf). Reads in parts, as two states may not fit in memory."""
+    """Yields (group, size, a line for each differing leaf). Reads in parts, since two states may not fit in memory."""
     leaves, other_leaves = one.read_record(step)["leaves"], other.read_record(step)["leaves"]
     groups: dict[str, list[str]] = {}
     for name in sorted(leaves | other_leaves):
@@ -224,7 +224,7 @@ def compare_state(one: Checkpoints, other: Checkpoints, step: int) -> Iterator[t
 
 
 def batches(names: Sequence[str], sizes: Mapping[str, int]) -> Iterator[list[str]]:
-    """Yields the names in groups of at most READ_BYTES; a larger leaf is alone in its group."""
+    """Yields the names in groups of at most READ_BYTES. A larger leaf is a group by itself."""
     part, filled = [], 0
     for name in names:
         if part and filled + sizes[name] > READ_BYTES:
@@ -237,12 +237,12 @@ def batches(names: Sequence[str], sizes: Mapping[str, int]) -> Iterator[list[str
 
 
 def num_bytes(described: Sequence[Any]) -> int:
-    """Returns the bytes of a leaf that a checkpoint's record describes as (shape, dtype)."""
+    """Returns the size in bytes of a leaf that a checkpoint's record describes as (shape, dtype)."""
     return math.prod(described[0]) * jnp.dtype(described[1]).itemsize
 
 
 def read_leaves(checkpoints: Checkpoints, step: int, leaves: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Returns {name: array on the host}."""
+    """Returns {name: NumPy array} of the named leaves."""
     target = {name: np.empty(leaves[name][0], jnp.dtype(leaves[name][1])) for name in names}
     return named_leaves(checkpoints.restore(step, nest(target), partial=True))
 
@@ -253,7 +253,7 @@ def checkpoints_of(workdir: Any) -> Checkpoints:
 
 
 def leaf_difference(name: str, one: np.ndarray, other: np.ndarray) -> str:
-    """Returns '' if both are bitwise equal, else a description of the difference."""
+    """Returns '' if two arrays are bitwise equal, or a description of the difference."""
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return f"{name} is {one.dtype}{list(one.shape)} and {other.dtype}{list(other.shape)}"
     if one.tobytes() == other.tobytes():
@@ -264,7 +264,7 @@ def leaf_difference(name: str, one: np.ndarray, other: np.ndarray) -> str:
 
 
 def metric_differences(one: Mapping, other: Mapping, steps: Any, names: tuple[str, ...] | None) -> list[str]:
-    """Returns one line for the differing values of each step. names: metrics to compare; None: all."""
+    """Returns one line for each step with differing values. `names` are the metrics to compare; None compares all."""
     found = []
     for step in steps:
         if step not in one or step not in other:

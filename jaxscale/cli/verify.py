@@ -1,12 +1,13 @@
-"""Checks of your config on this machine's CPU.
+"""Checks a config on this machine's CPU.
 
-  jaxscale verify resume --config=FILE    a run that is killed and restarted twice equals an uninterrupted one, bitwise
-  jaxscale verify parity --config=FILE    losses and gradients agree between one device, each mesh axis (pipeline, data,
+  jaxscale verify resume --config=FILE    compares a run that is killed and restarted twice with an uninterrupted run,
+                                          bitwise
+  jaxscale verify parity --config=FILE    compares losses and gradients on one device, each mesh axis (pipeline, data,
                                           fsdp, context, tensor; expert, with both exchanges, for a mixture of experts),
                                           pairs of axes, four axes, ZeRO 1 to 3 and accumulation, on up to 16 simulated
                                           devices
 
-Exit code 0 if the check passes, 1 if not. Changes that are made to the config are printed.
+Exit code 0 if the check passes, 1 otherwise. Changes to the config are printed.
 """
 
 import dataclasses
@@ -30,7 +31,7 @@ from jaxscale.settings.help_text import command
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Exit, Stop, put
 
-LEAST_STEPS = 4 * SAVE_EVERY  # a kill after the second checkpoint, and one in the second save after that
+LEAST_STEPS = 4 * SAVE_EVERY  # enough for a kill after the second checkpoint, and one during the second save after it
 KILLS = {f"step:{KILL_AFTER}": "", "save/start:2": ", while starting to write the next one"}
 
 
@@ -60,8 +61,8 @@ def verify_resume(
 ) -> RunComparison:
     """Trains and compares both runs of a config from `resume_settings`. Deletes their folder if they are equal.
 
-    The second run is killed with SIGKILL after steps that no checkpoint has, restarted, killed while a checkpoint is
-    being written, and restarted. Raises Stop if a run fails.
+    The second run is killed with SIGKILL after steps that no checkpoint has, restarted, killed while it writes a
+    checkpoint, and restarted again. Raises Stop if a run fails.
     """
     folder = new_folder(workdir)
     runs = TwoRuns(
@@ -73,7 +74,7 @@ def verify_resume(
         env=simulated_devices_env(devices),
         say=lambda line: None,
     )
-    metrics = []  # logged before each kill
+    metrics = []  # metrics logged before each kill
     try:
         say(f"an uninterrupted run of {steps} steps")
         runs.run("straight")
@@ -105,7 +106,7 @@ def new_folder(workdir: str | None) -> pathlib.Path:
         return pathlib.Path(tempfile.mkdtemp(prefix="jaxscale-verify-"))
     folder = paths.make_run_dir(workdir)
     if any(folder.iterdir()):
-        raise BadInput(f"workdir={workdir} is not empty, but verify needs an empty folder; choose another one")
+        raise BadInput(f"workdir={workdir} is not empty, but verify needs an empty folder; use a different one")
     return folder
 
 
@@ -119,7 +120,7 @@ class VerifyFlags:
     settings: dict[str, str] = flag(dict, "sets any setting, as in training", "VALUE", name="config.NAME")
     layers: int | None = flag(None, "at most N layers", "N", least=1)
     small: Literal["on", "off", "auto"] = flag(
-        "auto", "on: a narrow model and short rows; off: the config's sizes; auto: on for a large config"
+        "auto", "on: a narrow model and short sequences; off: the config's sizes; auto: on for a large config"
     )
     steps: int = flag(12, "resume: steps of each run", least=LEAST_STEPS)
     devices: int = flag(1, "resume: simulated devices", least=1)
@@ -130,7 +131,7 @@ class VerifyFlags:
 
 @command(VerifyFlags, subverbs=SUBVERBS, alone="--help")
 def main(arguments: Arguments) -> int:
-    """Runs the named check and returns the exit code. Re-executes for parity without the simulated devices."""
+    """Runs the named check. Returns the exit code. For parity, re-executes the command with simulated devices."""
     flags, is_parity = arguments.flags, arguments.subverb == "parity"
     if is_parity:
         verify_parity.on_simulated_devices([sys.executable, "-m", "jaxscale.cli", "verify", "parity", *arguments.words])
@@ -146,7 +147,7 @@ def main(arguments: Arguments) -> int:
 
 
 def prepared(arguments: Arguments, copies: int) -> tuple[RunConfig, RunConfig]:
-    """Returns (the user's config, the same reduced as requested and with readable data)."""
+    """Returns (user's config, config reduced as requested and with readable data)."""
     cfg = config_file.load_config(arguments.config, arguments.overrides)
     flags = arguments.flags
     small = is_large(cfg, copies) if flags.small == "auto" else flags.small == "on"

@@ -1,8 +1,8 @@
-"""Check that losses and gradients are the same in every parallel layout.
+"""Checks that losses and gradients are the same in every parallel layout.
 
-The optimizer is SGD: Adam divides each gradient by its magnitude, which turns rounding errors near zero into whole
-steps. Its momentum is 1e-30, too small to change a float32, so that its state is the last gradient. The compared
-gradients come from the real training step.
+The optimizer is SGD, because Adam divides each gradient by its magnitude, which magnifies rounding errors near zero to
+full steps. Its momentum is 1e-30, too small to change a float32, so that its state is the last gradient. The compared
+gradients are therefore those of the actual training step.
 """
 
 import contextlib
@@ -33,23 +33,23 @@ from jaxscale.tools.qualify.timing import CompileLog
 
 NUM_DEVICES, MAX_DEVICES = 8, 16  # most layouts use 8; layouts of four axes use 16
 MICROBATCHES = (1, 2, 4)
-AXES = ("pipeline", "data", "fsdp", "context", "tensor")  # and expert, for a mixture of experts
-CONTEXT_METHODS: tuple[SharingName, ...] = ("gather", "ulysses", "ring")  # of context.attention
+AXES = ("pipeline", "data", "fsdp", "context", "tensor")  # a mixture of experts also has `expert`
+CONTEXT_METHODS: tuple[SharingName, ...] = ("gather", "ulysses", "ring")  # values of context.attention
 WHOLE_HEAD = PipelineConfig(head="whole")
 STAGES = (PipelineConfig(), WHOLE_HEAD, PipelineConfig(schedule="gpipe"), PipelineConfig(chunks=2))
-WIDTH = 58  # of a layout's name
-NUM_STEPS = 20  # with compared losses
-GRADIENT_STEPS = 5  # with compared gradients; later parameters differ too much by rounding
-ROWS = NUM_DEVICES * max(MICROBATCHES)  # a row for each device in each microbatch
+WIDTH = 58  # columns for a layout's name
+NUM_STEPS = 20  # number of steps with compared losses
+GRADIENT_STEPS = 5  # number of steps with compared gradients; later parameters differ too much by rounding
+ROWS = NUM_DEVICES * max(MICROBATCHES)  # one row for each device in each microbatch
 LR = 0.1  # changes the loss far more than the tolerance
 TINY_MOMENTUM = 1e-30
-TOLERANCE = 1e-5  # relative; float32 sums in another order differ by about 1e-7
+TOLERANCE = 1e-5  # relative; float32 sums in a different order differ by about 1e-7
 REMATERIALIZED = "Involuntary full rematerialization"  # XLA's warning when it copies a whole array between devices
 COLUMNS = f"{'layout':{WIDTH}}{'microbatches':>12}{'loss':>10}{'gradient':>10}{'compiled':>10}"
 
 
 class ParallelLayout(NamedTuple):
-    """A mesh and the settings that divide the work over it."""
+    """Mesh and the settings that distribute the work over it."""
 
     mesh: dict[str, int]  # axes longer than 1
     rules: str
@@ -66,7 +66,7 @@ class ParallelLayout(NamedTuple):
 
 
 def all_layouts(tensor: int, *, experts: bool = False) -> list[ParallelLayout]:
-    """Returns meshes of each axis alone, each pair, and four. tensor: its longest axis. experts: for a mixture."""
+    """Returns meshes of each axis, each pair, and four axes. tensor: maximum length. experts: include expert axes."""
     shared = [{"context": 8}, {"context": 4, "tensor": 2}, {"fsdp": 2, "context": 2, "tensor": 2}]
     shared_parts = {"ulysses": 1, "gather": 2, "ring": 2}
     cube = {"pipeline": 2, "context": 2, "tensor": 2}
@@ -76,7 +76,7 @@ def all_layouts(tensor: int, *, experts: bool = False) -> list[ParallelLayout]:
         *[ParallelLayout({"fsdp": 8}, rules, parts) for rules in ("zero1", "zero2", "zero3") for parts in (1, 4)],
         *[ParallelLayout({"fsdp": 4, "tensor": 2}, "zero3", parts) for parts in MICROBATCHES],
         *[tensor_layout(tensor, parts) for parts in (1, 2)],
-        # a context axis, alone and with others, for every attention method
+        # a context axis, alone and with other axes, for every attention method
         *[ParallelLayout(mesh, "zero3", shared_parts[method], method) for mesh in shared for method in CONTEXT_METHODS],
         ParallelLayout({"data": 2, "context": 4}, "zero1", 2, "gather"),
         # a pipeline axis alone: each schedule, whole and sharded heads, several chunks
@@ -103,7 +103,7 @@ def tensor_layout(size: int, num_microbatches: int) -> ParallelLayout:
 
 
 def expert_layouts() -> list[ParallelLayout]:
-    """Returns layouts with an expert axis, alone and with each other axis, and of four axes."""
+    """Returns layouts with an expert axis: alone, with each other axis, and with three other axes."""
     meshes = [{"expert": 4}, *({"expert": 2, other: 2} for other in AXES)]
     ways = list(itertools.product(meshes, ("gather", "send"), (1, 4)))
     return [
@@ -118,24 +118,24 @@ class LayoutRun:
     """Losses and gradients of the steps in one layout."""
 
     losses: np.ndarray  # float64[steps]
-    gradients: list[list[np.ndarray]]  # a list of arrays for each of the first steps
-    compilations: int  # while the steps ran
-    warnings: list[str]  # of XLA, about involuntary rematerialization
+    gradients: list[list[np.ndarray]]  # one list of arrays for each of the first steps
+    compilations: int  # number of compilations while the steps ran
+    warnings: list[str]  # XLA's warnings about involuntary rematerialization
 
 
 class Row(NamedTuple):
-    """A layout compared with the reference."""
+    """Comparison of a layout with the reference."""
 
     layout: ParallelLayout
     loss: float = 0.0  # largest relative difference of a step's loss
-    gradient: float = 0.0  # largest norm of the difference of an early step's gradient, over the norm
+    gradient: float = 0.0  # largest relative norm of the difference of an early step's gradient
     compilations: int = 1
     warnings: Sequence[str] = ()
     unsupported: str = ""  # the reason if the model does not support this layout
 
     @property
     def agrees(self) -> bool:
-        """True within the tolerance, with one compilation and no warning. NaN agrees with nothing."""
+        """True if within the tolerance, with one compilation and no warning. NaN never agrees."""
         close = self.loss <= TOLERANCE and self.gradient <= TOLERANCE
         return bool(self.unsupported) or close and self.compilations == 1 and not self.warnings
 
@@ -150,7 +150,7 @@ class Row(NamedTuple):
 
 
 class Parity(NamedTuple):
-    """All layouts compared with the first one."""
+    """Comparison of all layouts with the first one."""
 
     reference: LayoutRun
     rows: list[Row]
@@ -174,7 +174,7 @@ class Parity(NamedTuple):
 
 
 def settings(cfg: RunConfig) -> RunConfig:
-    """Returns the config in float32, SGD at a constant rate, no dropout, rows and vocabulary for every layout."""
+    """Returns cfg in float32, with SGD, a constant learning rate, no dropout, and sizes that all layouts support."""
     model = dataclasses.replace(
         cfg.model,
         compute_dtype="float32",
@@ -199,7 +199,7 @@ def settings(cfg: RunConfig) -> RunConfig:
 
 
 def layouts(cfg: RunConfig) -> list[ParallelLayout]:
-    """Returns the layouts of all_layouts() that this model supports, and that of the config's mesh."""
+    """Returns the layouts of all_layouts() that this model supports, and the layout of the config's mesh."""
     configured = []
     with contextlib.suppress(ValueError):  # the config's mesh may not fit 8 devices
         shape = mesh_shape(cfg.mesh, NUM_DEVICES)
@@ -212,7 +212,7 @@ def layouts(cfg: RunConfig) -> list[ParallelLayout]:
 
 
 def verify(cfg: RunConfig, tested: Sequence[ParallelLayout], say: Callable[[str], None] = lambda text: None) -> Parity:
-    """Compares every layout with the first one on the same batches, printing a row for each."""
+    """Compares every layout with the first one on the same batches, and prints a row for each."""
     batches = read_batches(cfg)
     say(f"relative differences to {tested[0]}\n{COLUMNS}")
     reference, rows = run(program(cfg, tested[0]), batches), []
@@ -251,7 +251,7 @@ def program(cfg: RunConfig, layout: ParallelLayout) -> Program:
 
 
 def unsupported_reason(cfg: RunConfig, layout: ParallelLayout) -> str:
-    """Returns '' if the model supports the layout, else the error."""
+    """Returns '' if the model supports the layout, or the error."""
     try:
         program(cfg, layout)
     except BadInput as error:
@@ -290,7 +290,7 @@ def relative_difference(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) 
 
 @contextlib.contextmanager
 def captured_stderr() -> Iterator[list[str]]:
-    """Captures file descriptor 2, to which XLA writes, into the yielded list; a tee forwards it immediately."""
+    """Captures file descriptor 2, to which XLA writes, in the yielded list. `tee` also forwards the output."""
     written: list[str] = []
     sys.stderr.flush()
     stderr_fd = os.dup(2)
@@ -310,7 +310,7 @@ def captured_stderr() -> Iterator[list[str]]:
 
 
 def on_simulated_devices(command: list[str]) -> None:
-    """Re-executes `command` unless jax sees 16 CPU devices, XLA warns, and no cached program hides warnings."""
+    """Re-executes `command` unless jaxscale runs with 16 simulated devices, XLA warnings and no compilation cache."""
     more = {"JAX_ENABLE_COMPILATION_CACHE": "false", "TF_CPP_MIN_LOG_LEVEL": "1"}
     env = simulated_devices_env(MAX_DEVICES) | more
     if env != dict(os.environ):

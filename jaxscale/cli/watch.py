@@ -2,7 +2,7 @@
 
   jaxscale watch --workdir=runs/first
 
-Ctrl-C exits. NO_COLOR turns colours off (https://no-color.org). Needs no device.
+Ctrl-C exits. NO_COLOR turns off colours (https://no-color.org). Needs no device.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ from jaxscale.tools.reporting.event_text import incidents
 from jaxscale.tools.reporting.status import status_of
 
 LEAST_WIDTH, LEAST_HEIGHT = 80, 24
-LABEL = 12  # columns
+LABEL = 12  # columns for a label
 BLOCKS = "▁▂▃▄▅▆▇█"
 PLAIN_BLOCKS = "_.-~=+*#"
 EXPERTS = {  # metrics of a mixture of experts
@@ -52,28 +52,28 @@ DEVICES = {  # metrics of telemetry
 }
 STATES = {"running": "green", "finished": "green", "silent": "red", "failed": "red"}  # other states are yellow
 EVERY_SECONDS, EVERY_SECONDS_REMOTE = 2, 15
-TICK_SECONDS = 0.2  # between checks of the terminal's size
+TICK_SECONDS = 0.2  # interval of checking the terminal's size
 MOST_RECORDS = 50_000
 MOST_EVENTS = 10_000
 COLOURS = {"red": "\x1b[31m", "green": "\x1b[32m", "yellow": "\x1b[33m"}
 PLAIN = "\x1b[0m"
-OPEN, CLOSE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"  # enter the alternate screen, hide the cursor; and back
+OPEN, CLOSE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"  # enter the alternate screen and hide the cursor; revert
 
 
 class WatchLine(NamedTuple):
-    """Text and the name of its colour, '' for the default."""
+    """Text and the name of its colour, or '' for the default."""
 
     text: str
     colour: str = ""
 
 
 def frame(run: History, now: float, width: int, height: int, *, unicode: bool = True) -> list[WatchLine]:
-    """Returns at most `height` lines of at most `width` columns. now: seconds since 1970."""
+    """Returns at most `height` lines of at most `width` columns. `now` is in seconds since 1970."""
     training = [row for row in run.rows if "loss" in row]
     status = status_of(run, now)
     eta = status.left_seconds if status.state.name in ("running", "starting") else None
     room = max(8, width - LABEL - 42)
-    words = status.state.words  # at the right end; the left one is cut if they do not fit
+    words = status.state.words  # right-aligned; the text on the left is cut if it does not fit
     title = cut(shown(f"jaxscale watch  {run.workdir}"), max(0, width - columns_of(words) - 2))
     title += " " * (width - columns_of(title) - columns_of(words)) + words
     lines = [
@@ -116,7 +116,7 @@ def bar(step: int, total: float, eta: float | None, width: int, *, unicode: bool
 
 
 def curves(training: Sequence[Mapping], records: Sequence[Mapping], room: int, *, unicode: bool) -> list[WatchLine]:
-    """Returns lines of loss, validation, gradient norm, learning rate and throughput: last value, curve, range."""
+    """Returns lines of loss, validation loss, gradient norm, learning rate and tokens/s: last value, curve, range."""
     last = training[-1] if training else {}
     validation = [record for record in records if "validation/loss" in record]
     where = f"at step {validation[-1].get('step')}" if validation else ""
@@ -163,7 +163,7 @@ def sparkline(values: Sequence[Any], room: int, *, unicode: bool = True) -> str:
 
 
 def machine(training: Sequence[Mapping]) -> list[WatchLine]:
-    """Returns lines of step time, MFU, wait for data, experts, memory and device metrics."""
+    """Returns lines with step time, MFU, wait for data, experts, memory and device metrics."""
     last = training[-1] if training else {}
     if not last:
         return []
@@ -185,7 +185,7 @@ def machine(training: Sequence[Mapping]) -> list[WatchLine]:
 def numbers_line(
     label: str, last: Mapping, prefix: str, formats: Mapping[str, Callable[[float], str]]
 ) -> list[WatchLine]:
-    """Returns one line with the finite numbers of a record, [] without any."""
+    """Returns one line with the finite numbers of a record, or [] if there are none."""
     known = {name: last[prefix + name] for name in formats if is_finite(last.get(prefix + name))}
     parts = [formats[name](value) for name, value in known.items()]
     return [WatchLine(f"{label:<{LABEL}}{'  '.join(parts)}")] if parts else []
@@ -206,12 +206,12 @@ def goodput_lines(run: History, now: float | None, width: int) -> list[WatchLine
     starts += f", {units.plural(goodput.rewinds, 'rewind')}" if goodput.rewinds else ""
     first = f"{'goodput':<{LABEL}}{goodput.fraction:.1%} of {units.duration(wall)}{starts}"
     while overheads and LABEL + len("  ".join(overheads)) > width:
-        overheads.pop()  # the smallest
+        overheads.pop()  # the smallest overhead
     return [WatchLine(first), WatchLine(" " * LABEL + "  ".join(overheads))]
 
 
 def event_lines(events: Sequence[Mapping[str, Any]], most: int, now: float) -> list[WatchLine]:
-    """Returns lines such as '12:01:33  step 200: checkpoint saved, 1.2s' of the newest events, dated for other days."""
+    """Returns lines of the newest events, such as '12:01:33  step 200: checkpoint saved, 1.2s'; dated on other days."""
     found, today = [], datetime.datetime.fromtimestamp(now).date()
     for event in events[-most:]:
         when = unix_time(event.get("time"))
@@ -225,7 +225,7 @@ def event_lines(events: Sequence[Mapping[str, Any]], most: int, now: float) -> l
 
 
 def cut(text: str, width: int) -> str:
-    """Returns the text, cut to `width` columns."""
+    """Returns the text, truncated to `width` columns."""
     used = 0
     for number, character in enumerate(text):
         used += columns_of(character)
@@ -235,7 +235,7 @@ def cut(text: str, width: int) -> str:
 
 
 def columns_of(text: str) -> int:
-    """Returns the terminal columns of a text: two for wide characters, none for combining ones."""
+    """Returns the number of terminal columns of a text: two for wide characters, none for combining characters."""
     return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
 
 
@@ -249,7 +249,7 @@ class WatchFlags:
 
 
 class RunReader:
-    """Reads the new records of a run in a work folder."""
+    """Reads new records of a run from its work folder."""
 
     def __init__(self, workdir: str):
         self.workdir, self.folder = workdir, paths.as_path(workdir)
@@ -260,16 +260,16 @@ class RunReader:
         self.starts_seen = -1
 
     def read(self) -> History:
-        """Returns the history so far. A storage error becomes a problem of the history."""
+        """Returns the history so far. A storage error is added to its problems."""
         problems = ()
         try:
             self.records = grown(self.records, self.metrics, MOST_RECORDS, clean_record)
             self.events = grown(self.events, self.log, MOST_EVENTS, clean_event)
             starts = sum(event.get("event") in ("started", "resumed") for event in self.events)
-            if starts != self.starts_seen:  # each start may write a new one
+            if starts != self.starts_seen:  # each start may write a new config.json
                 self.config = self.read_config()
                 self.starts_seen = starts if self.config else -1
-        except Exception as error:  # any storage client's errors, which may be temporary
+        except Exception as error:  # errors of any storage client, which may be temporary
             problems = (f"the run cannot be read: {first_line(error)}",)
         times = [follow.grown_at for follow in (self.metrics, self.log) if follow.grown_at is not None]
         return History(
@@ -278,7 +278,7 @@ class RunReader:
         )  # fmt: skip
 
     def read_config(self) -> dict[str, Any]:
-        """Returns config.json, {} before it exists. Raises BadInput if it is damaged."""
+        """Returns the content of config.json, or {} if it does not exist yet. Raises BadInput if it is damaged."""
         try:
             return finite(as_dict(paths.read_json(self.folder / "config.json")))
         except FileNotFoundError:
@@ -286,7 +286,7 @@ class RunReader:
 
 
 def clean_record(record: Row) -> Row | None:
-    """Returns the record's numbers, None for non-finite ones; None for a record without a step."""
+    """Returns the numbers of a record, with None for non-finite numbers. Returns None for a record without a step."""
     if type(record.get("step")) is not int:
         return None
     numbers = {name: value for name, value in record.items() if value is None or isinstance(value, (int, float))}
@@ -294,7 +294,7 @@ def clean_record(record: Row) -> Row | None:
 
 
 def grown(before: list[Row], follow: Follower, most: int, clean: Callable[[Row], Row | None]) -> list[Row]:
-    """Returns the newest records, including the new ones of the file."""
+    """Returns the newest records, including new ones in the file."""
     found, restarted = follow.poll()
     new = [row for record in found if (row := clean(record)) is not None]
     return (new if restarted else before + new)[-most:] if new or restarted else before
@@ -305,16 +305,16 @@ def main(arguments: Arguments) -> None:
     """Shows the run until Ctrl-C, or once."""
     flags, workdir = arguments.flags, arguments.flags.workdir
     if not workdir:
-        raise BadInput("--workdir must be given: the work folder of a run, such as --workdir=runs/first")
+        raise BadInput("--workdir is required: the work folder of a run, such as --workdir=runs/first")
     if not paths.is_remote(workdir) and not paths.as_path(workdir).is_dir():
         raise BadInput(
-            f"--workdir={workdir} is not a folder; give the work folder of a run, such as --workdir=runs/first"
+            f"--workdir={workdir} is not a folder; set the work folder of a run, such as --workdir=runs/first"
         )
     default = EVERY_SECONDS_REMOTE if paths.is_remote(workdir) else EVERY_SECONDS
     reader, stream = RunReader(workdir), sys.stdout
     if flags.once or not is_terminal(stream):
         size = shutil.get_terminal_size((LEAST_WIDTH, LEAST_HEIGHT))
-        put_raw(frame_text(reader.read(), size, stream, colour=has_colour(stream)) + "\n")  # keeps the colour codes
+        put_raw(frame_text(reader.read(), size, stream, colour=has_colour(stream)) + "\n")  # does not remove colours
         return
     with screen(stream), contextlib.suppress(KeyboardInterrupt):
         show(reader, stream, flags.every or default)
@@ -346,7 +346,7 @@ def frame_text(history: History, size: os.terminal_size, stream: TextIO, *, colo
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Returns True if the stream can move its cursor."""
+    """Returns True if the stream is a terminal that can move its cursor."""
     return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 

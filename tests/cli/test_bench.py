@@ -122,7 +122,7 @@ def test_other_work_is_warned_of(step_record, tmp_path):
     theirs = command_that_prints(tmp_path, json.dumps(OTHER | {"params": 1, "lossN": float("nan")}))
     compared = bench_against.compare(ours, [theirs], rounds=1, say=lambda text: None)
     text = "\n".join(bench_against.compare_lines(compared))
-    assert "different models" in text and "last loss is nan" in text
+    assert "so the models differ" in text and "last loss is nan" in text
 
 
 def test_the_other_command_gets_the_environment_of_the_shell(monkeypatch):
@@ -149,10 +149,10 @@ def test_assignments_stand_in_front_of_a_command(tmp_path):
     [
         (
             "import sys; print('deep trouble', file=sys.stderr); sys.exit(3)",
-            "exit code 3 of the command other: deep trouble",
+            "command other ended with exit code 3: deep trouble",
         ),
-        ("print('fast!')", 'no JSON line with a positive number "tok_s" in the output of: other'),
-        ('print(\'{"tok_s": "many"}\')', 'no JSON line with a positive number "tok_s" in the output of: other'),
+        ("print('fast!')", 'the command must print a JSON line with a positive number "tok_s": other'),
+        ('print(\'{"tok_s": "many"}\')', 'the command must print a JSON line with a positive number "tok_s": other'),
     ],
 )
 def test_a_command_that_fails_is_one_clear_line(script, told):

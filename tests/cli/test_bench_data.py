@@ -43,7 +43,7 @@ def test_another_program_says_what_it_did(tmp_path):
     made_text.write_jsonl(tmp_path / "a.jsonl", [made_text.text(1)])
     cfg = schema.from_dict(PrepareConfig, {"sources": {"text": {"files": f"{tmp_path}/a.jsonl"}}})
     silent = shlex.join([sys.executable, "-c", 'print(\'{"seconds": 1, "stages": ["sorting"]}\')'])
-    with pytest.raises(BadInput, match=r'"stages" is \["sorting"\]; it must be a list of some of .*, c4, '):
+    with pytest.raises(BadInput, match=r'"stages" is \["sorting"\], but must be a non-empty list of .*, c4, '):
         compare_program(silent, shlex.split(silent), cfg, [], str(tmp_path), 1)
 
 

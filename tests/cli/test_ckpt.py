@@ -101,7 +101,7 @@ def test_prune_touches_nothing_unless_told_and_keeps_what_training_would(do, run
 def test_average_of_the_last_steps_leaves_out_what_training_suspected(do, run, tmp_path):
     kept_run.reseal(run, 20, health="suspect")
     code, lines, told = do("average", "--last=2", f"--to={tmp_path / 'mean'}")
-    assert code == 0 and told == "excluded, not clean or not readable: 20\n"
+    assert code == 0 and told == "excluded because not clean or not readable: 20\n"
     assert lines == [f"{tmp_path / 'mean'}: step 30, the mean of params of steps 10, 30 (3 leaves, 15.0 KiB)"]
     params = [kept_run.make_state(step)["params"] for step in (10, 30)]
     shapes = {"params": jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params[0])}
@@ -117,8 +117,8 @@ def test_average_of_the_last_steps_leaves_out_what_training_suspected(do, run, t
         (["list"], "ckpt list needs --workdir; see jaxscale ckpt --help"),
         (["copy", "--workdir=RUN"], "ckpt copy needs --to"),
         (["pin", "--workdir=RUN"], "ckpt pin needs --steps"),
-        (["list", "--workdir=RUN/checkpoints"], "holds no checkpoint; give its parent folder"),
-        (["list", "--workdir=RUN/nothing"], "holds no checkpoint; give the work folder of a run that has saved one"),
+        (["list", "--workdir=RUN/checkpoints"], "has no checkpoint; use its parent folder"),
+        (["list", "--workdir=RUN/nothing"], "has no checkpoint; use the work folder of a run with a checkpoint"),
         (["verify", "--workdir=RUN", "--step=11"], "--steps=11: no checkpoint of step 11; existing steps: 10, 20, 30"),
         (["verify", "--workdir=RUN", "--step=x"], "--steps=x must be a whole number, 0 or more"),
         (["verify", "--workdir=RUN", "--step=10", "--steps=20"], "--step and --steps cannot be combined"),
@@ -126,7 +126,7 @@ def test_average_of_the_last_steps_leaves_out_what_training_suspected(do, run, t
         (["list", "--workdir=RUN", "--delete"], "--delete is not a flag of this command"),
         (["prune", "--workdir=RUN", "--keep_last=0"], "--keep_last=0 must be a whole number, 1 or more"),
         (["average", "--workdir=RUN", "--to=x"], "ckpt average needs either --last=5 or --steps=10,20,30"),
-        (["average", "--workdir=RUN", "--to=x", "--last=9"], "--last=9 is more than the 3 clean steps"),
+        (["average", "--workdir=RUN", "--to=x", "--last=9"], "--last=9 exceeds the 3 clean steps"),
         (
             ["average", "--workdir=RUN", "--to=RUN", "--last=2"],
             "is not empty, it contains config.json; choose a new folder",

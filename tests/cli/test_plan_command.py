@@ -79,8 +79,8 @@ def test_operations_or_a_size_need_no_machine(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        ([], "give --config=FILE to plan a run, or one of --budget"),
-        ([SEVEN], "--topology must be given"),
+        ([], "set --config=FILE to plan a run, or one of --budget"),
+        ([SEVEN], "--topology is required"),
         ([SEVEN, "--topology=v99:8"], "unknown chip 'v99'"),
         ([SEVEN, "--topology=v5p-256", "--price=free"], "--price=free must be a number above 0"),
         ([SEVEN, "--topology=v5p-256", "--deadline=soon"], "--deadline=soon must be a time such as 30d"),
@@ -93,7 +93,7 @@ def test_operations_or_a_size_need_no_machine(tmp_path, capsys):
         ),
         (
             ["--model_size=7b", "--config.model.remat=none"],
-            "--config.model.remat needs a config; write the prop",
+            "--config.model.remat requires a config; write the prop",
         ),
         (["--model_size=big"], "--model_size=big must be a number of parameters"),
         (["--budget=1000", "--topology=tpu7x:2x2x1"], "no list price is known for TPU7x; give --price"),

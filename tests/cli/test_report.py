@@ -36,7 +36,7 @@ def test_a_page_is_written_and_jax_is_not_imported(run, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        ([], "--workdir must be given"),
+        ([], "--workdir is required"),
         (["--workdir=RUN", "--workdir=RUN"], "given twice"),
         (["--workdir=RUN/nothing"], "does not exist"),
         (["--workdir="], "--workdir needs a value"),

@@ -169,8 +169,8 @@ def test_prompts_come_from_a_terminal_until_it_ends(workdir, capsys, monkeypatch
     flags = [f"--workdir={workdir}", "--interactive", "--num_tokens=4", "--temperature=0", "--context=64"]
     out, err = written(capsys, *flags)
     assert "one" in out and "two" in out
-    assert "error: the prompt has 135 tokens, but prompt and answer can have at most 64" in err
-    assert "texts have up to 64 tokens, but the model was trained on rows of 16" in err
+    assert "error: the prompt has 135 tokens, but prompt and answer together can have at most 64" in err
+    assert "texts have up to 64 tokens, but the model was trained with seq_len=16" in err
 
 
 def test_help_begins_with_an_example(capsys):
@@ -181,7 +181,7 @@ def test_help_begins_with_an_example(capsys):
 @pytest.mark.parametrize(
     "flags, wanted",
     [
-        (["--prompt=a"], "--workdir must be given"),
+        (["--prompt=a"], "--workdir is required"),
         (["--workdir=/nowhere/run", "--prompt=a"], "--workdir=/nowhere/run holds no checkpoint"),
         (["--workdir=w", "--temperature=hot"], "--temperature='hot' is not a number"),
         (["--workdir=w", "--temperature=-1"], "temperature=-1.0 must be 0 or more"),
@@ -196,7 +196,7 @@ def test_help_begins_with_an_example(capsys):
         (["--workdir=w", "--config.model.num_layers=3"], "only --mesh.AXIS can be set"),
         (["--workdir=w", "--config=c.py"], "the settings are read from the work folder"),
         (["--workdir=w", "--mesh.data=0"], "mesh: data=0 must be a positive number"),
-        (["--workdir=w", "--interactive", "--chat"], "give one of them"),
+        (["--workdir=w", "--interactive", "--chat"], "use one of them"),
         (["--workdir=w", "--interactive", "--prompt=a"], "remove --prompt"),
         (["--workdir=w", "--serve"], "--serve needs --chat"),
         (["--workdir=w", "--chat", "--num_samples=2"], "remove it"),

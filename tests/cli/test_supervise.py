@@ -278,7 +278,7 @@ def test_a_folder_that_was_moved_under_its_run_is_not_begun_anew(tmp_path, capsy
     ("arguments", "told"),
     [
         ([], "no training command"),
-        (["--config=x.py"], "it belongs to the training command, after --: jaxscale supervise -- --config=FILE"),
+        (["--config=x.py"], "it is a flag of the training command, after --: jaxscale supervise -- --config=FILE"),
         (["--max_fruitless=no", "--", "x", "--workdir=w"], "--max_fruitless=no must be a whole number"),
         (["--max_fruitles=3", "--", "x"], "did you mean --max_fruitless?"),
         (["--", "python"], "has neither --workdir nor --config"),

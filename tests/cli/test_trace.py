@@ -139,13 +139,13 @@ def test_a_document_lists_its_steps(home, run, capsys):
     seen = {piece["file"].rpartition("/")[2] for pieces in by_step.values() for piece in pieces}
     never = next(file.name for file in sorted(home.glob("code*.txt")) if file.name not in seen)
     assert trace.main([f"--workdir={run}", f"--doc={never}:0"]) == 0
-    assert f"no step of this run, past or future, trains on {never}:0" in capsys.readouterr().err
+    assert f"no past or future step of this run trains on {never}:0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--step=1"], "--workdir must be given"),
+        (["--step=1"], "--workdir is required"),
         (["--workdir={run}"], "give one of step, batch and document"),
         (["--workdir={run}", "--step=1", "--doc=x"], "give one of step, batch and document"),
         (["--workdir={run}", "--step=-1"], "--step=-1 must be a whole number"),
@@ -154,7 +154,7 @@ def test_a_document_lists_its_steps(home, run, capsys):
         (["--workdir={run}", "--step=1", "--config.seed=3"], "only data.* can be set"),
         (
             ["--workdir={run}", "--step=1", "--config.data.max_epochs.web=3"],
-            "it determines the batches and is read from the work folder",
+            "determines the batches and is read from the work folder",
         ),
         (["--workdir={run}", "--step=1", "--row=16"], "row=16 is not among the 16 rows of batch 1; use 0 to 15"),
         (

@@ -230,10 +230,10 @@ def test_mfu_is_counted_two_ways_which_the_page_of_the_h200_has(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--only=speed"], "--only=speed is not a probe; probes: products, devices, links, kernels, step, storage"),
+        (["--only=speed"], "--only=speed is not a probe; use any of products, devices, links, kernels, step, storage"),
         (["--minutes=0"], "--minutes=0 must be a number above 0"),
         (["--mfu_floor=half"], "--mfu_floor=half must be a number above 0"),
-        (["--config.seq_len=8"], "needs a config; also give --config=FILE"),
+        (["--config.seq_len=8"], "requires a config; also set --config=FILE"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(flags, said):

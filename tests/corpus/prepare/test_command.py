@@ -109,7 +109,7 @@ def test_the_plan_is_told_and_nothing_is_done(raw, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ([], "--output must be given"),
+        ([], "--output is required"),
         (["--output=o"], "sources is empty; set --input="),
         (["--output=o", "--input=none/*.txt"], "matches no file"),
         (["--output=o", "--input=RAW", "--config.stages=('gopher',)"], "did you mean 'gopher_quality'?"),
@@ -117,9 +117,9 @@ def test_the_plan_is_told_and_nothing_is_done(raw, tmp_path, capsys):
         (["--output=o", "--input=RAW", "--config.stages=('decontaminate',)"], "decontaminate.files is empty"),
         (["--output=o", "--input=RAW", "--workers=0"], "--workers=0 must be a whole number"),
         (["--output=gs://b/x", "--input=RAW"], "give --work_dir=FOLDER"),
-        (["--output=o", "--input=RAW", "--work_dir=w"], "--work_dir applies only to an output under gs://"),
+        (["--output=o", "--input=RAW", "--work_dir=w"], "--work_dir applies only to gs://"),
         (["--output=RAW", "--input=RAW"], "cannot be created"),
-        (["--output=gs://b/x", "--report"], "--report, --index and --export need a local folder"),
+        (["--output=gs://b/x", "--report"], "--report, --index and --export require a local folder"),
         (["--index", "--output=TMP", "--config.write.seed=1"], "--index uses only rows.*"),
         (["--output=o", "--input=RAW", "--", "--project=p"], "flags after -- apply only to a Beam runner"),
         (
@@ -127,7 +127,7 @@ def test_the_plan_is_told_and_nothing_is_done(raw, tmp_path, capsys):
             "needs the package apache-beam, which is not",
         ),
         (["--output=o", "--inptu=RAW"], "did you mean --input?"),
-        (["--report", "--output=TMP"], "so it is not a complete set"),
+        (["--report", "--output=TMP"], "so it is not a complete dataset"),
         (["--export=parquet:x", "--output=TMP"], "KIND one of megatron, array_record"),
         (["--output=o", "--input=RAW", "--config.tokenizer.name=none.json"], "none.json does not exist"),
         (["--output=o", "--input=RAW", "--config.near_dedup.threshold=2"], "near_dedup: threshold=2"),
