@@ -93,7 +93,7 @@ def test_an_answer_that_is_none_of_the_services_is_told(gcs):
     with http.server.HTTPServer(("127.0.0.1", 0), Page) as proxy:
         threading.Thread(target=proxy.handle_request, daemon=True).start()
         door = dataclasses.replace(open_bucket(writing=True), endpoint=f"http://127.0.0.1:{proxy.server_port}")
-        with pytest.raises(Transient, match="the response is not JSON; is there a proxy"):
+        with pytest.raises(Transient, match="the response is not JSON; check for a proxy"):
             door.put(URL, b"")
 
 

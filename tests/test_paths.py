@@ -55,7 +55,7 @@ def test_a_folder_that_was_there_keeps_the_mode_that_its_owner_gave_it(tmp_path)
 
 @pytest.mark.parametrize("path", ["", "  "])
 def test_an_empty_run_folder_is_not_the_current_one(path):
-    with pytest.raises(ValueError, match="workdir=.* is empty; give a folder"):
+    with pytest.raises(ValueError, match="workdir=.* is empty; set a folder"):
         paths.make_run_dir(path)
 
 
@@ -64,7 +64,7 @@ def test_a_run_folder_that_may_not_be_made_says_so(tmp_path, monkeypatch):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(pathlib.Path, "mkdir", refuse)
-    with pytest.raises(ValueError, match="cannot be created .Permission denied.; choose another workdir"):
+    with pytest.raises(ValueError, match="cannot be created .Permission denied.; use a different workdir"):
         paths.make_run_dir(tmp_path / "run")
 
 
@@ -111,7 +111,7 @@ def test_a_bucket_without_gcsfs_says_what_to_install(monkeypatch):
 
 @pytest.mark.parametrize("name", ["run[1]", "a*", "why?", "a\\b"])
 def test_a_run_folder_whose_name_is_a_pattern_is_refused_before_anything_is_computed(tmp_path, name):
-    with pytest.raises(BadInput, match="Orbax interprets .* as a pattern; choose another workdir"):
+    with pytest.raises(BadInput, match="Orbax interprets .* as a pattern; use a different workdir"):
         paths.make_run_dir(tmp_path / name / "run")
     assert not (tmp_path / name).exists()
 
@@ -121,7 +121,7 @@ def test_a_run_folder_whose_name_is_a_pattern_is_refused_before_anything_is_comp
     [
         ("https://huggingface.co/org/name", "jaxscale convert --from=org/name --workdir=FOLDER"),
         ("hf://org/name", "jaxscale convert --from=org/name --workdir=FOLDER"),
-        ("file:///tmp/x", "give the path, /tmp/x"),
+        ("file:///tmp/x", "use the path /tmp/x"),
         ("s3://bucket/x", "copy it to a disk or to gs:// first"),
     ],
 )

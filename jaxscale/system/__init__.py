@@ -1,1 +1,1 @@
-"""Exit codes, files and buckets, processes, redaction of secrets, and fault injection."""
+"""Exit codes, files and buckets, process environment, redaction of secrets, and fault injection."""

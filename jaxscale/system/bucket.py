@@ -1,7 +1,7 @@
-"""Client for objects of gs:// buckets over the JSON API: range reads, resumable uploads, conditional writes, retries.
+"""Client for objects in gs:// buckets over the JSON API: range reads, resumable uploads, conditional writes, retries.
 
-storage.py opens it with this machine's credentials. We make the requests ourselves since large transfers must resume
-where they stopped. API: cloud.google.com/storage/docs/json_api/v1/objects and .../docs/retry-strategy.
+storage.py opens it with this machine's credentials. Requests are made here rather than by a library, since large
+transfers must be resumable. API: cloud.google.com/storage/docs/json_api/v1/objects and .../docs/retry-strategy.
 """
 
 import base64
@@ -27,11 +27,11 @@ from jaxscale.system.exits import BadInput
 
 T = TypeVar("T")
 GOOGLE = "https://storage.googleapis.com"
-ATTEMPTS = 9  # consecutive failures without progress: about two minutes of waiting
+ATTEMPTS = 9  # consecutive failures without progress before giving up, about two minutes of waiting
 FIRST_WAIT, MAX_WAIT, MAX_RETRY_AFTER = 0.5, 32.0, 300.0  # seconds
-SILENCE = 60.0  # seconds without a byte after which a connection counts as dead
-READ_BYTES = 1 << 20  # at once
-UPLOAD_CHUNK = 32 << 20  # the API requires a multiple of 256 KiB
+SILENCE = 60.0  # seconds without data after which a connection is considered dead
+READ_BYTES = 1 << 20  # bytes per read
+UPLOAD_CHUNK = 32 << 20  # bytes per request; the API requires a multiple of 256 KiB
 
 
 class Clock(NamedTuple):
@@ -46,7 +46,7 @@ SYSTEM_CLOCK = Clock()
 
 
 class Look(NamedTuple):
-    """Content of an object at one moment. age: seconds since it was written, by the service's clocks."""
+    """Content of an object at one moment. `age` is the time since the write, in seconds, by the service's clock."""
 
     content: bytes
     generation: int
@@ -55,7 +55,7 @@ class Look(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """A client for all buckets. authorise: adds credentials to the headers. attempts: of `patiently`."""
+    """Client for all buckets. authorise: adds credentials to headers. attempts: maximum consecutive failures."""
 
     endpoint: str
     authorise: Callable[[dict[str, str]], None]
@@ -64,7 +64,7 @@ class Bucket:
     attempts: int = ATTEMPTS
 
     def metadata(self, url: str) -> dict[str, Any] | None:
-        """Returns the metadata of an object, such as size and md5Hash; None if it does not exist."""
+        """Returns the metadata of an object, such as size and md5Hash, or None if it does not exist."""
         try:
             return self.patiently(lambda: self.ask("GET", self.object_url(url), url, "read"), url)
         except FileNotFoundError:
@@ -76,14 +76,14 @@ class Bucket:
         return self.patiently(lambda: self.ask("GET", where, url, "read", parse=lambda response: response.read()), url)
 
     def read(self, url: str) -> bytes:
-        """Returns the content of a small object. Raises BadInput if it or the permission to read it is missing."""
+        """Returns the content of a small object. Raises BadInput if the object does not exist or may not be read."""
         try:
             return self.content(url)
         except FileNotFoundError as error:
             raise BadInput(str(error)) from None
 
     def look(self, url: str) -> Look | None:
-        """Returns a small object with its generation and age, or None."""
+        """Returns the content of a small object with its generation and age, or None if it does not exist."""
 
         def ask() -> Look | None:
             try:
@@ -95,28 +95,28 @@ class Bucket:
             try:
                 with self.request("GET", where, url, "read") as response:
                     return Look(response.read(), int(about["generation"]), age(about["updated"], now))
-            except FileNotFoundError:  # this generation is gone, the object may not be
-                raise Transient("it was replaced between two requests") from None
+            except FileNotFoundError:  # this generation was replaced or deleted
+                raise Transient("the object was replaced between two requests") from None
 
         return self.patiently(ask, url)
 
     def put(self, url: str, content: bytes, generation: int | None = None) -> int:
-        """Writes a small object, in one try; returns its generation.
+        """Writes a small object in one attempt. Returns its generation.
 
-        generation: that it must replace; 0: none may exist; None: any. Raises Changed for another generation, and
-        Transient, Forbidden, FileNotFoundError (no bucket).
+        generation: the generation to replace; 0: the object must not exist; None: replace any. Raises Changed if the
+        generation differs, Transient, Forbidden, or FileNotFoundError if the bucket does not exist.
         """
         query = {"uploadType": "media"} | ({} if generation is None else {"ifGenerationMatch": str(generation)})
         headers = {"Content-Type": "application/octet-stream"}
         return int(self.ask("POST", self.upload_url(url, query), url, "written", headers, content)["generation"])
 
     def delete(self, url: str, generation: int) -> None:
-        """Removes an object, in one try. Raises as put does, and FileNotFoundError if it does not exist."""
+        """Deletes an object in one attempt. Raises as put does, and FileNotFoundError if it does not exist."""
         where = self.object_url(url, ifGenerationMatch=str(generation))
         self.ask("DELETE", where, url, "deleted", parse=lambda response: None)
 
     def remove(self, url: str) -> bool:
-        """Removes any generation of an object; False if it does not exist, or an earlier try has removed it."""
+        """Deletes any generation of an object. Returns False if it does not exist, as after an earlier attempt."""
         where = self.object_url(url)
         try:
             self.patiently(lambda: self.ask("DELETE", where, url, "deleted", parse=lambda response: None), url)
@@ -125,7 +125,7 @@ class Bucket:
         return True
 
     def copy(self, url: str, target: str) -> None:
-        """Copies an object inside the service, in one or more requests."""
+        """Copies an object within the service, in one or more requests."""
         bucket, name = (urllib.parse.quote(part, safe="") for part in split(target))
         token: str | None = ""
 
@@ -141,11 +141,11 @@ class Bucket:
     def pieces(
         self, url: str, start: int, size: int, *, stop: int | None = None, generation: str | None = None
     ) -> Iterator[bytes]:
-        """Yields the bytes [start, stop) of an object of this size, and resumes after a broken connection.
+        """Yields the bytes [start, stop) of an object with this size. Resumes after a broken connection.
 
-        Args: stop: by default its end. generation: that must still exist.
-        Raises: Unreachable after too many consecutive failures, FileNotFoundError, BadInput if the object has another
-        size or may not be read.
+        The default of `stop` is the end of the object. `generation` is the generation to read, if not the current one.
+        Raises Unreachable after too many consecutive failures, FileNotFoundError, or BadInput if the object has a
+        different size or may not be read.
         """
         stop, failures = size if stop is None else stop, 0
         where = self.object_url(url, alt="media", **({} if generation is None else {"generation": generation}))
@@ -155,7 +155,7 @@ class Bucket:
             try:
                 with self.request("GET", where, url, "read", headers) as response:
                     check_size(response.headers, url, size)
-                    skipped = start if response.status == 200 else 0  # a server without ranges sends everything
+                    skipped = start if response.status == 200 else 0  # a server without range support sends everything
                     while start < stop:
                         piece = response.read1(READ_BYTES)
                         if not piece:
@@ -170,7 +170,7 @@ class Bucket:
                 self.wait(fault, failures, url)
 
     def upload(self, path: Path, url: str) -> None:
-        """Copies a local file to an object, which appears atomically. Raises as Upload does."""
+        """Copies a local file to an object, which appears atomically. Raises the errors of Upload."""
         md5, left = hashlib.md5(usedforsecurity=False), path.stat().st_size
         with open(path, "rb") as file:
             upload = Upload(self, url, left)
@@ -192,7 +192,7 @@ class Bucket:
         return f"{self.endpoint}/storage/v1/b/{bucket}/o/{name}?{urllib.parse.urlencode(query)}".rstrip("?")
 
     def ask(self, *request: Any, parse: Callable[[Any], Any] = json.load) -> Any:
-        """Returns parse(response) of one request. Raises as `request` does, which has the same arguments."""
+        """Returns parse(response) of one request. Takes the arguments of `request` and raises its errors."""
         with self.request(*request) as response:
             return parse(response)
 
@@ -206,7 +206,7 @@ class Bucket:
         headers: dict[str, str] | None = None,
         body: bytes | None = None,
     ) -> Iterator[Any]:
-        """Yields an open response. Raises Transient, also for errors in the block, FileNotFoundError, BadInput."""
+        """Yields an open response. Raises Transient (also for errors in the block), FileNotFoundError or BadInput."""
         headers = {"Accept-Encoding": "identity", **(headers or {})}
         try:
             self.authorise(headers)
@@ -224,10 +224,10 @@ class Bucket:
         except (OSError, http.client.HTTPException) as error:
             raise Transient(str(error) or type(error).__name__) from None
         except (json.JSONDecodeError, UnicodeDecodeError):
-            raise Transient("the response is not JSON; is there a proxy?") from None
+            raise Transient("the response is not JSON; check for a proxy") from None
 
     def retry_after(self, header: str) -> float:
-        """Returns the seconds of a Retry-After header: a number, or a date (RFC 9110, section 10.2.3)."""
+        """Returns the delay in seconds of a Retry-After header: a number, or a date (RFC 9110, section 10.2.3)."""
         if header.isdigit():
             return min(float(header), MAX_RETRY_AFTER)
         try:
@@ -237,7 +237,7 @@ class Bucket:
         return min(max(date - self.clock.now(), 0.0), MAX_RETRY_AFTER)
 
     def patiently(self, ask: Callable[[], T], url: str) -> T:
-        """Returns ask(), with retries after transient faults."""
+        """Returns ask(). Retries after transient faults."""
         failures = 0
         while True:
             try:
@@ -247,7 +247,7 @@ class Bucket:
                 self.wait(fault, failures, url)
 
     def wait(self, fault: Transient, failures: int, url: str) -> None:
-        """Sleeps before the next try. Raises Unreachable after too many consecutive failures without progress."""
+        """Sleeps before the next attempt. Raises Unreachable after too many consecutive failures without progress."""
         if failures >= self.attempts:
             tries = f"{failures} consecutive attempts failed, the last" if failures > 1 else "the attempt failed"
             raise Unreachable(f"{url}: {tries} with: {fault}; try again later")
@@ -256,12 +256,12 @@ class Bucket:
 
 
 class Upload:
-    """A resumable upload in chunks of 32 MiB. Raises BadInput if the object may not be written, or has another MD5."""
+    """Resumable upload in chunks of 32 MiB. Raises BadInput if the object may not be written, or its MD5 differs."""
 
     def __init__(self, bucket: Bucket, url: str, num_bytes: int):
         self.bucket, self.url, self.total = bucket, url, num_bytes
         self.session = ""
-        self.buffer, self.sent = bytearray(), 0  # bytes not yet confirmed, and their offset
+        self.buffer, self.sent = bytearray(), 0  # bytes not yet confirmed, and the offset of the first of them
         self.answer: dict[str, Any] | None = None
 
     def write(self, content: Any) -> None:
@@ -289,10 +289,10 @@ class Upload:
         try:
             self.session = self.session or self.bucket.patiently(start, self.url)
         except FileNotFoundError as error:
-            raise BadInput(f"{str(error).partition(';')[0]}; does the bucket exist?") from None
+            raise BadInput(f"{str(error).partition(';')[0]}; check that the bucket exists") from None
         while self.answer is None and (self.sent < end or not self.total):
             part, content = f"{self.sent}-{end - 1}", bytes(self.buffer)
-            if failures or not content:  # query how much has arrived
+            if failures or not content:  # ask how many bytes have arrived
                 part, content = "*", b""
             try:
                 headers = {"Content-Range": f"bytes {part}/{self.total}", "Content-Type": "application/octet-stream"}
@@ -317,11 +317,11 @@ class Upload:
         """Completes the object. Raises BadInput if its MD5 differs."""
         self.flush()
         if (self.answer or {}).get("md5Hash") != base64.b64encode(md5).decode():
-            raise BadInput(f"{self.url} differs from {expected}: it was damaged in transfer; run the command again")
+            raise BadInput(f"{self.url} differs from {expected} after a damaged transfer; run the command again")
 
 
 class NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Passes 308 through: in this API it means that an upload is incomplete."""
+    """Does not follow status 308, which means in this API that an upload is incomplete."""
 
     def http_error_308(self, req: Any, fp: Any, code: int, msg: str, headers: Any) -> Any:
         """Returns the response unchanged."""
@@ -332,7 +332,7 @@ OPENER = urllib.request.build_opener(NoRedirects)
 
 
 def check_size(headers: Any, url: str, size: int) -> None:
-    """Raises BadInput if the response has another object size, or none."""
+    """Raises BadInput if the size of the object in the response is missing or differs from `size`."""
     total = headers.get("Content-Range", "").rpartition("/")[2] or headers.get("Content-Length", "")
     if not total.isdecimal():
         raise BadInput(
@@ -340,11 +340,11 @@ def check_size(headers: Any, url: str, size: int) -> None:
             "Content-Encoding"
         )
     if int(total) != size:
-        raise BadInput(f"{url} has {total} bytes, but {size} are expected: it was replaced")
+        raise BadInput(f"{url} has {total} bytes instead of {size}, so it was replaced")
 
 
 def split(url: str) -> tuple[str, str]:
-    """Splits gs://BUCKET/NAME. Raises BadInput for any other URL."""
+    """Returns (BUCKET, NAME) of gs://BUCKET/NAME. Raises BadInput for any other URL."""
     bucket, _, name = url.removeprefix("gs://").partition("/")
     if not url.startswith("gs://") or not bucket or not name:
         raise BadInput(f"{url} must be gs://BUCKET/NAME")
@@ -352,7 +352,7 @@ def split(url: str) -> tuple[str, str]:
 
 
 def age(updated: str, now: str) -> float:
-    """Returns the seconds from an RFC 3339 time to an HTTP Date header; 0 if either is malformed."""
+    """Returns the seconds from an RFC 3339 time to the time of an HTTP Date header, or 0 if either is malformed."""
     try:
         then = datetime.datetime.fromisoformat(updated)
         return max(0.0, (email.utils.parsedate_to_datetime(now) - then).total_seconds())

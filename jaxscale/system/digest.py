@@ -6,11 +6,11 @@ from typing import Any
 
 from jaxscale.system.foreign import cannot_read, open_regular
 
-READ_BYTES = 8 << 20  # at once
+READ_BYTES = 8 << 20  # bytes per read
 
 
 def file_sha256(path: str) -> str:
-    """Returns the SHA-256 of a regular file. Raises BadInput; its subclass Unreadable for a storage error."""
+    """Returns the SHA-256 of a regular file. Raises BadInput, or its subclass Unreadable for a storage error."""
     sha256 = hashlib.sha256()
     try:
         with open_regular(path) as file:

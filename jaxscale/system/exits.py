@@ -1,4 +1,4 @@
-"""Exit codes, and the exceptions that select one. A supervisor may restart 10, 13, 14, 15 and death by signal."""
+"""Exit codes and the exceptions that select them. A supervisor may restart after 10, 13, 14, 15 and death by signal."""
 
 import contextlib
 import enum
@@ -10,12 +10,12 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import TextIO
 
-INTERRUPTED = 130  # Ctrl-C; this and the next are a shell's codes for SIGINT and SIGPIPE
+INTERRUPTED = 130  # Ctrl-C; shells use these two codes for SIGINT and SIGPIPE
 READER_GONE = 141
 
 
 class Exit(enum.IntEnum):
-    """Exit codes of a process: code, what happened, what a person does. docs/survive.md has the long form."""
+    """Exit codes of a process, each with an event and advice. docs/survive.md has details."""
 
     event: str
     advice: str
@@ -63,10 +63,10 @@ BY_A_PERSON = (INTERRUPTED, READER_GONE)
 
 
 def may_start_again(code: int) -> bool:
-    """Returns True if the same command may succeed: preempted, lost process, storage, hang, death by a signal.
+    """Returns True if the same command may succeed: preempted, lost process, storage, hang, or death by a signal.
 
-    Args: code: negative for death by a signal, as in Python, or above 128, as in shells. Ctrl-C and a closed pipe are
-    intended by the user and do not count.
+    `code` is negative for death by a signal, as in Python, or above 128, as in shells. Returns False for Ctrl-C and a
+    closed pipe, which are intended by the user.
     """
     code = 128 - code if code < 0 else code
     return code in STARTED_AGAIN or (128 < code < 128 + signal.NSIG and code not in BY_A_PERSON)
@@ -78,7 +78,7 @@ def is_failure(code: int | None) -> bool:
 
 
 def meaning(code: int) -> str:
-    """Describes a code of may_start_again: 'exit 13, another process was lost', 'killed by SIGKILL'."""
+    """Returns a description of an exit code: 'exit 13, another process was lost', 'killed by SIGKILL'."""
     number = -code if code < 0 else code - 128
     if code < 0 or code > 128:
         name = signal.Signals(number).name if number in list(signal.Signals) else f"signal {number}"
@@ -87,27 +87,27 @@ def meaning(code: int) -> str:
 
 
 def codes_help() -> str:
-    """Returns a line for each exit code: what happened, and what to do."""
+    """Returns one line for each exit code: the event, and advice."""
     return "\n".join(f"  {int(code):3}  {code.event}: {code.advice}" for code in Exit)
 
 
 class BadInput(ValueError):
-    """An error that the user can correct (exit 2); its message is one line with path, value, rule and fix.
+    """An error that the user can correct (exit 2). The message is one line with path, value, rule and fix.
 
-    Any other exception, also another ValueError, is a defect and keeps its traceback (exit 1).
+    All other exceptions, including other ValueErrors, are defects and print a traceback (exit 1).
     """
 
-    errno: int | None = None  # of the OSError behind it, if any
+    errno: int | None = None  # errno of the underlying OSError, if any
 
     def _render_traceback_(self) -> list[str]:
-        """Returns the line that a notebook shows in place of a traceback."""
+        """Returns the line that a notebook shows instead of a traceback."""
         _, line = verdict(self)
-        assert line is not None, "each class with this method has a line"
+        assert line is not None, "errors of these classes have a one-line message"
         return [without_secrets(line)]
 
 
 class Stop(Exception):
-    """Ends the process with `code` after printing the message: one line with the problem, its location and the fix."""
+    """Ends the process with `code` after printing a one-line message: problem, location and fix."""
 
     def __init__(self, code: Exit, message: str):
         super().__init__(message)
@@ -117,34 +117,34 @@ class Stop(Exception):
 
 
 class Terminated(BaseException):
-    """SIGTERM with nothing to save. Like KeyboardInterrupt, it is not an Exception."""
+    """SIGTERM when there is nothing to save. Like KeyboardInterrupt, it is not an Exception."""
 
     _render_traceback_ = BadInput._render_traceback_
 
 
 def run_and_exit(main: Callable[[list[str]], int | None], *, is_verb: bool = True) -> None:
-    """Runs main(argv) and exits with its code; BadInput, Stop and Ctrl-C become one line on stderr.
+    """Runs main(argv) and exits with its code. BadInput, Stop and Ctrl-C are printed as one line on stderr.
 
-    Exits silently if the reader of our output is gone, as after `| head`. The help of a verb ends with the exit codes.
+    Exits silently if the reader of the output is gone, as after `| head`. The help of a verb ends with the exit codes.
     """
     with tracebacks_shown():
         try:
             code = main(argv := sys.argv[1:])
-            flags = argv[: argv.index("--")] if "--" in argv else argv  # the others are for another program
+            flags = argv[: argv.index("--")] if "--" in argv else argv  # words after -- are for a different program
             if is_verb and not code and {"-h", "--help", "--helpfull"} & set(flags):
                 put(f"\n{CODES_LINE}")
         except BrokenPipeError:
             if not (has_no_reader(sys.stdout) or has_no_reader(sys.stderr)):
-                raise  # not a pipe of our output
+                raise  # a different pipe is broken
             code = READER_GONE
         except BaseException as error:
             code, line = verdict(error)
             if line is None:
-                raise  # a defect: keep the traceback
+                raise  # a defect, which prints its traceback
             print_stderr(line)
     silence_closed_streams()
     with contextlib.suppress(ValueError):  # not the main thread
-        signal.signal(signal.SIGTERM, lambda number, frame: os._exit(int(code or 0)))  # the exit code is decided
+        signal.signal(signal.SIGTERM, lambda number, frame: os._exit(int(code or 0)))  # SIGTERM keeps the exit code
     sys.exit(int(code or 0))
 
 
@@ -158,7 +158,7 @@ def tracebacks_shown() -> Iterator[None]:
             trace = shown_traceback(end.exc_value).rstrip("\n")
             print_stderr(f"in thread {end.thread.name if end.thread else '?'}: {trace}")
 
-    # stays: it is called last
+    # not restored, since Python calls it after this block
     sys.excepthook = lambda kind, error, frames: print_stderr(shown_traceback(error).rstrip("\n"))
     old, threading.excepthook = threading.excepthook, thread_ended
     try:
@@ -168,9 +168,9 @@ def tracebacks_shown() -> Iterator[None]:
 
 
 def verdict(error: BaseException) -> tuple[int, str | None]:
-    """Returns (exit code, message) of an error that ends the program; None as message for a traceback."""
+    """Returns (exit code, message) of an error that ends the program. The message is None if a traceback is printed."""
     if isinstance(error, Stop | BadInput):
-        message = "\\n".join(str(error).splitlines())  # newlines as from file names
+        message = "\\n".join(str(error).splitlines())  # file names may contain newlines
         if isinstance(error, BadInput):
             return Exit.BAD_INPUT, f"error: {message}"
         return error.code, f"stopped ({error.code.name.lower()}, exit {int(error.code)}): {message}"
@@ -185,13 +185,13 @@ def verdict(error: BaseException) -> tuple[int, str | None]:
 
 
 def first_line(error: BaseException) -> str:
-    """Returns 'TYPE: MESSAGE' of an error, the first line of its message only."""
+    """Returns 'TYPE: MESSAGE' of an error, with the first line of its message."""
     return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
 
 
 def without_secrets(text: str) -> str:
     """Returns the text without secrets and control characters."""
-    from jaxscale.system.redact import shown  # its patterns are needed by programs that print, not by every import
+    from jaxscale.system.redact import shown  # imported late, since only programs that print need its patterns
 
     return shown(text)
 
@@ -199,16 +199,16 @@ def without_secrets(text: str) -> str:
 def print_stderr(line: str) -> None:
     """Prints a line to stderr, without secrets and control characters. Ignores write errors."""
     with contextlib.suppress(OSError):  # no reader, or a full disk
-        print(f"{without_secrets(line)}\n", end="", file=sys.stderr)  # noqa: T201  in one piece: several processes may write to one file
+        print(f"{without_secrets(line)}\n", end="", file=sys.stderr)  # noqa: T201  one write, as processes may share a file
 
 
 def put(*lines: str, end: str = "\n") -> None:
-    """Prints lines to stdout and flushes, without secrets and control characters. Raises as `put_raw` does."""
+    """Prints lines to stdout and flushes, without secrets and control characters. Raises the errors of `put_raw`."""
     put_raw(without_secrets("\n".join(lines)) + end)
 
 
 def put_raw(text: str) -> None:
-    """Writes text to stdout and flushes. Raises BrokenPipeError without a reader, BadInput for other write errors."""
+    """Writes text to stdout and flushes. Raises BrokenPipeError without a reader, or BadInput for other errors."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -217,12 +217,12 @@ def put_raw(text: str) -> None:
     except OSError as error:
         cause = error.strerror or error
         raise BadInput(
-            f"cannot write to standard output: {cause}; free disk space, or redirect it to another file"
+            f"cannot write to standard output: {cause}; free disk space, or redirect the output to a different file"
         ) from None
 
 
 def silence_closed_streams() -> None:
-    """Flushes stdout and stderr, and redirects one that fails to the null device, or Python's exit would fail."""
+    """Flushes stdout and stderr. Redirects a stream that fails to the null device, so that Python's exit succeeds."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -233,10 +233,10 @@ def silence_closed_streams() -> None:
 
 
 def has_no_reader(stream: TextIO) -> bool:
-    """Returns True if the stream is a pipe whose other end is closed."""
+    """Returns True if the stream is a pipe whose read end is closed."""
     try:
         poll = select.poll()
         poll.register(stream.fileno(), 0)
-    except (OSError, ValueError):  # not a file
+    except (OSError, ValueError):  # not a file descriptor
         return False
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))

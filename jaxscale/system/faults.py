@@ -1,13 +1,13 @@
-"""Injected faults for tests and rehearsals, from these environment variables; no other file reads them.
+"""Fault injection for tests and rehearsals, by environment variables that only this file reads.
 
-JAXSCALE_CRASH_AT=POINT:N            kills this process (SIGKILL) when POINT is passed for the N-th time
-JAXSCALE_HANG_AT=PHASE:N             never returns from PHASE when it begins for the N-th time
-JAXSCALE_TERM_AT=PHASE:N             gets SIGTERM in PHASE when it begins for the N-th time
+JAXSCALE_CRASH_AT=POINT:N            kills this process (SIGKILL) when POINT is reached for the N-th time
+JAXSCALE_HANG_AT=PHASE:N             hangs in PHASE when it begins for the N-th time
+JAXSCALE_TERM_AT=PHASE:N             sends SIGTERM to this process when PHASE begins for the N-th time
 JAXSCALE_SPOIL_BATCHES=A:B:KIND      batches [A, B) have loss weights NaN (nan) or random tokens (noise)
 JAXSCALE_SPOIL_GRADIENT=STEP:LEAF    the gradient of LEAF is NaN at STEP
 JAXSCALE_FLIP_BIT=STEP:DEVICE:TIMES  flips a bit of a parameter on DEVICE before STEP (counted from 0), the first TIMES
-                                     (1) that this step is run
-JAXSCALE_ONLY_PROCESS=I              all of these in process I only
+                                     (default 1) times that this step is run
+JAXSCALE_ONLY_PROCESS=I              restricts all of these to process I
 """
 
 import collections
@@ -22,13 +22,13 @@ lock = threading.Lock()
 
 
 def crash_point(name: str) -> None:
-    """Kills the process if JAXSCALE_CRASH_AT says so."""
+    """Kills the process if JAXSCALE_CRASH_AT selects this point."""
     if reached("JAXSCALE_CRASH_AT", name):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def hang_point(phase: str) -> None:
-    """Never returns if JAXSCALE_HANG_AT says so; sends SIGTERM to this process if JAXSCALE_TERM_AT does."""
+    """Hangs if JAXSCALE_HANG_AT selects this phase. Sends SIGTERM to this process if JAXSCALE_TERM_AT selects it."""
     if reached("JAXSCALE_TERM_AT", phase):
         os.kill(os.getpid(), signal.SIGTERM)
     while reached("JAXSCALE_HANG_AT", phase):
@@ -37,7 +37,7 @@ def hang_point(phase: str) -> None:
 
 
 def reached(variable: str, name: str) -> bool:
-    """Returns True when the point that the variable names is passed for the N-th time."""
+    """Returns True when the point that the variable selects is reached for the N-th time."""
     point, _, number = read_variable(variable).partition(":")
     if point != name:
         return False
@@ -47,7 +47,7 @@ def reached(variable: str, name: str) -> bool:
 
 
 def corrupt_batches() -> tuple[int, int, str] | None:
-    """Returns (start, stop, 'nan' or 'noise') of the batches to corrupt."""
+    """Returns (start, stop, 'nan' or 'noise') of the batches to corrupt, or None."""
     text = read_variable("JAXSCALE_SPOIL_BATCHES")
     if not text:
         return None
@@ -56,13 +56,13 @@ def corrupt_batches() -> tuple[int, int, str] | None:
 
 
 def corrupt_gradient() -> tuple[int, str] | None:
-    """Returns (step, leaf) of the gradient to corrupt."""
+    """Returns (step, leaf) of the gradient to corrupt, or None."""
     step, _, leaf = read_variable("JAXSCALE_SPOIL_GRADIENT").partition(":")
     return (int(step), leaf) if leaf else None
 
 
 def flipped_bit() -> tuple[int, int, int] | None:
-    """Returns (step, device, times) of the bit flip to inject."""
+    """Returns (step, device, times) of the bit flip to inject, or None."""
     text = read_variable("JAXSCALE_FLIP_BIT")
     if not text:
         return None
@@ -71,7 +71,7 @@ def flipped_bit() -> tuple[int, int, int] | None:
 
 
 def bit_flip_device(step: int) -> int | None:
-    """Returns the device on which to flip a bit before this run of the step, or None."""
+    """Returns the device on which to flip a bit before this execution of the step, or None."""
     fault = flipped_bit()
     if fault is None or fault[0] != step:
         return None
@@ -81,9 +81,9 @@ def bit_flip_device(step: int) -> int | None:
 
 
 def read_variable(variable: str) -> str:
-    """Returns the variable's value in a process selected by JAXSCALE_ONLY_PROCESS, else ''."""
+    """Returns the variable's value in the processes that JAXSCALE_ONLY_PROCESS selects, or ''."""
     value = os.environ.get(variable, "")
     if value and (only := os.environ.get("JAXSCALE_ONLY_PROCESS")):
-        number = sys.modules["jax"].process_index() if "jax" in sys.modules else 0  # jax is too heavy to import here
+        number = sys.modules["jax"].process_index() if "jax" in sys.modules else 0  # importing jax here is too slow
         return value if number == int(only) else ""
     return value

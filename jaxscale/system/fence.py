@@ -1,7 +1,7 @@
-"""Fencing of locked folders: before each write, check that this process still holds the lock.
+"""Fencing of locked folders: checks before each write that this process still holds the lock.
 
-A process can be suspended at any point and wake up when another one owns its folder. The check therefore comes right
-before the write, with the file already open: a new owner replaces growing files, so late writes go to unlinked ones.
+A process can be suspended and resume after another process has locked its folder. The check is therefore made just
+before the write, with the file already open. A new owner replaces growing files, so late writes go to unlinked files.
 """
 
 import contextlib
@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
-FENCES: dict[str, Callable[[], None]] = {}  # {folder: function that raises when the lock is lost}
+FENCES: dict[str, Callable[[], None]] = {}  # {folder: function that raises if the lock is lost}
 
 
 @contextlib.contextmanager
@@ -24,7 +24,7 @@ def fenced(folder: Any, may_write: Callable[[], None]) -> Iterator[None]:
 
 
 def ask(path: Any) -> bool:
-    """True if the path is in a fenced folder. Call it before writing there. Raises Stop if the lock is lost."""
+    """Returns True if the path is in a fenced folder. Must be called before each write. Raises Stop for a lost lock."""
     found = False
     if FENCES:
         name = absolute_text(path)
@@ -36,6 +36,6 @@ def ask(path: Any) -> bool:
 
 
 def absolute_text(path: Any) -> str:
-    """Returns the absolute path without following links: all paths of a run share the prefix of its folder."""
+    """Returns the absolute path without following links, so that all paths of a run start with its folder."""
     text = os.fspath(path)
     return text.rstrip("/") if "://" in text else os.path.abspath(os.path.expanduser(text))

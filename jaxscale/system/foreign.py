@@ -1,9 +1,9 @@
-"""Safe reading of untrusted files: no links out of their folder, no devices, no deeply nested JSON.
+"""Safe reading of untrusted files. Rejects links out of their folder, devices and deeply nested JSON.
 
 A model folder may contain a link to any file of this machine, whose content would be read, stored with the run, and
-uploaded with an export. Links of the Hub's cache, `models--ORG--NAME/snapshots/REV/FILE` to
-`models--ORG--NAME/blobs/HASH`, are followed, as are links from any folder to such files of this user's cache. A path
-that the user names explicitly may be a link to anywhere.
+uploaded with an export. Links within the Hub's cache, from `models--ORG--NAME/snapshots/REV/FILE` to
+`models--ORG--NAME/blobs/HASH`, are followed, as are links from any folder to such blobs in this user's cache. A path
+that the user sets explicitly may be a link to any file.
 """
 
 import errno
@@ -17,20 +17,20 @@ from typing import Any, BinaryIO
 from jaxscale.system.exits import BadInput
 from jaxscale.system.open_files import too_many
 
-LARGEST_JSON = 64 << 20  # bytes: an index has about 100 per tensor; a tokenizer.json up to 40 MB
+LARGEST_JSON = 64 << 20  # bytes; an index has about 100 bytes per tensor, a tokenizer.json has up to 40 MB
 NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.ENAMETOOLONG)
-DEEPEST = 64  # JSON in JSON; a tokenizer.json has about ten
-MOST_LINKS = 40  # to one another, as in Linux
+DEEPEST = 64  # maximum nesting depth of JSON; a tokenizer.json has about ten levels
+MOST_LINKS = 40  # maximum length of a chain of links, as in Linux
 HF_HOME = "~/.cache/huggingface"
 BLOB = re.compile(r"models--[^/]+/blobs/(?:[0-9a-f]{40}|[0-9a-f]{64})")
-SNAPSHOT = re.compile(r"(.*/(?:models|datasets|spaces)--[^/]*)/snapshots/.", re.DOTALL)  # in the Hub's cache
+SNAPSHOT = re.compile(r"(.*/(?:models|datasets|spaces)--[^/]*)/snapshots/.", re.DOTALL)  # folder in the Hub's cache
 
 
 def resolve_file(path: Any, inside: Any = None) -> pathlib.Path:
-    """Resolves the links of a regular file in a local folder.
+    """Returns the path of a regular file with all links resolved.
 
-    Args: inside: the folder that links must not leave, by default the file's. It may be a link itself.
-    Raises: FileNotFoundError; BadInput for a link out of the folder, or if it is not a regular file.
+    `inside` is the folder that links must not leave, by default the file's folder. It may itself be a link.
+    Raises FileNotFoundError, or BadInput for a link out of the folder or if the path is not a regular file.
     """
     path = pathlib.Path(path)
     folder = pathlib.Path(os.path.realpath(path.parent if inside is None else inside))
@@ -51,7 +51,7 @@ def resolve_file(path: Any, inside: Any = None) -> pathlib.Path:
 
 
 def check_folder(folder: Any, inside: Any) -> None:
-    """Raises BadInput for a local folder that is a link out of another one."""
+    """Raises BadInput if a local folder is a link to a folder that is not in `inside`."""
     if "://" in os.fspath(folder):
         return
     resolved, root = os.path.realpath(folder), os.path.realpath(inside)
@@ -60,18 +60,18 @@ def check_folder(folder: Any, inside: Any) -> None:
 
 
 def leads_out(file: pathlib.Path, folder: pathlib.Path) -> bool:
-    """Returns True if a file is neither in the folder nor in its blobs of the Hub's cache. Both are resolved."""
+    """Returns True if a file is neither in the folder nor in its blobs in the Hub's cache. Both paths are resolved."""
     snapshot = SNAPSHOT.match(folder.as_posix())
     if file.is_relative_to(folder) or snapshot and file.is_relative_to(f"{snapshot[1]}/blobs"):
         return False
-    # this user's cache of the Hub, to whose files `hf download --local-dir` used to make links
+    # this user's cache of the Hub; earlier versions of `hf download --local-dir` created links to its files
     cache = os.environ.get("HF_HUB_CACHE") or os.path.join(os.environ.get("HF_HOME") or HF_HOME, "hub")
     hub = pathlib.Path(os.path.realpath(os.path.expanduser(cache)))
     return not (file.is_relative_to(hub) and BLOB.fullmatch(file.relative_to(hub).as_posix()))
 
 
 def companion_folder(path: Any) -> pathlib.Path:
-    """Returns the folder with the companion files of a path that the user names: its parent, or its link target's."""
+    """Returns the folder with the companion files of a path set by the user: its parent, or that of its link target."""
     path = pathlib.Path(path).expanduser()
     for _ in range(MOST_LINKS):
         resolved, folder = (pathlib.Path(os.path.realpath(one)) for one in (path, path.parent))
@@ -82,7 +82,7 @@ def companion_folder(path: Any) -> pathlib.Path:
 
 
 def read_named(path: Any, largest: int = LARGEST_JSON) -> bytes:
-    """Returns the content of a local file that the user names, possibly a link. Raises as open_regular, read_bytes."""
+    """Returns the content of a local file set by the user, possibly a link. Raises as open_regular and read_at_most."""
     with open_regular(pathlib.Path(path).expanduser()) as file:
         return read_at_most(file, path, largest)
 
@@ -90,35 +90,35 @@ def read_named(path: Any, largest: int = LARGEST_JSON) -> bytes:
 def check_regular(mode: int, path: Any) -> None:
     """Raises BadInput for a folder, a device or a pipe, which may have no end."""
     if not stat.S_ISREG(mode):
-        raise BadInput(f"{path} cannot be read: it is a folder, a pipe or a device, not a file")
+        raise BadInput(f"{path} cannot be read, because it is a folder, a pipe or a device, not a file")
 
 
 def open_file(path: Any, inside: Any = None) -> BinaryIO:
-    """Opens the file for reading. Raises as resolve_file does."""
+    """Opens a file for reading. Raises the errors of resolve_file."""
     return open_regular(resolve_file(path, inside), os.O_NOFOLLOW)
 
 
 class Unreadable(BadInput):
-    """The storage cannot read a file now; its content may be fine."""
+    """A file that the storage currently cannot read; its content may be intact."""
 
 
 def is_of_storage(error: Exception) -> bool:
-    """Returns True for a storage error, False if the file does not exist."""
+    """Returns True for a storage error, and False if the file does not exist."""
     return isinstance(error, Unreadable) or (isinstance(error, OSError) and error.errno not in NO_FILE)
 
 
 def cannot_read(path: Any, error: OSError, way_out: str = "") -> BadInput:
-    """Returns the error for a file that could not be opened or read: Unreadable, with its errno, for storage errors."""
+    """Returns the error for a file that cannot be opened or read: Unreadable, with errno, for storage errors."""
     kind = Unreadable if is_of_storage(error) else BadInput
     found = kind(f"{path} cannot be read: {error.strerror or error}{way_out or too_many(error)}")
-    found.errno = error.errno  # distinguishes a stale handle from a damaged disk
+    found.errno = error.errno  # distinguishes a stale file handle from a damaged disk
     return found
 
 
 def open_regular(path: Any, flags: int = 0) -> BinaryIO:
-    """Opens a regular local file for reading, by default also through a link. Raises FileNotFoundError or BadInput."""
+    """Opens a regular local file for reading, by default following links. Raises FileNotFoundError or BadInput."""
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | flags)  # a pipe would wait for a writer
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | flags)  # non-blocking, in case of a pipe
     except (FileNotFoundError, NotADirectoryError):
         raise
     except OSError as error:
@@ -132,7 +132,7 @@ def open_regular(path: Any, flags: int = 0) -> BinaryIO:
 
 
 def read_bytes(path: Any, largest: int = LARGEST_JSON, inside: Any = None) -> bytes:
-    """Returns the content of a file or object. Raises as resolve_file does, and BadInput if it is larger."""
+    """Returns the content of a file or object. Raises the errors of resolve_file, and BadInput if it is too large."""
     if "://" in os.fspath(path):
         return path.read_bytes()
     with open_file(path, inside) as file:
@@ -140,7 +140,7 @@ def read_bytes(path: Any, largest: int = LARGEST_JSON, inside: Any = None) -> by
 
 
 def read_at_most(file: BinaryIO, path: Any, largest: int = LARGEST_JSON) -> bytes:
-    """Returns the content of an open file. Raises BadInput for more than `largest` bytes, without reading more."""
+    """Returns the content of an open file. Raises BadInput, without reading more, above `largest` bytes."""
     size = os.fstat(file.fileno()).st_size
     content = file.read(largest + 1) if size <= largest else b""
     if size > largest or len(content) > largest:
@@ -151,7 +151,7 @@ def read_at_most(file: BinaryIO, path: Any, largest: int = LARGEST_JSON) -> byte
 
 
 def is_file(path: Any) -> bool:
-    """Returns True if the file exists. Raises BadInput as resolve_file does, for one that must not be read."""
+    """Returns True if the file exists. Raises BadInput as resolve_file does if it must not be read."""
     if "://" in os.fspath(path):
         return path.is_file()
     try:
@@ -162,19 +162,19 @@ def is_file(path: Any) -> bool:
 
 
 def parse_json(content: str | bytes | bytearray, **options: Any) -> Any:
-    """Parses JSON. Raises BadInput, to be shown after the file's name, for invalid or deeply nested text."""
+    """Returns parsed JSON. Raises BadInput for invalid or deeply nested text; callers prepend the file's name."""
     try:
         value = json.loads(content, **options)
     except RecursionError:
         raise BadInput(TOO_DEEP) from None
-    except ValueError as error:  # UnicodeDecodeError is one too
+    except ValueError as error:  # includes UnicodeDecodeError
         raise BadInput(" ".join(str(error).split())) from None
     check_depth(value)
     return value
 
 
 def short(value: Any) -> str:
-    """Returns a value for a message, shortened."""
+    """Returns a short representation of a value, for messages."""
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 1 << 200:
         return f"a number of {value.bit_length():,} bits"
     text = repr(value)

@@ -1,7 +1,7 @@
-"""An HTTP server for this machine, in which idle or slow clients do not block others.
+"""HTTP server for this machine only, in which idle or slow clients do not block other clients.
 
-It listens on 127.0.0.1 and rejects requests with any other Host header, so that a foreign page whose name resolves to
-this address (DNS rebinding) gets no response.
+It listens on 127.0.0.1 and rejects requests with any other Host header, so that a web page whose name resolves to this
+address (DNS rebinding) gets no response.
 """
 
 import contextlib
@@ -17,15 +17,15 @@ from typing import Any
 from jaxscale.system.exits import BadInput
 
 ADDRESS = "127.0.0.1"
-MOST_CONNECTIONS = 32  # at a time; a browser opens six
-REQUEST_SECONDS = 10.0  # for a client to send its request
-ANSWER_SECONDS = 60.0  # for it to receive a response of known length
-STALL_SECONDS = 30.0  # without progress, for a response of unknown length
+MOST_CONNECTIONS = 32  # maximum number of open connections; a browser opens six
+REQUEST_SECONDS = 10.0  # time limit for a client to send its request
+ANSWER_SECONDS = 60.0  # time limit for a client to receive a response of known length
+STALL_SECONDS = 30.0  # time limit without progress, for a response of unknown length
 
 
 @dataclasses.dataclass
 class Client:
-    """A connection, its deadline, and True until its request is complete."""
+    """A connection and its deadline. `asking` is True until the request is complete."""
 
     connection: socket.socket
     deadline: float
@@ -33,15 +33,15 @@ class Client:
 
 
 class LocalServer(ThreadingHTTPServer):
-    """Answers requests in threads. With too many connections, closes the one that takes longest to send its request."""
+    """Answers requests in threads. If there are too many connections, closes the one with the earliest deadline."""
 
     daemon_threads = True
-    request_queue_size = 128  # a client beyond it waits 1, 3, 7, ... seconds before it retries
+    request_queue_size = 128  # clients that exceed it retry after 1, 3, 7, ... seconds
 
     def __init__(
         self, handler: type["LocalHandler"], port: int, clock: Callable[[], float] = time.monotonic, **attributes: Any
     ):
-        """attributes: of the server, for its handler. Raises BadInput if it cannot listen on the port."""
+        """Starts listening. Sets `attributes` on the server, for its handler. Raises BadInput if the port is in use."""
         self.clock, self.clients, self.lock = clock, {}, threading.RLock()
         for name, value in attributes.items():
             setattr(self, name, value)
@@ -49,11 +49,11 @@ class LocalServer(ThreadingHTTPServer):
             super().__init__((ADDRESS, port), handler)
         except OSError as error:
             raise BadInput(
-                f"--serve={port}: cannot listen on this port: {error.strerror or error}; give another one, or 0 for any"
+                f"--serve={port}: cannot listen on this port: {error.strerror or error}; use another one, or 0 for any"
             ) from None
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Accepts a connection, and closes another one if there are too many."""
+        """Accepts a connection, and closes an older one if there are too many."""
         with self.lock:
             if len(self.clients) >= MOST_CONNECTIONS:
                 asking = [client for client in self.clients.values() if client.asking]
@@ -65,14 +65,14 @@ class LocalServer(ThreadingHTTPServer):
         super().process_request(request, client_address)
 
     def service_actions(self) -> None:
-        """Closes connections past their deadline; called twice a second."""
+        """Closes connections after their deadline. Called twice a second."""
         with self.lock:
             now = self.clock()
             for client in [client for client in self.clients.values() if client.deadline < now]:
                 self.drop(client)
 
     def drop(self, client: Client) -> None:
-        """Closes a connection, which its thread notices. The caller must hold the lock."""
+        """Closes a connection, which ends its thread. The caller must hold the lock."""
         self.clients.pop(id(client.connection), None)
         with contextlib.suppress(OSError):
             client.connection.shutdown(socket.SHUT_RDWR)
@@ -90,13 +90,13 @@ class LocalServer(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Logs an error of the server, but not that a client disconnected or was too slow."""
+        """Logs an error of the server. Ignores disconnected and slow clients."""
         if not isinstance(sys.exc_info()[1], (ConnectionError, TimeoutError)):
             super().handle_error(request, client_address)
 
 
 class LocalHandler(BaseHTTPRequestHandler):
-    """Base handler of local pages: checks the Host header and sets security headers."""
+    """Base handler of local pages. Checks the Host header and sets security headers."""
 
     server: LocalServer
     server_version, sys_version = "jaxscale", ""
@@ -104,7 +104,7 @@ class LocalHandler(BaseHTTPRequestHandler):
     policy = "default-src 'none'"
 
     def is_for_us(self) -> bool:
-        """True for a request with this machine's address as Host; rejects any other."""
+        """Returns True if the Host header is this machine's address. Otherwise, sends an error response."""
         if self.command == "GET":
             self.server.has_asked(self.connection)
         port = self.server.server_address[1]
@@ -116,7 +116,7 @@ class LocalHandler(BaseHTTPRequestHandler):
         return False
 
     def begin(self, code: int, kind: str, length: int | None = None) -> None:
-        """Sends the headers of a response. length: bytes; None: until the connection ends."""
+        """Sends the headers of a response. `length` is in bytes; None means until the connection ends."""
         self.server.has_asked(self.connection, float("inf") if length is None else ANSWER_SECONDS)
         self.send_response(code)
         for name, value in {
@@ -132,10 +132,10 @@ class LocalHandler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def answer(self, code: int, text: str, kind: str) -> None:
-        """Sends a whole response."""
+        """Sends a complete response."""
         content = text.encode("utf-8", "replace")
         self.begin(code, kind, len(content))
         self.wfile.write(content)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Logs nothing: a line for each request would hide other messages."""
+        """Logs nothing, since a line for each request would hide other messages."""

@@ -1,4 +1,4 @@
-"""The limit of open files and connections of a process: raises and checks it."""
+"""Raises and checks the limit on open files and connections of a process."""
 
 import contextlib
 import errno
@@ -6,36 +6,36 @@ import resource
 
 from jaxscale.system.exits import BadInput, print_stderr
 
-MAX_OPEN = 1 << 20  # the kernel's own default for how far a limit can be raised, fs.nr_open
-PROGRAM_FILES = 256  # of a run: a tiny one had 25 (2 cores, jax 0.10.2, 2026-11-23), and a bucket takes more
-MIN_FILES = 32  # of any program
+MAX_OPEN = 1 << 20  # the kernel's default upper bound for the limit, fs.nr_open
+PROGRAM_FILES = 256  # allowance for a run; a tiny run had 25 (2 cores, jax 0.10.2, 2026-11-23), a bucket needs more
+MIN_FILES = 32  # allowance for any program
 
 
 def raise_open_files() -> int:
-    """Raises the limit of open files and connections of this process as far as allowed, and returns it."""
+    """Raises this process's limit on open files and connections as far as allowed. Returns the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     target = MAX_OPEN if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN)
     if soft != resource.RLIM_INFINITY and soft < target:
-        with contextlib.suppress(OSError, ValueError):  # macOS allows less than it says
+        with contextlib.suppress(OSError, ValueError):  # macOS allows less than it reports
             resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MAX_OPEN if soft == resource.RLIM_INFINITY else soft
 
 
 def check_open_files(number: int, of: str) -> None:
-    """Prints a warning if `number` of these and the program's files may exceed the limit."""
+    """Prints a warning if the limit is too small for `number` files and the other files of a run. of: description."""
     if problem := open_files_problem(number, of, PROGRAM_FILES):
         print_stderr(f"WARNING: {problem}")
 
 
 def require_open_files(number: int, of: str) -> None:
-    """Raises BadInput if `number` of these, open at the same time, exceed the limit."""
+    """Raises BadInput if the limit is too small for `number` simultaneously open files. of: description."""
     if problem := open_files_problem(number, of, MIN_FILES):
         raise BadInput(problem)
 
 
 def open_files_problem(number: int, of: str, others: int) -> str:
-    """Returns an error line if the limit is too small for `number` of these and the others, else ''."""
+    """Returns an error line if the limit is too small for `number` files and `others` more, or ''."""
     limit, needed = raise_open_files(), number + others
     if needed <= limit:
         return ""
@@ -43,7 +43,7 @@ def open_files_problem(number: int, of: str, others: int) -> str:
 
 
 def too_many(error: OSError) -> str:
-    """Returns '; the limit is ...' with advice for an error about the limit, '' for any other."""
+    """Returns '; the limit is ...' with advice if an error is about the limit, or ''."""
     if error.errno not in (errno.EMFILE, errno.ENFILE):
         return ""
     limit = raise_open_files()
@@ -51,7 +51,7 @@ def too_many(error: OSError) -> str:
 
 
 def way_out(limit: int, needed: int) -> str:
-    """Returns the limit, and how to raise it."""
+    """Returns the limit, and advice on raising it."""
     return (
         f"the limit is {limit:,}; raise it before starting: ulimit -Hn {needed} (LimitNOFILE={needed} in "
         f"systemd, --ulimit nofile={needed} for docker)"

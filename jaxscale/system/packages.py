@@ -1,8 +1,8 @@
-"""Optional packages, detected by their distributions: a folder in the current directory satisfies an import too."""
+"""Detects optional packages by their distributions, since importing may also find a folder in the current directory."""
 
 import importlib.metadata
 
-# {name of the import: names of the distributions that bring it}, where pip knows it by another name
+# {name of the import: distributions that provide it}, where the names differ
 DISTRIBUTIONS = {"fasttext": ("fasttext", "fasttext-predict", "fasttext-wheel"), "libtpu": ("libtpu", "libtpu-nightly")}
 
 

@@ -1,4 +1,4 @@
-"""Files on a local disk or under gs://, and their atomic replacement."""
+"""Local files and files under gs://, and their atomic replacement."""
 
 import contextlib
 import fcntl
@@ -31,8 +31,8 @@ def is_remote(path: Any) -> bool:
 def as_path(path: Any) -> Any:
     """Returns a pathlib.Path, or an ObjectPath with the same methods for gs://.
 
-    Raises BadInput for any other scheme, and for gs:// without gcsfs, or if the environment would send the machine's
-    credentials to another one.
+    Raises BadInput for any other scheme, for gs:// without gcsfs, or if the environment would send the machine's
+    credentials to a different machine.
     """
     if is_remote(path):
         check_scheme(os.fspath(path))
@@ -43,14 +43,14 @@ def as_path(path: Any) -> Any:
 
 
 def check_scheme(path: str) -> None:
-    """Raises BadInput, with advice, for a URL that is not under gs://, or that names no bucket."""
+    """Raises BadInput, with advice, for a URL that is not under gs:// or has no bucket."""
     scheme, _, remainder = path.partition("://")
     if scheme == "gs":
-        if remainder.partition("/")[0] in ("", ".", ".."):  # as from gs://$BUCKET/run with BUCKET unset
+        if remainder.partition("/")[0] in ("", ".", ".."):  # such as gs://$BUCKET/run with BUCKET unset
             raise BadInput(f"{path} must be gs://BUCKET/NAME")
         return
     if scheme == "file":
-        way_out = f"give the path, {remainder.removeprefix('localhost') or '/'}"
+        way_out = f"use the path {remainder.removeprefix('localhost') or '/'}"
     elif scheme == "hf" or remainder.split("/")[0] in HUBS:
         name = "/".join(remainder.split("/")[scheme != "hf" :][:2]) or "OWNER/NAME"
         way_out = f"for a model from the Hub: jaxscale convert --from={name} --workdir=FOLDER"
@@ -65,12 +65,12 @@ def absolute(path: Any) -> Any:
 
 
 def write_text_atomic(path: Any, text: str) -> None:
-    """Replaces the file by `text`, as write_bytes_atomic does."""
+    """Atomically replaces a file with `text`, as write_bytes_atomic does."""
     write_bytes_atomic(path, text.encode())
 
 
 def write_bytes_atomic(path: Any, content: Any) -> None:
-    """Replaces the file by `content` (bytes or a buffer), as `replacing` does; a plain write to an object store."""
+    """Atomically replaces a file with `content` (bytes or a buffer). In an object store, a single write is atomic."""
     if is_remote(path):
         fence.ask(path)
         as_path(path).write_bytes(bytes(content))
@@ -81,17 +81,17 @@ def write_bytes_atomic(path: Any, content: Any) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Any) -> Iterator[BinaryIO]:
-    """Yields a temporary file that replaces a local one when the block ends; a crash leaves the old or the new."""
+    """Yields a temporary file that replaces a local file when the block ends. A crash leaves the old or new file."""
     target = as_path(path)
     fence.ask(target)
     temporary = target.parent / f".{target.name}.{secrets.token_hex(8)}.tmp"
-    # the usual mode by the umask, unlike mkstemp
+    # the default mode according to the umask, unlike mkstemp
     handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
     try:
         with os.fdopen(handle, "wb") as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())  # before the rename, or a power cut can leave a renamed empty file
+            os.fsync(file.fileno())  # before the rename, since a power failure could otherwise leave an empty file
         fence.ask(target)
         os.replace(temporary, target)
     except BaseException:
@@ -101,7 +101,7 @@ def replacing(path: Any) -> Iterator[BinaryIO]:
 
 
 class Growing:
-    """A sequentially written file, which counts and hashes its bytes."""
+    """File that is written sequentially. Counts and hashes the bytes."""
 
     def __init__(self, send: Callable[[memoryview], Any]):
         self.send, self.num_bytes = send, 0
@@ -117,7 +117,7 @@ class Growing:
 
 @contextlib.contextmanager
 def growing_file(path: Any, num_bytes: int) -> Iterator[Growing]:
-    """Yields a local or remote file of this size, which appears atomically. Raises OSError or BadInput."""
+    """Yields a local or remote file for writing num_bytes. It appears atomically. Raises OSError or BadInput."""
     with contextlib.ExitStack() as stack:
         if is_remote(path):
             upload = Upload(storage.open_bucket(writing=True), os.fspath(path), num_bytes)
@@ -140,7 +140,7 @@ def remove_temporaries(folder: Any, names: Sequence[str]) -> None:
 
 
 def sync_folder(path: Any) -> None:
-    """Makes renames inside a local folder, or the content of a file, survive a power cut."""
+    """Makes renames inside a local folder, or the content of a file, durable."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -156,7 +156,7 @@ def open_to_write(path: Any, flags: int, mode: int = 0o666) -> int:
 
 @contextlib.contextmanager
 def locked(path: pathlib.Path, waiting: Callable[[], None] | None = None) -> Iterator[None]:
-    """Holds the lock of this file, made if missing; first calls waiting() if another has it. Raises BadInput."""
+    """Holds the lock of a file, created if missing. If the lock is taken, first calls waiting(). Raises BadInput."""
     with open(path, "ab", opener=open_to_write) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -169,14 +169,14 @@ def locked(path: pathlib.Path, waiting: Callable[[], None] | None = None) -> Ite
 
 def check_is_file(path: Any) -> None:
     """Raises BadInput if the path is a folder, a pipe, a device or a broken link."""
-    is_broken_link = os.path.islink(path) and not os.path.exists(path)  # writing would create its target
+    is_broken_link = os.path.islink(path) and not os.path.exists(path)  # writing would create the link's target
     if is_broken_link or os.path.exists(path) and not os.path.isfile(path):
         kind = "a broken link" if is_broken_link else "a folder, a pipe or a device"
         raise BadInput(f"{path} is {kind}, but must be a file; move it away")
 
 
 def read_bytes(path: Any) -> bytes:
-    """Returns the content of a local or remote file. Raises as open_binary does."""
+    """Returns the content of a local or remote file. Raises the errors of open_binary."""
     if is_remote(path):
         return as_path(path).read_bytes()
     with open_binary(path) as file:
@@ -184,12 +184,12 @@ def read_bytes(path: Any) -> bytes:
 
 
 def open_binary(path: Any) -> BinaryIO:
-    """Opens a local or remote file for reading. Raises FileNotFoundError, BadInput if it is not a regular file."""
+    """Opens a local or remote file for reading. Raises FileNotFoundError, or BadInput if it is not a regular file."""
     return as_path(path).open("rb") if is_remote(path) else open_regular(as_path(path))
 
 
 def read_json(path: Any) -> Any:
-    """Returns the JSON value of the file. Raises FileNotFoundError, or BadInput with its name for invalid JSON."""
+    """Returns the JSON value in a file. Raises FileNotFoundError, or BadInput with the path for invalid JSON."""
     try:
         text = read_bytes(path)
     except FileNotFoundError:
@@ -199,56 +199,56 @@ def read_json(path: Any) -> Any:
     try:
         return parse_json(text)
     except BadInput as error:
-        raise BadInput(f"{path} is not valid JSON ({error}); it was damaged or edited") from None
+        raise BadInput(f"{path} is not valid JSON ({error}), so it was damaged or edited; restore it") from None
 
 
 def write_json(path: Any, value: Any) -> None:
-    """Writes the value as indented JSON, atomically. Raises ValueError for NaN, which JSON does not have."""
+    """Writes the value atomically as indented JSON. Raises ValueError for NaN, which JSON does not support."""
     write_text_atomic(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
 def make_run_dir(path: Any, mode: int = PRIVATE) -> Any:
     """Returns the folder of a run, created with `mode` if it is missing on a local disk.
 
-    An existing folder keeps its mode. Object stores have no folders and are not accessed.
-    Raises BadInput if the path is empty, checkpoints could not be read under its name, a file is in the way, or the
-    folder cannot be created or written.
+    The mode of an existing folder is unchanged. Object stores have no folders and are not accessed.
+    Raises BadInput if the path is empty or not supported for checkpoints, if a file has its name, or if the folder
+    cannot be created or written.
     """
     if not os.fspath(path).strip():
-        raise BadInput(f"workdir={path!r} is empty; give a folder, such as --workdir=runs/first")
+        raise BadInput(f"workdir={path!r} is empty; set a folder, such as --workdir=runs/first")
     folder = as_path(path)
     if is_remote(path):
         return folder
     name, encoding = os.fspath(folder.absolute()), sys.getfilesystemencoding()
     if os.fsencode(name) != name.encode("utf-8", "replace"):  # TensorStore assumes UTF-8 in any locale
-        fix = "rename it" if encoding == "utf-8" else f"Python reads file names as {encoding} here: set PYTHONUTF8=1"
-        raise BadInput(f"workdir={on_one_line(name)} is not UTF-8, which arrays cannot be saved under; {fix}")
+        fix = "rename it" if encoding == "utf-8" else f"Python decodes file names as {encoding}: set PYTHONUTF8=1"
+        raise BadInput(f"workdir={on_one_line(name)} is not UTF-8, so arrays cannot be saved in it; {fix}")
     if special := set(name) & set("[]*?\\"):
         raise BadInput(
-            f"workdir={path}: Orbax interprets {' '.join(sorted(special))} in {name} as a pattern; choose another "
+            f"workdir={path}: Orbax interprets {' '.join(sorted(special))} in {name} as a pattern; use a different "
             "workdir"
         )
     try:
         if not folder.is_dir():
-            make_private(folder, mode)  # a run contains data samples and settings; Orbax would use 0755
+            make_private(folder, mode)  # a run contains data samples and settings, and Orbax would use 0755
     except (FileExistsError, NotADirectoryError):
-        raise BadInput(f"workdir={path} has a file where a folder is needed; choose another workdir") from None
+        raise BadInput(f"workdir={path} has a file where a folder is needed; use a different workdir") from None
     except OSError as error:
         cause = error.strerror or error
-        raise BadInput(f"workdir={path} cannot be created ({cause}); choose another workdir") from None
+        raise BadInput(f"workdir={path} cannot be created ({cause}); use a different workdir") from None
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise BadInput(f"workdir={path} cannot be written by this user; choose another workdir")
+        raise BadInput(f"workdir={path} is not writable by this user; use a different workdir")
     return folder
 
 
 def make_folder(folder: Any) -> None:
-    """Creates a folder and its parents with the usual mode, if missing."""
+    """Creates a missing folder and its parents with the default mode."""
     fence.ask(folder)
     as_path(folder).mkdir(parents=True, exist_ok=True)
 
 
 def make_private(folder: pathlib.Path, mode: int = PRIVATE) -> None:
-    """Creates a local folder with this mode, and its parents with the usual mode. An existing folder is unchanged."""
+    """Creates a local folder with this mode, and its parents with the default mode. Existing folders are unchanged."""
     fence.ask(folder)
     try:
         folder.mkdir(parents=True, mode=mode)

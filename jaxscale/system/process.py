@@ -1,7 +1,7 @@
 """Process environment: standard streams, UTF-8, huge pages, JAX platforms and compilation cache, open files, umask.
 
-JAX reads its variables at import; `set_variables` also updates an imported JAX. Call it before JAX initializes its
-devices.
+JAX reads its variables at import; `set_variables` also updates JAX if it is already imported. Call it before JAX
+initializes its devices.
 """
 
 import contextlib
@@ -19,30 +19,30 @@ from jaxscale.system.paths import cache_dir, make_private
 
 ORDERED = "--xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
 CACHE_ENABLED = "JAX_ENABLE_COMPILATION_CACHE"
-HUGE_PAGES = "glibc.malloc.hugetlb=1"  # malloc uses huge pages: fewer page faults for the arrays of each step
+HUGE_PAGES = "glibc.malloc.hugetlb=1"  # malloc uses huge pages, with fewer page faults for the arrays of each step
 
 
 def environment() -> dict[str, str]:
-    """Returns the variables that prepare() sets unless the user has."""
+    """Returns the variables that prepare() sets, unless the user has set them."""
     return {
         "GLIBC_TUNABLES": HUGE_PAGES,
         "JAX_COMPILATION_CACHE_DIR": str(cache_dir() / "compiled"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",  # else small programs are left out
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",  # also caches small programs
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
     }
 
 
 def open_standard_streams() -> None:
-    """Opens the null device for each closed standard stream, as some service managers leave them.
+    """Opens the null device for each closed standard stream, since some service managers close them.
 
-    Otherwise Python has None in its place, and the next opened file gets its number: XLA, which logs to file descriptor
-    2, would write into that file. Also makes stdout escape characters that its encoding lacks.
+    Otherwise Python sets the stream to None, and the next opened file gets its descriptor: XLA, which logs to file
+    descriptor 2, would write into that file. Also makes stdout escape characters that its encoding lacks.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # takes the lowest free number
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest free descriptor
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w" if number else "r", encoding="utf-8"))
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
@@ -50,7 +50,7 @@ def open_standard_streams() -> None:
 
 
 def use_utf8() -> None:
-    """Restarts the process in Python's UTF-8 mode, as TensorStore assumes, if the locale has another encoding."""
+    """Restarts the process in Python's UTF-8 mode, which TensorStore assumes, if the locale has another encoding."""
     if (encoding := sys.getfilesystemencoding()) == "utf-8":
         return
     if os.environ.get("PYTHONUTF8") == "1":
@@ -65,8 +65,8 @@ def restart() -> None:
 
 
 def prepare() -> None:
-    """Sets jax's environment, except for variables that the user has set."""
-    use_huge_pages()  # may restart the process: first, so that messages are not repeated
+    """Sets JAX's environment, except for variables that the user has set."""
+    use_huge_pages()  # first, since it may restart the process and would repeat messages
     raise_open_files()
     keep_compiled_programs()
     order_collectives()
@@ -75,9 +75,9 @@ def prepare() -> None:
 def order_collectives() -> None:
     """Prevents deadlocks of collectives with several simulated devices on XLA:CPU.
 
-    By default XLA:CPU schedules for concurrency: independent collectives may start in a different order on each device
+    By default, XLA:CPU schedules for concurrency: independent collectives may start in a different order on each device
     and deadlock, and after 40 s XLA's "rendezvous" ends the process (8 devices on 2 cores, jax 0.10.2: 5 of 23 small
-    runs, with 2 to 256 threads). Scheduled for memory, 60 of 60 runs completed.
+    runs, with 2 to 256 threads). With scheduling for memory, 60 of 60 runs completed.
     """
     flags = os.environ.get("XLA_FLAGS", "")
     if simulated_devices() > 1 and "xla_cpu_scheduler_type" not in flags:
@@ -85,16 +85,16 @@ def order_collectives() -> None:
 
 
 def simulated_devices() -> int:
-    """Returns the number of simulated CPU devices in XLA_FLAGS, 1 by default."""
+    """Returns the number of simulated CPU devices in XLA_FLAGS, by default 1."""
     numbers = re.findall(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
     return int(numbers[-1]) if numbers else 1
 
 
 def prepare_ahead() -> None:
-    """Sets jax's environment for ahead-of-time compilation for other devices, without using local accelerators.
+    """Sets JAX's environment for ahead-of-time compilation for other devices, without using local accelerators.
 
-    The CPU is jax's only platform, whatever the user has set: a TPU or GPU client would occupy the device. jax's
-    compilation cache is off, since entries of such programs cannot be read back.
+    The CPU is JAX's only platform, even if the user has set another, since a TPU or GPU client would occupy the device.
+    JAX's compilation cache is off, since entries of such programs cannot be read back.
     """
     set_variables({"JAX_PLATFORMS": "cpu", CACHE_ENABLED: "false"})
 
@@ -109,12 +109,12 @@ def set_variables(variables: Mapping[str, str]) -> None:
 
 
 def keep_compiled_programs() -> None:
-    """Turns on jax's compilation cache, in the user's cache folder: the second start of a run compiles nothing.
+    """Enables JAX's compilation cache in the user's cache folder, so that the second start of a run compiles nothing.
 
-    Warns and leaves the cache off if that folder cannot be created or written. Several simulated CPU devices have no
-    cache unless JAX_ENABLE_COMPILATION_CACHE is set: a program that XLA:CPU loads does not order the collectives in
-    loops and branches with those outside, and two of them may join one rendezvous (jaxlib 0.10.2, 0.11.2, 0.12.0). Of
-    48 small pipeline runs that loaded their step 9 had wrong losses and 4 aborted; all 18 that compiled it were equal.
+    Warns and leaves the cache off if the folder cannot be created or written. With several simulated CPU devices, the
+    cache is off unless JAX_ENABLE_COMPILATION_CACHE is set: a program that XLA:CPU loads does not order the collectives
+    in loops and branches with those outside, and two of them may join one rendezvous (jaxlib 0.10.2, 0.11.2, 0.12.0).
+    Of 48 small pipeline runs that loaded their step, 9 had wrong losses and 4 aborted; all 18 that compiled were equal.
     """
     if simulated_devices() > 1 and not has_accelerator() and CACHE_ENABLED not in os.environ:
         set_variables({CACHE_ENABLED: "false"})
@@ -129,16 +129,16 @@ def keep_compiled_programs() -> None:
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         except OSError as error:
             cause = error.strerror or error
-            print_stderr(f"compiled programs are not cached: {folder}: {cause}; set XDG_CACHE_HOME")
+            print_stderr(f"compiled programs are not cached, because of {folder}: {cause}; set XDG_CACHE_HOME")
             return
     set_variables({name: value for name, value in variables.items() if name not in os.environ})
 
 
 def use_huge_pages() -> None:
-    """Restarts the process with huge pages for malloc if jax will run on a Linux CPU.
+    """Restarts the process with huge pages for malloc if JAX will run on a Linux CPU.
 
-    glibc reads GLIBC_TUNABLES once, at process start. JAXSCALE_HUGE_PAGES=0 disables it. Worth 6 to 15% of the tokens/s
-    of `bench step --spec=T` in four runs (2 cores, jax 0.10.2, 2026-11-23).
+    glibc reads GLIBC_TUNABLES once, at process start. JAXSCALE_HUGE_PAGES=0 disables huge pages. They increased the
+    tokens/s of `bench step --spec=T` by 6 to 15% in four runs (2 cores, jax 0.10.2, 2026-11-23).
     """
     if not sys.platform.startswith("linux") or os.environ.get("JAXSCALE_HUGE_PAGES", "1") == "0":
         return
@@ -149,12 +149,12 @@ def use_huge_pages() -> None:
 
 
 def has_huge_pages() -> bool:
-    """Returns True if malloc uses huge pages in this process, set by us or the user."""
+    """Returns True if malloc uses huge pages in this process, enabled by this module or the user."""
     return "hugetlb" in os.environ.get("GLIBC_TUNABLES", "")
 
 
 def folder_mode(text: str) -> int:
-    """Parses --run_dir_mode. Raises BadInput for a mode without full access for the owner."""
+    """Returns the mode in --run_dir_mode. Raises BadInput for a mode without full access for the owner."""
     if not re.fullmatch("0?7[0-7][0-7]", text):
         raise BadInput(
             f"--run_dir_mode={text} must be an octal mode with all permissions for the owner, such as 0700 or 0750"
@@ -164,7 +164,7 @@ def folder_mode(text: str) -> int:
 
 @contextlib.contextmanager
 def files_as(mode: int) -> Iterator[None]:
-    """Sets the umask so that files made in the block, also by libraries, are as private as a folder of this mode."""
+    """Sets the umask so that files created in the block, also by libraries, are as private as a folder with `mode`."""
     old = os.umask(0o777 & ~mode)
     try:
         yield
@@ -173,7 +173,7 @@ def files_as(mode: int) -> Iterator[None]:
 
 
 def has_accelerator() -> bool:
-    """Returns True if jax is likely to find an accelerator, by device files, since jax would initialize it."""
+    """Returns True if JAX is likely to find an accelerator. Checks device files, since JAX would initialize devices."""
     chosen = os.environ.get("JAX_PLATFORMS", "")
     if chosen:
         return chosen.split(",")[0] != "cpu"

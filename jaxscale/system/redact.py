@@ -1,7 +1,7 @@
 """Redaction of secrets and control characters in all output.
 
-Secrets are recognized by the name of the environment variable with their value, or by their format. Short secrets, and
-those that libraries store elsewhere, are not recognized.
+Secrets are recognized by the name of the environment variable that has them as its value, or by their format. Short
+secrets, and secrets that libraries store elsewhere, are not recognized.
 """
 
 import functools
@@ -17,12 +17,12 @@ from typing import Any
 
 HIDDEN = "[redacted]"
 WORDS = {"TOKEN", "SECRET", "SECRETS", "PASS", "PASSWD", "PAT", "APIKEY", "CREDENTIAL", "CREDENTIALS", "DSN"}
-WORDS |= {"PGPASS", "SSHPASS", "DBPASS", "WEBHOOK"}  # the URL of a webhook is enough to write to a chat
-ENDS = ("PASSWORD", "PASSPHRASE")  # PGPASSWORD and its like
-LAST = {"AUTH", "PWD", "KEY", "KEYS"}  # secret behind another word: MYSQL_PWD and no PWD, REDIS_AUTH, no SSH_AUTH_SOCK
-OPEN = {"PUBLIC", "PRIMARY", "FOREIGN", "SORT", "PARTITION", "CACHE", "INDEX", "GROUP"}  # kinds of public keys
+WORDS |= {"PGPASS", "SSHPASS", "DBPASS", "WEBHOOK"}  # the URL of a webhook is sufficient to write to a chat
+ENDS = ("PASSWORD", "PASSPHRASE")  # as in PGPASSWORD
+LAST = {"AUTH", "PWD", "KEY", "KEYS"}  # secret as the last of several words: MYSQL_PWD, not PWD or SSH_AUTH_SOCK
+OPEN = {"PUBLIC", "PRIMARY", "FOREIGN", "SORT", "PARTITION", "CACHE", "INDEX", "GROUP"}  # before KEY: not a secret
 KEYS = re.compile(r"(?:API|ACCESS|AUTH|PRIVATE|SECRET|ACCOUNT|ENCRYPTION|SIGNING|SERVICE)_?KEY(?:$|_)")
-PART = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")  # of MYSQL_PWD, dbPassword and data.api-key
+PART = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")  # a word of MYSQL_PWD, dbPassword or data.api-key
 FEWEST_CHARACTERS = 8  # shorter values, such as 'true' or 'fake', would redact ordinary words
 FORMS = re.compile(
     r"(?:(?<![A-Za-z0-9])(?:"
@@ -37,7 +37,7 @@ FORMS = re.compile(
     r"[^\s'\"<>]+"
     r"|(?P<kept>(?i:\bbearer )|(?i:[?&](?:access_token|token|key|sig|signature|x-goog-signature|x-amz-signature)=))"
     r"[^\s&'\"]{8,}"
-    r"|(?P<scheme>://)[^/\s:@'\"]*:[^/\s@'\"]+(?=@)"  # name and password in an address
+    r"|(?P<scheme>://)[^/\s:@'\"]*:[^/\s@'\"]+(?=@)"  # user name and password in a URL
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
     re.DOTALL,
 )
@@ -45,23 +45,23 @@ UNSEEN = ("Cc", "Cf", "Cs", "Zl", "Zp")  # control, format and surrogate charact
 ESCAPE_SEQUENCE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[ -/]*[0-~])")
 
 
-# Of Markdown: what begins anything inside a line. `_` within a word, as in bits_per_byte, begins nothing.
+# Markdown characters that start inline syntax. `_` within a word, as in bits_per_byte, does not.
 SPECIAL = re.compile(r"[\\`*\[\]#!&<>|~]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])|:(?=//)|(?<=www)\.", re.IGNORECASE)
-BACKSLASHED = "\\`*[]#!_"  # by every reader; the others are written by their number
+BACKSLASHED = "\\`*[]#!_"  # escaped by a backslash, which all Markdown parsers support; others by character reference
 
 
 def redact(text: str) -> str:
-    """Replaces secrets in the text by `[redacted]`: values of secret variables, and known formats."""
+    """Returns the text with secrets (values of secret variables, and known formats) replaced by `[redacted]`."""
     return without(known_values(frozenset(secret_values(os.environ))), text)
 
 
 def redacted(value: Any) -> Any:
-    """Applies redact() to every string in nested data, keys included."""
+    """Returns nested data with redact() applied to every string, including keys."""
     return cleaned(value, known_values(frozenset(secret_values(os.environ))))
 
 
 def cleaned(value: Any, values: re.Pattern | None) -> Any:
-    """Redacts matches of the pattern and known formats in nested data."""
+    """Returns nested data with matches of the pattern and known formats redacted."""
     if isinstance(value, str):
         return without(values, value)
     if isinstance(value, Mapping):
@@ -75,30 +75,30 @@ def cleaned(value: Any, values: re.Pattern | None) -> Any:
 
 
 def without(values: re.Pattern | None, text: str) -> str:
-    """Redacts matches of the pattern and known formats in the text."""
+    """Returns the text with matches of the pattern and known formats redacted."""
     if values:
         text = values.sub(HIDDEN, text)
     return FORMS.sub(lambda found: (found["kept"] or found["scheme"] or found["hook"] or "") + HIDDEN, text)
 
 
-# names repeat from record to record: 26 take 0.13 ms to search, 0.01 ms from the cache (one core)
+# names repeat in records: searching 26 names takes 0.13 ms, or 0.01 ms from the cache (one core)
 without_again = functools.lru_cache(maxsize=1024)(without)
 
 
 def secret_values(environment: Mapping[str, str]) -> set[str]:
-    """Returns the values of variables with a secret's name."""
+    """Returns the values of variables whose name indicates a secret."""
     values = {name: environment.get(name, "").strip() for name in environment if names_secret(name)}
     return {value for name, value in values.items() if is_secret(name, value)}
 
 
 def is_secret(name: str, value: str) -> bool:
-    """Returns True for HF_TOKEN, WANDB_API_KEY and the like, unless the value is short or an existing path."""
+    """Returns True for variables such as HF_TOKEN or WANDB_API_KEY, unless the value is short or an existing path."""
     return names_secret(name) and len(value) >= FEWEST_CHARACTERS and not os.path.exists(value)
 
 
 @functools.lru_cache(maxsize=1024)
 def names_secret(name: str) -> bool:
-    """Returns True if a variable or setting of this name may hold a secret."""
+    """Returns True if a variable or setting with this name may contain a secret."""
     words = [word.upper() for word in PART.findall(name)]
     if len(words) > 1 and words[-1] in LAST and words[-2] not in OPEN:
         return True
@@ -107,14 +107,14 @@ def names_secret(name: str) -> bool:
 
 @functools.lru_cache(maxsize=4)
 def known_values(values: frozenset[str]) -> re.Pattern | None:
-    """Returns a pattern for any of the values, also in JSON, URL or HTML encoding; None without values."""
+    """Returns a pattern for any of the values, also in JSON, URL or HTML encoding, or None without values."""
     quoted = functools.partial(urllib.parse.quote, safe="", errors="surrogateescape")
     forms = {form for value in values for form in (value, json.dumps(value)[1:-1], quoted(value), html.escape(value))}
     return re.compile("|".join(re.escape(form) for form in sorted(forms, key=len, reverse=True))) if forms else None
 
 
 def printable(text: str) -> str:
-    """Removes escape sequences and control characters except newlines and tabs from untrusted text."""
+    """Returns untrusted text without escape sequences and control characters, except newlines and tabs."""
     if text.isprintable():
         return text
     text = ESCAPE_SEQUENCE.sub("", text.replace("\r\n", "\n"))
@@ -122,7 +122,7 @@ def printable(text: str) -> str:
 
 
 def on_one_line(name: Any) -> str:
-    """Returns a name as one line with control characters escaped: a newline as `\\n`, an override as `\\u202e`."""
+    """Returns a name on one line with control characters escaped, such as a newline as `\\n`."""
     text = str(name)
     if text.isprintable():
         return text
@@ -130,37 +130,37 @@ def on_one_line(name: Any) -> str:
 
 
 def shown(text: str) -> str:
-    """Makes text printable, then redacts it: an escape sequence inside a secret would hide it."""
+    """Returns printable text with secrets redacted. Escape sequences are removed first: they could split a secret."""
     return redact(printable(text))
 
 
 def in_html(text: Any) -> str:
-    """Returns HTML of the text, safe between tags and in quoted attributes; else as `shown`."""
+    """Returns HTML of the text, safe between tags and in quoted attributes. Secrets are redacted as in `shown`."""
     return html.escape(shown(str(text)), quote=True)
 
 
 def in_markdown(text: Any) -> str:
-    """Escapes the text as one line of Markdown, also for table cells and headings.
+    """Returns the text escaped as one line of Markdown, also for table cells and headings.
 
-    For CommonMark and GitHub: no emphasis, code, link, image, HTML or autolink. GitHub still links e-mail addresses and
-    mentions (@name), and renders formulas between dollar signs.
+    In CommonMark and GitHub it has no emphasis, code, link, image, HTML or autolink. GitHub still links e-mail
+    addresses and mentions (@name), and renders formulas between dollar signs.
     """
     line = redact(on_one_line(text))
     return SPECIAL.sub(lambda found: f"\\{found[0]}" if found[0] in BACKSLASHED else f"&#{ord(found[0])};", line)
 
 
 def block_in_markdown(text: str) -> str:
-    """Returns Markdown with the text as an indented code block, between blank lines; else as `shown`."""
+    """Returns Markdown with the text as an indented code block. Secrets are redacted as in `shown`."""
     return "\n".join(f"    {line}" for line in shown(text).strip("\n").split("\n"))
 
 
 def in_slack(text: str) -> str:
-    """Escapes a message for Slack and similar chats: no hidden link targets and no mentions."""
+    """Returns a message escaped for Slack and similar chats, without hidden link targets and mentions."""
     text = html.escape(shown(text), quote=False)  # <http://..|..>, <!channel> and <@U1> are Slack's markup
     text = re.sub("@(?=(?:all|channel|everyone|here)\\b)", "@\u200b", text, flags=re.IGNORECASE)  # Mattermost, Discord
-    return text.replace("](", "] (")  # and their links
+    return text.replace("](", "] (")  # Markdown links
 
 
 def shown_traceback(error: BaseException) -> str:
-    """Formats the traceback with its causes, as `shown`."""
+    """Returns the traceback with its causes, processed by `shown`."""
     return shown("".join(traceback.format_exception(error)))

@@ -1,8 +1,8 @@
-"""Access to gs://: paths, objects and credentials, by the JSON API of bucket.py.
+"""Access to gs:// through the JSON API in bucket.py: paths, objects and credentials.
 
-All access of this package to buckets goes through this file, with the same retries, errors and credentials, except for
-checkpoints: Orbax writes arrays through TensorStore's client, which moves gigabytes in parallel from C++, and small
-files through epath and gcsfs. Both follow the environment, which `check_environment` checks before they are imported.
+All access of this package to buckets uses this file, with the same retries, errors and credentials, except for
+checkpoints: Orbax writes arrays through TensorStore's client, which transfers gigabytes in parallel from C++, and small
+files through epath and gcsfs. Both read the environment, which `check_environment` checks before they are imported.
 """
 
 import concurrent.futures
@@ -25,22 +25,22 @@ from jaxscale.system.bucket_errors import Forbidden, Transient
 from jaxscale.system.exits import BadInput
 
 ENDPOINT = "STORAGE_EMULATOR_HOST"  # read by gcsfs and Google's clients
-# TensorStore, gcsfs and Google's client send this machine's credentials to the URLs in these.
+# TensorStore, gcsfs and Google's client send this machine's credentials to the URLs in these variables.
 OVERRIDES = ("TENSORSTORE_GCS_HTTP_URL", ENDPOINT)
-# With TensorFlow installed, epath would take 6 s to import it and use its client; gcsfs would query the kind of bucket
-# from a second service over gRPC, which needs further permissions.
+# With TensorFlow installed, epath would take 6 s to import TensorFlow and use its client. gcsfs would query the kind of
+# bucket from a second service over gRPC, which requires additional permissions.
 CLIENT_VARIABLES = {"EPATH_USE_TF": "false", "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false"}
-PATH_ATTEMPTS = 7  # of a request for a path: about 25 s of waiting, since a step or the user may wait for it
-READ_BYTES = 4 << 20  # at once
-MAX_CONCURRENT = 16  # requests when many objects are removed
+PATH_ATTEMPTS = 7  # attempts per request for a path: about 25 s, since a step or the user may wait for it
+READ_BYTES = 4 << 20  # bytes per read
+MAX_CONCURRENT = 16  # concurrent requests when many objects are deleted
 
 
 class ObjectPath(pathlib.PurePosixPath):
-    """A path under gs://, with the methods of pathlib.Path that this package uses.
+    """Path under gs://, with the methods of pathlib.Path that this package uses.
 
-    A folder exists while there is an object below it. Methods that access the service raise FileNotFoundError,
-    Forbidden and Unreachable, all OSErrors. Of PurePosixPath's own methods relative_to, joinpath, match and parents do
-    not know about the bucket: use `/`, `parent` and `glob`.
+    A folder exists while there is an object in it. Methods that access the service raise FileNotFoundError, Forbidden
+    or Unreachable, which are OSErrors. The methods relative_to, joinpath, match and parents of PurePosixPath do not
+    handle the bucket: use `/`, `parent` and `glob`.
     """
 
     __slots__ = ()
@@ -52,20 +52,20 @@ class ObjectPath(pathlib.PurePosixPath):
     url = property(__str__)
 
     def __truediv__(self, name: Any) -> "ObjectPath":
-        return ObjectPath(f"{self.url}/{os.fspath(name)}")  # also below the path if the name begins with "/"
+        return ObjectPath(f"{self.url}/{os.fspath(name)}")  # also appends a name that begins with "/"
 
     @property
     def key(self) -> str:
-        """Name of the object in its bucket; '' for the bucket itself."""
+        """Name of the object in its bucket, or '' for the bucket itself."""
         return "/".join(self.parts[2:])
 
     @property
     def parent(self) -> "ObjectPath":
-        """Parent path; a bucket is its own parent."""
+        """Parent path. A bucket is its own parent."""
         return super().parent if self.key else self
 
     def absolute(self) -> "ObjectPath":
-        """Returns itself: buckets have no relative paths or links."""
+        """Returns itself, since buckets have no relative paths or links."""
         return self
 
     resolve = expanduser = absolute
@@ -97,7 +97,7 @@ class ObjectPath(pathlib.PurePosixPath):
         return about | {"updated": datetime.datetime.fromisoformat(about["updated"]).timestamp()}
 
     def iterdir(self) -> Iterator["ObjectPath"]:
-        """Yields the direct children, in order."""
+        """Yields the direct children, sorted."""
         found = sorted(
             {name.partition("/")[0] for name, _ in list_objects(path_bucket(), self.url, delimiter="/") if name}
         )
@@ -144,15 +144,15 @@ class ObjectPath(pathlib.PurePosixPath):
     # Changes.
 
     def mkdir(self, mode: int = 0, parents: bool = False, exist_ok: bool = False) -> None:
-        """Does nothing: buckets have no folders."""
+        """Does nothing, since buckets have no folders."""
 
     def unlink(self, missing_ok: bool = False) -> None:
-        """Removes an object."""
+        """Deletes an object."""
         if not path_bucket().remove(self.url) and not missing_ok:
             raise FileNotFoundError(2, "no such object", self.url)
 
     def rmtree(self) -> None:
-        """Removes all objects below that exist at the call."""
+        """Deletes all objects below the path that exist at the time of the call."""
         bucket = path_bucket()
         names = [f"{self.url}/{name}" for name, _ in list_objects(bucket, self.url)]
         with concurrent.futures.ThreadPoolExecutor(MAX_CONCURRENT) as pool:
@@ -160,12 +160,12 @@ class ObjectPath(pathlib.PurePosixPath):
         bucket.remove(self.url)
 
     def copy(self, target: "ObjectPath") -> None:
-        """Copies the object inside the service, replacing the target."""
+        """Copies the object within the service, replacing the target."""
         path_bucket().copy(self.url, target.url)
 
 
 class Reader(io.RawIOBase):
-    """A seekable reader of one generation of an object."""
+    """Seekable reader of one generation of an object."""
 
     def __init__(self, url: str, size: int, generation: str):
         super().__init__()
@@ -192,7 +192,7 @@ class Reader(io.RawIOBase):
 
 
 def list_objects(bucket: Bucket, url: str, **query: str) -> Iterator[tuple[str, int]]:
-    """Yields (name, bytes) of the objects below a folder, and (prefix, 0). query: delimiter='/', maxResults."""
+    """Yields (name, bytes) of the objects in a folder, and (prefix, 0). query: delimiter='/', maxResults."""
     name, _, prefix = url.removeprefix("gs://").rstrip("/").partition("/")
     prefix = f"{prefix}/" if prefix else ""
     query = {"prefix": prefix, "fields": "items(name,size),prefixes,nextPageToken"} | query
@@ -201,7 +201,7 @@ def list_objects(bucket: Bucket, url: str, **query: str) -> Iterator[tuple[str, 
     while True:
         page = bucket.patiently(lambda: bucket.ask("GET", where + urllib.parse.urlencode(query), url, "listed"), url)
         for item in page.get("items", ()):
-            if not item["name"].endswith("/") or "maxResults" in query:  # some tools write folder objects
+            if not item["name"].endswith("/") or "maxResults" in query:  # some tools create objects for folders
                 yield item["name"][len(prefix) :], int(item["size"])
         yield from ((folder[len(prefix) :], 0) for folder in page.get("prefixes", ()))
         if "nextPageToken" not in page:
@@ -210,11 +210,11 @@ def list_objects(bucket: Bucket, url: str, **query: str) -> Iterator[tuple[str, 
 
 
 def objects_under(url: str) -> Iterator[tuple[str, int]]:
-    """Yields (name below `url`, bytes) of the objects of a bucket. Raises BadInput if the bucket does not exist."""
+    """Yields (name relative to `url`, bytes) of the objects below it. Raises BadInput if the bucket does not exist."""
     try:
         yield from list_objects(open_bucket(), url)
     except FileNotFoundError as error:
-        raise BadInput(f"{str(error).partition(';')[0]}; does the bucket exist?") from None
+        raise BadInput(f"{str(error).partition(';')[0]}; check that the bucket exists") from None
 
 
 def path_bucket() -> Bucket:
@@ -227,7 +227,7 @@ def open_bucket(
 ) -> Bucket:
     """Returns a client of Google's service with this machine's credentials, or of the emulator in the environment.
 
-    Raises: BadInput without gcsfs, or if the environment names another machine.
+    Raises BadInput without gcsfs, or if the environment has the address of a different machine.
     """
     check_environment()
     if endpoint := os.environ.get(ENDPOINT, ""):
@@ -237,9 +237,9 @@ def open_bucket(
     return Bucket(GOOGLE, authorisation("read_write" if writing else "read_only"), clock, silence, attempts)
 
 
-@functools.lru_cache(maxsize=2)  # finding credentials can take seconds; a token is valid for an hour and renewed
+@functools.lru_cache(maxsize=2)  # finding credentials can take seconds; tokens are valid for an hour and renewed
 def authorisation(access: str) -> Callable[[dict[str, str]], None]:
-    """Returns a function that adds the authorization header. access: read_only or read_write."""
+    """Returns a function that adds the authorization header. `access` is read_only or read_write."""
     import gcsfs.credentials
     import google.auth.exceptions
 
@@ -257,19 +257,19 @@ def authorisation(access: str) -> Callable[[dict[str, str]], None]:
 
 
 def require_gcsfs(name: str) -> None:
-    """Raises BadInput without gcsfs, which finds credentials and which Orbax uses to read buckets."""
+    """Raises BadInput without gcsfs, which finds credentials, and which Orbax uses to read buckets."""
     if not packages.is_installed("gcsfs"):
         raise BadInput(f"{name} needs gcsfs: pip install 'jaxscale[gcs]'")
 
 
 def check_environment() -> None:
-    """Sets the environment of packages that access object stores. Call it before they are imported.
+    """Sets the environment of packages that access object stores. Must be called before they are imported.
 
-    Raises BadInput if the environment would send requests for Google, with credentials, to another machine.
+    Raises BadInput if the environment would send requests for Google, with credentials, to a different machine.
     """
     for name, value in CLIENT_VARIABLES.items():
         os.environ.setdefault(name, value)
-    for name in ("gcsfs", "google.auth._default"):  # they log a traceback for each error that we report in one line
+    for name in ("gcsfs", "google.auth._default"):  # they log a traceback for errors that are reported in one line
         logging.getLogger(name).setLevel(logging.CRITICAL)
     for variable in OVERRIDES:
         value = os.environ.get(variable, "")

@@ -79,8 +79,8 @@ def test_a_full_standard_output_is_one_line_and_exit_2():
     (line,) = done.stderr.decode().splitlines()
     assert done.returncode == 2
     assert line == (
-        "error: cannot write to standard output: No space left on device; free disk space, or redirect it to another "
-        "file"
+        "error: cannot write to standard output: No space left on device; free disk space, or redirect the "
+        "output to a different file"
     )
 
 
@@ -111,7 +111,7 @@ def test_a_program_in_another_locale_refuses_a_work_folder_with_the_setting_that
     code = "import sys; from jaxscale.system import paths; paths.make_run_dir(sys.argv[1])"
     command = [sys.executable, "-c", code, str(tmp_path / "läuf")]
     done = subprocess.run(command, capture_output=True, env={**os.environ, **ASCII}, cwd=PACKAGE.parent)
-    assert b"Python reads file names as ascii here: set PYTHONUTF8=1" in done.stderr
+    assert b"Python decodes file names as ascii: set PYTHONUTF8=1" in done.stderr
     assert not (tmp_path / "läuf").exists()
 
 

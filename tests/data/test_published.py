@@ -79,7 +79,7 @@ def test_publishing_survives_faults(gcs, tmp_path, clock):
 def test_an_upload_that_was_damaged_on_its_way_is_told(gcs, tmp_path):
     write_set(tmp_path / "set", shards=1)
     gcs.faults.append(Fault("flip", path="part-0.idx", method="PUT", times=2))
-    with pytest.raises(ValueError, match="gs://b/out/part-0.idx differs from .*part-0.idx: it was damaged"):
+    with pytest.raises(ValueError, match="gs://b/out/part-0.idx differs from .*part-0.idx after a damaged transfer"):
         publish(tmp_path / "set", "gs://b/out", say=lambda line: None)
     assert "out/manifest.json" not in gcs.names("b")
 

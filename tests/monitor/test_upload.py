@@ -107,7 +107,7 @@ def test_a_refusal_is_told_at_once_with_what_is_missing_and_forgotten_when_it_is
     uploader.put("text")
     wait_until(lambda: uploader.problem)
     assert "gs://bucket/run/x is delayed" in uploader.problem and "(403)" in uploader.problem
-    assert "needs storage.objects.create, for example with the role Storage Object User" in uploader.problem
+    assert "needs storage.objects.create, for example through the role Storage Object User" in uploader.problem
     gcs.weather = Weather()
     assert uploader.flush(SECONDS) and uploader.problem is None
 
