@@ -28,7 +28,7 @@ os.execvp(command[0], command)
 
 
 class Attempt:
-    """A running command in a new process group, with stdin closed.
+    """A running command in a new process group, without stdin.
 
     When the command ends, the other processes of its group are killed, so that no process of one attempt writes at the
     same time as the next attempt.

@@ -121,7 +121,7 @@ def compare_program(
                 f'{command}: "stages" is {json.dumps(named)}, but must be a non-empty list of {", ".join(STAGES)}'
             )
         if named != (stages or named):
-            raise BadInput(f"{command}: its stages differ between rounds: {', '.join(stages)}; {', '.join(named)}")
+            raise BadInput(f"{command} must run the same stages in each round: {', '.join(stages)}; {', '.join(named)}")
         stages, runs = named, runs or [make_stage_run(cfg, name, documents) for name in named]
         theirs.append(found["seconds"])
         ours.append(sum(rate(run, 1) for run in runs))

@@ -122,7 +122,7 @@ def copy(checkpoints: Checkpoints, flags: CkptFlags) -> None:
 
 
 def prune(checkpoints: Checkpoints, flags: CkptFlags) -> None:
-    """Prints which steps are retained and the reason. With --delete, deletes the other steps."""
+    """Prints which steps are retained, and why. With --delete, deletes the other steps."""
     folder, delete = checkpoints.directory, flags.delete
     facts = list_steps(folder)
     run = read_optional(folder.parent / "config.json").get("config", {})

@@ -124,7 +124,7 @@ def evaluate_steps(
 def read_request(flags: EvaluateFlags) -> EvalRequest:
     """Returns the request of the flags. Raises BadInput for conflicting flags and missing files."""
     if not flags.workdir:
-        raise BadInput("--workdir is required: the work folder of a run, or of a converted model")
+        raise BadInput("--workdir must be given: the work folder of a run, or of a converted model")
     if flags.step is not None and flags.steps is not None:
         raise BadInput("--step and --steps cannot be combined; use one of them")
     tasks = tuple(task for task in flags.lm_eval.split(",") if task)
@@ -172,7 +172,7 @@ def default_name(pattern: str, kind: str) -> str:
 
 
 def selected_steps(flags: EvaluateFlags, say: Callable[[str], None]) -> Sequence[int | None]:
-    """Returns the steps to evaluate; None: the newest. 'all' skips damaged steps. Raises BadInput for missing ones."""
+    """Returns the steps to evaluate (None: newest). 'all' skips damaged steps. Raises BadInput if one is missing."""
     if flags.steps is None:
         return [flags.step]
     workdir = flags.workdir

@@ -98,7 +98,7 @@ def main(arguments: Arguments) -> None:
     """Prints the forecast. Raises BadInput for an unsuitable ladder."""
     flags = arguments.flags
     if not flags.runs:
-        raise BadInput("--runs is required, such as --runs='runs/ladder/*' (quoted)")
+        raise BadInput("--runs must be given, such as --runs='runs/ladder/*' (quoted)")
     cfg = config_file.load_config(arguments.config, arguments.overrides)
     cfg, budget = target_budget(cfg, flags.tokens)
     ladder = read_ladder(find_runs(flags.runs), cfg, budget, flags.to)
@@ -186,7 +186,7 @@ def forecast_lines(forecast: Forecast) -> list[str]:
 
 
 def pull_line(forecast: Forecast) -> str:
-    """Returns a line on the effect that the prior on published exponents has on the forecast."""
+    """Returns a line that reports how the prior on the published exponents changes the forecast."""
     law, end = forecast.law, forecast.end
     free = law.without_pull.loss(forecast.params, forecast.tokens)
     names = [name for name in ("alpha", "beta") if getattr(law.terms, name)]
@@ -203,7 +203,7 @@ def pull_line(forecast: Forecast) -> str:
 
 
 def noise_line(forecast: Forecast) -> str:
-    """Returns a line on the source of the interval's noise of one run."""
+    """Returns a line that reports the noise level of one run and its source."""
     freedom, noise = forecast.law.freedom, forecast.noise
     left = f"Student's t interval with {freedom:.0f} degrees of freedom"
     if noise is None or noise.freedom != freedom:
@@ -222,7 +222,7 @@ def far(times: float) -> str:
 
 
 def band_line(forecast: Forecast) -> str:
-    """Returns a line on the validation of the band."""
+    """Returns a line that reports how well the band covers held-out runs."""
     if forecast.band is None:
         return f"no band for the loss curve: {forecast.no_band_reason}"
     covered = forecast.covered

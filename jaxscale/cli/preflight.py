@@ -68,12 +68,12 @@ def main(arguments: Arguments) -> Exit:
     """Prints the report and returns the exit code."""
     flags = arguments.flags
     if not flags.topology:
-        raise BadInput("--topology is required, such as --topology=v5p:4x4x8 or --topology=h100:8x8")
+        raise BadInput("--topology must be given, such as --topology=v5p:4x4x8 or --topology=h100:8x8")
     return answer(config_file.load_config(arguments.config, arguments.overrides), open_topology(flags.topology), flags)
 
 
 def answer(cfg: RunConfig, topology: Topology, flags: PreflightFlags) -> Exit:
-    """Prints the report on the config. With --search, or if it does not fit, also tries alternatives. DONE or NO_GO."""
+    """Prints the report on the config, and on alternatives if requested or needed. Returns DONE or NO_GO."""
     name = config_file.config_name(flags.config)
     position, recorded = run_to_resume(flags.workdir)
     cfg, dtypes = device_dtypes(cfg, topology.devices[0], recorded)

@@ -77,7 +77,7 @@ def main(arguments: Arguments) -> None:
     flags, progress = arguments.flags, PrepareProgress()
     output, folder = flags.output, pathlib.Path(flags.output).expanduser()
     if not output and not flags.plan:
-        raise BadInput("--output is required: the folder for shards, manifest and report")
+        raise BadInput("--output must be given: the folder for shards, manifest and report")
     if is_remote(output) and (flags.report or flags.export or flags.index):
         raise BadInput(f"--output={output}: --report, --index and --export require a local folder")
     if flags.report:

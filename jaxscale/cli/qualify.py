@@ -54,7 +54,7 @@ class QualifyFlags(cluster.HostFlags):
     )
     minutes: float = flag(
         8.0,
-        "starts no probe after this time; a probe that takes longer than this by itself has hung (exit code 15)",
+        "starts no probe after this time; a single probe that takes longer is treated as hung (exit code 15)",
         "8",
         read=positive,
     )

@@ -190,7 +190,7 @@ def run_killed(rehearsal: Rehearsal, report: RehearsalReport) -> dict[int, dict]
 
 
 def compare_runs(rehearsal: Rehearsal, report: RehearsalReport, early: dict[int, dict]) -> None:
-    """Compares both runs on the CPU. Until this phase, this process has left all devices to the training processes."""
+    """Compares both runs on the CPU. Until now, this process has not used any device that training needs."""
     report.begin("compare", "comparing both runs bitwise")
     began = time.monotonic()
     jax.config.update("jax_platforms", "cpu")

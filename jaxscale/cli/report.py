@@ -56,7 +56,7 @@ def main(arguments: Arguments) -> None:
     """Writes or serves the page."""
     flags = arguments.flags
     if not flags.workdir:
-        raise BadInput("--workdir is required: the work folder of a run; repeat it to compare runs")
+        raise BadInput("--workdir must be given: the work folder of a run; repeat it to compare runs")
     if repeated := [workdir for workdir, count in collections.Counter(flags.workdir).items() if count > 1]:
         raise BadInput(f"--workdir={repeated[0]} is set twice; remove one")
     if flags.serve is not None:

@@ -94,7 +94,7 @@ def main(arguments: Arguments) -> None:
     flags, options = arguments.flags, arguments.options
     mesh = read_mesh(flags.mesh)
     if not flags.workdir:
-        raise BadInput("--workdir is required: the work folder of a run, or of a converted model")
+        raise BadInput("--workdir must be given: the work folder of a run, or of a converted model")
     is_session = check_modes(flags, options)
     texts = [] if is_session else read_prompts(flags.prompt, flags.prompts)
     if flags.devices:
@@ -225,7 +225,7 @@ def converse(writer: TextWriter, context: int | None, *, prompts: Sequence[str],
 
 
 def continue_lines(writer: TextWriter, generator: Generator) -> None:
-    """Continues each line of the input."""
+    """Generates a continuation of each input line."""
     loaded = tokenizer_of(writer.model)
     for line in read_lines():
         ids, written = [*loaded.tokenizer.begin_ids, *loaded.tokenizer.encode(line).tolist()], list[GeneratedText]()

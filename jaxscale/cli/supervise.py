@@ -171,12 +171,12 @@ def crash_loop_text(ends: Sequence[Ended]) -> str:
 
 
 def trailing(ends: Sequence[Ended], holds: Callable[[Ended], bool]) -> int:
-    """Returns the number of consecutive attempts at the end for which `holds` is True."""
+    """Returns the number of most recent consecutive attempts for which `holds` is True."""
     return len(list(itertools.takewhile(holds, reversed(ends))))
 
 
 class Supervisor:
-    """Runs the command until it ends for good. `supervise()` may be called once, in the main thread."""
+    """Runs the command until it must not be restarted. `supervise()` may be called once, in the main thread."""
 
     def __init__(self, command: Sequence[str], workdir: Any, policy: SuperviseFlags, ledger: str):
         self.command, self.workdir, self.policy, self.ledger = list(command), workdir, policy, paths.as_path(ledger)

@@ -49,7 +49,7 @@ def main(arguments: Arguments) -> int:
     """Prints the list and returns the exit code."""
     flags = arguments.flags
     if not flags.workdir:
-        raise BadInput("--workdir is required: the work folder of the run")
+        raise BadInput("--workdir must be given: the work folder of the run")
     if moved := [name for name in arguments.overrides if not name.startswith("data.")]:
         raise BadInput(f"--config.{moved[0]}: only data.* can be set, for data that was moved; remove this flag")
     if fixed := [name for name in arguments.overrides if name.startswith(FIXED_SETTINGS)]:
@@ -92,7 +92,7 @@ def remarks(found: BatchTrace, n: int) -> int:
 
 
 def piece_line(piece: TracedPiece, seq_len: int, *, with_step: bool) -> str:
-    """Returns the line of a piece. `seq_len` is the length of the data's rows, in tokens."""
+    """Returns the printed line of a piece. `seq_len` is the length of a packed row, in tokens."""
     notes = "" if piece.done else ", in the future"
     notes += f", in rows of {piece.row_tokens}" if piece.row_tokens < seq_len else ""
     head = f"step {piece.step} (batch {piece.batch}{notes}) " if with_step else ""

@@ -49,7 +49,7 @@ def comparable(cfg: RunConfig, keep_last: int) -> RunConfig:
 
 
 class Watched(NamedTuple):
-    """Result of a training run that was watched until its end."""
+    """Result of a training run."""
 
     begin: int  # checkpoint from which the run resumed, or 0
     code: int

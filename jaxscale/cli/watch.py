@@ -305,7 +305,7 @@ def main(arguments: Arguments) -> None:
     """Shows the run until Ctrl-C, or once."""
     flags, workdir = arguments.flags, arguments.flags.workdir
     if not workdir:
-        raise BadInput("--workdir is required: the work folder of a run, such as --workdir=runs/first")
+        raise BadInput("--workdir must be given: the work folder of a run, such as --workdir=runs/first")
     if not paths.is_remote(workdir) and not paths.as_path(workdir).is_dir():
         raise BadInput(
             f"--workdir={workdir} is not a folder; set the work folder of a run, such as --workdir=runs/first"

@@ -27,8 +27,8 @@ class Exit(enum.IntEnum):
 
     DONE = 0, "done", "nothing"
     ERROR = 1, "an unexpected error, with a traceback", "report the traceback; if a supervisor gave up, read its reason"
-    BAD_INPUT = 2, "a setting, a file or a combination is invalid", "correct what the message names"
-    NO_GO = 3, "a check or a rehearsal found that the run would fail here", "change what the table names"
+    BAD_INPUT = 2, "a setting, a file or a combination of settings is invalid", "apply the fix in the message"
+    NO_GO = 3, "a check or a rehearsal found that the run would fail", "change the settings in the table"
     PREEMPTED = 10, "saved and exited on a signal", "restart it"
     CONFIG_MISMATCH = (
         11,

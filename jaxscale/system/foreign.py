@@ -71,7 +71,7 @@ def leads_out(file: pathlib.Path, folder: pathlib.Path) -> bool:
 
 
 def companion_folder(path: Any) -> pathlib.Path:
-    """Returns the folder with the companion files of a path set by the user: its parent, or that of its link target."""
+    """Returns the folder with the companion files of a user's path: its parent, or the parent of its link target."""
     path = pathlib.Path(path).expanduser()
     for _ in range(MOST_LINKS):
         resolved, folder = (pathlib.Path(os.path.realpath(one)) for one in (path, path.parent))
@@ -90,7 +90,7 @@ def read_named(path: Any, largest: int = LARGEST_JSON) -> bytes:
 def check_regular(mode: int, path: Any) -> None:
     """Raises BadInput for a folder, a device or a pipe, which may have no end."""
     if not stat.S_ISREG(mode):
-        raise BadInput(f"{path} cannot be read, because it is a folder, a pipe or a device, not a file")
+        raise BadInput(f"{path} cannot be read: it is a folder, a pipe or a device, not a file")
 
 
 def open_file(path: Any, inside: Any = None) -> BinaryIO:

@@ -72,7 +72,7 @@ class LocalServer(ThreadingHTTPServer):
                 self.drop(client)
 
     def drop(self, client: Client) -> None:
-        """Closes a connection, which ends its thread. The caller must hold the lock."""
+        """Closes a connection, so that its thread ends. The caller must hold the lock."""
         self.clients.pop(id(client.connection), None)
         with contextlib.suppress(OSError):
             client.connection.shutdown(socket.SHUT_RDWR)

@@ -142,7 +142,7 @@ def in_html(text: Any) -> str:
 def in_markdown(text: Any) -> str:
     """Returns the text escaped as one line of Markdown, also for table cells and headings.
 
-    In CommonMark and GitHub it has no emphasis, code, link, image, HTML or autolink. GitHub still links e-mail
+    CommonMark and GitHub render no emphasis, code, link, image, HTML or autolink. GitHub still links e-mail
     addresses and mentions (@name), and renders formulas between dollar signs.
     """
     line = redact(on_one_line(text))

@@ -123,7 +123,7 @@ def test_help_begins_with_an_example(capsys):
 @pytest.mark.parametrize(
     "flags, wanted",
     [
-        (["--text=a"], "--workdir is required"),
+        (["--text=a"], "--workdir must be given"),
         (["--workdir=w", "--step=1", "--steps=all"], "use one of them"),
         (["--workdir=w", "--text=wiki=nowhere.txt"], "--text wiki=nowhere.txt does not exist"),
         (["--workdir=w", "--choice=nowhere.jsonl"], "--choice nowhere=nowhere.jsonl does not exist"),

@@ -73,7 +73,7 @@ def test_search_keeps_to_its_time_and_writes_the_winner_as_flags(tmp_path, capsy
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--config=x.py"], "--topology is required"),
+        (["--config=x.py"], "--topology must be given"),
         (["--config=missing.py", "--topology=v5e:2x4"], "--config=missing.py is not a file"),
         (["--config=x.py", "--topology=v5e:2x4", "--search=maybe"], "--search=maybe must be true or false"),
         (["--config=x.py", "--topology=v5e:2x4", "--search-seconds=0"], "--search_seconds=0 must be a whole number"),

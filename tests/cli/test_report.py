@@ -36,8 +36,8 @@ def test_a_page_is_written_and_jax_is_not_imported(run, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        ([], "--workdir is required"),
-        (["--workdir=RUN", "--workdir=RUN"], "given twice"),
+        ([], "--workdir must be given"),
+        (["--workdir=RUN", "--workdir=RUN"], "set twice"),
         (["--workdir=RUN/nothing"], "does not exist"),
         (["--workdir="], "--workdir needs a value"),
         (["--workdir=RUN", "--price=cheap"], "dollars per chip hour"),

@@ -181,7 +181,7 @@ def test_help_begins_with_an_example(capsys):
 @pytest.mark.parametrize(
     "flags, wanted",
     [
-        (["--prompt=a"], "--workdir is required"),
+        (["--prompt=a"], "--workdir must be given"),
         (["--workdir=/nowhere/run", "--prompt=a"], "--workdir=/nowhere/run holds no checkpoint"),
         (["--workdir=w", "--temperature=hot"], "--temperature='hot' is not a number"),
         (["--workdir=w", "--temperature=-1"], "temperature=-1.0 must be 0 or more"),
@@ -198,7 +198,7 @@ def test_help_begins_with_an_example(capsys):
         (["--workdir=w", "--mesh.data=0"], "mesh: data=0 must be a positive number"),
         (["--workdir=w", "--interactive", "--chat"], "use one of them"),
         (["--workdir=w", "--interactive", "--prompt=a"], "remove --prompt"),
-        (["--workdir=w", "--serve"], "--serve needs --chat"),
+        (["--workdir=w", "--serve"], "--serve requires --chat"),
         (["--workdir=w", "--chat", "--num_samples=2"], "remove it"),
         (["--workdir=w", "--interactive", "--json"], "--json does not apply to --interactive and --chat"),
         (["--workdir=w", "--system=x"], "--system applies only to --chat"),

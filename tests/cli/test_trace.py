@@ -145,7 +145,7 @@ def test_a_document_lists_its_steps(home, run, capsys):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--step=1"], "--workdir is required"),
+        (["--step=1"], "--workdir must be given"),
         (["--workdir={run}"], "give one of step, batch and document"),
         (["--workdir={run}", "--step=1", "--doc=x"], "give one of step, batch and document"),
         (["--workdir={run}", "--step=-1"], "--step=-1 must be a whole number"),

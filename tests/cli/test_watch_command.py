@@ -202,7 +202,7 @@ def test_a_long_file_is_read_from_near_its_end(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ([], "--workdir is required"),
+        ([], "--workdir must be given"),
         (["--workdir=/nowhere/at/all"], "is not a folder"),
         (["--workdir=.", "--every=0"], "--every=0 must be a whole number, 1 or more"),
         (

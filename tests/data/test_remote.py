@@ -157,9 +157,7 @@ def test_a_file_that_always_arrives_changed_is_refused(cache, gcs):
     assert not list(cache.folder.rglob("big.bin"))
 
 
-@pytest.mark.parametrize(
-    ("change", "told"), [(BIG + b"x", "has 300001 bytes instead of 300000"), (BIG[:-1], "has 299999")]
-)
+@pytest.mark.parametrize(("change", "told"), [(BIG + b"x", "300001 bytes instead of"), (BIG[:-1], "has 299999")])
 def test_a_file_of_another_size_is_told_at_once(cache, gcs, clock, change, told):
     gcs.put("b", "set/big.bin", change)
     with pytest.raises(ValueError, match=told):

@@ -121,7 +121,7 @@ def test_what_has_no_end_is_not_waited_for(tmp_path, name):
     folder = with_tokenizer(tmp_path / "hf", config=SMALL)
     (folder / name).unlink(missing_ok=True)
     os.mkfifo(folder / name)
-    with pytest.raises(BadInput, match=f"{name} cannot be read, because it is a folder, a pipe or a device"):
+    with pytest.raises(BadInput, match=f"{name} cannot be read: it is a folder, a pipe or a device"):
         find_template(read_settings(folder))
     (folder / name).unlink()
     (folder / name).symlink_to("/dev/zero")

@@ -31,7 +31,7 @@ class Flags:
 
     output: str = flag(
         "",
-        "write text.jsonl (source code of modules, for training), held.jsonl (held-out modules), chat.jsonl (questions "
+        "output folder: text.jsonl (module source, for training), held.jsonl (held-out modules), chat.jsonl (questions "
         "on functions and classes, answered by the first line of their docstring) and questions.jsonl (questions on "
         "the held-out modules, with three wrong answers each, for `jaxscale evaluate`)",
         "FOLDER",
@@ -103,7 +103,7 @@ def digest(name: str) -> str:
 
 
 def documented_names(module: str, source: str) -> Iterator[tuple[str, str]]:
-    """Yields (name, docstring's first line) of public functions, classes and methods; other lengths are skipped."""
+    """Yields (name, docstring's first line) of public functions, classes and methods, if its length is suitable."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # old sources have invalid escape sequences
         try:

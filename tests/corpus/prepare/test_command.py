@@ -109,14 +109,14 @@ def test_the_plan_is_told_and_nothing_is_done(raw, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ([], "--output is required"),
+        ([], "--output must be given"),
         (["--output=o"], "sources is empty; set --input="),
         (["--output=o", "--input=none/*.txt"], "matches no file"),
         (["--output=o", "--input=RAW", "--config.stages=('gopher',)"], "did you mean 'gopher_quality'?"),
         (["--output=o", "--input=RAW", "--config.stages=('pii','pii')"], "'pii' twice"),
         (["--output=o", "--input=RAW", "--config.stages=('decontaminate',)"], "decontaminate.files is empty"),
         (["--output=o", "--input=RAW", "--workers=0"], "--workers=0 must be a whole number"),
-        (["--output=gs://b/x", "--input=RAW"], "give --work_dir=FOLDER"),
+        (["--output=gs://b/x", "--input=RAW"], "set --work_dir=FOLDER"),
         (["--output=o", "--input=RAW", "--work_dir=w"], "--work_dir applies only to gs://"),
         (["--output=RAW", "--input=RAW"], "cannot be created"),
         (["--output=gs://b/x", "--report"], "--report, --index and --export require a local folder"),

@@ -6,8 +6,8 @@ the mean weight. GPT-3 selected pages this way (arXiv:2005.14165, appendix A), a
 (arXiv:2406.11794). hashes.py defines words.
 
 Toxicity is scored by alt-profanity-check's linear model, which was trained on short comments. Of ordinary documents, 9%
-score above 0.5 and 5% above 0.9, mostly code and forum text, so no document is dropped by default. The stage is slower
-than all other single-document stages (about 560 us for 3.3 kB). Filtering by score or by a word list is optional.
+score above 0.5 and 5% above 0.9, mostly code and forum text, so no document is dropped by default. The stage takes
+longer than all other single-document stages (about 560 us for 3.3 kB). Dropping documents is optional.
 """
 
 import dataclasses

@@ -70,8 +70,8 @@ class LanguageConfig:
     )
     known: Literal["overwrite", "trust"] = setting(
         "overwrite",
-        "documents whose file names an ISO 639 language ('en', 'en-US'; see read.language_field): identify the "
-        "language anyway, or use that language",
+        "documents that have an ISO 639 language code ('en', 'en-US'; see read.language_field): identify the "
+        "language anyway, or use the code",
     )
 
     def __post_init__(self):

@@ -218,7 +218,7 @@ def repeated_passages(flat: np.ndarray, min_bytes: int) -> tuple[np.ndarray, np.
 
 
 def merge_spans(begins: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns sorted (begins, ends) with spans that overlap or touch merged."""
+    """Returns sorted (begins, ends), with overlapping and touching spans merged."""
     order = np.argsort(begins, kind="stable")
     begins, ends = begins[order], np.maximum.accumulate(ends[order])
     splits = np.flatnonzero(begins[1:] > ends[:-1]) + 1

@@ -235,7 +235,7 @@ def find_ips(text: str, public_only: bool) -> Iterator[tuple[int, int]]:
 def is_version(text: str, match: re.Match) -> bool:
     """Returns True if four dotted numbers are a version or section number.
 
-    That is the case after a word such as "version", or if all four are single digits without a sign of an IP address.
+    This is assumed after a word such as "version", and for single digits unless a nearby word indicates an address.
     """
     before = text[max(0, match.start() - 32) : match.start()]
     if VERSION_BEFORE.search(before):

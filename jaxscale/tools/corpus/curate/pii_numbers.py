@@ -174,7 +174,7 @@ LONGEST = 24  # maximum length of any form, with all its spaces
 
 
 def find_national_ids(text: str, start: int, end: int, countries: tuple[str, ...]) -> Iterator[tuple[int, int]]:
-    """Yields (start, end) of each national number that begins in text[start:end]. `text` may continue after `end`."""
+    """Yields (start, end) of each national number that begins in text[start:end]. It may extend beyond `end`."""
     row = text[start:end].lstrip(NO_DIGITS)
     digits, letters = sum(map(row.count, "0123456789")), row != row.lower()
     for country in countries:

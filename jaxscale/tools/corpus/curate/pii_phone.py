@@ -132,7 +132,7 @@ def is_phone(text: str, match: re.Match) -> bool:
 
 
 def find_phones(text: str, start: int, end: int) -> Iterator[tuple[int, int]]:
-    """Yields (start, end) of each telephone number that starts in text[start:end]. `text` may continue after `end`."""
+    """Yields (start, end) of each telephone number that starts in text[start:end]. It may extend beyond `end`."""
     for match in NUMBER.finditer(text, start):
         if match.start() >= end:
             return
@@ -145,7 +145,7 @@ def find_phones(text: str, start: int, end: int) -> Iterator[tuple[int, int]]:
 
 
 def is_other_number(before: str) -> bool:
-    """Returns True if the text before a number says that it is not a phone number: "ISBN ", "order no. ", "$ "."""
+    """Returns True if the text before a number shows that it is not a phone number: "ISBN ", "order no. ", "$ "."""
     before = before.lower()
     if before.rstrip()[-1:] in CURRENCY and before.rstrip():
         return True
@@ -157,7 +157,7 @@ def is_other_number(before: str) -> bool:
 
 
 def is_named(before: str, after: str) -> bool:
-    """Returns True if a word close to a number names it: "Tel.: ", "... fax"."""
+    """Returns True if a word close to a number identifies it as a phone number: "Tel.: ", "... fax"."""
     if AFTER.match(after):
         return True
     lowered = before.lower()

@@ -45,7 +45,7 @@ def scan(text: str) -> tuple[str, bool]:
 
 
 def fit_lines(text: str, chars: int, policy: Literal["drop", "cut", "split"], edits: Counter) -> str:
-    """Returns the text with lines above `chars` characters dropped, cut or split, and counts them in `edits`."""
+    """Returns the text with lines longer than `chars` dropped, cut or split. Counts these lines in `edits`."""
     lines = []
     for line in text.split("\n"):
         if len(line) <= chars:

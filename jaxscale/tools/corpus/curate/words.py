@@ -377,7 +377,7 @@ class _Memory:
         table[place:end] = values
 
     def ready(self) -> "_Memory":
-        """Returns this cache, or a new one that replaces it if it is full."""
+        """Returns this cache. If it is full, replaces it with an empty cache and returns that."""
         global _memory
         if self.used > MAX_REMEMBERED:
             _memory = _Memory()

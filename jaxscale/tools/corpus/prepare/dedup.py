@@ -3,7 +3,7 @@
 work/pass0/.../000000012-000003.near_dedup.npy, .signatures.npy   sketch of a block
 work/joins/0-near_dedup/keys/                        a shuffle of (key, item), and its pairs
 work/joins/0-near_dedup/firsts/, pairs/              pairs with the signature of the first item; verified pairs
-work/joins/0-near_dedup/removed.npy                  uint64[2, k]: removed items, and the item kept instead of each
+work/joins/0-near_dedup/removed.npy                  uint64[2, k]: removed items, and the retained duplicate of each
 
 Two shuffles, by first item and by item, verify candidates, so that signatures are read in file order.
 """

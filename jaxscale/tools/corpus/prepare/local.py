@@ -62,7 +62,7 @@ class RecordedContext(multiprocessing.context.SpawnContext):
         self.started: list[multiprocessing.process.BaseProcess] = []
 
     def Process(self, *args: Any, **kwargs: Any) -> multiprocessing.process.BaseProcess:
-        """Returns a process that is not started."""
+        """Returns a new process, which is not yet started, and records it."""
         self.started.append(super().Process(*args, **kwargs))
         return self.started[-1]
 

@@ -52,12 +52,15 @@ class PreparePass(NamedTuple):
 
 
 def plan_passes(stages: Sequence[str], *, train_tokenizer: bool) -> list[PreparePass]:
-    """Returns the passes for the recipe's stages. Adjacent joins of whole documents are in one pass."""
+    """Returns the passes for the recipe's stages. Adjacent joins of whole documents share a pass."""
     passes: list[PreparePass] = []
     stages_of_pass: list[str] = []
     joins: list[str] = []
     for name in [*stages, ""]:
-        is_line_join = "line_dedup" in (name, *joins)  # runs alone, so that no line is cut for a copy that is dropped
+        is_line_join = "line_dedup" in (
+            name,
+            *joins,
+        )  # a separate pass, without dropped documents
         if joins and (name not in JOINS or is_line_join):
             passes.append(PreparePass(tuple(stages_of_pass), "joins", tuple(joins)))
             stages_of_pass, joins = [], []

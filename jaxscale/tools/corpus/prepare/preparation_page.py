@@ -207,7 +207,7 @@ def clusters(join: Mapping[str, Any]) -> str:
 
 
 def detection(recipe: Mapping[str, Any]) -> str:
-    """Returns the detection probability of near duplicates by similarity, for the recipe's settings."""
+    """Returns a table of the probability that a near duplicate is dropped, by similarity, for the recipe's settings."""
     if "near_dedup" not in recipe["stages"]:
         return ""
     cfg = schema.from_dict(NearConfig, recipe["near_dedup"])

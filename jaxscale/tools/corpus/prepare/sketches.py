@@ -7,7 +7,7 @@ which blocks finish.
 An item is block << 32 | index of the document or line in the block, so items are in input order and the first copy is
 the smallest item. Sketch files store block 0, since a block's number is unknown when its sketch is written.
 
-Connected components of the pairs give the removed items, and the item kept instead of each. The pairs may exceed the
+Connected components of the pairs give the removed items and the retained item of each. The pairs may exceed the
 memory, so items are partitioned into ranges with about equally many pairs. A pair is in the range of its larger item.
 First, ranges are processed in descending order. The components within a range are computed in memory, and links between
 items of lower ranges become pairs of those ranges. Each item of the range then points to one smaller item, which is in
@@ -61,7 +61,7 @@ def block_slice(items: np.ndarray, block: int) -> slice:
 
 
 def write_sketch(path: str | os.PathLike[str], sketch: Sketch) -> None:
-    """Writes a block's sketch, sorted (key, item) as uint64[m, 2]. Signatures are written before it."""
+    """Writes a block's signatures, and then its sketch: sorted (key, item), uint64[m, 2]."""
     rows = np.stack([sketch.keys, item_numbers(0, sketch.places)], axis=1)
     if sketch.signatures is not None:
         save_array(signatures_path(path), np.ascontiguousarray(sketch.signatures, np.uint32))
@@ -90,7 +90,7 @@ def open_array(path: str | os.PathLike[str]) -> np.memmap:
 
 
 def num_partitions(total_bytes: int, memory_bytes: int) -> int:
-    """Returns the number of partitions such that joining one of them fits in memory_bytes. Sketches have total_bytes.
+    """Returns the number of partitions of sketches with total_bytes, so that joining a partition fits in memory_bytes.
 
     Keys are hashes, so partition sizes differ only by chance. A margin of 20% allows for that.
     """

@@ -151,7 +151,7 @@ class Tally:
         return self.sums(*name, by=-1)["documents"]
 
     def merge(self, other: "Tally") -> None:
-        """Adds another tally."""
+        """Adds the counts and samples of a second tally."""
         self.counts.update(other.counts)
         for name, samples in other.samples.items():
             self.samples[name] = sorted([*self.samples.get(name, ()), *samples])[:SAMPLES]

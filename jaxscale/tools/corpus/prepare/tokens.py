@@ -242,7 +242,7 @@ class FertilityRow(NamedTuple):
     tokens_per_word: float | None
     fallback_share: float | None  # fraction of tokens that are unknown, or single bytes of a longer character
     returned_share: float | None  # fraction of documents that are unchanged after encoding and decoding
-    vocabulary_share: float | None  # fraction of the ids that text can produce which occur
+    vocabulary_share: float | None  # fraction of ids that occur, of the ids that text can produce
 
 
 FertilitySums = dict[tuple[str, str], list[np.ndarray]]  # (source, language) -> [counts, bit mask of ids that occurred]
