@@ -135,7 +135,7 @@ def test_what_has_no_end_is_not_waited_for(tmp_path, name):
 
 def test_a_pipe_that_is_named_like_a_file_of_ours_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "config.json")
-    with pytest.raises(BadInput, match="config.json cannot be read, because it is a folder, a pipe"):
+    with pytest.raises(BadInput, match="config.json cannot be read: it is a folder, a pipe"):
         paths.read_json(tmp_path / "config.json")
 
 
