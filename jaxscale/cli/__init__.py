@@ -1,4 +1,4 @@
-"""Command line of jaxscale: a table of verbs. Each verb is a module with main(argv), which is imported on use.
+"""Command line: a table of verbs. Each verb is a module with main(argv), which is imported on use.
 
 `python -m jaxscale.cli VERB` is equivalent (also `python -m jaxscale.main` for train). This module does not import jax.
 """
