@@ -5,13 +5,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-HASH_SALTS = (np.uint32(0), np.uint32(0x27D4EB2F))  # two sums of 32 bits
+HASH_SALTS = (np.uint32(0), np.uint32(0x27D4EB2F))  # one salt for each of the two 32-bit sums
 
 
 class EncoderInput(NamedTuple):
-    """Encoder inputs of an encoder-decoder model: [rows, S], or [S] for a single row.
+    """Encoder inputs of an encoder-decoder model, [rows, S], or [S] for a single row.
 
-    A document has the same segment id here and in the decoder's row.
+    A document has the same segment id in the encoder's and the decoder's row.
     """
 
     tokens: Any  # int32
@@ -22,8 +22,8 @@ class EncoderInput(NamedTuple):
 class Batch(NamedTuple):
     """Packed rows of T tokens: numpy on the host, jax on the device. Every field is [rows, T], or [T] for a single row.
 
-    weights: 1 where the target is a token of the same document, not padding. Segment 0 is padding; documents of a row
-    are numbered from 1. Positions restart at 0 at the start of each document and row.
+    weights are 1 where the target is a token of the same document and not padding. Segment 0 is padding, and the
+    documents of a row are numbered from 1. Positions restart at 0 in each document and row.
     """
 
     tokens: Any  # int32
@@ -36,26 +36,26 @@ class Batch(NamedTuple):
     encoder: Any = None  # EncoderInput of an encoder-decoder model, or None
 
 
-ReadRows = Callable[[int, Sequence[int]], Batch]  # (n, rows) -> these rows of batch n, numpy: fields of [rows, T]
+ReadRows = Callable[[int, Sequence[int]], Batch]  # (n, row indices) -> these rows of batch n, in numpy
 
 
 def reshape_rows(batch: Batch, row_tokens: int) -> Batch:
-    """Reshapes all fields to rows of row_tokens; positions and segments are unchanged."""
+    """Reshapes all fields to rows of row_tokens. Values, such as positions and segment ids, are unchanged."""
     if batch.tokens.shape[1] == row_tokens:
         return batch
     return Batch(*(None if field is None else field.reshape(-1, row_tokens) for field in batch))
 
 
 def hashed_token_arrays(batch: Batch) -> list[tuple[Any, int]]:
-    """Returns (token ids, index of its first column) for each hashed array of a batch."""
+    """Returns (token ids, index of the first column) for each hashed array of a batch."""
     parts = [(batch.tokens, 0)]
     return parts if batch.encoder is None else [*parts, (batch.encoder.tokens, batch.tokens.shape[1])]
 
 
 def mix_tokens(words_BT: Any, row_BT: Any, column_BT: Any, salt: np.uint32) -> Any:
-    """Returns uint32[B, T]: each token hashed with its row and column, for numpy or jax arrays.
+    """Returns uint32[B, T], each token hashed with its row and column. Accepts numpy and jax arrays.
 
-    Row, column and salt select a bijection, so that the sum changes with any single token.
+    Row, column and salt select a bijection, so the sum of hashes changes if a single token changes.
     """
     mixed = words_BT ^ (row_BT * np.uint32(0x85EBCA77) + column_BT * np.uint32(0x9E3779B9) + salt)
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):  # MurmurHash3's 32-bit finaliser, Appleby 2011

@@ -1,6 +1,6 @@
 """Loss and gradients of a batch, summed over microbatches and devices.
 
-The gradient equals that of one pass over the whole batch. B batch (of this device)  T position
+The gradient equals that of a single pass over the whole batch. B batch (of this device)  T position
 """
 
 import dataclasses
@@ -20,19 +20,19 @@ from jaxscale.core.shardings import tree_shardings
 from jaxscale.core.state import TrainState
 
 Metrics = dict[str, Any]  # means of each named loss, and intermediates under SOWN
-# (parameters, rows, a random key per row) -> (the minimized sum, named sums)
+# (parameters, rows, a random key per row) -> (sum to minimize, named sums)
 LossFn = Callable[[Any, Batch, jax.Array], tuple[jax.Array, dict[str, Any]]]
 identity = lambda tree: tree
 
 
 class Reduction(NamedTuple):
-    """Reductions over the devices that share a batch, each a function from tree to tree. Default: one device."""
+    """Reductions over the devices that share a batch, as functions on trees. The defaults are for one device."""
 
-    num_shards: int = 1  # devices that the batch is sharded over
-    first_row: Callable[[int], jax.Array | int] = lambda num_rows: 0  # index in the batch of this device's first row
+    num_shards: int = 1  # number of devices that shard the tokens of the batch
+    first_row: Callable[[int], jax.Array | int] = lambda num_rows: 0  # batch index of the first row on this device
     microbatch_grads: Callable[[Any], Any] = identity  # applied to the gradients of each microbatch
-    total_grads: Callable[[Any], Any] = identity  # applied to their sum
-    scalars: Callable[[Any], Any] = identity
+    total_grads: Callable[[Any], Any] = identity  # applied to the gradients summed over microbatches
+    scalars: Callable[[Any], Any] = identity  # applied to losses and counts
 
 
 ONE_DEVICE = Reduction()
@@ -42,9 +42,9 @@ ONE_DEVICE = Reduction()
 class Gradients:
     """Computes (means of each named loss, gradients of the mean loss) for a state and a batch.
 
-    groups: a ParamGroup for each parameter; frozen ones have no gradient. aux_weights: {auxiliary loss: weight}.
-    num_sources: number of sources of the data mixture. make_recorder: makes a recorder for each trace, whose
-    intermediates are added to the means.
+    groups: tree with the ParamGroup of each parameter; frozen parameters have no gradient. aux_weights: {auxiliary
+    loss: weight}. num_sources: number of sources of the data mixture. make_recorder: returns a new recorder for each
+    trace, whose intermediates are added to the means.
     """
 
     model: ShardedModel
@@ -54,7 +54,7 @@ class Gradients:
     make_recorder: Callable[..., Recorder] | None = None
 
     def compute(self, state: TrainState, batch: Batch) -> tuple[Metrics, Any]:
-        """Returns (means, gradients), of the whole batch."""
+        """Returns (means, gradients) of the whole batch."""
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
         on_device = self.on_device if self.model.plan.stage_schedule is None else self.on_stage
         in_specs = self.model.specs, self.model.rows_sharding.spec, P(), P()
@@ -64,11 +64,11 @@ class Gradients:
 
     @property
     def shardings(self) -> Any:
-        """The sharding of each gradient, that of its moments."""
+        """The sharding of each gradient, which equals that of its moments."""
         return trainable(tree_shardings(self.model.mesh, self.model.axes, self.model.plan.rules.moments), self.groups)
 
     def on_device(self, params: Any, batch: Batch, key: jax.Array, scale: jax.Array) -> tuple[Metrics, Any]:
-        """Returns (means, gradients), from this device's rows and parameters and all other devices'."""
+        """Returns (means, gradients) of the whole batch, inside shard_map. params, batch: local shards."""
         plan, variables = self.model.plan, self.model.differentiable(params)
 
         def loss_fn(trained: Any, batch: Batch, keys_B: jax.Array) -> tuple[jax.Array, Metrics]:
@@ -81,7 +81,7 @@ class Gradients:
 
         means, grads = accumulate(
             loss_fn,
-            trainable(variables, self.groups),  # frozen parameters do not enter the gradient norm
+            trainable(variables, self.groups),  # excludes frozen parameters from the gradient norm
             plan.context.local(batch),
             key,
             num_microbatches=plan.num_microbatches,
@@ -91,7 +91,7 @@ class Gradients:
         return self.reduce_intermediates(means), grads
 
     def on_stage(self, params: Any, batch: Batch, key: jax.Array, scale: jax.Array) -> tuple[Metrics, Any]:
-        """Returns (means, gradients), computed by the stages of a pipeline."""
+        """Returns (means, gradients) of the whole batch, computed by the stages of a pipeline inside shard_map."""
         from jaxscale.core.pipeline_step import Pipeline
 
         plan, schedule = self.model.plan, self.model.plan.stage_schedule
@@ -106,7 +106,7 @@ class Gradients:
         return reduce_and_divide(sums, grads, per_token, reduction)
 
     def reduction(self, total_grads: Callable[[Any], Any]) -> Reduction:
-        """Returns the reductions over the devices. total_grads: of accumulated gradients."""
+        """Returns the reductions over the devices. total_grads: reduction of accumulated gradients."""
         plan, axes = self.model.plan, self.model.plan.batch_axes
         return Reduction(
             axes.num_shards * plan.context.size,
@@ -117,7 +117,7 @@ class Gradients:
         )
 
     def reduce_intermediates(self, means: Metrics) -> Metrics:
-        """Reduces intermediates over devices and microbatches, from [microbatches, layers] to [layers]."""
+        """Reduces intermediates from [microbatches, layers] on each device to [layers]."""
         if SOWN not in means:
             return means
         axes, tensor = self.model.plan.batch_axes, self.model.plan.tensor
@@ -139,10 +139,10 @@ def accumulate(
 ) -> tuple[dict[str, jax.Array], Any]:
     """Returns (mean of each named loss over the target tokens, gradient of the mean loss), all float32.
 
-    Losses, gradients and token weights are summed over the microbatches and divided once, so that padding does not
-    bias the mean. They are reduced over devices once, at the end, except what the loss reduces. Intermediates under
-    SOWN are returned with a leading axis of microbatches.
-    Args: batch: the rows of this device. scale: loss scale, divided out again in float32 (for float16).
+    Losses, gradients and token weights are summed over the microbatches and divided once, so that padding does not bias
+    the mean. They are reduced over devices at the end, except for reductions within the loss. Intermediates under SOWN
+    have a leading axis of microbatches. batch: the rows of this device. scale: loss scale for float16, by which the
+    float32 gradients are divided.
     """
     scale, keys_B = per_token_scale(scale, batch, reduction), row_keys(key, batch, reduction)
 
@@ -166,7 +166,7 @@ def accumulate(
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
         def add(totals, rows):
-            # XLA unrolls a loop of two, and would then hold the activations of both microbatches (libtpu 0.0.51).
+            # XLA unrolls a loop of two microbatches and would keep the activations of both in memory (libtpu 0.0.51).
             totals, rows = jax.lax.optimization_barrier((totals, rows))
             sums, sown = microbatch_sums(*rows)
             return jax.tree.map(jnp.add, totals, sums), sown
@@ -177,12 +177,12 @@ def accumulate(
 
 
 def per_token_scale(scale: jax.Array | float, batch: Batch, reduction: Reduction) -> jax.Array | float:
-    """Divides the loss scale by the batch's positions, so that sums stay inside float16's range (exact for 2**n)."""
+    """Divides the loss scale by the number of positions, so that sums fit float16. Exact for powers of 2."""
     return scale / (batch.weights.size * reduction.num_shards)
 
 
 def row_keys(key: jax.Array, batch: Batch, reduction: Reduction) -> jax.Array:
-    """Returns a random key for each row by its index in the batch, independent of devices and microbatches."""
+    """Returns a random key for each row. Keys depend on the index in the batch, not on devices or microbatches."""
     num_rows = batch.weights.shape[0]
     row_key = lambda row: jax.random.fold_in(key, row)
     return jax.vmap(row_key)(reduction.first_row(num_rows) + jnp.arange(num_rows))
@@ -191,7 +191,7 @@ def row_keys(key: jax.Array, batch: Batch, reduction: Reduction) -> jax.Array:
 def reduce_and_divide(
     sums: dict[str, jax.Array], grads: Any, scale: jax.Array | float, reduction: Reduction
 ) -> tuple[dict[str, jax.Array], Any]:
-    """Returns (means, gradients of the mean) over all devices, from the sums of this device."""
+    """Reduces the sums of this device over all devices. Returns (means, gradients of the mean loss)."""
     with jax.named_scope("reduce_gradients"):
         sums, grads = reduction.scalars(sums), reduction.total_grads(grads)
     total_weight = sums.pop("real_tokens")
@@ -203,5 +203,5 @@ def reduce_and_divide(
 
 
 def split_microbatches(rows: jax.Array, number: int) -> jax.Array:
-    """[B, ...] -> [number, B / number, ...]: row i goes to microbatch i mod number, on any number of devices."""
+    """Reshapes [B, ...] to [number, B / number, ...]. Row i goes to microbatch i % number on any number of devices."""
     return jnp.swapaxes(rows.reshape(rows.shape[0] // number, number, *rows.shape[1:]), 0, 1)

@@ -1,8 +1,8 @@
-"""Decides in the compiled step whether to apply gradients. It uses a window of losses and norms of earlier good steps.
+"""Checks in the compiled step, against losses and norms of earlier good steps, that decide if a gradient is applied.
 
-NaN compares False with everything, so `norm > limit` alone would accept it: the loss and norm must also be finite.
-Rejected steps do not enter the window, so they cannot raise later limits. A loss that stays above the limits, as after
-a change of the data, is accepted as a new level after max_spikes_in_row steps.
+Every comparison with NaN is False, so `norm > limit` alone would accept NaN. Therefore the loss and norm must also be
+finite. Rejected steps do not enter the window, so they cannot raise later limits. A loss that stays above the limits,
+for example after a change of the data, is accepted as a new level after max_spikes_in_row steps.
 
 W steps of the window
 """
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jaxscale.core.config import MIN_WINDOW_STEPS, GuardConfig, ratio_limit, sigma_limit
 
-CHECK, SKIP, APPLY = range(3)  # orders from the host; APPLY still rejects what is not finite
+CHECK, SKIP, APPLY = range(3)  # orders from the host; APPLY still rejects non-finite losses and gradients
 
 # Indexed by the verdict of a step.
 VERDICTS = (
@@ -25,9 +25,9 @@ VERDICTS = (
     GOOD, NOT_FINITE, ABSURD_NORM, LOSS_RATIO, LOSS_SIGMAS, NORM_SIGMAS, NORM_RATIO, ORDERED, NEW_LEVEL, LOSS_SCALE,
     NO_TARGETS,
 ) = range(len(VERDICTS))  # fmt: skip
-BY_WINDOW = (LOSS_RATIO, LOSS_SIGMAS, NORM_SIGMAS)  # verdicts that a new level of the loss can overrule
+BY_WINDOW = (LOSS_RATIO, LOSS_SIGMAS, NORM_SIGMAS)  # verdicts that acceptance of a new level can override
 
-# The setting of train.guard behind a verdict.
+# The setting of train.guard that causes a verdict.
 SETTINGS = {
     ABSURD_NORM: "max_grad_norm",
     LOSS_RATIO: "spike_ratio",
@@ -38,17 +38,17 @@ SETTINGS = {
 
 
 class GuardState(NamedTuple):
-    """Counts, the window, and the host's order. Field names are part of checkpoint paths."""
+    """State of the guard: counts, the window, and an order from the host. Field names are part of checkpoint paths."""
 
     skipped: jax.Array  # int32[]
     skipped_in_row: jax.Array  # int32[]
-    spikes_in_row: jax.Array  # int32[]: the latest of them whose verdict is one of BY_WINDOW
+    spikes_in_row: jax.Array  # int32[]: latest consecutive skipped steps with a verdict of BY_WINDOW
     losses: jax.Array  # float32[W], a ring buffer
     norms: jax.Array  # float32[W], a ring buffer
-    seen: jax.Array  # int32[]: good steps since the window was started
-    lr_factor: jax.Array  # float32[]: of the learning rate while step < cut_until
+    seen: jax.Array  # int32[]: good steps since the start of the window
+    lr_factor: jax.Array  # float32[]: multiplies the learning rate while step < cut_until
     cut_until: jax.Array  # int32[]
-    order: jax.Array  # int32[]: CHECK, SKIP or APPLY the next step
+    order: jax.Array  # int32[]: CHECK, SKIP or APPLY, for the next step
 
 
 def init_guard(window_steps: int = 100) -> GuardState:
@@ -67,10 +67,10 @@ def check(
     clip_norm: float = 0.0,
     no_targets: jax.Array | bool = False,
 ) -> tuple[jax.Array, jax.Array, GuardState]:
-    """Returns (ok, verdict, state): ok is bool[], True if the step may be applied; verdict int32[] indexes VERDICTS.
+    """Returns (ok, verdict, state). ok: bool[], True if the step may be applied. verdict: int32[], index of VERDICTS.
 
-    excused: bool[], True if a loss scale that can still fall explains a non-finite gradient; such a step is not counted
-    in skipped_in_row. no_targets: bool[], True if no token of the batch has weight; such a step changes neither the
+    excused: bool[], True if the gradient is not finite and the loss scale can still be reduced; skipped_in_row does not
+    count the step. no_targets: bool[], True if no token of the batch has weight; the step then changes neither the
     parameters nor the window.
     """
     window_ready, median = state.seen >= MIN_WINDOW_STEPS, loss_median(state)
@@ -107,7 +107,7 @@ def check(
             losses=push(state.losses, loss),
             norms=push(state.norms, grad_norm),
             seen=jnp.where(new_level, 1, state.seen + ok),
-            order=jnp.full_like(state.order, CHECK),  # an order is for one step and never saved
+            order=jnp.full_like(state.order, CHECK),  # an order applies to one step and is never saved
         ),
     )
 
@@ -124,7 +124,7 @@ def guard_metrics(before: GuardState, after: GuardState, ok: jax.Array, verdict:
 
 
 def loss_median(state: GuardState) -> jax.Array:
-    """Median loss of the window, float32[]; undefined before the first good step."""
+    """Returns the median loss of the window, float32[]. The value is undefined before the first good step."""
     return ring_median(state.losses, state.seen)
 
 
@@ -135,7 +135,7 @@ def sigma_threshold(sigmas: float, ring_W: jax.Array, seen: jax.Array) -> jax.Ar
 
 
 def ring_median(values_W: jax.Array, seen: jax.Array) -> jax.Array:
-    """Median of the filled part of a ring buffer, float32[]."""
+    """Returns the median of the filled part of a ring buffer, float32[]."""
     W = values_W.size
     count = jnp.clip(seen, 1, W)
     sorted_W = jnp.sort(jnp.where(jnp.arange(W) < count, values_W, jnp.inf))
@@ -143,5 +143,5 @@ def ring_median(values_W: jax.Array, seen: jax.Array) -> jax.Array:
 
 
 def lr_factor(state: GuardState, step: jax.Array) -> jax.Array:
-    """Factor of the learning rate of a step, float32[]; below 1 after recovery has cut it."""
+    """Returns the multiplier of a step's learning rate, float32[]; below 1 after recovery has reduced the rate."""
     return jnp.where(step < state.cut_until, state.lr_factor, 1.0)

@@ -1,7 +1,7 @@
 """The named device mesh. It always has all six axes, so that any PartitionSpec is valid on any machine.
 
-The chips of a TPU slice or GPU node are connected by a fast network (ICI, NVLink), and slices or nodes by a slow one
-(DCN). Only DCN_AXES may cross slices or nodes: each slice or node holds one block of the mesh.
+The chips of a TPU slice or GPU node are connected by a fast network (ICI, NVLink), and slices or nodes by a slow
+network (DCN). Only DCN_AXES may cross slices or nodes. Each slice or node contains one block of the mesh.
 """
 
 import math
@@ -18,7 +18,7 @@ from jaxscale.kernels.hardware import Device
 from jaxscale.system.exits import BadInput
 from jaxscale.units import divisors, or_list
 
-DCN_AXES = ("pipeline", "data", "fsdp")  # outermost first: data takes the slices before fsdp does
+DCN_AXES = ("pipeline", "data", "fsdp")  # outermost first: slices are assigned to data before fsdp
 
 
 def mesh_shape(cfg: MeshConfig, num_devices: int) -> dict[str, int]:
@@ -29,30 +29,32 @@ def mesh_shape(cfg: MeshConfig, num_devices: int) -> dict[str, int]:
     if -1 in shape.values():
         if num_devices % fixed:
             raise BadInput(
-                f"mesh={used} needs a multiple of {fixed} devices, and there are {num_devices}; "
+                f"mesh={used} needs a multiple of {fixed} devices, but there are {num_devices}; "
                 f"{nearest_size({axis: size for axis, size in used.items() if size != -1}, num_devices)}"
             )
         return {axis: num_devices // fixed if size == -1 else size for axis, size in shape.items()}
     if fixed != num_devices:
         raise BadInput(
-            f"mesh={used or 'all 1'} multiplies to {fixed} devices, and there are {num_devices}; make one axis -1"
+            f"mesh={used or 'all 1'} multiplies to {fixed} devices, but there are {num_devices}; set one axis to -1"
         )
     return shape
 
 
 def nearest_size(fixed: dict[str, int], num_devices: int) -> str:
-    """Returns 'use tensor=4': the change of one axis, innermost first, with which all sizes divide the devices."""
+    """Returns 'use tensor=4', the closest change of one axis, innermost first, with which the sizes divide the
+    devices."""
     for axis in reversed(fixed):
         share, remainder = divmod(num_devices, math.prod(size for other, size in fixed.items() if other != axis))
         if not remainder:
             return f"use {axis}={min(divisors(share), key=lambda part: abs(part - fixed[axis]))}"
-    return f"sizes that divide are {or_list(divisors(num_devices))}"
+    return f"use sizes among {or_list(divisors(num_devices))}"
 
 
 def make_mesh(cfg: MeshConfig, devices: Sequence[Device] | None = None) -> Mesh:
-    """Returns the mesh over `devices` (default: all), with axes in MESH_AXES order, each of type Auto.
+    """Returns the mesh over `devices` (default: all), with axes in the order of MESH_AXES and of type Auto.
 
-    Raises BadInput if the sizes do not multiply to the devices, or if an axis within a slice or node is longer than it.
+    Raises BadInput if the product of sizes differs from the number of devices, or if an axis that must be within a
+    slice or node does not fit there.
     """
     devices = list(jax.devices() if devices is None else devices)
     shape = mesh_shape(cfg, len(devices))
@@ -60,16 +62,16 @@ def make_mesh(cfg: MeshConfig, devices: Sequence[Device] | None = None) -> Mesh:
 
 
 def arrange(shape: dict[str, int], devices: Sequence[Device]) -> np.ndarray:
-    """Returns the devices as an array of this mesh shape, with neighbours on the network adjacent if possible.
+    """Returns the devices as an array of the given mesh shape, with network neighbours adjacent if possible.
 
-    A torus dimension is split between two mesh axes only if no whole dimensions multiply to their sizes.
+    A torus dimension is split between two mesh axes only if the axes cannot be formed from whole dimensions.
     """
     sizes = tuple(shape.values())
     kind, number, group_of = device_groups(devices)
     if len(set(group_of)) == 1:
         if max(sizes) == len(devices) and devices[0].platform == "tpu":
-            # row by row: XLA:TPU reduce-scatters along a torus dimension, but not along the snake order in which
-            # mesh_utils arranges 8 or 16 chips of v5e and v6e
+            # Row by row. XLA:TPU can reduce-scatter along a torus dimension, but not along the snake order in which
+            # mesh_utils arranges 8 or 16 chips of v5e and v6e.
             in_rows = sorted(devices, key=lambda device: (*device.coords, device.core_on_chip))
             return np.array(in_rows, dtype=object).reshape(sizes)
         return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
@@ -85,10 +87,10 @@ def arrange(shape: dict[str, int], devices: Sequence[Device]) -> np.ndarray:
 
 
 def device_groups(devices: Sequence[Device]) -> tuple[str, str, list[int]]:
-    """Returns ("slice" or "node", the attribute that numbers them, the slice or node of each device).
+    """Returns ("slice" or "node", the device attribute with its index, the slice or node of each device).
 
-    Devices of several TPU slices have slice_index, and so do running GPUs of several nodes (the runtime numbers NVLink
-    domains). GPUs of an ahead-of-time topology are all in slice 0, with one process per node.
+    Devices of several TPU slices have a slice_index, and so do the GPUs of a multi-node run, whose runtime numbers
+    NVLink domains. GPUs of an ahead-of-time topology are all in slice 0, with one process per node.
     """
     kind = "node" if devices[0].platform == "gpu" else "slice"
     slices = [getattr(device, "slice_index", 0) for device in devices]
@@ -99,10 +101,10 @@ def device_groups(devices: Sequence[Device]) -> tuple[str, str, list[int]]:
 
 
 def dcn_shape(shape: dict[str, int], kind: str, group_of: Sequence[int]) -> dict[str, int]:
-    """Returns {axis: slices or nodes along it}, the outermost DCN_AXES first. Raises BadInput if none fits."""
+    """Returns {axis: number of slices or nodes along the axis}. Raises BadInput if DCN_AXES cannot cover all."""
     counts = [group_of.count(group) for group in sorted(set(group_of))]
     if len(set(counts)) != 1:
-        raise BadInput(f"the {len(counts)} {kind}s have {or_list(sorted(set(counts)))} devices; all need as many")
+        raise BadInput(f"the {len(counts)} {kind}s have {or_list(sorted(set(counts)))} devices; all need the same number")
     left, outer = len(counts), dict.fromkeys(shape, 1)
     for axis in DCN_AXES:
         outer[axis] = math.gcd(shape[axis], left)
@@ -111,12 +113,12 @@ def dcn_shape(shape: dict[str, int], kind: str, group_of: Sequence[int]) -> dict
         inside = {axis: size for axis, size in shape.items() if size > 1 and axis not in DCN_AXES}
         raise BadInput(
             f"mesh={inside} does not divide the {counts[0]} devices of a {kind}, and only {or_list(DCN_AXES)} may "
-            f"cross between {kind}s; {nearest_size(inside, counts[0])} and let fsdp=-1 take the remaining devices"
+            f"span several {kind}s; {nearest_size(inside, counts[0])} and fsdp=-1 for the remaining devices"
         )
     return outer
 
 
 def crossed_groups(mesh: Mesh) -> tuple[str, dict[str, int]]:
-    """Returns ("slice" or "node", {axis: how many of them it crosses; 1 within one})."""
+    """Returns ("slice" or "node", {axis: number of slices or nodes that the axis spans})."""
     kind, _, group_of = device_groups(list(mesh.devices.flat))
     return kind, dcn_shape(dict(mesh.shape), kind, group_of)

@@ -1,6 +1,6 @@
-"""Data and FSDP parallelism inside shard_map: all-gathers weights and reduces gradients.
+"""Data and FSDP parallelism: all-gathers of weights and reductions of gradients inside shard_map.
 
-Left alone, the SPMD partitioner all-reduces over the data axis once per microbatch; once per step is enough.
+Gradients are reduced over the data axis once per step. XLA's SPMD partitioner would reduce them once per microbatch.
 """
 
 import dataclasses
@@ -32,23 +32,23 @@ GATHERED = "gathered"  # checkpoint_name of gathered weights: remat policies nev
 
 @dataclasses.dataclass(frozen=True)
 class BatchAxes:
-    """Mesh axes of more than one device over which weights are gathered and gradients summed: those that shard the rows
-    of a batch, and the context axis. With none, every method is the identity."""
+    """Mesh axes of size above 1 over which weights are gathered and gradients summed: the axes that shard the rows of a
+    batch, and the context axis. If there is no such axis, every method is the identity."""
 
     mesh: Mesh
     rules: Rules
-    axes: tuple[str, ...]  # that shard rows
-    reduce_axes: tuple[str, ...]  # these and the context axis
+    axes: tuple[str, ...]  # mesh axes that shard rows
+    reduce_axes: tuple[str, ...]  # `axes` and the context axis
     communication: Communication
     ungathered: tuple[str, ...] = ()  # logical axes sharded over the mesh and never gathered (expert parallelism)
 
     @property
     def num_shards(self) -> int:
-        """Number of shards of a batch."""
+        """Number of shards into which the rows of a batch are divided."""
         return math.prod(self.mesh.shape[axis] for axis in self.axes)
 
     def shard_map(self, f: Callable, in_specs: Any, out_specs: Any) -> Callable:
-        """Returns jax.shard_map of f over the whole mesh; f itself on a single device."""
+        """Returns jax.shard_map of f over the whole mesh, or f itself on a single device."""
         if self.mesh.size == 1:
             return f
         return jax.shard_map(
@@ -60,19 +60,22 @@ class BatchAxes:
         )
 
     def batch_axes_in(self, mesh_axes: MeshAxes) -> tuple[str, ...]:
-        """Returns the mesh axes among these over which gradients are summed."""
+        """Returns those of the given mesh axes over which gradients are summed."""
         return tuple(name for name in mesh_axis_names(mesh_axes) if name in self.reduce_axes)
 
     def partition(self, axes: tuple[str, ...], rules: Mapping[str, MeshAxes]) -> Partition:
-        """Returns the dimensions of an array with these logical axes that the rules shard over the batch axes."""
+        """Returns (dimension, mesh axes) of each dimension that the rules shard over the batch axes.
+
+        axes: logical axes of the array.
+        """
         gathered = ((d, rules[axis]) for d, axis in enumerate(axes) if axis not in self.ungathered)
         return tuple((d, names) for d, mesh_axes in gathered if (names := self.batch_axes_in(mesh_axes)))
 
     def gather(self, w: jax.Array, axes: tuple[str, ...], dtype: Any) -> jax.Array:
-        """Returns the weight cast to `dtype` and all-gathered; its gradient is reduce-scattered. Unchanged if not
-        sharded.
+        """Returns the weight cast to `dtype` and all-gathered. Its gradient is reduce-scattered.
 
-        If the communication dtype is wider, the result has that dtype, with values rounded to `dtype`.
+        A weight that is not sharded is returned unchanged. If the communication dtype has more bits than `dtype`, the
+        result has the communication dtype, with values rounded to `dtype`.
         """
         partition = self.partition(axes, self.rules.params)
         if not partition:
@@ -87,10 +90,10 @@ class BatchAxes:
         return checkpoint_name(full.swapaxes(1, 2) if transposed else full, GATHERED)
 
     def cast_stacks(self, params: Any, axes: Any, dtype: Any) -> Any:
-        """Casts stacked shards to the dtype in which they are gathered, if their gradients are summed in it too.
+        """Casts stacked shards to the dtype in which they are gathered, if gradients are also summed in that dtype.
 
-        A cast before the loop over layers makes the stack of gradients that dtype instead of float32, with the same
-        values: 0.8 GiB less for a 7B on v5p:2x2x4.
+        With a cast before the loop over layers, the stacked gradients have that dtype instead of float32. Their values
+        are the same, and a 7B model on v5p:2x2x4 needs 0.8 GiB less.
         """
         if self.communication.dtype != jnp.dtype(dtype):
             return params
@@ -98,12 +101,12 @@ class BatchAxes:
         return self.map(lambda w, a: w.astype(weight_dtype(a, dtype)) if stacked(a) else w, params, axes)
 
     def reduce_microbatch(self, grads: Any, axes: Any) -> Any:
-        """Reduce-scatters float32 gradients of one microbatch where only gradients are sharded (ZeRO-2)."""
+        """Reduce-scatters the float32 gradients of one microbatch if gradients but not weights are sharded (ZeRO-2)."""
         rules = self.rules
         return self.map(lambda g, a: self.scatter(g, self.added_partition(a, rules.grads, rules.params)), grads, axes)
 
     def reduce_accumulated(self, grads: Any, axes: Any) -> Any:
-        """Reduces float32 gradients of all microbatches over all devices, to the moments' sharding."""
+        """Sums the float32 gradients of all microbatches over all devices and shards them like the moments."""
 
         def reduce(grad, a):
             partition = self.added_partition(a, self.rules.moments, self.rules.grads)
@@ -112,24 +115,24 @@ class BatchAxes:
         return self.map(reduce, grads, axes)
 
     def reduce_full(self, grad: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-        """Reduces a float32 gradient of a gathered weight over all devices, to the moments' sharding."""
+        """Sums the float32 gradient of a gathered weight over all devices and shards it like the moments."""
         return self.psum_remaining(self.scatter(grad, self.partition(axes, self.rules.moments)), axes)
 
     def psum_remaining(self, grad: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-        """Sums a gradient, scattered like the moments, over the devices over which it has not been summed yet."""
+        """Sums a gradient that is sharded like the moments over the remaining mesh axes."""
         summed = {name for _, names in self.partition(axes, self.rules.moments) for name in names}
         sharded = [self.rules.params[axis] for axis in axes if axis in self.ungathered]
         summed |= {name for mesh_axes in sharded for name in mesh_axis_names(mesh_axes)}
         remaining = tuple(name for name in self.reduce_axes if name not in summed)
         if not any(tensor_axis.AXIS in mesh_axis_names(self.rules.params[axis]) for axis in axes):
-            remaining += (tensor_axis.AXIS,)  # replicated weights: each device used other positions or heads
+            remaining += (tensor_axis.AXIS,)  # each device applies a replicated weight to different positions or heads
         remaining = tuple(name for name in remaining if self.mesh.shape[name] > 1)
         return lax.psum(grad.astype(self.communication.dtype), remaining).astype(jnp.float32) if remaining else grad
 
     def added_partition(
         self, axes: tuple[str, ...], rules: Mapping[str, MeshAxes], done: Mapping[str, MeshAxes]
     ) -> Partition:
-        """Returns what `rules` shard beyond `done`: per dimension, the mesh axes after those already used."""
+        """Returns, per dimension, the mesh axes by which `rules` shard an array in addition to `done`."""
         done_names = dict(self.partition(axes, done))
         found = [(d, names, done_names.get(d, ())) for d, names in self.partition(axes, rules)]
         assert all(names[: len(first)] == first for _, names, first in found), f"mesh axes differ in order: {found}"
@@ -140,47 +143,48 @@ class BatchAxes:
         return reduce_scatter(grad, partition, self.communication).astype(jnp.float32) if partition else grad
 
     def num_parts(self, partition: Partition) -> int:
-        """Returns the number of shards of an array with this partition."""
+        """Returns the number of shards into which a partition divides an array."""
         return math.prod(self.mesh.shape[name] for _, names in partition for name in names)
 
     def bytes_sent(self, kind: str, nbytes: float, partition: Partition) -> list[CollectiveBytes]:
-        """Returns an "all-gather" or "reduce-scatter" over each axis of the partition. nbytes: of whole arrays.
+        """Returns the bytes of an "all-gather" or "reduce-scatter" over each mesh axis of the partition.
 
-        On TPUs the axes are in the order of gather_shards() and reduce_scatter(). Elsewhere one collective covers them,
-        over the network before the links within a node.
+        nbytes: bytes of the unsharded arrays. On TPUs the axes have the order of gather_shards() and reduce_scatter().
+        On other devices a single collective covers all axes, first the network between nodes, then links within nodes.
         """
         innermost_first = (kind == "all-gather") == self.communication.tiled
         order = [name for _, names in partition for name in (names[::-1] if innermost_first else names)]
         sent = []
-        for name in order[::-1] if kind == "all-gather" else order:  # those of the largest arrays first
+        for name in order[::-1] if kind == "all-gather" else order:  # collectives of the largest arrays first
             sent.append(CollectiveBytes(name, kind, nbytes))
             nbytes /= self.mesh.shape[name]
         return sent
 
     def bytes_held(self, sizes: Sequence[int], width: int) -> int:
-        """Returns bytes of a layer's gathered weights while it is computed, from elements of each and bytes of one.
+        """Returns the bytes of a layer's gathered weights and unreduced gradients while the layer is computed.
 
-        Adds the unreduced gradient of the largest array; across slices or copies (data), of all arrays.
+        sizes: number of elements of each weight. width: bytes per element. The unreduced gradients are those of the
+        largest weight, and with a data axis also those of all weights in float32.
         """
         if not self.partition(("embed",), self.rules.params):
             return 0
         return width * (sum(sizes) + max(sizes)) + (4 * sum(sizes) if "data" in self.axes else 0)
 
     def map(self, f: Callable, grads: Any, axes: Any) -> Any:
-        """Returns f(gradient, its logical axes) over two trees; empty subtrees without gradients are unchanged."""
+        """Applies f(gradient, logical axes) to the leaves of two trees. Empty subtrees are unchanged."""
         one = lambda a, g: f(g, a) if jax.tree.leaves(g) else g
         return jax.tree.map(one, axes, grads, is_leaf=is_axes) if self.mesh.size > 1 else grads
 
     def sum(self, tree: Any) -> Any:
-        """Sums over the devices that have other rows or other positions."""
+        """Sums over the devices that have different rows or positions."""
         return lax.psum(tree, self.reduce_axes) if self.reduce_axes else tree
 
     def max(self, tree: Any) -> Any:
-        """Returns the maximum over the devices that have other rows or other positions."""
+        """Returns the maximum over the devices that have different rows or positions."""
         return lax.pmax(tree, self.reduce_axes) if self.reduce_axes else tree
 
     def first_row(self, num_rows: int) -> jax.Array | int:
-        """Returns the index in the batch of this device's first row."""
+        """Returns the batch index of the first row on this device. num_rows: number of rows per device."""
         return lax.axis_index(self.axes) * num_rows if self.axes else 0
 
 
@@ -192,7 +196,7 @@ def make_batch_axes(
     torus_at_once: bool = False,
     ungathered: tuple[str, ...] = (),
 ) -> BatchAxes:
-    """Returns the axes of this mesh that shard rows. torus_at_once: as in link_stages. ungathered: as in BatchAxes."""
+    """Returns the BatchAxes of a mesh. torus_at_once: see link_stages(). ungathered: see BatchAxes."""
     axes = tuple(name for name in mesh_axis_names(rules.params["act_batch"]) if mesh.shape[name] > 1)
     context = tuple(name for name in (context_axis.AXIS,) if mesh.shape[name] > 1)
     stages = tuple((name, link_stages(mesh, name, torus_at_once=torus_at_once)) for name in axes + context)

@@ -1,11 +1,11 @@
-"""Context parallelism inside shard_map: shards the positions of a sequence.
+"""Context parallelism inside shard_map: devices shard the positions of a sequence.
 
-A causal query attends to all keys before it, so contiguous shards would do unequal work. In zigzag order a row is
-divided into twice as many chunks as devices; each device has one early and one late chunk (first and last, second and
-second to last, ...), so that all attend to equally many keys (arXiv:2407.21783, section 3.3.2). If each device computes
-whole rows of some heads (Ulysses), shards are contiguous.
+A causal query attends to all earlier keys, so contiguous shards would give devices unequal work. Zigzag order divides a
+sequence into two chunks per device. Each device has one early and one late chunk (first and last, second and second to
+last, ...), so the queries of all devices attend to the same number of keys (arXiv:2407.21783, section 3.3.2). With
+Ulysses, where each device computes all positions of some heads, shards are contiguous.
 
-B batch  T position of a whole row  t local position
+B batch  T position in the whole sequence  t local position
 """
 
 import dataclasses
@@ -25,23 +25,23 @@ POSITIONS = 1  # the sharded dimension of [B, T, ...]
 
 
 class AttentionBytes(NamedTuple):
-    """Local arrays of one layer's attention for one microbatch, in bytes, and how often they are exchanged."""
+    """Bytes of a device's arrays in the attention of one layer and microbatch, and how often they are exchanged."""
 
-    keys: float  # and values
-    queries: float  # or outputs; the mean of the two
-    float32_ratio: float  # bytes of a float32 over those of an element
+    keys: float  # keys and values
+    queries: float  # mean of queries and outputs
+    float32_ratio: float  # bytes of a float32 divided by bytes of an element
     forward_passes: int  # 2 if the backward pass repeats the exchange
-    ring_passes: int  # the same of a ring, which does not repeat if its output is saved
+    ring_passes: int  # forward_passes of ring attention, which is not repeated if its output is saved
     tails: float = 0.0  # keys and values within the window before each of the device's chunks
-    windowed: float = 0.0  # fraction of layers that read no other remote keys
+    windowed: float = 0.0  # fraction of layers that read no remote keys except these tails
 
 
 @dataclasses.dataclass(frozen=True)
 class ContextAxis:
-    """The devices that shard a row. With one device every method is the identity.
+    """The devices that shard a sequence. With one device every method is the identity.
 
-    zigzag: order of positions. stages: devices that share each link, if the axis spans several. in_pipeline: the
-    devices belong to one of several pipeline stages, which call these methods at different times.
+    zigzag: whether positions are in zigzag order. stages: devices that share each link, if the axis spans several
+    links. in_pipeline: whether the mesh has several pipeline stages, which call these methods at different times.
     """
 
     size: int = 1
@@ -56,11 +56,11 @@ class ContextAxis:
 
     @property
     def multiple(self) -> int:
-        """Required divisor of the row length."""
+        """Required divisor of the sequence length."""
         return self.size * self.chunks
 
     def chunk_starts(self, chunk: int) -> np.ndarray:
-        """int32[devices, chunks]: the position in the row of each device's chunks."""
+        """Returns int32[devices, chunks], the position in the sequence at which each device's chunks begin."""
         device = np.arange(self.size, dtype=np.int32)
         columns = [device] if self.chunks == 1 else [device, 2 * self.size - 1 - device]
         return np.stack(columns, axis=1) * np.int32(chunk)
@@ -70,18 +70,18 @@ class ContextAxis:
         return 0 if self.size == 1 else lax.axis_index(AXIS)
 
     def local(self, tree: Any) -> Any:
-        """Returns the device's positions of replicated arrays [B, T, ...]."""
+        """Returns the local positions of replicated arrays [B, T, ...]."""
         return tree if self.size == 1 else jax.tree.map(self.local_array, tree)
 
     def local_array(self, x_BT: jax.Array) -> jax.Array:
-        """Returns the device's positions of one array."""
+        """Returns the local positions of one array."""
         chunk = x_BT.shape[POSITIONS] // self.multiple
         starts = jnp.asarray(self.chunk_starts(chunk))[self.index()]
         chunks = [lax.dynamic_slice_in_dim(x_BT, starts[n], chunk, POSITIONS) for n in range(self.chunks)]
         return jnp.concatenate(chunks, POSITIONS)
 
     def all_gather(self, tree: Any) -> Any:
-        """Returns all positions in row order. The backward pass reduce-scatters."""
+        """Returns all positions in sequence order. The backward pass reduce-scatters."""
         return tree if self.size == 1 else jax.tree.map(functools.partial(_all_gather, self), tree)
 
     def sum(self, x: jax.Array) -> jax.Array:
@@ -89,21 +89,21 @@ class ContextAxis:
         return x if self.size == 1 else lax.psum(x, AXIS)
 
     def ppermute_next(self, tree: Any) -> Any:
-        """Returns the previous device's values; the first gets the last one's."""
+        """Returns the values of the previous device. The first device receives those of the last."""
         return self.ppermute(tree, [(device, (device + 1) % self.size) for device in range(self.size)])
 
     def ppermute(self, tree: Any, pairs: list[tuple[int, int]]) -> Any:
-        """Sends along these (source, destination) pairs; devices that receive nothing get zeros."""
+        """Sends values along (source, destination) pairs. Devices that are no destination receive zeros."""
         if not self.in_pipeline:
             return jax.tree.map(lambda x: lax.ppermute(x, AXIS, pairs), tree)
-        # A ppermute would wait for devices of all stages, some of which are idle; a gather waits for its group only.
+        # A ppermute waits for the devices of all stages, including idle ones. An all-gather waits for its group only.
         senders = {receiver: sender for sender, receiver in pairs}
         sender = jnp.asarray([senders.get(device, -1) for device in range(self.size)])[self.index()]
         received = lambda x: lax.dynamic_index_in_dim(lax.all_gather(x, AXIS), sender, keepdims=False)
         return jax.tree.map(lambda x: jnp.where(sender >= 0, received(x), jnp.zeros_like(x)), tree)
 
     def shard_heads(self, x_BtNH: jax.Array) -> jax.Array:
-        """All-to-all from local positions of all heads to all positions of local heads. Not with zigzag."""
+        """All-to-all from local positions of all heads to all positions of local heads. Requires zigzag=False."""
         return lax.all_to_all(x_BtNH, AXIS, split_axis=2, concat_axis=POSITIONS, tiled=True)
 
     def shard_positions(self, x_BTNH: jax.Array) -> jax.Array:
@@ -115,12 +115,12 @@ class ContextAxis:
         return x if self.size == 1 else lax.pmax(x, AXIS)
 
     def bytes_held(self, exchange: str, local: AttentionBytes) -> float:
-        """Returns peak bytes of attention in addition to its local arrays. exchange: gather, ulysses or ring.
+        """Returns the peak bytes of attention in addition to its local arrays. exchange: gather, ulysses or ring.
 
-        Gather: keys and values of all positions, and their gradients. Ulysses: all four arrays, for a subset of heads.
-        Ring, in the backward pass: two neighbours' keys and values; in float32 their gradients as received, accumulated
-        and sent, and the local queries' gradients; queries and output gradients in the kernel's dimension order, and
-        one of two chunks of each with its results. A ring's bytes do not depend on the row length.
+        Gather needs keys and values of all positions, and their gradients. Ulysses needs all four arrays for a subset
+        of heads. Ring peaks in the backward pass, with keys and values of two neighbours; three float32 buffers for
+        their gradients (received, accumulated and sent); float32 gradients of local queries; queries and output
+        gradients in the kernel's dimension order; and a chunk of each with its results, for any sequence length.
         """
         keys, queries, float32_ratio, *_ = local
         if self.size == 1 or exchange == "gather" and local.windowed == 1:
@@ -132,12 +132,11 @@ class ContextAxis:
         return 2 * keys + 3.5 * queries + (3 * keys + queries) * float32_ratio
 
     def bytes_sent(self, exchange: str, local: AttentionBytes) -> list[CollectiveBytes]:
-        """Returns what one layer and microbatch sends, forward and backward. exchange: gather, ulysses or ring.
+        """Returns the bytes sent by one layer and microbatch, forward and backward. exchange: gather, ulysses or ring.
 
-        Gather and ulysses repeat with the forward pass. Gather: gradients are reduce-scattered. Window tails are
-        permuted, in a pipeline gathered and reduce-scattered. Ring: C - 1 hops each way; XLA merges one of the first
-        hops of the backward pass with one that it repeats; gradients take C - 1 hops in float32 and one back to their
-        owner.
+        A recomputed forward pass repeats gather and ulysses. Gather reduce-scatters gradients. Window tails are
+        permuted, or in a pipeline gathered and reduce-scattered. A ring of C devices takes C - 1 hops in each pass. XLA
+        merges the first backward hop with a recomputed hop. Gradients take C hops, in float32 except for the last.
         """
         keys, passes, remote = local.keys, local.forward_passes, 1 - local.windowed
         send = lambda kind, nbytes: [CollectiveBytes(AXIS, kind, nbytes)]
@@ -160,13 +159,13 @@ NO_CONTEXT_AXIS = ContextAxis()
 
 
 def make_context_axis(mesh: Mesh, *, zigzag: bool = True, torus_at_once: bool = False) -> ContextAxis:
-    """Returns the context axis of this mesh. torus_at_once: as in link_stages."""
+    """Returns the context axis of a mesh. torus_at_once: see link_stages()."""
     stages = link_stages(mesh, AXIS, torus_at_once=torus_at_once)
     return ContextAxis(mesh.shape[AXIS], zigzag, stages, in_pipeline=mesh.shape["pipeline"] > 1)
 
 
 def to_row_order(context: ContextAxis, x_BT: jax.Array) -> jax.Array:
-    """Reorders positions from device order to row order."""
+    """Reorders positions from device order to sequence order."""
     if context.chunks == 1:
         return x_BT
     x = x_BT.reshape(x_BT.shape[0], context.size, 2, -1, *x_BT.shape[2:])
@@ -183,7 +182,7 @@ def to_device_order(context: ContextAxis, x_BT: jax.Array) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _all_gather(context: ContextAxis, x_Bt: jax.Array) -> jax.Array:
-    # Gather and reordering are one function, so that remat policies see a gather and save neither result.
+    # One function gathers and reorders, so that remat policies recognize a gather and save neither result.
     return to_row_order(context, gather_along(x_Bt, AXIS, POSITIONS, context.stages))
 
 

@@ -1,12 +1,12 @@
 """Pipeline parallelism inside shard_map: each stage has some of the layers.
 
-If the layers divide evenly and each stage has one chunk, each stage stores its own layers. Otherwise every array with a
-residual dimension is sharded there over fsdp and pipeline, and once per step the stages exchange what each needs: any
-depth fits any number of stages, and checkpoints hold the same arrays. The same applies if leading layers precede those
-split over stages: the first stage runs them and gets fewer others.
+If the layers divide evenly and each stage has one chunk, each stage stores the layers that it runs. Otherwise, and if
+leading layers precede the stack that is split over stages, every array with a residual dimension is sharded over fsdp
+and pipeline along that dimension, and the stages exchange weights once per step. So any depth fits any number of
+stages, and checkpoints contain the same arrays. The first stage runs the leading layers and gets fewer of the others.
 
-Weights of a stage are gathered over data and fsdp once per step, and their gradients reduced once per step: the bytes
-sent are independent of the number of microbatches.
+The weights of a stage are gathered over data and fsdp, and their gradients reduced, once per step. The bytes sent do
+not depend on the number of microbatches.
 
 P stages  V chunks of a stage  L layers  B batch  T position  D embed
 """
@@ -30,7 +30,7 @@ from jaxscale.kernels.collectives import CollectiveBytes
 
 AXIS = "pipeline"
 LAYERS, VOCAB, BATCH = "layers", "vocab", "act_batch"  # logical axes
-RESIDUAL_AXES = ("embed", "expert_embed", "latent")  # along the residual stream, or a latent of attention
+RESIDUAL_AXES = ("embed", "expert_embed", "latent")  # axes along the residual stream or a latent of attention
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ class PipelineAxis:
 
     layers: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((1, 1, 1), np.int32), compare=False)
     shards_vocab: bool = False
-    leading_layers: float = 0.0  # work of other layers that precede these, in units of one
+    leading_layers: float = 0.0  # work of the layers before the split stack, in units of one of its layers
 
     @property
     def size(self) -> int:
@@ -53,42 +53,42 @@ class PipelineAxis:
 
     @property
     def has_local_layers(self) -> bool:
-        """True if each stage stores its own layers between steps."""
+        """True if each stage stores the layers that it runs."""
         return self.num_chunks == 1 and not self.leading_layers and bool((self.layers != IDLE).all())
 
     @property
     def layer_slots(self) -> int:
-        """Layers for which a stage has buffers: those of its chunks, each as long as the longest."""
+        """Number of layers for which a stage has buffers, with all chunks padded to the longest."""
         return self.layers[0].size
 
     @property
     def first_layers(self) -> int:
-        """Layers of the first chunk."""
+        """Number of layers of the first chunk."""
         return int((self.layers[0, 0] != IDLE).sum())
 
     @property
     def chunk_work(self) -> float:
-        """Work of the longest chunk in layers, without the output projection."""
+        """Work of the largest chunk in units of one layer, without the output projection."""
         return max(self.layers.shape[2], self.first_layers + self.leading_layers)
 
     def saved_inputs(self, num_leading: int) -> int:
-        """Returns the layer inputs that a stage saves of a chunk. num_leading: layers before the split ones."""
+        """Returns the number of layer inputs saved per chunk. num_leading: number of layers before the split stack."""
         return max(self.layers.shape[2], self.first_layers + num_leading)
 
     def bytes_held(self, schedule: ScheduleSize, hop: int, num_leading: int) -> int:
-        """Returns bytes of a stage's residual streams: saved inputs, four that are sent or received, and cotangents.
+        """Returns the bytes of a stage's residual streams: saved inputs, cotangents and four communication buffers.
 
-        hop: bytes of one, of a microbatch. num_leading: as in saved_inputs().
+        hop: bytes of the residual stream of a microbatch. num_leading: see saved_inputs().
         """
         buffers = 4 + schedule.num_pending + schedule.num_deferred
         return (schedule.num_slots * self.saved_inputs(num_leading) + buffers) * hop
 
     def bytes_sent(self, schedule: ScheduleSize, hop: int, tensor: int) -> list[CollectiveBytes]:
-        """Returns what a step sends besides weights. hop: as in bytes_held(); tensor: size of that axis.
+        """Returns the bytes that a step sends, except weights. hop: see bytes_held(). tensor: size of the tensor axis.
 
-        A stream and its gradient go to a neighbour in each tick. With a sharded vocabulary an embedding is summed
-        before the tensor axis splits its positions, and its gradient broadcast; the last stage's output is broadcast,
-        and its gradient summed. A broadcast is an all-reduce of zeros but for one term.
+        Each tick sends a residual stream and a gradient to a neighbour. With a sharded vocabulary, embeddings are
+        summed over stages before the tensor axis splits their positions, and their gradients are broadcast. The output
+        of the last stage is broadcast, and its gradient is summed. A broadcast is an all-reduce with zeros elsewhere.
         """
         if self.size == 1:
             return []
@@ -98,7 +98,8 @@ class PipelineAxis:
         return sent
 
     def weight_bytes_sent(self, weights: tuple[float, float], grads: tuple[float, float]) -> list[CollectiveBytes]:
-        """Returns what to_stage() and from_stage() send once a step, of local bytes (of the layers, of the tables)."""
+        """Returns the bytes of to_stage() and from_stage() per step. weights, grads: local bytes of (layers,
+        tables)."""
         (layers, tables), (layer_grads, table_grads) = weights, grads
         if self.has_local_layers:
             return [] if self.shards_vocab else [CollectiveBytes(AXIS, "all-reduce", table_grads)]
@@ -125,16 +126,16 @@ class PipelineAxis:
         return self.stage == self.size - 1
 
     def to_next_stage(self, x_BTD: jax.Array) -> jax.Array:
-        """Sends to the next stage; the first gets the last one's, for its next chunk."""
+        """Sends to the next stage. The first stage receives from the last, for its next chunk."""
         return lax.ppermute(x_BTD, AXIS, self.neighbours)
 
     def to_previous_stage(self, x_BTD: jax.Array) -> jax.Array:
-        """Sends to the previous stage; the last gets the first one's."""
+        """Sends to the previous stage. The last stage receives from the first."""
         return lax.ppermute(x_BTD, AXIS, [(target, source) for source, target in self.neighbours])
 
     @property
     def neighbours(self) -> list[tuple[int, int]]:
-        """Pairs (stage, next stage). With one chunk per stage the last sends nothing and the first gets zeros."""
+        """Pairs (stage, next stage). With one chunk per stage the last sends nothing and the first receives zeros."""
         pairs = [(stage, (stage + 1) % self.size) for stage in range(self.size)]
         return pairs if self.num_chunks > 1 else pairs[:-1]
 
@@ -147,29 +148,29 @@ class PipelineAxis:
         return self.sum(jnp.where(self.last, x_BTD, jnp.zeros_like(x_BTD)))
 
     def rules(self, rules: Rules) -> Rules:
-        """Returns rule tables for these stages; with one stage, for a mesh whose pipeline axis shards rows."""
-        # Gradients are sharded like parameters, then like moments.
+        """Returns the sharding rules for these stages. With one stage, the pipeline axis of the mesh shards rows."""
+        # Gradients are first sharded like parameters, then like moments.
         first = rules.params["embed"] != rules.moments["embed"]
         row_rules = functools.partial(self.row_rules, first=first)
         change = row_rules if self.size == 1 else self.local_rules if self.has_local_layers else self.residual_rules
         return Rules(*(change(table) for table in (rules.params, rules.grads, rules.moments)))
 
     def local_rules(self, table: Mapping[str, MeshAxes]) -> dict[str, MeshAxes]:
-        """Shards layers, and a sharded vocabulary, over the stages that use them."""
+        """Returns the table with layers, and the vocabulary if sharded, sharded over the stages that use them."""
         vocab = {VOCAB: (*mesh_axis_names(table[VOCAB]), AXIS)} if self.shards_vocab else {}
         return dict(table) | {LAYERS: AXIS} | vocab
 
     def row_rules(self, table: Mapping[str, MeshAxes], *, first: bool) -> dict[str, MeshAxes]:
-        """Shards rows and residual dimensions over the pipeline axis, as over data and fsdp.
+        """Returns the table with rows and residual dimensions sharded over the pipeline axis, as over data and fsdp.
 
-        first: as the first of a residual dimension's mesh axes instead of the last, as in residual_rules.
+        first: whether the pipeline axis is the first of a residual dimension's mesh axes; else it is the last.
         """
         added = lambda names: (AXIS, *names) if first else (*names, AXIS)
         residual = {axis: added(mesh_axis_names(table[axis])) for axis in RESIDUAL_AXES}
         return dict(table) | residual | {BATCH: (AXIS, *mesh_axis_names(table[BATCH]))}
 
     def residual_rules(self, table: Mapping[str, MeshAxes]) -> dict[str, MeshAxes]:
-        """Shards residual dimensions over the stages as well."""
+        """Returns the table with residual dimensions also sharded over the stages."""
         return dict(table) | {axis: (*mesh_axis_names(table[axis]), AXIS) for axis in RESIDUAL_AXES}
 
     def schedule(self, name: str, num_microbatches: int) -> Schedule:
@@ -177,9 +178,9 @@ class PipelineAxis:
         return make_schedule(name, self.size, self.num_chunks, num_microbatches)
 
     def to_stage(self, w: jax.Array, axes: tuple[str, ...], *, stacked: bool) -> jax.Array:
-        """Returns a stored weight as the device's stage uses it: [V * layers of a chunk, ...] of a stack.
+        """Returns the part of a stored weight that the device's stage uses; [V * layers of a chunk, ...] if stacked.
 
-        Padding of shorter chunks is arbitrary. stacked: the weight belongs to layers that are split over stages.
+        Padding of shorter chunks is arbitrary. stacked: whether the weight belongs to the layers split over stages.
         """
         vocab = self.shards_vocab and VOCAB in axes
         residual = residual_dimension(axes)
@@ -224,7 +225,7 @@ class PipelineAxis:
 
 
 def residual_dimension(axes: tuple[str, ...]) -> int | None:
-    """Returns the dimension of an array that is along the residual stream, or None."""
+    """Returns the index of the first dimension among RESIDUAL_AXES, or None."""
     return next((d for d, axis in enumerate(axes) if axis in RESIDUAL_AXES), None)
 
 
@@ -241,7 +242,7 @@ class StageVocabTensorAxis(TensorAxis):
         return (*super().vocab_axes, AXIS)
 
     def reduce_scatter_lookup(self, x_BTD: jax.Array) -> jax.Array:
-        """Returns the device's positions of the sum over all these devices. The gradient is the first stage's."""
+        """Returns the local positions of the sum over stages and tensor devices. The gradient is the first stage's."""
         return self.reduce_scatter(_sum_of_stages(x_BTD))
 
 
@@ -256,8 +257,8 @@ _sum_of_stages.defvjp(lambda x: (_sum_of_stages(x), None), lambda _, dy: (lax.ps
 def make_pipeline_axis(
     size: int, cfg: PipelineConfig, num_layers: int, head_layers: float, leading_layers: float = 0.0
 ) -> PipelineAxis:
-    """Returns the stages of a model. head_layers, leading_layers: the work of the output projection and of layers
-    before the split ones, in units of one layer."""
+    """Returns the stages of a model. head_layers, leading_layers: work of the output projection and of the layers
+    before the split stack, in units of one layer."""
     if size == 1:
         return NO_PIPELINE_AXIS
     shards_vocab = cfg.head == "cut"
@@ -266,7 +267,7 @@ def make_pipeline_axis(
 
 
 def share_vocab_with_stages(tensor: TensorAxis, pipeline: PipelineAxis) -> TensorAxis:
-    """Returns the tensor axis of a model whose stages shard the vocabulary, if they do."""
+    """Returns the tensor axis, combined with the pipeline axis for the vocabulary if stages shard the vocabulary."""
     return StageVocabTensorAxis(tensor.size, tensor.stages, tensor.context) if pipeline.shards_vocab else tensor
 
 
@@ -274,9 +275,9 @@ def share_vocab_with_stages(tensor: TensorAxis, pipeline: PipelineAxis) -> Tenso
 def stage_weights(
     params: Any, axes: Any, batch_axes: BatchAxes, pipeline: PipelineAxis, dtype: Any, *, chunked: str
 ) -> Any:
-    """Returns the parameters of the device's stage, gathered over fsdp, in the dtype in which matmuls read them.
+    """Returns the parameters of the device's stage, gathered over fsdp and cast to the dtype of matmuls.
 
-    chunked: the stack whose layers are split over stages. Other parameters are on every stage, except a sharded
+    chunked: name of the stack that is split over stages. Other parameters are on every stage, unless sharded by
     vocabulary.
     """
 
@@ -301,5 +302,5 @@ def stage_gradients(grads: Any, axes: Any, batch_axes: BatchAxes, pipeline: Pipe
 
 
 def layer_by_layer(f: Callable, w: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Returns f(w, axes); of a stack, one layer after the other."""
+    """Returns f(w, axes). Applies f to one layer at a time if w is a stack."""
     return lax.map(lambda one: f(one, axes[1:]), w) if axes[:1] == (LAYERS,) else f(w, axes)

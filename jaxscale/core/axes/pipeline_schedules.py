@@ -1,19 +1,18 @@
-"""Pipeline schedules as tables of integers. A table lists what each stage does at each tick, and is checked before
-anything runs.
+"""Pipeline schedules as integer tables, which list the passes of each stage at each tick. They are checked before use.
 
-The layers of a model are split into P * V consecutive chunks; stage s holds chunks s, P + s, 2 P + s, ... At each tick
-every stage runs at most one forward pass of a chunk, then at most one backward pass. All stages run a tick together:
-while some run a forward pass, others could only wait. The next stage reads a result at the next tick.
+The layers of a model are split into P * V consecutive chunks. Stage s runs chunks s, P + s, 2 P + s, ... At each tick
+every stage runs at most one forward pass of a chunk, then at most one backward pass. All stages run a tick together,
+and the next stage reads a result at the next tick.
 
 So 1F1B (arXiv:1806.03377), interleaved 1F1B (arXiv:2104.04473) and GPipe (arXiv:1811.06965) are one program with three
-tables. Each has M V + P - 1 ticks with forward and as many with backward passes, of which M V do work.
+tables. Each has M V + P - 1 ticks with forward passes and as many with backward passes; a stage works in M V of each.
 
-Zero bubble (arXiv:2401.10241) is 1F1B in which the passes of the first P - 1 backward ticks skip the weight gradients;
-stage s has s such passes. In the last P - 1 ticks stage s idles s times, and then runs a second backward pass for the
-weight gradients that it skipped. That pass recomputes the chunk's layers, but takes no longer than the first backward
-pass of the stages that are still busy: a tick costs what its busiest stage takes.
+Zero bubble (arXiv:2401.10241) is 1F1B in which the passes of the first P - 1 backward ticks skip the weight gradients.
+Stage s has s such passes. In the last P - 1 ticks, where stage s would idle s times, it runs a second backward pass for
+each skipped weight gradient. The second pass recomputes the layers of the chunk, but takes no longer than the backward
+pass of the busy stages, which determines the length of the tick.
 
-P stages  V chunks of a stage  M microbatches  t ticks  C chunks of the model, P * V
+P stages  V chunks per stage  M microbatches  t ticks  C chunks of the model, P * V
 """
 
 import dataclasses
@@ -25,21 +24,21 @@ IDLE = -1
 
 
 class Passes(NamedTuple):
-    """Forward or backward passes: int32[t, P] each."""
+    """Forward passes of all stages. Each field is int32[t, P]."""
 
-    microbatch: np.ndarray  # or IDLE
-    chunk: np.ndarray  # of the stage; 0 where it is idle
-    slot: np.ndarray  # of the buffer that saves the inputs of the chunk's layers
+    microbatch: np.ndarray  # index of the microbatch, or IDLE
+    chunk: np.ndarray  # index of the chunk within the stage; 0 if the stage is idle
+    slot: np.ndarray  # index of the buffer that saves the inputs of the chunk's layers
 
 
 class Backward(NamedTuple):
-    """Backward passes, with the buffers that each reads and writes its output cotangent in: int32[t, P] each."""
+    """Backward passes of all stages, and buffers of their output cotangents. Each field is int32[t, P]."""
 
     microbatch: np.ndarray
     chunk: np.ndarray
     slot: np.ndarray
-    pending: np.ndarray  # index of the pending cotangent to start from; IDLE: it comes from the next stage
-    defer_to: np.ndarray  # index to save it at, where weight gradients are deferred to a second pass; else IDLE
+    pending: np.ndarray  # index of the buffer from which the cotangent is read; IDLE: it comes from the next stage
+    defer_to: np.ndarray  # index of the buffer that saves it if weight gradients are deferred to a second pass, or IDLE
 
 
 class Pass(NamedTuple):
@@ -61,64 +60,64 @@ class BackwardPass(NamedTuple):
 
 
 class Costs(NamedTuple):
-    """Times of the parts of a chunk's passes. A backward pass is all but the first."""
+    """Relative times of the parts of a chunk's passes. A backward pass consists of all parts except `forward`."""
 
     forward: float = 1.0
-    recompute: float = 1.0  # recomputing its layers
+    recompute: float = 1.0  # of the forward pass
     input_grads: float = 1.0
     weight_grads: float = 1.0
 
 
-EQUAL_COSTS = Costs()  # as for matmuls: each part takes 2 FLOPs per weight and token
-COMMUNICATION_COSTS = Costs(weight_grads=0.0)  # as for collectives in layers: weight gradients wait for none
+EQUAL_COSTS = Costs()  # for matmuls: each part takes 2 FLOPs per weight and token
+COMMUNICATION_COSTS = Costs(weight_grads=0.0)  # for collectives in layers: weight gradients need none
 
 
 @dataclasses.dataclass(frozen=True)
 class ScheduleSize:
-    """Ticks, buffers and bubble of a schedule in closed form. make_schedule() asserts them of its tables."""
+    """Closed forms for the ticks, buffers and bubble of a schedule. make_schedule() asserts that its tables agree."""
 
     name: str = "1f1b"
     num_stages: int = 1
-    num_chunks: int = 1  # of a stage
+    num_chunks: int = 1  # per stage
     num_microbatches: int = 1
 
     @property
     def chunk_runs(self) -> int:
-        """Forward passes of a stage in a step."""
+        """Number of forward passes per stage and step."""
         return self.num_chunks * self.num_microbatches
 
     @property
     def num_ticks(self) -> int:
-        """Number of ticks: M V + P - 1 of them have a forward pass on some stage, as many a backward pass."""
+        """Number of ticks. Some stage has a forward pass in M V + P - 1 of them, and a backward pass in M V + P - 1."""
         if self.name == "gpipe":
             return 2 * (self.chunk_runs + self.num_stages - 1)
         return self.chunk_runs + self.num_stages * (self.num_chunks + 1) - 2
 
     @property
     def num_slots(self) -> int:
-        """Most chunks whose inputs a stage saves at one time."""
+        """Maximum number of chunk passes whose inputs a stage saves at the same time."""
         most = self.num_stages * (self.num_chunks + 1) - 1
         return self.chunk_runs if self.name == "gpipe" else min(self.chunk_runs, most)
 
     @property
     def num_pending(self) -> int:
-        """Buffers for cotangents of the last chunk, from its loss to its backward pass."""
+        """Number of buffers for cotangents of the last chunk between its loss and its backward pass."""
         return self.num_microbatches if self.name == "gpipe" else 1
 
     @property
     def num_deferred(self) -> int:
-        """Buffers for cotangents of passes whose weight gradients are deferred."""
+        """Number of buffers for cotangents of passes whose weight gradients are deferred."""
         return min(self.num_stages - 1, self.num_microbatches) if self.name == "zero_bubble" else 0
 
     def slowdown(self, costs: Costs = EQUAL_COSTS) -> float:
-        """Returns the time of a step over that of one stage's passes: P - 1 ticks are added by the fill and drain."""
+        """Returns the time of a step divided by the time of one stage's passes. Fill and drain add P - 1 ticks."""
         lost = (self.num_stages - 1) * (sum(costs) - (costs.weight_grads if self.num_deferred else 0.0))
         return 1 + lost / (self.chunk_runs * sum(costs))
 
     @property
     def bubble(self) -> float:
-        """Fraction of the time in which a stage idles or repeats work, at EQUAL_COSTS: (P - 1) / (V M + P - 1), the
-        bubble of arXiv:2104.04473 relative to the total time, unless weight gradients are deferred."""
+        """Fraction of the step time in which a stage idles or repeats work, at EQUAL_COSTS. If no weight gradients are
+        deferred, this is (P - 1) / (V M + P - 1), the bubble of arXiv:2104.04473 relative to the total time."""
         return 1 - 1 / self.slowdown()
 
 
@@ -131,48 +130,48 @@ class Schedule(ScheduleSize):
 
     @property
     def embed_microbatch(self) -> np.ndarray:
-        """int32[t]: the microbatch to embed for the first chunk, or IDLE."""
+        """Microbatch to embed for the first chunk, or IDLE; int32[t]."""
         return first_chunk(self.forward)
 
     @property
     def loss_microbatch(self) -> np.ndarray:
-        """int32[t]: the microbatch whose loss is computed, or IDLE."""
+        """Microbatch whose loss is computed, or IDLE; int32[t]."""
         last = (self.forward.chunk[:, -1] == self.num_chunks - 1) & (self.forward.microbatch[:, -1] != IDLE)
         return np.where(last, self.forward.microbatch[:, -1], IDLE)
 
     @property
     def embed_grad_microbatch(self) -> np.ndarray:
-        """int32[t]: the microbatch whose gradient reaches the embedding, or IDLE."""
+        """Microbatch whose gradient reaches the embedding, or IDLE; int32[t]."""
         return np.where(self.weights_only[:, 0], IDLE, first_chunk(self.backward))
 
     @property
     def inputs_only(self) -> np.ndarray:
-        """bool[t, P]: backward passes that skip the weight gradients."""
+        """Mask of backward passes that skip the weight gradients, bool[t, P]."""
         return self.backward.defer_to != IDLE
 
     @property
     def weights_only(self) -> np.ndarray:
-        """bool[t, P]: second backward passes, for skipped weight gradients; their input gradients are unused."""
+        """Mask of second backward passes, which only compute skipped weight gradients, bool[t, P]."""
         return self.backward.pending >= self.num_pending
 
     def __str__(self) -> str:
         chunks = f" of {self.num_chunks} chunks" if self.num_chunks > 1 else ""
-        later = f", weights of at most {self.num_deferred} get theirs in a second pass" if self.num_deferred else ""
+        later = f", at most {self.num_deferred} defer weight gradients to a second pass" if self.num_deferred else ""
         return (
             f"{self.name}, {self.num_stages} stages{chunks}, {self.num_microbatches} microbatches: bubble "
-            f"{self.bubble:.1%}, at most {self.num_slots} passes of a stage wait for their gradients{later}"
+            f"{self.bubble:.1%}, at most {self.num_slots} passes per stage wait for their backward pass{later}"
         )
 
 
 def first_chunk(passes: Passes | Backward) -> np.ndarray:
-    """int32[t]: the microbatch of the model's first chunk, or IDLE."""
+    """Returns int32[t], the microbatch that the model's first chunk processes, or IDLE."""
     return np.where(passes.chunk[:, 0] == 0, passes.microbatch[:, 0], IDLE)
 
 
 def make_schedule(name: str, num_stages: int, num_chunks: int, num_microbatches: int) -> Schedule:
-    """Makes and checks the tables of "1f1b", "zero_bubble" or "gpipe".
+    """Returns the checked tables of "1f1b", "zero_bubble" or "gpipe".
 
-    With several chunks the microbatches come in groups of P: M % P == 0.
+    With several chunks per stage, microbatches are processed in groups of P, so M must be a multiple of P.
     """
     P, V, M = num_stages, num_chunks, num_microbatches
     size = ScheduleSize(name, P, V, M)
@@ -189,7 +188,7 @@ def make_schedule(name: str, num_stages: int, num_chunks: int, num_microbatches:
             for passes, t in ((forward, forward_tick), (backward, backward_tick)):
                 assert passes.microbatch[t, s] == IDLE, f"stage {s} has two passes at tick {t}"
                 passes.microbatch[t, s], passes.chunk[t, s] = m, v
-        backward.pending[start + tick_of(m, 0, P, V), -1] = m % size.num_pending  # as of the last chunk
+        backward.pending[start + tick_of(m, 0, P, V), -1] = m % size.num_pending  # cotangents of the last chunk
     num_deferred = defer_weight_grads(backward, start, size.num_pending) if name == "zero_bubble" else 0
     found = ticks, fill_slots(forward, backward), num_deferred
     assert found == (size.num_ticks, size.num_slots, size.num_deferred), f"{size} has {found}"
@@ -199,10 +198,10 @@ def make_schedule(name: str, num_stages: int, num_chunks: int, num_microbatches:
 
 
 def tick_of(microbatch: int, chunk: int, num_stages: int, num_chunks: int) -> int:
-    """Returns the tick in which a microbatch runs forward through a chunk: each chunk one tick after the previous one.
+    """Returns the tick of a microbatch's forward pass through a chunk, one tick after the previous chunk.
 
-    P microbatches run through the first chunk of a stage, then through its second, and so on. Backward passes are the
-    same, with chunks counted from the end.
+    P microbatches run through the first chunk of a stage, then through its second chunk, and so on. For backward
+    passes, chunks are counted from the end.
     """
     group, index = divmod(microbatch, num_stages)
     v, s = divmod(chunk, num_stages)
@@ -210,8 +209,8 @@ def tick_of(microbatch: int, chunk: int, num_stages: int, num_chunks: int) -> in
 
 
 def defer_weight_grads(backward: Backward, start: int, num_pending: int) -> int:
-    """Skips the weight gradients in the passes of the P - 1 ticks from start on, and adds passes for them in the last
-    ticks, where their stages idle. Returns the largest number of skipped passes of a stage.
+    """Defers the weight gradients of the P - 1 ticks beginning at `start` to second passes in the last ticks, in which
+    their stages would idle. Returns the maximum number of deferred passes per stage.
     """
     ticks, P = backward.microbatch.shape
     most = 0
@@ -228,7 +227,7 @@ def defer_weight_grads(backward: Backward, start: int, num_pending: int) -> int:
 
 
 def fill_slots(forward: Passes, backward: Backward) -> int:
-    """Assigns slots in both tables, reusing each as soon as it is free. Returns the number of slots."""
+    """Assigns slots in both tables and reuses free slots. Returns the number of slots."""
     ticks, P = forward.microbatch.shape
     most = 0
     for s in range(P):
@@ -248,11 +247,11 @@ def fill_slots(forward: Passes, backward: Backward) -> int:
 
 
 def check_schedule(schedule: Schedule) -> None:
-    """Asserts what the program relies on.
+    """Asserts the properties of a schedule that the program relies on.
 
-    Each microbatch runs forward through each chunk once, and gets each input gradient and each weight gradient once.
-    The next stage reads a result in the very next tick. No buffer is overwritten before a backward pass has read it.
-    Input gradients of the microbatches are in order, and so are weight gradients that are not deferred.
+    Each microbatch has one forward pass, one input gradient and one weight gradient per chunk. The next stage reads a
+    result at the next tick. No buffer is overwritten before a backward pass has read it. Input gradients, and weight
+    gradients that are not deferred, are computed in the order of microbatches.
     """
     P, V, M = schedule.num_stages, schedule.num_chunks, schedule.num_microbatches
     forward = ticks_by_pass(schedule.forward, P)
@@ -297,9 +296,9 @@ def check_buffers(schedule: Schedule, stage: int) -> None:
             f"stage {stage} starts from the wrong cotangent at tick {t}"
         )
         if bwd.pending != IDLE:
-            read = pending.pop(bwd.pending, None)  # not inside assert, which -O leaves out
-            assert read == key, f"stage {stage} reads cotangent {bwd.pending} wrongly"
-        assert slots.get(bwd.slot) == key, f"stage {stage} reads slot {bwd.slot} wrongly"
+            read = pending.pop(bwd.pending, None)  # outside of the assert statement, which python -O removes
+            assert read == key, f"stage {stage} reads the wrong cotangent {bwd.pending}"
+        assert slots.get(bwd.slot) == key, f"stage {stage} reads the wrong slot {bwd.slot}"
         if bwd.defer_to == IDLE:
             del slots[bwd.slot]
         else:
@@ -311,7 +310,7 @@ def check_buffers(schedule: Schedule, stage: int) -> None:
 
 
 def ticks_by_pass(passes: Passes | Backward, num_stages: int, exclude: Any = False) -> dict[tuple[int, int], int]:
-    """Returns {(microbatch, chunk of the model): tick}. exclude: mask of passes to leave out."""
+    """Returns {(microbatch, chunk of the model): tick}. exclude: mask of passes to exclude."""
     found = {}
     for t, s in np.argwhere((passes.microbatch != IDLE) & ~np.asarray(exclude)):
         key = int(passes.microbatch[t, s]), int(passes.chunk[t, s]) * num_stages + int(s)
@@ -323,10 +322,10 @@ def ticks_by_pass(passes: Passes | Backward, num_stages: int, exclude: Any = Fal
 def split_layers(
     num_layers: int, num_stages: int, num_chunks: int, head_layers: float = 0.0, leading_layers: float = 0.0
 ) -> np.ndarray:
-    """Returns int32[P, V, layers of a chunk], the layers of each chunk; IDLE pads shorter chunks.
+    """Returns int32[P, V, layers of a chunk], the layer indices of each chunk, padded with IDLE.
 
-    Chunks are as equal as possible, and none is empty. head_layers, leading_layers: extra work of the last and of the
-    first chunk, in units of one layer.
+    The work of chunks is as equal as possible, and no chunk is empty. head_layers, leading_layers: additional work of
+    the last and the first chunk, in units of one layer.
     """
     C = num_stages * num_chunks
     assert num_layers >= C, f"{num_layers} layers are too few for {C} chunks"

@@ -1,9 +1,9 @@
-"""Tensor parallelism inside shard_map: shards heads, MLP and vocabulary.
+"""Tensor parallelism inside shard_map: devices shard heads, MLPs and the vocabulary.
 
-Between matmuls a device holds some positions of the residual stream (sequence parallelism, arXiv:2205.05198): it
-all-gathers them before a matmul with column-sharded weights, and reduce-scatters after one with row-sharded weights. A
-replicated parameter is applied to local positions or heads only, so its gradient is a partial sum
-(BatchAxes.reduce_accumulated).
+Between matmuls a device has some positions of the residual stream (sequence parallelism, arXiv:2205.05198). It
+all-gathers the positions before a matmul with column-sharded weights, and reduce-scatters after a matmul with
+row-sharded weights. A replicated parameter is applied to local positions or heads only, so its local gradient is a
+partial sum, which BatchAxes.reduce_accumulated() completes.
 
 B batch  T position  D embed
 """
@@ -28,8 +28,8 @@ POSITIONS = 1  # the sharded dimension of the residual stream [B, T, D]
 class TensorAxis:
     """The devices that shard matmuls. With one device every method is the identity.
 
-    stages: devices that share each link, if the axis spans several. context: axis that shards the row first; "all
-    positions" are those of its local shard.
+    stages: devices that share each link, if the axis spans several links. context: axis that shards the sequence before
+    this axis does. In the methods, "all positions" are those of the context device.
     """
 
     size: int = 1
@@ -37,19 +37,19 @@ class TensorAxis:
     context: ContextAxis = NO_CONTEXT_AXIS
 
     def row_length(self, x_BTD: jax.Array) -> int:
-        """Returns the length of a whole row, from local positions."""
+        """Returns the length of a whole sequence. x_BTD: local positions."""
         return x_BTD.shape[POSITIONS] * self.size * self.context.size
 
     def local_from_row(self, x_BT: jax.Array) -> jax.Array:
-        """Returns the device's positions of a whole row."""
+        """Returns the local positions of whole sequences."""
         return self.local(self.context.local(x_BT))
 
     def all_gather(self, x_BTD: jax.Array) -> jax.Array:
-        """Returns all positions from local ones. The backward pass reduce-scatters."""
+        """Returns all positions, gathered from the devices. The backward pass reduce-scatters."""
         return x_BTD if self.size == 1 else _gather(self.stages, x_BTD)
 
     def reduce_scatter(self, x_BTD: jax.Array) -> jax.Array:
-        """Returns the device's positions of the sum over the devices. The backward pass all-gathers."""
+        """Returns the local positions of the sum over the devices. The backward pass all-gathers."""
         return x_BTD if self.size == 1 else _scatter(self.stages, x_BTD)
 
     def all_gather_last(self, x: jax.Array) -> jax.Array:
@@ -57,14 +57,14 @@ class TensorAxis:
         return x if self.size == 1 else lax.all_gather(x, AXIS, axis=x.ndim - 1, tiled=True)
 
     def local(self, x_BT: jax.Array) -> jax.Array:
-        """Returns the device's positions, from all positions."""
+        """Returns the local positions of an array with all positions."""
         if self.size == 1:
             return x_BT
         length = x_BT.shape[POSITIONS] // self.size
         return lax.dynamic_slice_in_dim(x_BT, lax.axis_index(AXIS) * length, length, POSITIONS)
 
     def pad_remote(self, x: jax.Array, value: float) -> jax.Array:
-        """Returns x with its last axis at full size, filled with `value` outside of the device's shard."""
+        """Returns x with its last axis padded to full size by `value` outside of the device's shard."""
         if self.size == 1:
             return x
         size = x.shape[-1]
@@ -72,15 +72,15 @@ class TensorAxis:
         return lax.dynamic_update_slice_in_dim(full, x, lax.axis_index(AXIS) * size, x.ndim - 1)
 
     def scale_gradient(self, tree: Any) -> Any:
-        """Returns the same values, which all devices compute, each with its share of their gradient."""
+        """Returns values that all devices compute unchanged, and divides their gradients by the number of devices."""
         scaled = lambda x: x / self.size + lax.stop_gradient(x - x / self.size)
         return tree if self.size == 1 else jax.tree.map(scaled, tree)
 
     def run_in_halves(self, f: Callable[..., Any], *inputs: Any) -> Any:
-        """Returns f(*inputs), computed on each half of the rows separately, for an f that does not mix rows.
+        """Returns f(*inputs), computed separately on each half of the rows. f must not mix rows.
 
-        The halves are independent, so that matmuls of one overlap collectives of the other. Computed together on a
-        single device or for an odd number of rows.
+        The halves are independent, so matmuls of one half overlap with collectives of the other. On a single device, or
+        for an odd number of rows, f is called once.
         """
         rows = len(jax.tree.leaves(inputs)[0])
         if self.size == 1 or rows % 2:
@@ -89,12 +89,12 @@ class TensorAxis:
         return concat_row_parts([f(*half(0)), f(*half(rows // 2))])
 
     def bytes_sent(self, nbytes: float) -> list[CollectiveBytes]:
-        """Returns an all_gather and a reduce_scatter of `nbytes` of all positions, as the equal all-reduce."""
+        """Returns an all-gather and a reduce-scatter of all positions (`nbytes`) as one all-reduce of equal cost."""
         return [CollectiveBytes(AXIS, "all-reduce", nbytes)] if self.size > 1 else []
 
     def bytes_held(self, nbytes: int) -> int:
-        """Returns bytes of a block's streams, of `nbytes` for all positions: local positions of the residual stream
-        twice, and all positions of the inputs of attention and MLP."""
+        """Returns the bytes of a block's streams: two residual streams of local positions, and the inputs of attention
+        and MLP with all positions. nbytes: bytes of one stream with all positions."""
         return 2 * nbytes + 2 * nbytes // self.size
 
     @property
@@ -103,9 +103,9 @@ class TensorAxis:
         return (AXIS,) if self.size > 1 else ()
 
     def local_ids(self, ids_BT: jax.Array, num_local: int) -> jax.Array:
-        """Returns token ids as rows of the device's shard of a table; num_local, out of bounds, for remote ids.
+        """Returns the index of each token id in the device's shard of a table, or num_local for remote ids.
 
-        An id outside of the vocabulary is treated as remote: data.checks rejects these before a run.
+        An id outside of the vocabulary is treated as remote. Checks of the data reject such ids before a run.
         """
         if not self.vocab_axes:
             return ids_BT
@@ -113,7 +113,7 @@ class TensorAxis:
         return jnp.where((ids_BT >= 0) & (ids_BT < num_local), ids_BT, num_local)
 
     def reduce_scatter_lookup(self, x_BTD: jax.Array) -> jax.Array:
-        """Reduce-scatters looked up rows of a table, each of which is nonzero on one device."""
+        """Reduce-scatters embeddings from a sharded table. The embedding of a token is nonzero on one device only."""
         return self.reduce_scatter(x_BTD)
 
     def vocab_sum(self, x: jax.Array) -> jax.Array:
@@ -137,8 +137,8 @@ NO_TENSOR_AXIS = TensorAxis()
 
 
 def concat_row_parts(parts: list[Any]) -> Any:
-    """Concatenates the results of f on parts of the rows: arrays [rows, ...], or such an array and a tree of sums over
-    rows."""
+    """Concatenates results for parts of the rows. A result is an array [rows, ...], or a tuple of such an array and a
+    tree of sums over rows, which are added."""
     if not isinstance(parts[0], tuple):
         return jnp.concatenate(parts)
     arrays, sums = zip(*parts)
@@ -146,7 +146,7 @@ def concat_row_parts(parts: list[Any]) -> Any:
 
 
 def make_tensor_axis(mesh: Mesh, *, torus_at_once: bool = False, context: ContextAxis = NO_CONTEXT_AXIS) -> TensorAxis:
-    """Returns the tensor axis of this mesh. torus_at_once: as in link_stages. context: as in TensorAxis."""
+    """Returns the tensor axis of a mesh. torus_at_once: see link_stages(). context: see TensorAxis."""
     return TensorAxis(mesh.shape[AXIS], link_stages(mesh, AXIS, torus_at_once=torus_at_once), context)
 
 

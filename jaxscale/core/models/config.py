@@ -1,4 +1,4 @@
-"""Settings shared by all models, and quantities derived from them. These include experts and latent attention,
+"""Settings shared by all models, including experts and latent attention, and quantities derived from them, such as
 parameter counts, shapes and saved activations. The table of models is in `__init__.py`."""
 
 import dataclasses
@@ -11,17 +11,17 @@ from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
 
 BLOCKS = "blocks"  # parameter name of the stacked layers
-DENSE = "dense_blocks"  # layers without experts, before those that have them
-BLOCK_INPUT = "block_input"  # the input of a block: the minimum saved per layer
+DENSE = "dense_blocks"  # parameter name of the stacked layers without experts that precede layers with experts
+BLOCK_INPUT = "block_input"  # input of a block, the minimum saved per layer
 QUERY, KEY, VALUE = "query", "key", "value"  # inputs of attention, after RoPE and norms
-LATENT = "latent"  # low-rank input of queries, keys and values, before its norms
+LATENT = "latent"  # low-rank input of queries, keys and values, before its norm
 ATTENTION_ADDED = "attention_added"  # output projection of attention
-MLP_GATE, MLP_UP = "mlp_gate", "mlp_up"  # before the non-linearity. No gradient needs the output of the MLP.
+MLP_GATE, MLP_UP = "mlp_gate", "mlp_up"  # inputs of the non-linearity; no gradient needs the output of the MLP
 ACTIVATIONS = (BLOCK_INPUT, QUERY, KEY, VALUE, ATTENTION_OUT, ATTENTION_ADDED, MLP_UP)
 GATED_ACTIVATIONS = (*ACTIVATIONS[:-1], MLP_GATE, MLP_UP)
 
 RematName = Literal["none", "full", "attention", "qkv", "minimal", "dots", "save"]
-# Policies that are lists of names. "save" reads model.remat_save; "none" and "dots" are not lists.
+# Remat policies given by a list of names. "save" uses model.remat_save. "none" and "dots" are not lists of names.
 SAVED_NAMES: dict[str, tuple[str, ...]] = {
     "full": (),
     "attention": (ATTENTION_OUT,),
@@ -30,34 +30,34 @@ SAVED_NAMES: dict[str, tuple[str, ...]] = {
 }
 Dtype = Literal["float32", "bfloat16", "float16"]
 ComputeDtype = Literal["auto", "float32", "bfloat16", "float16"]
-MAX_LAYERS = 10_000  # 10 times the deepest published model (arXiv:2203.00555): more is a typo
-ModelKind = Literal["decoder", "encoder", "encoder_decoder"]  # a decoder has one causal row
-ResidualDtype = Literal["compute", "operand", "float32"]  # compute_dtype; dtype of a matmul operand; float32
-# Keys of a loss's named parts. L layers  E experts  Q rounds
-EXPERT_COUNTS = "expert_counts"  # int32[L, E]: tokens routed to each
-EXPERT_ROUNDS = "expert_rounds"  # int32[Q]: all-to-all exchanges by number of rounds; if tokens are sent
+MAX_LAYERS = 10_000  # 10 times the deepest published model (arXiv:2203.00555); a larger number is a typo
+ModelKind = Literal["decoder", "encoder", "encoder_decoder"]
+ResidualDtype = Literal["compute", "operand", "float32"]  # "operand": the dtype of matmul operands
+# Keys of the named parts of a loss. L layers  E experts  Q rounds
+EXPERT_COUNTS = "expert_counts"  # int32[L, E]: tokens routed to each expert
+EXPERT_ROUNDS = "expert_rounds"  # int32[Q]: all-to-all exchanges by number of rounds, if tokens are sent
 ROUTER_ENTROPY = "router_entropy"  # float32[L]
-ROUTER_SCORES = "router_scores"  # float32[L]: range of a token's scores
-EXPERTS_DROPPED = "experts_dropped"  # int32[L]: (token, expert) pairs beyond capacity; with a capacity
+ROUTER_SCORES = "router_scores"  # float32[L]: maximum minus minimum of a token's scores
+EXPERTS_DROPPED = "experts_dropped"  # int32[L]: (token, expert) pairs beyond capacity, if there is a capacity
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertsConfig(RouterConfig):
-    """A router, experts of which each token selects a few, and optionally a shared expert."""
+    """Settings of a mixture of experts: a router, experts, and optionally a shared expert."""
 
     number: int = setting(help="experts per layer")
     mlp_dim: int = setting(help="width of an expert's gated MLP")
-    shared_dim: int = setting(0, "width of a shared gated MLP for every token; 0: none")
+    shared_dim: int = setting(0, "width of a shared gated MLP that processes every token; 0: none")
     first_dense: int = setting(0, "the first n layers are dense, with the model's mlp_dim")
     capacity_factor: float = setting(
         0.0,
-        "limits an expert to this multiple of its equal share of each row's tokens in training, first tokens first "
-        "(arXiv:2101.03961); dropped tokens are counted; 0: no limit",
+        "limits an expert in training to this multiple of the mean number of tokens per expert and sequence, earlier "
+        "tokens first (arXiv:2101.03961); dropped tokens are counted; 0: no limit",
     )
     bias: bool = setting(
         False,
-        "balances load by a bias per expert, added to its score in top-k only; after each step it grows by bias_rate "
-        "if the expert had fewer tokens than the mean, and shrinks if it had more (arXiv:2408.15664)",
+        "balances load by a bias per expert, added to scores in top-k only; each step changes it by bias_rate, up "
+        "for experts with fewer tokens than the mean, down for those with more (arXiv:2408.15664)",
     )
     bias_rate: float = setting(1e-3, "step size of the bias; 0: constant", read_if=".bias")
 
@@ -71,24 +71,25 @@ class ExpertsConfig(RouterConfig):
         self.check_router(self.number)
 
     def capacity(self, row_length: int) -> int | None:
-        """Returns the maximum number of tokens that an expert takes from a row of this length in training."""
+        """Returns the maximum number of tokens that an expert processes per sequence in training, or None."""
         factor = self.capacity_factor
         return math.ceil(factor * self.chosen * row_length / self.number) if factor else None
 
     @property
     def active_dim(self) -> int:
-        """Width of a token's experts, the shared one included."""
+        """Total width of the experts of a token, including the shared expert."""
         return self.chosen * self.mlp_dim + self.shared_dim
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LatentConfig:
-    """Projects keys and values of all heads from one latent per position (arXiv:2405.04434, section 2.1)."""
+    """Settings of latent attention, which projects keys and values of all heads from one latent per position
+    (arXiv:2405.04434, section 2.1)."""
 
     kv_rank: int = setting(help="size of the latent of keys and values")
     q_rank: int = setting(0, "size of the latent of queries; 0: queries are projected from the residual stream")
     nope_dim: int = setting(help="features of a head's query or key without RoPE")
-    rope_dim: int = setting(help="features with RoPE, even; keys of all heads share them")
+    rope_dim: int = setting(help="features with RoPE, an even number; the keys of all heads share them")
     value_dim: int = setting(help="features of a head's value")
 
     def __post_init__(self):
@@ -107,12 +108,12 @@ class LatentConfig:
 
     @property
     def cache_width(self) -> int:
-        """Cached features per position and layer in sampling, shared by all heads."""
+        """Number of features per position and layer in the KV cache, shared by all heads."""
         return self.kv_rank + self.rope_dim
 
     @property
     def width(self) -> int:
-        """Features per position of all latents."""
+        """Number of features of all latents per position."""
         return self.q_rank + self.cache_width
 
     @property
@@ -135,9 +136,9 @@ class LatentConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Settings of every model, and quantities derived from them. The annotation for any model's config."""
+    """Base class of model settings, with quantities derived from them."""
 
-    vocab_size: int = setting(help="rows of the embedding table: at least the tokenizer's largest id + 1")
+    vocab_size: int = setting(help="rows of the embedding table, at least the tokenizer's largest id + 1")
     num_layers: int = setting(help="transformer blocks")
     embed_dim: int = setting(help="width of the residual stream")
     num_heads: int = setting(help="query heads")
@@ -155,7 +156,7 @@ class ModelConfig:
         None, "dtype of embedding and logits; float32 is a fallback for instability; none: compute_dtype"
     )
     matmul_precision: Literal["default", "tf32", "highest"] = setting(
-        "default", "of float32 matmuls; tf32 only on GPUs"
+        "default", "precision of float32 matmuls; tf32 only on GPUs"
     )
     matmul_dtype: MatmulDtype = setting(
         "none", "quantization of the operands of the blocks' matmuls, forward and backward; none: unchanged"
@@ -166,8 +167,8 @@ class ModelConfig:
     )
     remat: RematName = setting(
         "none",
-        "what is not recomputed in the backward pass. none: all; full: block inputs; attention: its output; qkv: its "
-        "inputs too; minimal: all matmuls; dots: matmuls except attention; save: remat_save",
+        "activations saved for the backward pass; others are recomputed. none: all; full: block inputs; attention: its "
+        "output too; qkv: its inputs too; minimal: all matmuls; dots: matmuls except attention; save: remat_save",
         may_change=True,
     )
     remat_save: tuple[str, ...] = setting(
@@ -181,15 +182,15 @@ class ModelConfig:
     )
     loss_chunk_tokens: int = setting(4096, "tokens per chunk of logits in the loss")
 
-    # Required of every model, as settings or properties.
+    # Every model defines these as settings or properties.
     name: ClassVar[str]
     head_dim: ClassVar[int]
     mlp_dim: ClassVar[int]
 
-    # Defaults, which some models override by a setting or property.
+    # Defaults that some models override by a setting or property.
     experts: ClassVar[ExpertsConfig | None] = None
     kind: ClassVar[ModelKind] = "decoder"
-    max_seq_len: ClassVar[int | None] = None  # longest row; None: unlimited
+    max_seq_len: ClassVar[int | None] = None  # longest sequence; None: unlimited
     activation_names: ClassVar[tuple[str, ...]] = ()  # marked with checkpoint_name, for remat
     dropout: ClassVar[float] = 0.0
     qk_norm: ClassVar[bool] = False
@@ -197,7 +198,7 @@ class ModelConfig:
     row_parts: ClassVar[int] = 1
     splits_rows: ClassVar[bool] = False  # True if blocks may run on parts of the rows
     attention_window: ClassVar[int | None] = None
-    norm_residuals: ClassVar[tuple[ResidualDtype, ...]] = ("compute",)  # saved by a norm: RMSNorm saves its input
+    norm_residuals: ClassVar[tuple[ResidualDtype, ...]] = ("compute",)  # arrays saved by a norm; RMSNorm: the input
 
     @property
     def embed_dtype(self) -> ComputeDtype:
@@ -218,7 +219,7 @@ class ModelConfig:
 
     @property
     def leading_layers(self) -> float:
-        """Work of the layers before the stack `blocks`, in units of one of its layers."""
+        """Work of the layers before the stack `blocks`, in units of one layer of `blocks`."""
         return 0.0
 
     def matrices(self) -> dict[str, tuple[int, int]]:
@@ -232,7 +233,7 @@ class ModelConfig:
         }
 
     def expert_matrices(self) -> dict[str, tuple[int, int]]:
-        """Returns the same for the matrices of each expert of a block."""
+        """Returns {matrix of each expert of a block: (input features, output features)}."""
         return {}
 
     @property
@@ -242,7 +243,7 @@ class ModelConfig:
 
     @property
     def num_params(self) -> int:
-        """Number of parameters, embeddings included."""
+        """Number of parameters, including embeddings."""
         raise NotImplementedError
 
     @property
@@ -265,21 +266,21 @@ class ModelConfig:
         return self.num_layers * (seq_len if self.attention_needs().bidirectional else seq_len / 2)
 
     def flops_per_token(self, seq_len: int, encoder_len: int | None = None) -> float:
-        """Returns the FLOPs of one training step per token of a row of seq_len, without recomputation: 6 per matrix
-        parameter (2 forward, 4 backward), and attention's two matmuls over the visible keys.
+        """Returns the FLOPs of a training step per token of a sequence of seq_len tokens, without recomputation.
 
-        encoder_len: tokens of the encoder's row, if there is one. PaLM's formula (arXiv:2204.02311, appendix B) also
-        counts masked keys, so its MFU is slightly higher.
+        These are 6 FLOPs per matrix parameter (2 forward, 4 backward) and the two matmuls of attention over visible
+        keys. PaLM's formula (arXiv:2204.02311, appendix B) also counts masked keys, so its MFU is slightly higher.
+        encoder_len: number of tokens of the encoder's sequence, for models with an encoder.
         """
         return 6 * self.matmul_params + 6 * (self.query_width + self.result_width) * self.visible_keys(seq_len)
 
     def attention_needs(self, *, prefix: bool = False) -> AttentionNeeds:
-        """Returns the features that an attention kernel must support. prefix: rows have a bidirectional prefix."""
+        """Returns the features that an attention kernel must support. prefix: sequences have a bidirectional prefix."""
         return AttentionNeeds(head_dim=self.head_dim, dtype=self.compute_dtype, prefix=prefix)
 
     @property
     def layer_stacks(self) -> dict[str, int]:
-        """{name of a stack of blocks among the parameters: number of layers}, in forward order."""
+        """Number of layers by parameter name of each stack of blocks, in forward order."""
         return {BLOCKS: self.num_layers}
 
     @property
@@ -314,19 +315,19 @@ class ModelConfig:
 
     @property
     def mlp_residuals(self) -> tuple[tuple[str, ResidualDtype], ...]:
-        """Arrays [mlp_dim] per token that an MLP saves for its backward pass: (description, dtype)."""
+        """(description, dtype) of each array [mlp_dim] per token that an MLP saves for its backward pass."""
         return ("result", "operand"), ("before the non-linearity", "compute")
 
 
 def check_positive(cfg: ModelConfig, *names: str) -> None:
-    """Raises BadInput for the first of these settings that is below 1."""
+    """Raises BadInput if one of these settings is below 1."""
     for name in names:
         if getattr(cfg, name) < 1:
             raise BadInput(f"{name}={getattr(cfg, name)} must be at least 1")
 
 
 def saved_names(cfg: ModelConfig) -> set[str] | None:
-    """Returns the names of the activations of each block that stay on the device for the backward pass; None: all."""
+    """Returns the names of a block's activations that are saved on the device for the backward pass. None means all."""
     if cfg.remat == "none":
         return None
     if cfg.remat == "dots":  # matmuls of activations with weights
@@ -336,7 +337,7 @@ def saved_names(cfg: ModelConfig) -> set[str] | None:
 
 
 def check_remat(remat: RematName, save: tuple[str, ...], offload: tuple[str, ...], names: tuple[str, ...]) -> None:
-    """Raises BadInput for a list that the policy ignores, or a name not in `names`, the model's activations."""
+    """Raises BadInput for a list that the policy ignores, or a name that is not among the model's activations."""
     for field, listed in (("remat_save", save), ("remat_offload", offload)):
         for name in listed:
             if name not in names:
@@ -344,13 +345,13 @@ def check_remat(remat: RematName, save: tuple[str, ...], offload: tuple[str, ...
                 hint = f"did you mean {close[0]!r}?" if close else f"use {', '.join(names)}"
                 raise BadInput(f"{field} has {name!r}, which is not an activation of this model; {hint}")
         if twice := sorted({name for name in listed if listed.count(name) > 1}):
-            raise BadInput(f"{field} has {twice[0]!r} twice; name it once")
+            raise BadInput(f"{field} has {twice[0]!r} twice; remove one")
     if save and remat != "save":
-        raise BadInput(f"remat_save needs remat='save', and remat={remat!r}; set that, or remat_save=()")
+        raise BadInput(f"remat_save needs remat='save', but remat={remat!r}; set remat='save' or remat_save=()")
     if remat == "save" and not save and not offload:
-        raise BadInput(f"remat='save' needs remat_save or remat_offload: names among {', '.join(names)}")
+        raise BadInput(f"remat='save' needs remat_save or remat_offload; set one to names among {', '.join(names)}")
     if offload and remat not in (*SAVED_NAMES, "save"):
         able = ", ".join(name for name in get_args(RematName) if name in SAVED_NAMES or name == "save")
         raise BadInput(f"remat_offload cannot be combined with remat={remat!r}, which ignores names; use {able}")
     if both := [name for name in save if name in offload]:
-        raise BadInput(f"{both[0]!r} is in remat_save and in remat_offload; name it in one of them")
+        raise BadInput(f"{both[0]!r} is in both remat_save and remat_offload; remove it from one of them")

@@ -1,6 +1,6 @@
 """GPT-2 (Radford et al., 2019) and the BERT encoder for masked language modelling (arXiv:1810.04805).
 
-Both have LayerNorm, learned positions, GELU, biases and tied embeddings; BERT has norms after each addition.
+Both models have LayerNorm, learned positions, GELU, biases and tied embeddings. BERT has a norm after each addition.
 
 B batch  T query position  S key position  D embed  N heads  H head dim  F mlp  V vocab  L layers  P positions
 """
@@ -36,9 +36,9 @@ from jaxscale.kernels.vocabulary import lookup, lookup_sharded
 
 
 class LearnedPositionsModel(StackedModel):
-    """Base of both models: dropout of embeddings and blocks, and positions that only the embedding reads."""
+    """Base class of GPT-2 and BERT, with dropout of embeddings and blocks, and positions used only by the embedding."""
 
-    embed: Callable[..., jax.Array]  # (tokens_BT, positions_BT) -> embeddings of the device's positions
+    embed: Callable[..., jax.Array]  # (tokens_BT, positions_BT) -> embeddings of local positions
 
     def embed_tokens(self, tokens_BT, positions_BT, segment_ids_BT, keys_B: jax.Array | None = None):
         """Returns the residual stream before the first block. keys_B: dropout keys."""
@@ -48,7 +48,7 @@ class LearnedPositionsModel(StackedModel):
         return dropout(x_BTD, self.cfg.dropout, split_keys(keys_B, self.cfg.num_layers + 1)[0], self.plan.tensor)
 
     def layer_inputs(self, keys_B: jax.Array | None, stack: str):
-        """Returns a dropout key for each block and row, [L, B]; None without dropout."""
+        """Returns a dropout key for each block and row, [L, B], or None without dropout."""
         return None if keys_B is None or not self.cfg.dropout else split_keys(keys_B, self.cfg.num_layers + 1)[1:]
 
 
@@ -94,7 +94,7 @@ class Gpt2(LearnedPositionsModel):
 
     @jax.named_scope("embedding")
     def embed(self, tokens_BT, positions_BT):
-        """Returns token plus position embeddings of the device's positions."""
+        """Returns the sum of token and position embeddings, for local positions."""
         dtype = self.cfg.embed_dtype
         table_VD = self.plan.gather(self.embedding[...], ("vocab", "embed"), dtype)
         positions_PD = self.plan.gather(self.position_embedding[...], ("position", "embed"), dtype)
@@ -103,7 +103,7 @@ class Gpt2(LearnedPositionsModel):
         return x_BTD.astype(self.cfg.compute_dtype)
 
     def unembedding(self, h_BTD):
-        """Returns (h_BTD, the output projection [D, V]: the embedding table, gathered once per loss)."""
+        """Returns (h_BTD, output projection [D, V]). The output projection is the embedding table, gathered once."""
         h_BTD, table_VD = grad_barrier(h_BTD, self.embedding[...])
         return h_BTD, self.plan.gather(table_VD, ("vocab", "embed"), self.cfg.embed_dtype).T
 
@@ -131,10 +131,7 @@ class EncoderBlock(Block):
 
 
 class MlmHead(nnx.Module):
-    """Matmul, GELU and norm between the last hidden states and the embedding table.
-
-    Replicated, and applied to local positions.
-    """
+    """Matmul, GELU and norm between the last hidden states and the embedding table, applied to local positions."""
 
     def __init__(self, cfg: EncoderConfig, *, rngs: nnx.Rngs, plan: ParallelPlan):
         D = cfg.embed_dim
@@ -166,12 +163,12 @@ class Encoder(LearnedPositionsModel):
         self.bias_vocab = constant((V,), ("vocab",), 0.0)
 
     def last_hidden(self, x_BTD):
-        """Returns x_BTD unchanged: each block ends in a norm."""
+        """Returns x_BTD unchanged, because each block ends with a norm."""
         return x_BTD
 
     @jax.named_scope("embedding")
     def embed(self, tokens_BT, positions_BT):
-        """Returns normalized token, position and type embeddings of the device's positions."""
+        """Returns the normalized sum of token, position and type embeddings, for local positions."""
         cfg = self.cfg
         table_VD = self.plan.gather(self.embedding[...], ("vocab", "embed"), cfg.embed_dtype)
         positions_PD = self.plan.gather(self.position_embedding[...], ("position", "embed"), cfg.embed_dtype)
@@ -184,8 +181,8 @@ class Encoder(LearnedPositionsModel):
         return x_BTD.astype(cfg.compute_dtype)
 
     def unembedding(self, h_BTD):
-        """Returns (hidden states of the head with a 1 appended, the embedding table [D, V] with the logits' bias as
-        last row): their product includes the bias, so the loss needs no bias argument."""
+        """Returns (hidden states with 1 appended, embedding table [D, V] with the bias of logits appended as a row).
+        Their product includes the bias, so the loss needs no bias argument."""
         h_BTD, table_VD = grad_barrier(h_BTD, self.embedding[...])
         h_BTD = self.head(h_BTD).astype(self.cfg.embed_dtype)
         ones = jnp.ones((*h_BTD.shape[:-1], 1), h_BTD.dtype)

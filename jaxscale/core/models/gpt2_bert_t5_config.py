@@ -15,11 +15,11 @@ from jaxscale.kernels.config import AttentionNeeds
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
 
-INSIDE_GELU: tuple[str, ResidualDtype] = ("inside GELU", "float32")  # read by its backward pass
+INSIDE_GELU: tuple[str, ResidualDtype] = ("inside GELU", "float32")  # saved for the backward pass of GELU
 
 
 class BiasedConfig(ModelConfig):
-    """Settings of models with LayerNorm, biases, learned positions and heads that divide embed_dim: GPT-2 and BERT."""
+    """Settings shared by GPT-2 and BERT: LayerNorm, biases, learned positions, and heads that divide embed_dim."""
 
     norm_residuals: ClassVar[tuple[ResidualDtype, ...]] = ("float32", "float32")  # before and after LayerNorm's scale
     activation_names: ClassVar[tuple[str, ...]] = ACTIVATIONS
@@ -38,11 +38,11 @@ class BiasedConfig(ModelConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gpt2Config(BiasedConfig):
-    """Settings of GPT-2. The 124M model: 12 layers, width 768, 12 heads, 1024 positions, 50257 tokens."""
+    """Settings of GPT-2. The 124M model has 12 layers, width 768, 12 heads, 1024 positions and 50257 tokens."""
 
     name: Literal["gpt2"] = setting("gpt2", "which model this is")
-    max_seq_len: int = setting(1024, "number of learned positions, the longest row")
-    dropout: float = setting(0.0, "rate for embeddings, attention and MLP outputs; GPT-2 had 0.1, now usually 0")
+    max_seq_len: int = setting(1024, "number of learned positions, which is the longest sequence")
+    dropout: float = setting(0.0, "dropout rate of embeddings, attention and MLP outputs; GPT-2 used 0.1, now mostly 0")
 
     @property
     def mlp_dim(self) -> int:
@@ -58,19 +58,19 @@ class Gpt2Config(BiasedConfig):
 
     @property
     def mlp_residuals(self) -> tuple[tuple[str, ResidualDtype], ...]:
-        """Adds the float32 arrays that tanh GELU saves besides its input."""
+        """Saved arrays of the base class, and the float32 arrays that tanh GELU saves in addition to its input."""
         return *super().mlp_residuals, *[INSIDE_GELU] * 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EncoderConfig(BiasedConfig):
-    """Settings of BERT. The base model: 12 layers, width 768, 12 heads, 512 positions, 30522 tokens."""
+    """Settings of BERT. The base model has 12 layers, width 768, 12 heads, 512 positions and 30522 tokens."""
 
     name: Literal["encoder"] = setting("encoder", "which model this is")
-    mlp_dim: int = setting(help="width of the MLP; BERT has 4 * embed_dim")
-    max_seq_len: int = setting(512, "number of learned positions, the longest row")
-    num_token_types: int = setting(0, "rows of BERT's token type table; all tokens have type 0")
-    dropout: float = setting(0.0, "rate for embeddings, attention and MLP outputs; BERT had 0.1")
+    mlp_dim: int = setting(help="width of the MLP; BERT uses 4 * embed_dim")
+    max_seq_len: int = setting(512, "number of learned positions, which is the longest sequence")
+    num_token_types: int = setting(0, "rows of BERT's token type table, of which all tokens use row 0")
+    dropout: float = setting(0.0, "dropout rate of embeddings, attention and MLP outputs; BERT used 0.1")
     norm_eps: float = setting(1e-12, "added to the variance in norms")
 
     kind: ClassVar[ModelKind] = "encoder"
@@ -82,12 +82,12 @@ class EncoderConfig(BiasedConfig):
 
     @property
     def matmul_params(self) -> int:
-        """Number of parameters in matmuls per token, the head's matrix included."""
+        """Number of parameters in matmuls per token, including the matrix of the head."""
         return super().matmul_params + self.embed_dim**2
 
     @property
     def num_params(self) -> int:
-        """Number of parameters, embeddings and the head's bias included."""
+        """Number of parameters, including embeddings and the bias of the head."""
         D, F = self.embed_dim, self.mlp_dim
         biases_and_norms = self.num_layers * (4 * D + F + D + 4 * D) + 2 * D + 3 * D + self.vocab_size
         return self.matmul_params + (self.max_seq_len + self.num_token_types) * D + biases_and_norms
@@ -98,25 +98,25 @@ class EncoderConfig(BiasedConfig):
 
     @property
     def mlp_residuals(self) -> tuple[tuple[str, ResidualDtype], ...]:
-        """Adds the float32 arrays that exact GELU saves besides its input."""
+        """Saved arrays of the base class, and the float32 arrays that exact GELU saves in addition to its input."""
         return *super().mlp_residuals, *[INSIDE_GELU] * 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class T5Config(ModelConfig):
-    """Settings of T5. The small model: 6 and 6 layers, width 512, 8 heads of 64, 32128 tokens."""
+    """Settings of T5. The small model has 6 + 6 layers, width 512, 8 heads of size 64 and 32128 tokens."""
 
     name: Literal["t5"] = setting("t5", "which model this is")
-    num_decoder_layers: int | None = setting(None, "blocks of the decoder; none: num_layers, those of the encoder")
+    num_decoder_layers: int | None = setting(None, "blocks of the decoder; none: num_layers, as in the encoder")
     head_dim: int = setting(help="size of one head")
     mlp_dim: int = setting(help="width of the MLP")
     mlp: Literal["relu", "gated_gelu"] = setting("gated_gelu", "relu: T5 1.0; gated_gelu: T5 1.1")
     tied_embeddings: bool = setting(
-        False, "true: the embedding table is also the output projection, of states times embed_dim**-0.5 (T5 1.0)"
+        False, "true: the output projection is the embedding table, applied to states times embed_dim**-0.5 (T5 1.0)"
     )
-    num_buckets: int = setting(32, "of relative positions")
+    num_buckets: int = setting(32, "number of buckets of relative positions")
     max_distance: int = setting(128, "relative positions of at least this distance share a bucket")
-    dropout: float = setting(0.0, "rate for embeddings, attention and MLP outputs, and last states; T5 1.0 had 0.1")
+    dropout: float = setting(0.0, "dropout rate of embeddings, sublayer outputs and last states; T5 1.0 used 0.1")
     norm_eps: float = setting(1e-6, "added to the mean square in norms")
 
     kind: ClassVar[ModelKind] = "encoder_decoder"
@@ -136,8 +136,8 @@ class T5Config(ModelConfig):
             raise BadInput(f"num_buckets={self.num_buckets} must be even and at least 4")
         if self.max_distance <= self.num_buckets // 2:
             raise BadInput(
-                f"max_distance={self.max_distance} must be above half of num_buckets={self.num_buckets}: "
-                "nearer positions have one bucket each"
+                f"max_distance={self.max_distance} must be above half of num_buckets={self.num_buckets}, because "
+                "each smaller distance has its own bucket"
             )
 
     @property
@@ -147,12 +147,12 @@ class T5Config(ModelConfig):
 
     @property
     def layer_stacks(self) -> dict[str, int]:
-        """{name of a stack of blocks: number of layers}."""
+        """Number of layers by name of each stack of blocks."""
         return {"encoder_blocks": self.num_layers, "decoder_blocks": self.decoder_layers}
 
     @property
     def block_params(self) -> tuple[int, int]:
-        """Matrix parameters of a block of (the encoder, the decoder, cross-attention included)."""
+        """(Matrix parameters of an encoder block, matrix parameters of a decoder block with cross-attention)."""
         return self.block_matrix_params, self.block_matrix_params + 4 * self.embed_dim * self.query_width
 
     @property
@@ -164,10 +164,10 @@ class T5Config(ModelConfig):
         return matrices + norms + tables + self.vocab_size * D * (1 if self.tied_embeddings else 2)
 
     def flops_per_token(self, seq_len: int, encoder_len: int | None = None) -> float:
-        """Returns the FLOPs of one training step per token of the decoder's row of seq_len tokens.
+        """Returns the FLOPs of a training step per token of the decoder's sequence, including the encoder's FLOPs.
 
-        Includes the encoder's row of encoder_len tokens: 6 per matrix parameter and token that it is applied to
-        (cross-attention keys and values: the encoder's tokens), and attention's matmuls over the visible keys.
+        These are 6 FLOPs per matrix parameter and token that the matrix is applied to, and the matmuls of attention
+        over visible keys. Keys and values of cross-attention are computed for the tokens of the encoder.
         """
         assert encoder_len is not None, "encoder_len is missing"
         D, width, layers = self.embed_dim, self.query_width, self.decoder_layers
@@ -184,7 +184,7 @@ class T5Config(ModelConfig):
 
     @property
     def mlp_residuals(self) -> tuple[tuple[str, ResidualDtype], ...]:
-        """Arrays saved by the MLP: for ReLU its input, for a gated tanh GELU more."""
+        """Saved arrays of the base class for ReLU, and additional arrays for gated tanh GELU."""
         if not self.gated_mlp:
             return super().mlp_residuals
         factor: tuple[str, ResidualDtype] = ("factor of the gate", "compute")

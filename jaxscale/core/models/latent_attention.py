@@ -1,12 +1,12 @@
 """Multi-head latent attention (arXiv:2405.04434, section 2.1). Keys and values of all heads are projected from one
-latent per position, and queries from another.
+latent per position, and queries from a second latent.
 
-Queries and keys of a head have a part without position and a part rotated by RoPE, which all heads share in keys.
-Weights use the half-split layout of RoPE; DeepSeek's files interleave pairs and are permuted on conversion
-(tools/interop/families/experts.py), so nothing is permuted at run time.
+Queries and keys have a part without positions and a part rotated by RoPE. The rotated part of a key is shared by all
+heads. Weights use RoPE's half-split layout. DeepSeek's checkpoints interleave pairs and are permuted on conversion
+(tools/interop/families/experts.py), not at run time.
 
 B batch  T query position  S key position  t local position  D embed  N heads  H head dim  Q query rank
-C key and value rank  R rotated part of a head  U the other part  V value dim
+C key and value rank  R rotated part of a head  U part without RoPE  V value dim
 """
 
 from typing import NamedTuple
@@ -23,21 +23,21 @@ from jaxscale.core.plan import ParallelPlan
 from jaxscale.kernels.norm import rms_norm
 from jaxscale.kernels.rope import Rotation, latent_logit_scale, scale_rotation
 
-EPS = 1e-6  # of the latents' norms; DeepSeek's code also ignores rms_norm_eps here
+EPS = 1e-6  # epsilon of the latents' norms; DeepSeek's code also ignores rms_norm_eps for them
 
 
 class Latents(NamedTuple):
-    """Latents of keys and values."""
+    """Latents from which keys and values are projected."""
 
-    kv_BSC: jax.Array  # normalized
-    key_BSR: jax.Array  # rotated
+    kv_BSC: jax.Array  # normalized latent of keys and values
+    key_BSR: jax.Array  # rotated part of keys
 
 
 class LatentAttention(nnx.Module):
     """Causal attention within each packed document.
 
-    Devices of the tensor axis have some of the heads. They compute the latents of local positions and all-gather these,
-    which are smaller than the residual stream.
+    Devices of the tensor axis have some of the heads. They compute latents for local positions and all-gather the
+    latents, which are smaller than the residual stream.
     """
 
     def __init__(self, cfg: LlamaConfig, *, rngs: nnx.Rngs, plan: ParallelPlan):
@@ -81,7 +81,7 @@ class LatentAttention(nnx.Module):
         return self.rotate_queries(q_BTNH, rotation), Latents(self.normalize(kv_BTC, self.kv_norm), key_BTR)
 
     def rotate_queries(self, q_BTNH, rotation: Rotation) -> jax.Array:
-        """Rotates the last part of the queries. YaRN may scale all features."""
+        """Rotates the last features of the queries. YaRN may scale all features."""
         q_BTNU, q_BTNR = jnp.split(q_BTNH, [self.latent.nope_dim], axis=-1)
         if (factor := latent_logit_scale(self.cfg.rope_scaling)) != 1.0:
             q_BTNU = (factor * q_BTNU.astype(jnp.float32)).astype(q_BTNU.dtype)
@@ -89,11 +89,11 @@ class LatentAttention(nnx.Module):
         return checkpoint_name(jnp.concatenate([q_BTNU, self.plan.rotate(q_BTNR, rotation)], axis=-1), QUERY)
 
     def normalize(self, latent_BTC, scale: nnx.Param) -> jax.Array:
-        """RMSNorm."""
+        """Applies RMSNorm to a latent."""
         return rms_norm(latent_BTC, scale[...], EPS)
 
     def attend(self, q_BTNH, latents: Latents, wkv_up_CNE, segment_ids_BT, **window) -> jax.Array:
-        """Returns out_BTNV, from keys and values computed for every head. E: U + V."""
+        """Returns out_BTNV. Projects keys and values of every head. E: U + V."""
         kv_BSNE = self.plan.project("BSC,CNE->BSNE", latents.kv_BSC, wkv_up_CNE)
         k_BSNU, v_BSNV = jnp.split(kv_BSNE, [self.latent.nope_dim], axis=-1)
         (B, S, N, _), R = k_BSNU.shape, latents.key_BSR.shape[-1]

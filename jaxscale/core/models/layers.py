@@ -1,7 +1,7 @@
 """Parameters with logical axes, stacks of blocks, and remat, for all models. Stacks are scanned or unrolled.
 
-Models mark activations with jax.ad_checkpoint.checkpoint_name under the names of core/models/config.py; a remat policy
-saves some on the device, offloads some to host memory, and has the others recomputed.
+Models mark activations by jax.ad_checkpoint.checkpoint_name with the names in core/models/config.py. A remat policy
+saves some activations on the device, offloads some to host memory, and recomputes the others.
 """
 
 import functools
@@ -40,16 +40,16 @@ from jaxscale.kernels.matmul.project import PRODUCT
 if TYPE_CHECKING:
     from jaxscale.core.models.gpt2_bert_t5_config import BiasedConfig
 
-STD = 0.02  # of matrices and embeddings in GPT-2 and BERT
+STD = 0.02  # initial standard deviation of matrices and embeddings in GPT-2 and BERT
 M = TypeVar("M")  # a model
-Stack: TypeAlias = nnx.Module | nnx.List[nnx.Module]  # one module of stacked parameters, or a list of modules
+Stack: TypeAlias = nnx.Module | nnx.List[nnx.Module]  # a module with stacked parameters, or a list of modules
 
 
 def param(
     rngs: nnx.Rngs, shape: Sequence[int], axes: tuple[str, ...], *, fan_in: int | None = None, std: float | None = None
 ) -> nnx.Param:
-    """Returns a float32 parameter with its logical axes: normal with std, by default 1 / sqrt(fan_in)."""
-    assert len(shape) == len(axes), f"{shape} has not the axes {axes}"
+    """Returns a float32 parameter with logical axes, drawn from a normal distribution. std defaults to fan_in**-0.5."""
+    assert len(shape) == len(axes), f"{shape} and {axes} differ in length"
     if std is None:
         assert fan_in is not None, "a parameter needs fan_in or std"
         std = math.pow(fan_in, -0.5)
@@ -62,7 +62,8 @@ def constant(shape: Sequence[int], axes: tuple[str, ...], value: float) -> nnx.P
 
 
 def make_stack(make_block: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs, num_layers: int, scan: bool) -> Stack:
-    """Returns blocks with independent random keys: one module of stacked parameters, or a list with equal values."""
+    """Returns blocks with independent random keys, as a module with stacked parameters or as a list. Values are
+    equal."""
     keys = jax.random.split(rngs.params(), num_layers)
     if not scan:
         return nnx.List([make_block(nnx.Rngs(params=key)) for key in keys])
@@ -77,12 +78,12 @@ def make_stack(make_block: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs, num
 
 
 class Block(nnx.Module):
-    """A layer of a stack."""
+    """Base class of the layers of a stack."""
 
     def __call__(self, x_BTD: jax.Array, layer_input: Any, *shared: Any) -> Any:
         """Returns x_BTD after the layer, or (x_BTD, metrics).
 
-        layer_input: the layer's entry in the inputs of run_stack(). shared: inputs of all layers.
+        layer_input: entry of the layer in layer_inputs of run_stack(). shared: inputs of all layers.
         """
         raise NotImplementedError
 
@@ -90,11 +91,11 @@ class Block(nnx.Module):
 def run_stack(
     blocks: Stack, x: jax.Array, layer_inputs: Any, shared: tuple, cfg: ModelConfig, plan: ParallelPlan
 ) -> tuple[jax.Array, Any]:
-    """Returns (x after all blocks, their metrics with a leading axis of layers, or None).
+    """Returns (x after all blocks, metrics of the blocks with a leading axis of layers, or None).
 
-    layer_inputs: a tree with a leading axis of num_layers (random keys, for example), or None. shared: inputs of all
-    layers. plan: gathers the weights of a block before its forward pass and again before its backward pass, and decides
-    if layers are a loop; its recorder receives each layer's intermediates, and may give inputs to each layer.
+    layer_inputs: tree with a leading axis of num_layers, such as random keys, or None. shared: inputs of all layers.
+    plan: gathers the weights of a block before its forward pass and again before its backward pass, and decides whether
+    layers are scanned. plan.recorder receives the intermediates of each layer, and may provide inputs to each layer.
     """
     gather, recorder, looped = plan.gather, plan.recorder, cfg.scan_layers and plan.scan_layers
     recorder_inputs = recorder.layer_inputs()
@@ -130,9 +131,9 @@ def run_stack(
 
 
 class StackedModel(nnx.Module):
-    """A model in parts: embed_tokens(), stacks of blocks with layer_inputs() and shared_inputs(), last_hidden().
+    """Base class of models that consist of embed_tokens(), stacks of blocks and last_hidden().
 
-    Its stacks are attributes with the names in cfg.layer_stacks.
+    Stacks are attributes with the names in cfg.layer_stacks. layer_inputs() and shared_inputs() return their inputs.
     """
 
     cfg: ModelConfig
@@ -143,11 +144,11 @@ class StackedModel(nnx.Module):
         raise NotImplementedError
 
     def layer_inputs(self, keys_B: jax.Array | None, stack: str) -> Any:
-        """Returns inputs of each layer of this stack, with a leading axis of layers, or None."""
+        """Returns the inputs of each layer of a stack, with a leading axis of layers, or None."""
         raise NotImplementedError
 
     def shared_inputs(self, positions_BT, segment_ids_BT) -> tuple:
-        """Returns the inputs that all layers share, for these rows."""
+        """Returns the inputs that all layers share."""
         return (segment_ids_BT,)
 
     def last_hidden(self, x_BTD) -> jax.Array:
@@ -159,15 +160,14 @@ class StackedModel(nnx.Module):
         raise NotImplementedError
 
     def hidden(self, tokens_BT, positions_BT, segment_ids_BT, keys_B: jax.Array | None = None):
-        """Returns the last hidden states, compute_dtype[B, T, D], of local positions, so that a loss can chunk the
-        logits.
+        """Returns the last hidden states of local positions, compute_dtype[B, T, D]. keys_B: dropout keys.
 
-        keys_B: dropout keys.
+        Excludes the output projection, so that a loss can compute the logits in chunks.
         """
         return self.hidden_and_metrics(tokens_BT, positions_BT, segment_ids_BT, keys_B)[0]
 
     def hidden_and_metrics(self, tokens_BT, positions_BT, segment_ids_BT, keys_B: jax.Array | None = None):
-        """Returns (hidden(), metrics of the blocks with a leading axis of layers)."""
+        """Returns (last hidden states, metrics of the blocks with a leading axis of layers, or None)."""
         x_BTD, metrics = self.embed_tokens(tokens_BT, positions_BT, segment_ids_BT, keys_B), None
         for stack in self.cfg.layer_stacks:
             inputs, shared = self.layer_inputs(keys_B, stack), self.shared_inputs(positions_BT, segment_ids_BT)
@@ -176,24 +176,26 @@ class StackedModel(nnx.Module):
 
 
 def save_all_but_gathered(primitive: Any, *inputs: Any, **params: Any) -> bool:
-    """A jax.checkpoint policy that saves everything except gathered or fetched weights and their casts."""
+    """Returns True for values to save, as a jax.checkpoint policy: all except gathered or fetched weights and their
+    casts.
+    """
     if any(getattr(x, "memory_space", None) == jax.memory.Space.Host for x in inputs):
         return False
-    eqns = getattr(params.get("call_jaxpr"), "eqns", ())  # of a custom_vjp
+    eqns = getattr(params.get("call_jaxpr"), "eqns", ())  # equations of a custom_vjp
     gathers = any(gathers_weight(eqn.primitive, eqn.params) for eqn in eqns) or gathers_weight(primitive, params)
     return not gathers and primitive is not lax.convert_element_type_p and params.get("name") != GATHERED
 
 
 def gathers_weight(primitive: Any, params: Mapping[str, Any]) -> bool:
-    """True for an all-gather over the batch axes; the tensor axis gathers activations."""
+    """Returns True for an all-gather of weights. All-gathers over the tensor axis are of activations."""
     return primitive is lax.all_gather_p and params["axis_name"] != (AXIS,)
 
 
 def remat_policy(remat: RematName, save: tuple[str, ...], offload: tuple[str, ...]) -> Callable[..., Any]:
-    """Returns the policy of jax.checkpoint.
+    """Returns the jax.checkpoint policy for these settings.
 
-    Names in `offload` go to host memory, even if the policy saves them on the device. No policy saves gathered weights:
-    those of all layers would not fit.
+    Activations named in `offload` are saved in host memory even if the policy would save them on the device. No policy
+    saves gathered weights, because those of all layers would not fit in memory.
     """
     if remat == "none":
         return save_all_but_gathered
@@ -215,30 +217,30 @@ def remat_policy(remat: RematName, save: tuple[str, ...], offload: tuple[str, ..
 
 
 def is_cudnn_forward(primitive: Any, *_: Any, **__: Any) -> bool:
-    """True for cuDNN's attention forward pass, whose two results cannot be marked with checkpoint_name."""
+    """Returns True for cuDNN's attention forward pass, whose two results cannot be marked with checkpoint_name."""
     return primitive.name == "dot_product_attention_fwd_wrapper"
 
 
 def in_row_parts(block: Block, cfg: ModelConfig, plan: ParallelPlan) -> Callable:
-    """Returns the block, or run_row_parts() of it if it runs on parts of the rows."""
+    """Returns the block, or run_row_parts() applied to the block if it runs on parts of the rows."""
     if not cfg.splits_rows or plan.recorder is not NO_RECORDER or (row_parts(cfg) == 1 and plan.tensor.size == 1):
-        return block  # a recorder has one record per layer
+        return block  # a recorder stores one record per layer
     return functools.partial(run_row_parts, block, cfg, plan)
 
 
 def row_parts(cfg: ModelConfig) -> int:
-    """Returns the number of parts of the rows; 1 with remat='none', which saves the activations of all parts."""
+    """Returns the number of parts of the rows, which is 1 with remat='none' because that saves all activations."""
     return 1 if cfg.remat == "none" else cfg.row_parts
 
 
 def run_row_parts(
     block: Block, cfg: ModelConfig, plan: ParallelPlan, x_BTD: jax.Array, layer_input: Any, *shared: Any
 ) -> Any:
-    """Returns block(x_BTD, layer_input, *shared), computed on cfg.row_parts parts of the rows one after the other.
+    """Returns block(x_BTD, layer_input, *shared), computed sequentially on cfg.row_parts parts of the rows.
 
-    The backward pass recomputes a part after the gradients of the next one, so that activations of one part exist at a
-    time. Weight gradients accumulate in the weights' dtype. Rows that row_parts does not divide are split into fewer
-    parts. With a tensor axis each part is computed in two halves. shared: arrays with a leading axis of rows.
+    The backward pass recomputes a part after the gradients of the next part, so only one part's activations are in
+    memory. Weight gradients accumulate in the weights' dtype. If row_parts does not divide the rows, fewer parts are
+    used. With a tensor axis each part is computed in two halves. shared: arrays with a leading axis of rows.
     """
     run = functools.partial(plan.tensor.run_in_halves, lambda x, *shared: block(x, layer_input, *shared))
     parts = math.gcd(row_parts(cfg), len(x_BTD))
@@ -260,17 +262,17 @@ def run_row_parts(
 
 @jax.named_scope("gather_weights")
 def gather_params(params: Any, gather: Gather, dtype: Any, *, stacked: bool) -> Any:
-    """Gathers a block's parameters and joins adapters. stacked: logical axes still begin with the axis of layers."""
+    """Gathers a block's parameters and joins adapters. stacked: whether logical axes begin with the axis of layers."""
     gathered = lambda leaf: leaf.replace(gather(leaf.get_value(), leaf.axes[stacked:], dtype))
     return join_adapters(jax.tree.map(gathered, params, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)))
 
 
 @custom_vjp
 def grad_barrier(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns (x, w) unchanged; an optimization barrier in the backward pass makes both gradients available together.
+    """Returns (x, w) unchanged, with an optimization barrier on their gradients in the backward pass.
 
-    For a weight whose gradient has no early use: XLA would reduce it over the devices at the end of the backward pass,
-    and keep it unreduced until then (0.5 GiB for the output projection of a 7B, libtpu 0.0.51 for v5e, 2026-11-21).
+    Without the barrier, XLA reduces the gradient of w over the devices only at the end of the backward pass and keeps
+    the unreduced gradient until then (0.5 GiB for the output projection of a 7B, libtpu 0.0.51 for v5e, 2026-11-21).
     """
     return x, w
 
@@ -279,9 +281,9 @@ grad_barrier.defvjp(lambda x, w: ((x, w), None), lambda _, grads: lax.optimizati
 
 
 def split_model(model: M) -> tuple[nnx.GraphDef[M], dict, dict]:
-    """Returns (graphdef, params, axes): nested dicts of arrays and of tuples of logical axes, with the same structure.
+    """Returns (graphdef, params, axes), where params and axes are nested dicts of arrays and of tuples of logical axes.
 
-    nnx.merge(graphdef, params) is the model; checkpoints and optax see only dicts.
+    merge_model(graphdef, params) returns the model. Checkpoints and optax use only the dicts.
     """
     graphdef, state = nnx.split(model, nnx.Param)
     is_variable = lambda leaf: isinstance(leaf, nnx.Variable)
@@ -290,12 +292,12 @@ def split_model(model: M) -> tuple[nnx.GraphDef[M], dict, dict]:
 
 
 def merge_model(graphdef: nnx.GraphDef[M], params: dict) -> M:
-    """Returns the model with these parameters: the inverse of split_model."""
+    """Returns the model with these parameters. Inverse of split_model()."""
     return nnx.merge(graphdef, integer_keys(params))
 
 
 def string_keys(tree: Any) -> Any:
-    """Converts layer numbers of unrolled blocks to strings, as names in checkpoints are."""
+    """Converts the layer numbers of unrolled blocks to strings, which checkpoints require."""
     return {str(key): string_keys(value) for key, value in tree.items()} if isinstance(tree, dict) else tree
 
 
@@ -307,15 +309,14 @@ def integer_keys(tree: Any) -> Any:
 
 
 def split_keys(keys_B: jax.Array, number: int) -> jax.Array:
-    """Returns `number` new random keys for each row, [number, B]."""
+    """Returns `number` new random keys per row, [number, B]."""
     return jnp.swapaxes(jax.vmap(lambda key: jax.random.split(key, number))(keys_B), 0, 1)
 
 
 def dropout(x: jax.Array, rate: float, keys_B: jax.Array | None, tensor: TensorAxis = NO_TENSOR_AXIS) -> jax.Array:
-    """Zeroes a fraction `rate` of x [B, T, ...] and scales the rest up; x unchanged without keys or at rate 0.
+    """Applies dropout to x [B, T, ...]. Returns x unchanged without keys or at rate 0.
 
-    Each row has its own key, so that masks depend neither on the device or microbatch of a row nor on how positions are
-    sharded.
+    Each row has a separate key, so masks do not depend on devices, microbatches or the sharding of positions.
     """
     if keys_B is None or rate == 0.0:
         return x
@@ -325,14 +326,14 @@ def dropout(x: jax.Array, rate: float, keys_B: jax.Array | None, tensor: TensorA
 
 
 def with_bias(x: jax.Array, bias: jax.Array) -> jax.Array:
-    """Returns x plus a bias along its last axes, in x's dtype."""
+    """Returns x plus a bias along the last axes, in the dtype of x."""
     return x + bias.astype(x.dtype).reshape((1,) * (x.ndim - bias.ndim) + bias.shape)
 
 
 class BiasedAttention(nnx.Module):
     """Attention within each packed document, with biases, as in GPT-2 and BERT.
 
-    out_std: standard deviation of the output projection.
+    out_std: initial standard deviation of the output projection.
     """
 
     def __init__(self, cfg: "BiasedConfig", *, causal: bool, out_std: float, rngs: nnx.Rngs, plan: ParallelPlan):
@@ -355,13 +356,13 @@ class BiasedAttention(nnx.Module):
         k_BSNH = checkpoint_name(with_bias(project("BSD,DNH->BSNH", x_BTD, self.wk[...]), self.bias_k[...]), KEY)
         v_BSNH = checkpoint_name(with_bias(project("BSD,DNH->BSNH", x_BTD, self.wv[...]), self.bias_v[...]), VALUE)
         causal = {} if self.causal else {"causal": False}  # some kernels lack this argument
-        out_BTNH = self.plan.attend(q_BTNH, k_BSNH, v_BSNH, segment_ids_BT, **causal)  # named ATTENTION_OUT within
+        out_BTNH = self.plan.attend(q_BTNH, k_BSNH, v_BSNH, segment_ids_BT, **causal)  # marks ATTENTION_OUT
         added_BTD = self.plan.tensor.reduce_scatter(project("BTNH,NHD->BTD", out_BTNH, self.wo[...]))
         return checkpoint_name(with_bias(added_BTD, self.bias_o[...]), ATTENTION_ADDED)
 
 
 class BiasedMlp(nnx.Module):
-    """MLP with biases. out_std: standard deviation of the second matrix."""
+    """MLP with biases. out_std: initial standard deviation of the second matrix."""
 
     def __init__(
         self,

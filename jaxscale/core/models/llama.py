@@ -1,8 +1,8 @@
 """Llama-style decoder: RMSNorm, RoPE, grouped-query attention, SwiGLU (arXiv:2302.13971, arXiv:2407.21783).
 
 Settings cover related models: Mistral (arXiv:2310.06825), Qwen2 and 3 (arXiv:2407.10671, arXiv:2505.09388), OLMo-2
-(arXiv:2501.00656), Gemma 1 to 3 (arXiv:2403.08295, arXiv:2408.00118, arXiv:2503.19786), DeepSeek-V2 and V3
-(arXiv:2405.04434, arXiv:2412.19437), with attention in latent_attention.py.
+(arXiv:2501.00656), Gemma 1 to 3 (arXiv:2403.08295, arXiv:2408.00118, arXiv:2503.19786), and DeepSeek-V2 and V3
+(arXiv:2405.04434, arXiv:2412.19437), whose attention is in latent_attention.py.
 
 B batch  T query position  S key position  D embed  N query heads  K kv heads  H head dim  F mlp  V vocab  L layers
 """
@@ -36,7 +36,7 @@ from jaxscale.kernels.norm import rms_norm, rms_norm_heads
 from jaxscale.kernels.rope import Rotation, make_rotation, scale_rotation
 from jaxscale.kernels.vocabulary import lookup_sharded
 
-HEAD_STD = 0.02  # as in GPT-2: the initial loss is log(vocab_size) + embed_dim / 5000
+HEAD_STD = 0.02  # as in GPT-2; the initial loss is log(vocab_size) + embed_dim / 5000
 
 
 def norm_scale(cfg: LlamaConfig, *shape: int, axes: tuple[str, ...] = ("norm",)) -> nnx.Param:
@@ -45,7 +45,7 @@ def norm_scale(cfg: LlamaConfig, *shape: int, axes: tuple[str, ...] = ("norm",))
 
 
 def norm_factor(cfg: LlamaConfig, scale: nnx.Param) -> jax.Array:
-    """Returns the factor of a norm."""
+    """Returns the factor by which a norm multiplies."""
     return 1.0 + scale[...] if cfg.zero_centred_norms else scale[...]
 
 
@@ -58,7 +58,7 @@ class LlamaAttention(nnx.Module):
         self.wq = param(rngs, (D, N, H), ("embed", "heads", "head_dim"), fan_in=D)
         self.wk = param(rngs, (D, K, H), ("embed", "kv_heads", "head_dim"), fan_in=D)
         self.wv = param(rngs, (D, K, H), ("embed", "kv_heads", "head_dim"), fan_in=D)
-        # Smaller with depth, so that the variance of the residual stream does not grow (GPT-2, section 2.3).
+        # Decreases with depth, so that the variance of the residual stream does not grow (GPT-2, section 2.3).
         self.wo = param(rngs, (N, H, D), ("heads", "head_dim", "embed"), std=(N * H * 2 * cfg.init_layers) ** -0.5)
         q_axes, kv_axes = ("heads", "head_dim"), ("kv_heads", "head_dim")
         if cfg.qkv_bias:
@@ -91,21 +91,21 @@ class LlamaAttention(nnx.Module):
         q_BTNH = checkpoint_name(self.plan.rotate(q_BTNH, q_rotation), QUERY)
         k_BSKH = checkpoint_name(self.plan.rotate(k_BSKH, rotation), KEY)
         window = {} if local is None else {"local": local}
-        out_BTNH = self.plan.attend(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, **window)  # named ATTENTION_OUT within
+        out_BTNH = self.plan.attend(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, **window)  # marks ATTENTION_OUT
         added_BTD = self.plan.tensor.reduce_scatter(project("BTNH,NHD->BTD", out_BTNH, self.wo[...]))
         if cfg.out_bias:
             added_BTD = with_bias(added_BTD, self.bias_o[...])
         return checkpoint_name(added_BTD, ATTENTION_ADDED)
 
     def normalize(self, x_BTNH, scale: nnx.Param):
-        """Normalizes queries or keys, per head or over all heads."""
+        """Normalizes queries or keys, either per head or over all heads."""
         if self.cfg.qk_norm_over == "all_heads":
             return rms_norm_heads(x_BTNH, norm_factor(self.cfg, scale), self.cfg.norm_eps, self.plan.tensor)
         return rms_norm(x_BTNH, norm_factor(self.cfg, scale), self.cfg.norm_eps)
 
 
 class LlamaMlp(nnx.Module):
-    """A gated MLP: SwiGLU, or GEGLU (arXiv:2002.05202)."""
+    """Gated MLP, SwiGLU or GEGLU (arXiv:2002.05202)."""
 
     def __init__(self, cfg: LlamaConfig, width: int, *, rngs: nnx.Rngs, plan: ParallelPlan):
         D, F = cfg.embed_dim, width
@@ -120,7 +120,7 @@ class LlamaMlp(nnx.Module):
         return self.plan.tensor.reduce_scatter(self.unreduced(self.plan.tensor.all_gather(x_BTD)))
 
     def unreduced(self, x_BTD):
-        """Returns the output of the device's columns, for all positions, not yet summed over devices."""
+        """Returns the output of local MLP columns for all positions, before the sum over devices."""
         project = self.plan.project
         gate_BTF = checkpoint_name(project("BTD,DF->BTF", x_BTD, self.gate[...]), MLP_GATE)
         up_BTF = checkpoint_name(project("BTD,DF->BTF", x_BTD, self.up[...]), MLP_UP)
@@ -128,13 +128,13 @@ class LlamaMlp(nnx.Module):
 
 
 class Rotations(NamedTuple):
-    """Rotations of the positions of some rows."""
+    """RoPE rotations of layers with and without a window."""
 
     full: Rotation
-    local: Rotation | None = None  # of layers with a window, if they have their own base
+    local: Rotation | None = None  # for layers with a window, if these have a separate base
 
     def for_layer(self, local: jax.Array | None) -> Rotation:
-        """Returns the rotation of a layer. local: bool[], True if it has a window."""
+        """Returns the rotation of a layer. local: bool[], True if the layer has a window."""
         if self.local is None:
             return self.full
         assert local is not None, "local_rope_base needs mixed windows"
@@ -142,9 +142,9 @@ class Rotations(NamedTuple):
 
 
 class LlamaBlock(Block):
-    """Attention and MLP, each with norms and added to the residual stream.
+    """Attention and MLP with norms, each added to the residual stream.
 
-    sparse: the MLP is a mixture of experts, and the block also returns router metrics.
+    sparse: whether the MLP is a mixture of experts, in which case the block also returns router metrics.
     """
 
     def __init__(self, cfg: LlamaConfig, *, sparse: bool, rngs: nnx.Rngs, plan: ParallelPlan):
@@ -182,7 +182,7 @@ class LlamaBlock(Block):
         return x_BTD if scale is None else rms_norm(x_BTD, norm_factor(self.cfg, scale), self.cfg.norm_eps)
 
     def scaled(self, added_BTD):
-        """Scales a block's output by muP's rule for depth."""
+        """Scales the output of attention or MLP by muP's rule for depth."""
         residual = self.cfg.scales.residual
         return added_BTD if residual == 1.0 else added_BTD * jnp.asarray(residual, added_BTD.dtype)
 
@@ -195,7 +195,7 @@ class Llama(StackedModel):
     def __init__(self, cfg: LlamaConfig, *, rngs: nnx.Rngs, plan: ParallelPlan):
         D, V = cfg.embed_dim, cfg.vocab_size
         self.cfg, self.plan = cfg, plan
-        # Unit scale, since no norm follows (arXiv:2204.02311, section 5), except if logits use the table too.
+        # Unit scale, because no norm follows (arXiv:2204.02311, section 5), unless logits also use the table.
         self.embedding = param(rngs, (V, D), ("vocab", "embed"), std=HEAD_STD if cfg.tied_embeddings else 1.0)
         make_block = functools.partial(LlamaBlock, cfg, plan=plan)
         stack = lambda name, sparse: make_stack(
@@ -207,11 +207,11 @@ class Llama(StackedModel):
         self.head = None if cfg.tied_embeddings else param(rngs, (D, V), ("embed", "vocab"), std=HEAD_STD)
 
     def embed_tokens(self, tokens_BT, positions_BT, segment_ids_BT, keys_B: jax.Array | None = None):
-        """Returns the residual stream before the first block. keys_B is unused: no dropout."""
+        """Returns the residual stream before the first block. keys_B is unused, because there is no dropout."""
         return self.embed(tokens_BT)
 
     def layer_inputs(self, keys_B: jax.Array | None, stack: str):
-        """Returns the mask of a stack's layers with a window, or None if all are alike."""
+        """Returns the mask of a stack's layers with a window, or None if all layers are alike."""
         dense = self.cfg.layer_stacks.get(DENSE, 0)
         layers = slice(dense) if stack == DENSE else slice(dense, None)
         return self.cfg.local_layers[layers] if self.cfg.mixed_windows else None
@@ -225,20 +225,20 @@ class Llama(StackedModel):
         return Rotations(rotation, make_rotation(positions_BT, cfg.rope_dim, cfg.local_rope_base)), segment_ids_BT
 
     def last_hidden(self, x_BTD):
-        """Returns the normalized residual stream; with muP, times its factor for logits."""
+        """Returns the normalized residual stream, multiplied by muP's factor for logits."""
         scale, output = norm_factor(self.cfg, self.final_norm), self.cfg.scales.output
         return rms_norm(x_BTD, scale if output == 1.0 else output * scale, self.cfg.norm_eps)
 
     @jax.named_scope("embedding")
     def embed(self, tokens_BT):
-        """Returns the embeddings of the device's positions."""
+        """Returns the embeddings of local positions."""
         cfg = self.cfg
         table_VD = self.plan.gather(self.embedding[...], ("vocab", "embed"), cfg.embed_dtype)
         x_BTD = lookup_sharded(table_VD, tokens_BT, cfg.embed_dtype, self.plan.tensor).astype(cfg.compute_dtype)
         return x_BTD * jnp.asarray(cfg.embed_dim**0.5, x_BTD.dtype) if cfg.scaled_embeddings else x_BTD
 
     def unembedding(self, h_BTD):
-        """Returns (h_BTD, the output projection [D, V], gathered once for all chunks of a loss)."""
+        """Returns (h_BTD, output projection [D, V]). The projection is gathered once for all chunks of a loss."""
         if self.head is None:
             h_BTD, table_VD = grad_barrier(h_BTD, self.embedding[...])
             return h_BTD, self.plan.gather(table_VD, ("vocab", "embed"), self.cfg.embed_dtype).T
