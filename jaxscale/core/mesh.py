@@ -41,8 +41,7 @@ def mesh_shape(cfg: MeshConfig, num_devices: int) -> dict[str, int]:
 
 
 def nearest_size(fixed: dict[str, int], num_devices: int) -> str:
-    """Returns 'use tensor=4', the closest change of one axis, innermost first, with which the sizes divide the
-    devices."""
+    """Returns 'use tensor=4', a change of one axis, innermost first, with which the sizes divide the devices."""
     for axis in reversed(fixed):
         share, remainder = divmod(num_devices, math.prod(size for other, size in fixed.items() if other != axis))
         if not remainder:
@@ -104,7 +103,7 @@ def dcn_shape(shape: dict[str, int], kind: str, group_of: Sequence[int]) -> dict
     """Returns {axis: number of slices or nodes along the axis}. Raises BadInput if DCN_AXES cannot cover all."""
     counts = [group_of.count(group) for group in sorted(set(group_of))]
     if len(set(counts)) != 1:
-        raise BadInput(f"the {len(counts)} {kind}s have {or_list(sorted(set(counts)))} devices; all need the same number")
+        raise BadInput(f"the {len(counts)} {kind}s have {or_list(sorted(set(counts)))} devices; all need equally many")
     left, outer = len(counts), dict.fromkeys(shape, 1)
     for axis in DCN_AXES:
         outer[axis] = math.gcd(shape[axis], left)

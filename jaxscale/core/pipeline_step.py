@@ -1,12 +1,11 @@
-"""Computes the gradients of a batch in microbatches, with pipeline stages. It scans over the ticks of a schedule.
+"""Gradients of a batch, computed by the stages of a pipeline with a scan over the ticks of a schedule.
 
-Computes what gradients.accumulate computes. On one device the results are the same bits, because gradients are summed
-over the microbatches in their order, except for weight gradients that a schedule defers. A stage saves the inputs of
-its layers for every microbatch in flight, and recomputes each layer in the backward pass. Leading dense layers (those
-before the stack) run on the first stage, whose first chunk has fewer layers of the stack; no schedule defers weight
-gradients of that stage.
+The result equals that of gradients.accumulate(). On one device the results are bitwise equal, because gradients are
+summed in the order of microbatches, unless the schedule defers weight gradients. A stage saves the inputs of its layers
+for every microbatch in flight, and recomputes each layer in the backward pass. Leading dense layers, which precede the
+stack, run on the first stage, whose first chunk has fewer layers. No schedule defers weight gradients of that stage.
 
-B rows of a microbatch  T position  D embed  M microbatches  S slots  V chunks of a stage  c layers of a chunk
+B rows of a microbatch  T position  D embed  M microbatches  S slots  V chunks per stage  c layers of a chunk
 """
 
 import dataclasses
@@ -26,11 +25,11 @@ from jaxscale.core.optim.optimizer import combine, trainable
 
 
 class ParamParts(NamedTuple):
-    """A tree like the parameters, split by where the pipeline uses them."""
+    """A tree like the parameters, split into the parts that the pipeline uses separately."""
 
-    ends: Any  # outside of layers: embedding, final norm, head
-    dense: Any  # {} or {DENSE: the leading layers}
-    blocks: Any
+    ends: Any  # parameters outside of layers: embedding, final norm, head
+    dense: Any  # {DENSE: leading dense layers} or {}
+    blocks: Any  # layers that are split over stages
 
     @property
     def whole(self) -> dict:
@@ -44,20 +43,20 @@ class Carry(NamedTuple):
     activations_in_BTD: jax.Array  # from the previous stage
     cotangents_in_BTD: jax.Array  # from the next stage
     saved_inputs_ScBTD: jax.Array  # inputs of layers, for the microbatches in flight
-    pending_cotangents_SBTD: jax.Array  # of the model's last chunk until its backward pass; then the deferred ones
-    grads: ParamParts  # float32, of the trained parameters
-    sums: dict[str, jax.Array]  # of the loss
-    metrics: dict[str, jax.Array]  # sums returned by the layers of this stage
+    pending_cotangents_SBTD: jax.Array  # of the model's last chunk until its backward pass, followed by deferred cotangents
+    grads: ParamParts  # float32 gradients of the trained parameters
+    sums: dict[str, jax.Array]  # named sums of the loss
+    metrics: dict[str, jax.Array]  # named sums returned by the layers of this stage
 
 
 class Tick(NamedTuple):
-    """A row of the schedule's tables."""
+    """The entries of the schedule's tables for one tick."""
 
     forward: Passes
     backward: Backward
-    enters: Any  # int32[t] in the tables, int32[] in the scan: a microbatch, or IDLE
-    leaves: Any
-    returns: Any
+    enters: Any  # microbatch to embed, or IDLE; int32[t] in the tables, int32[] in the scan
+    leaves: Any  # microbatch whose loss is computed, or IDLE
+    returns: Any  # microbatch whose gradient reaches the embedding, or IDLE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,13 +66,14 @@ class Pipeline:
     functions: StageFunctions
     axis: PipelineAxis
     schedule: Schedule
-    groups: Any  # of the parameters: which are trained
+    groups: Any  # tree with the ParamGroup of each parameter
 
     def sums(self, weights: Any, micro: Any, scale: jax.Array | float) -> tuple[dict[str, jax.Array], Any]:
-        """Returns (named sums, float32 gradients) of all microbatches for this device's stage, not yet divided.
+        """Returns (named sums, float32 gradients) of all microbatches for this device's stage, before division by
+        tokens.
 
-        weights: the stage's, in the compute dtype. micro: (rows, random keys), [M, B, ...] each. scale: multiplied
-        into the differentiated loss.
+        weights: weights of the stage in the compute dtype. micro: (rows, random keys), each [M, B, ...]. scale: factor
+        of the differentiated loss.
         """
         work = StageWork(self, weights, micro, scale)
         tables = self.schedule
@@ -87,14 +87,14 @@ class Pipeline:
 
 
 class StageWork:
-    """The passes of one device, traced by the scan."""
+    """Passes of one device, which the scan traces."""
 
     def __init__(self, pipeline: Pipeline, weights: Any, micro: Any, scale: jax.Array | float):
         self.functions, self.axis, self.schedule = pipeline.functions, pipeline.axis, pipeline.schedule
         self.micro, self.scale = micro, scale
         (self.ends, self.dense, self.blocks), self.groups = split_params(weights), split_params(pipeline.groups)
         self.layers_Vc = jnp.asarray(self.axis.layers)[self.axis.stage]
-        # In the slots of the first chunk, inputs of the dense layers come after those of the stack's layers.
+        # In the slots of the first chunk, inputs of the dense layers follow those of the stack's layers.
         self.num_dense = len(jax.tree.leaves(self.dense)[0]) if self.dense else 0
         self.num_first = self.axis.first_layers
 
@@ -121,7 +121,7 @@ class StageWork:
         )
 
     def tick(self, carry: Carry, now: Tick) -> Carry:
-        """Runs a forward and a backward pass of a chunk, each if the schedule has one."""
+        """Runs the forward and the backward pass that the schedule has at this tick, if any."""
         fwd, bwd = jax.tree.map(lambda stages: stages[self.axis.stage], (now.forward, now.backward))
         ends, dense, blocks = carry.grads
         dy_BTD = self.axis.to_previous_stage(carry.cotangents_in_BTD)  # sent while the forward pass runs
@@ -140,28 +140,28 @@ class StageWork:
         dx_BTD, pending_SBTD = self.backward_inputs(dx_BTD, dy_BTD, pending_SBTD, saved_ScBTD, bwd, deferred)
         dx_BTD, dense = self.backward_dense(dx_BTD, dense, saved_ScBTD, bwd, returns)
         ends = self.add_embedding(ends, dx_BTD, now.returns, returns)
-        # Otherwise XLA sends x_BTD between slices at the beginning of the next tick, where it is waited for.
+        # Without the barrier, XLA sends x_BTD between slices at the beginning of the next tick, which must wait for it.
         x_BTD, dx_BTD = lax.optimization_barrier((x_BTD, dx_BTD))
         return Carry(x_BTD, dx_BTD, saved_ScBTD, pending_SBTD, ParamParts(ends, dense, blocks), sums, metrics)
 
     def when(self, active: jax.Array | bool, times: int, f: Callable, *operands: Any) -> Any:
         """Returns f(*operands) if active, else the operands. times: ticks of a step in which f runs."""
         same = lambda *operands: operands if len(operands) != 1 else operands[0]
-        # The program's text says how often f runs, for the count of its FLOPs and bytes (tools.preflight.hlo_trips).
+        # The scope name contains the number of runs, from which tools.preflight.hlo_trips counts FLOPs and bytes.
         with jax.named_scope(f"taken_{times}_of_{self.schedule.num_ticks}"):
             return lax.cond(active, f, same, *operands)
 
     def at_end(self, is_end: jax.Array) -> jax.Array | bool:
-        """True where the embedding or the head runs: on one stage, or on all if they share the vocabulary."""
+        """Returns True where the embedding or the head runs: on one stage, or on all if they shard the vocabulary."""
         return True if self.axis.shards_vocab else is_end
 
     @property
     def num_passes(self) -> int:
-        """Forward passes of a chunk in a step, as many as backward passes."""
+        """Number of forward passes per stage and step, which equals the number of backward passes."""
         return self.schedule.num_microbatches * self.schedule.num_chunks
 
     def embed(self, x_BTD: jax.Array, microbatch: jax.Array, enters: jax.Array) -> jax.Array:
-        """Returns the microbatch's embedding on the first stage if it enters, else x_BTD."""
+        """Returns the embedding of a microbatch that enters on the first stage, else x_BTD."""
         embed = lambda x_BTD: self.functions.embed(self.ends, *at(self.micro, microbatch))
         active = enters & self.at_end(self.axis.first)
         embedded_BTD = self.when(active, self.schedule.num_microbatches, embed, x_BTD)
@@ -170,7 +170,7 @@ class StageWork:
     def forward_dense(
         self, x_BTD: jax.Array, saved_ScBTD: jax.Array, now: Passes, enters: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Runs the leading dense layers. Returns (their result, saved inputs with theirs)."""
+        """Runs the leading dense layers. Returns (residual stream, saved inputs)."""
         if not self.dense:
             return x_BTD, saved_ScBTD
 
@@ -185,7 +185,7 @@ class StageWork:
     def forward_chunk(
         self, x_BTD: jax.Array, saved_ScBTD: jax.Array, metrics: Any, now: Passes
     ) -> tuple[jax.Array, jax.Array, Any]:
-        """Runs the layers of the chunk. Returns (its result, saved inputs with its own, sums of metrics)."""
+        """Runs the layers of the chunk. Returns (residual stream, saved inputs, sums of metrics)."""
 
         def layer(carry, i):
             x_BTD, saved_ScBTD, metrics = carry
@@ -197,7 +197,8 @@ class StageWork:
         return self.when(now.microbatch != IDLE, self.num_passes, run, x_BTD, saved_ScBTD, metrics)
 
     def unless_idle(self, x_BTD: jax.Array, saved_ScBTD: jax.Array, now: Passes, i: jax.Array) -> jax.Array:
-        """Returns x_BTD if the chunk has a layer i, else what is saved there, which a dense layer may need."""
+        """Returns x_BTD if the chunk has a layer i, else the saved value at index i, which may be a dense layer's
+        input."""
         if not self.dense:
             return x_BTD
         return jnp.where(self.layers_Vc[now.chunk, i] == IDLE, saved(saved_ScBTD, now, i), x_BTD)
@@ -205,12 +206,12 @@ class StageWork:
     def add_loss(
         self, sums: Any, grads: Any, pending_SBTD: jax.Array, y_BTD: jax.Array, microbatch: jax.Array, leaves: jax.Array
     ) -> tuple[Any, Any, jax.Array]:
-        """Adds a microbatch's loss if it leaves. Returns (sums, gradients of the ends, pending cotangents)."""
+        """Adds the loss of a microbatch that leaves. Returns (sums, gradients of the ends, pending cotangents)."""
 
         def run(sums, grads, pending_SBTD):
             out_BTD = self.axis.broadcast_last(y_BTD) if self.axis.shards_vocab else y_BTD
             (_, more), (found, dy_BTD) = self.loss_and_gradients(out_BTD, at(self.micro, microbatch))
-            dy_BTD = self.axis.sum(dy_BTD) if self.axis.shards_vocab else dy_BTD  # over the parts of the vocabulary
+            dy_BTD = self.axis.sum(dy_BTD) if self.axis.shards_vocab else dy_BTD  # over the shards of the vocabulary
             index = microbatch % self.schedule.num_pending
             pending_SBTD = lax.dynamic_update_index_in_dim(pending_SBTD, dy_BTD, index, 0)
             return *jax.tree.map(jnp.add, (sums, grads), (more, found)), pending_SBTD
@@ -219,7 +220,7 @@ class StageWork:
         return self.when(active, self.schedule.num_microbatches, run, sums, grads, pending_SBTD)
 
     def loss_and_gradients(self, y_BTD: jax.Array, rows: Any) -> Any:
-        """Returns ((scaled loss, named sums), gradients of the ends and of y_BTD)."""
+        """Returns ((scaled loss, named sums), (gradients of the ends, gradient of y_BTD))."""
 
         def scaled(trained, y_BTD):
             total, sums = self.functions.loss(combine(trained, self.ends), y_BTD, rows[0])
@@ -231,7 +232,7 @@ class StageWork:
     def backward_chunk(
         self, dy_BTD: jax.Array, grads: Any, saved_ScBTD: jax.Array, now: Backward, deferred: jax.Array
     ) -> tuple[jax.Array, Any]:
-        """Backward pass of the chunk. Returns (gradient of its input, gradients with those of its layers added)."""
+        """Runs the backward pass of the chunk. Returns (gradient of the chunk's input, accumulated gradients)."""
 
         def layer(carry, i):
             dy_BTD, grads = carry
@@ -253,11 +254,11 @@ class StageWork:
         now: Backward,
         deferred: jax.Array,
     ) -> tuple[jax.Array, jax.Array]:
-        """Backward pass of the chunk without weight gradients, if these are deferred to a second pass.
+        """Runs the backward pass of the chunk without weight gradients, if these are deferred to a second pass.
 
-        Returns (gradient of the chunk's input, pending cotangents with dy_BTD), or dx_BTD and pending_SBTD.
+        Returns (gradient of the chunk's input, pending cotangents with dy_BTD), or (dx_BTD, pending_SBTD) unchanged.
         """
-        if not (num_deferred := self.schedule.num_deferred):  # the largest of all stages; the first defers none
+        if not (num_deferred := self.schedule.num_deferred):  # maximum of all stages; the first stage defers none
             return dx_BTD, pending_SBTD
 
         def layer(dy_BTD, i):
@@ -274,7 +275,7 @@ class StageWork:
     def backward_dense(
         self, dy_BTD: jax.Array, grads: Any, saved_ScBTD: jax.Array, now: Backward, returns: jax.Array
     ) -> tuple[jax.Array, Any]:
-        """Backward pass of the leading dense layers. Returns (gradient of the embedding, gradients)."""
+        """Runs the backward pass of the leading dense layers. Returns (gradient of the embedding, gradients)."""
         if not self.dense:
             return dy_BTD, grads
 
@@ -290,7 +291,7 @@ class StageWork:
         return self.when(returns & self.axis.first, self.schedule.num_microbatches, run, dy_BTD, grads)
 
     def add_embedding(self, grads: Any, dx_BTD: jax.Array, microbatch: jax.Array, returns: jax.Array) -> Any:
-        """Returns gradients of the ends, with those of the embedding if the microbatch's gradient has come back."""
+        """Returns gradients of the ends. Adds gradients of the embedding if a microbatch's gradient has reached it."""
 
         def run(grads):
             enter = lambda trained: self.functions.embed(combine(trained, self.ends), *at(self.micro, microbatch))
@@ -306,12 +307,12 @@ class StageWork:
         return self.functions.run_layer(params, self.ends, x_BTD, *rows, number=i, stack=DENSE)[0]
 
     def scaled_layer(self, params: Any, x_BTD: jax.Array, now: Backward, i: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns (the result of layer(), its scaled part of the loss)."""
+        """Returns (residual stream after layer i, scaled loss of the layer)."""
         x_BTD, metrics = self.layer(params, x_BTD, now, i)
         return x_BTD, jnp.asarray(self.scale * metrics.get("objective", 0.0), jnp.float32)
 
     def layer(self, params: Any, x_BTD: jax.Array, now: Passes | Backward, i: jax.Array) -> tuple[jax.Array, Any]:
-        """Returns (residual stream after layer i of the chunk, its metrics); x_BTD and zeros if i is past its last."""
+        """Returns (residual stream after layer i of the chunk, metrics), or (x_BTD, zeros) if there is no layer i."""
         number, rows = self.layers_Vc[now.chunk, i], at(self.micro, now.microbatch)
         run = lambda x_BTD: self.functions.run_layer(params, self.ends, x_BTD, *rows, number=number)
         if (self.axis.layers != IDLE).all():
@@ -321,11 +322,11 @@ class StageWork:
         return lax.cond(number != IDLE, run, skip, x_BTD)
 
     def index_of(self, now: Passes | Backward, i: jax.Array) -> Any:
-        """Index of the chunk's layer i among the layers of the stage."""
+        """Returns the index of the chunk's layer i among the layers of the stage."""
         return now.chunk * self.layers_Vc.shape[1] + i
 
     def params_of(self, now: Passes | Backward, i: jax.Array) -> Any:
-        """Parameters of the chunk's layer i."""
+        """Returns the parameters of the chunk's layer i."""
         return at(self.blocks, self.index_of(now, i))
 
 
@@ -335,19 +336,19 @@ def at(tree: Any, i: jax.Array | np.ndarray | int) -> Any:
 
 
 def added_at(totals: Any, grads: Any, i: jax.Array) -> Any:
-    """Returns the totals of a stack of layers, with the gradients of layer i added."""
+    """Adds the gradients of layer i to the totals of a stack of layers."""
     add = lambda total, grad: lax.dynamic_update_index_in_dim(total, at(total, i) + grad, i, 0)
     return jax.tree.map(add, totals, grads)
 
 
 def split_params(tree: dict) -> ParamParts:
-    """Splits a tree like the parameters into its parts."""
+    """Splits a tree like the parameters into ParamParts."""
     ends = {name: subtree for name, subtree in tree.items() if name not in (DENSE, BLOCKS)}
     return ParamParts(ends, {DENSE: tree[DENSE]} if DENSE in tree else {}, tree[BLOCKS])
 
 
 def save(saved_ScBTD: jax.Array, x_BTD: jax.Array, now: Passes, i: jax.Array) -> jax.Array:
-    """Returns the saved inputs with that of layer i of the chunk."""
+    """Saves x_BTD as the input of layer i of the chunk."""
     return lax.dynamic_update_slice(saved_ScBTD, x_BTD[None, None], (now.slot, i, 0, 0, 0))
 
 

@@ -1,6 +1,7 @@
-"""The parallel plan: the sharding of a model and the implementation of each part, with reasons.
+"""The parallel plan: shardings of a model and the implementation of each part, with reasons.
 
-resolve_plan() makes every such decision, once. Models, training, evaluation, sampling, planning and preflight read it.
+resolve_plan() makes all of these decisions. Models, training, evaluation, sampling, planning and preflight use the
+plan.
 """
 
 import dataclasses
@@ -36,7 +37,7 @@ from jaxscale.kernels.matmul.slots import ExpertKernels
 from jaxscale.kernels.rope import Rotation, rotate, rotate_on_tpu
 from jaxscale.system.exits import BadInput
 
-MAX_UNROLLED_LAYERS = 24  # on a single CPU device, where they compile as fast as a loop (2026-11-25)
+MAX_UNROLLED_LAYERS = 24  # on a single CPU device, up to which unrolled layers compile as fast as a loop (2026-11-25)
 NO_MESH = Mesh(np.empty((), object), ())
 
 
@@ -44,16 +45,16 @@ class ParallelSettings(NamedTuple):
     """Settings of a run that determine its plan. The defaults are those of inference."""
 
     rules: str = "zero3"
-    rows: int | None = None  # of a step, on all devices; None: not known in advance
+    rows: int | None = None  # rows of a step on all devices; None: unknown
     row_length: int | None = None
     num_microbatches: int = 1
     prefix: bool = False  # rows have a bidirectional prefix
-    reduce_dtype: Any = jnp.float32  # in which gradients are summed
+    reduce_dtype: Any = jnp.float32  # dtype in which gradients are summed
     offload_params: bool = False
     context_attention: str = "auto"
     expert_exchange: str = "auto"
-    pipeline: PipelineConfig | None = None  # None: no stages, and the pipeline axis shards rows and weights
-    compiler: Mapping[str, Any] | None = None  # added to the options for the devices; None: no options at all
+    pipeline: PipelineConfig | None = None  # None: no stages; the pipeline axis shards rows and weights
+    compiler: Mapping[str, Any] | None = None  # compiler options in addition to the defaults; None: not even defaults
 
 
 DEFAULT_SETTINGS = ParallelSettings()
@@ -61,7 +62,7 @@ DEFAULT_SETTINGS = ParallelSettings()
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class ParallelPlan:
-    """Layout and implementations of a model. The defaults are those of a single device, in XLA's operations."""
+    """Shardings and implementations of a model. The defaults are for a single device and use XLA operations."""
 
     mesh: Mesh = NO_MESH
     rules: Rules = RULES["zero3"]
@@ -69,35 +70,35 @@ class ParallelPlan:
     settings: ParallelSettings = DEFAULT_SETTINGS
     num_microbatches: int = 1
     compiler_options: CompilerOptions = NO_COMPILER_OPTIONS
-    # Mesh axes. batch_axes: data, fsdp, and the other axes where they shard rows or gathered weights.
+    # Mesh axes. batch_axes: data, fsdp, and other axes if they shard rows or gathered weights.
     batch_axes: BatchAxes = BatchAxes(NO_MESH, RULES["zero3"], (), (), Communication(jnp.dtype("float32"), (), False))
     tensor: TensorAxis = NO_TENSOR_AXIS
     context: ContextAxis = NO_CONTEXT_AXIS
-    expert: ExpertAxis = NO_EXPERT_AXIS  # of the all-to-all
+    expert: ExpertAxis = NO_EXPERT_AXIS  # axis of the all-to-all, if tokens are sent
     pipeline: PipelineAxis = NO_PIPELINE_AXIS
     # Choices
     attention: Choice = Choice("xla", "xla")
-    context_exchange: Choice = Choice()  # of keys and values
-    expert_exchange: Choice = Choice()  # of tokens and experts
+    context_exchange: Choice = Choice()  # exchange of keys and values
+    expert_exchange: Choice = Choice()  # exchange of tokens and experts
     grouped_matmul: Choice = Choice()
-    # Implementations. All compute the same values, at different speeds.
+    # Implementations. Alternatives compute the same values at different speeds.
     attend: Attend = xla.make_attend()
     whole_row_attend: Attend = xla.make_attend()  # without context parallelism
     project: Project = einsum_project
     rotate: Callable[[jax.Array, Rotation], jax.Array] = rotate
     expert_kernels: ExpertKernels = ExpertKernels()
     scan_layers: bool = True  # False: layers are unrolled
-    # Of one instance of the model
+    # Fields of one instance of the model
     gather: Gather = no_gather
-    recorder: Recorder = NO_RECORDER  # of intermediates
-    use_capacity: bool = False  # experts have a capacity, if the model sets one: in training only
+    recorder: Recorder = NO_RECORDER  # recorder of intermediates
+    use_capacity: bool = False  # True in training: experts have the capacity of the model's settings, if any
 
     def replace(self, **changes: Any) -> "ParallelPlan":
-        """Returns the plan with other values of these fields."""
+        """Returns the plan with these fields replaced."""
         return dataclasses.replace(self, **changes)
 
     def with_recorder(self, recorder: Recorder) -> "ParallelPlan":
-        """Returns the plan with a recorder of intermediates, which changes no values."""
+        """Returns the plan with a recorder of intermediates. Computed values do not change."""
         if recorder is NO_RECORDER:
             return self
         return self.replace(recorder=recorder, attend=recorder.wrap_attention(self.attend))
@@ -111,17 +112,17 @@ class ParallelPlan:
 
     @property
     def schedule_size(self) -> ScheduleSize:
-        """Ticks and buffers of the stages' schedule, without its tables."""
+        """Numbers of ticks and buffers of the schedule, without its tables."""
         name = self.settings.pipeline.schedule if self.settings.pipeline and self.pipeline.size > 1 else "1f1b"
         return ScheduleSize(name, self.pipeline.size, self.pipeline.num_chunks, self.num_microbatches)
 
     @property
     def position_multiple(self) -> int:
-        """Required divisor of the row length."""
+        """Required divisor of the sequence length."""
         return self.context.multiple * self.tensor.size
 
     def describe(self) -> list[str]:
-        """Returns a line with the reason for each choice that mesh and model leave open."""
+        """Returns a line with the reason for each choice that mesh and model do not determine."""
         lines = []
         if self.context_exchange.name:
             from jaxscale.kernels.attention.context_parallel import describe
@@ -130,7 +131,7 @@ class ParallelPlan:
         if line := expert_axis.describe(self.expert_exchange):
             lines.append(f"expert: {line}")
         if self.grouped_matmul.reason:
-            lines.append(f"experts: their matmuls run in slots: {self.grouped_matmul.reason}")
+            lines.append(f"experts: grouped matmuls run in slots: {self.grouped_matmul.reason}")
         return lines
 
 
@@ -140,9 +141,9 @@ UNSHARDED = ParallelPlan()
 def single_device_plan(
     platform: str, attention: AttentionName, needs: AttentionNeeds, device: Device | None = None
 ) -> ParallelPlan:
-    """Returns the plan of one device of a platform: "cpu", "gpu" or "tpu". Raises BadInput for an attention it lacks.
+    """Returns the plan for one device of a platform, "cpu", "gpu" or "tpu". device: None if unknown.
 
-    device: None if unknown.
+    Raises BadInput if the platform does not support the attention kernel.
     """
     from jaxscale.kernels.matmul.grouped import resolve_expert_kernels
 
@@ -166,9 +167,9 @@ def resolve_plan(
     settings: ParallelSettings = DEFAULT_SETTINGS,
     environment: Mapping[str, str] = os.environ,
 ) -> ParallelPlan:
-    """Returns the plan of a model on a mesh. Raises BadInput for settings that the model or the devices rule out.
+    """Returns the plan of a model on a mesh. Raises BadInput for settings that the model or the devices do not support.
 
-    environment: variables whose XLA options the plan leaves alone.
+    environment: variables whose XLA options the plan does not change.
     """
     device, needs = mesh.devices.flat[0], cfg.attention_needs(prefix=settings.prefix)
     single = single_device_plan(device.platform, cfg.attention, needs, device)
@@ -177,7 +178,7 @@ def resolve_plan(
     keys = resolve_context(cfg, mesh, settings, attention, needs)
     layer_loops = keys.name == "ring" or tokens.name == "send"
     options = resolve_compiler_options(cfg, mesh, settings.compiler, environment, single.grouped_matmul, layer_loops)
-    # One collective over several dimensions of a torus needs these options; otherwise there is one per dimension.
+    # A single collective over several dimensions of a torus needs these options. Without them, each dimension has one.
     torus = dict(torus_at_once=options.offloads_torus)
     pipeline = resolve_pipeline(cfg, mesh, settings)
     rules = RULES[settings.rules]
@@ -209,7 +210,7 @@ def resolve_plan(
 def without_stages(cfg: ModelConfig, plan: ParallelPlan) -> ParallelPlan:
     """Returns the plan for evaluation, sampling and statistics, in which the pipeline axis shards rows and weights.
 
-    Microbatches are reduced to what the additional shards divide.
+    The number of microbatches is reduced to fit the larger number of shards.
     """
     if plan.pipeline.size == 1:
         return plan
@@ -227,9 +228,9 @@ def resolve_compiler_options(
     grouped_matmul: Choice,
     layer_loops: bool,
 ) -> CompilerOptions:
-    """Returns the compiler options of the training step. extra: settings of the user; None: no options.
+    """Returns the compiler options of the training step.
 
-    layer_loops: each layer contains a loop.
+    extra: options set by the user; None means no options at all. layer_loops: whether layers contain loops.
     """
     if extra is None:
         return NO_COMPILER_OPTIONS
@@ -250,7 +251,7 @@ def resolve_compiler_options(
 
 
 def resolve_pipeline(cfg: ModelConfig, mesh: Mesh, settings: ParallelSettings) -> PipelineAxis:
-    """Returns the pipeline stages of the model. Raises BadInput if it does not support them."""
+    """Returns the pipeline stages of the model. Raises BadInput if the model does not support stages."""
     stages, pipeline = mesh.shape[pipeline_axis.AXIS], settings.pipeline
     if stages == 1 or pipeline is None:
         return NO_PIPELINE_AXIS
@@ -265,20 +266,20 @@ def check_stages(cfg: ModelConfig, settings: ParallelSettings, pipeline: Pipelin
     layers = cfg.layer_stacks.get(BLOCKS, 0)
     moe_layers = f" (of which {layers} have experts)" * (layers < cfg.num_layers)
     unsupported = {
-        f"model.name={cfg.name!r}, which has two stacks of layers; use a model with one": bool(
+        f"model.name={cfg.name!r}, which has two stacks of layers; use a model with one stack": bool(
             cfg.layer_stacks.keys() - {DENSE, BLOCKS}
         ),
-        f"model.remat={cfg.remat!r}: a stage keeps the inputs of its layers and computes the rest again; set "
+        f"model.remat={cfg.remat!r}, because stages save layer inputs and recompute everything else; set "
         "model.remat='full'": cfg.remat != "full",
-        f"model.remat_offload={','.join(cfg.remat_offload)}: a stage keeps the inputs of its layers on the device; "
-        "leave it empty": bool(cfg.remat_offload),
-        "model.scan_layers=false: a stage scans its layers; set it to true": not cfg.scan_layers,
-        "optim.offload_params=true: a stage keeps its weights through the step; set it to false, or use "
+        f"model.remat_offload={','.join(cfg.remat_offload)}, because stages save layer inputs on the device; "
+        "remove it": bool(cfg.remat_offload),
+        "model.scan_layers=false, because stages scan layers; set it to true": not cfg.scan_layers,
+        "optim.offload_params=true, because stages need their weights for the whole step; set it to false, or use "
         "optim.offload_moments": settings.offload_params,
-        f"model.num_layers={cfg.num_layers}{moe_layers} with pipeline.chunks={chunks}, which need a layer for each "
-        f"of {stages * chunks} chunks; use fewer stages or chunks": layers < stages * chunks,
-        f"train.num_microbatches={parts} with pipeline.chunks={chunks}: the stages take chunks in turns of {stages} "
-        f"microbatches; use a multiple of {stages}, or chunks=1": chunks > 1 and parts % stages > 0,
+        f"model.num_layers={cfg.num_layers}{moe_layers} with pipeline.chunks={chunks}, because each of "
+        f"{stages * chunks} chunks needs a layer; use fewer stages or chunks": layers < stages * chunks,
+        f"train.num_microbatches={parts} with pipeline.chunks={chunks}, which processes microbatches in groups of "
+        f"{stages}; use a multiple of {stages}, or chunks=1": chunks > 1 and parts % stages > 0,
     }
     for what, applies in unsupported.items():
         if applies:
@@ -288,28 +289,28 @@ def check_stages(cfg: ModelConfig, settings: ParallelSettings, pipeline: Pipelin
 def context_parallel_attend(
     attend: Attend, attention: str, exchange: Choice, needs: AttentionNeeds, context: ContextAxis, device: Device
 ) -> Attend:
-    """Returns attention over the positions of all context devices. attend: the kernel `attention` for whole rows."""
+    """Returns attention over the positions of all context devices. attend: the kernel `attention` for one device."""
     if not exchange.name:
         return attend
     from jaxscale.kernels.attention.context_parallel import make_context_attention
 
     settings = dict(needs=needs, context=context, device_kind=device.device_kind)
     make_attend = functools.partial(make_context_attention, exchange.name, attention, **settings)
-    if needs.window_layers is None or exchange.name == "ulysses":  # ulysses wraps the kernel for whole rows
+    if needs.window_layers is None or exchange.name == "ulysses":  # ulysses wraps the kernel for one device
         return make_attend(attend, window=needs.window)
     windowed, full = make_attend(None, window=needs.window), make_attend(None, window=None)
     return windowed_or_full(windowed, full, needs.window_layers)
 
 
 def scans_layers(cfg: ModelConfig, mesh: Mesh) -> bool:
-    """True if a stack is one compiled loop. False for a few layers on one CPU device: slicing weights from the stack
-    and writing gradients back takes up to half of a step in bfloat16 and a tenth in float32 there (4 layers, 2
-    cores, jax 0.10.2, 2026-11-25)."""
+    """Returns True if layers are scanned. False for few layers on one CPU device, where slicing weights from the stack
+    and writing gradients back takes up to half of a step in bfloat16 and a tenth in float32 (4 layers, 2 cores, jax
+    0.10.2, 2026-11-25)."""
     return mesh.size > 1 or mesh.devices.flat[0].platform != "cpu" or cfg.num_layers > MAX_UNROLLED_LAYERS
 
 
 def local_rows(mesh: Mesh, settings: ParallelSettings) -> int | None:
-    """Returns the rows of a device and microbatch; None if unknown."""
+    """Returns the number of rows per device and microbatch, or None if unknown."""
     if settings.rows is None:
         return None
     shards = axis_size("act_batch", RULES[settings.rules].params, mesh.shape)
@@ -319,7 +320,7 @@ def local_rows(mesh: Mesh, settings: ParallelSettings) -> int | None:
 def resolve_context(
     cfg: ModelConfig, mesh: Mesh, settings: ParallelSettings, attention: str, needs: AttentionNeeds
 ) -> Choice:
-    """Returns the exchange of keys and values over the context axis. attention: the name of the kernel."""
+    """Returns the exchange of keys and values over the context axis. attention: name of the attention kernel."""
     if mesh.shape["context"] == 1:
         return Choice(settings.context_attention)
     from jaxscale.kernels.attention.context_parallel import ContextLoad, resolve_context_exchange

@@ -1,13 +1,12 @@
-"""Recorders of a model's intermediates, for the statistics program. The training step has none, except of the largest
-attention logits with QK-clip (arXiv:2507.20534, 2.1), which scales down query and key weights of heads with large ones.
+"""Recorders of a model's intermediates, for the statistics program. The training step uses a recorder only for QK-clip
+(arXiv:2507.20534, 2.1), which scales down the query and key weights of heads with large attention logits.
 
-A model passes each array to sow(), which returns it unchanged. Since a layer may be scanned or rematerialised, its
-records are outputs of the layer next to the residual stream: run_stack() of core.models.layers takes them from
-end_layer() and passes those of all layers to end_stack(). Inputs of each layer, such as a KV cache
-(runtime/sampling/kv_cache.py), come from layer_inputs() in the same way.
+A model passes each array to sow(), which returns it unchanged. A layer may be scanned or rematerialised, so its records
+are outputs of the layer in addition to the residual stream. run_stack() of core.models.layers passes the results of
+end_layer() for all layers to end_stack(). Similarly, layer_inputs() returns inputs of each layer, such as a KV cache
+(runtime/sampling/kv_cache.py).
 
-B batch  T position  D embed  L layers of a stack  N query heads  K kv heads  H head dim  C latent
-U head dim without RoPE
+B batch  T position  D embed  L layers of a stack  N query heads  K kv heads  H head dim  C latent  U head dim without RoPE
 """
 
 import functools
@@ -32,32 +31,32 @@ from jaxscale.kernels.attention.xla import (
 from jaxscale.kernels.config import AttentionNeeds
 
 ATTENTION, CROSS_ATTENTION, MLP, ACTIVATION = "attention", "across", "mlp", "activation"  # records of a layer
-POSITIONS = "positions"  # number of non-padding positions, the denominator of the sums
+POSITIONS = "positions"  # number of non-padding positions, by which sums are divided
 MAX_LOGITS = "scores"  # largest logit of each head
-LOGIT_MAX, NUM_CLIPPED = "attention_logit_max", "qk_clipped"  # metrics: the largest score; heads above the limit
-SOWN = "sown"  # key of the intermediates among the sums that a loss returns
+LOGIT_MAX, NUM_CLIPPED = "attention_logit_max", "qk_clipped"  # metrics: largest score, number of clipped heads
+SOWN = "sown"  # key of the intermediates in the sums that a loss returns
 
 
 class Intermediates(NamedTuple):
-    """Records of a layer on this device, float32[]; of a stack of layers, float32[L]."""
+    """Local records of a layer, float32[], or of a stack of layers, float32[L]."""
 
-    sums: dict[str, jax.Array]  # over non-padding positions, of an array's mean square
+    sums: dict[str, jax.Array]  # sums of an array's mean square over non-padding positions
     maxima: dict[str, jax.Array]  # largest attention logits; float32[L, N] if per head
 
 
 class Recorder:
-    """Records nothing."""
+    """Base class of recorders, which records nothing."""
 
     def wrap_attention(self, attend: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-        """Returns `attend`, which also records its queries and keys."""
+        """Returns a function like `attend` that also records a statistic of queries and keys."""
         return attend
 
     def wrap_latent(self, attend: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-        """Wraps the attention of latent keys and values, before their expansion (core/models/latent_attention.py)."""
+        """Wraps latent attention before the expansion of keys and values (core/models/latent_attention.py)."""
         return attend
 
     def sow(self, name: str, x_BTD: jax.Array) -> jax.Array:
-        """Records x_BTD, of local positions, and returns it."""
+        """Records an array of local positions and returns it unchanged."""
         return x_BTD
 
     def layer_inputs(self) -> Any:
@@ -65,17 +64,17 @@ class Recorder:
         return None
 
     def begin_layer(self, layer_input: Any) -> None:
-        """Receives the slice of layer_inputs() of the layer that begins."""
+        """Receives the entry of layer_inputs() for the next layer."""
 
     def end_layer(self, x_BTD: jax.Array) -> Any:
-        """Returns the records of the layer. x_BTD: the residual stream after it."""
+        """Returns the records of the layer. x_BTD: the residual stream after the layer."""
         return None
 
     def end_stack(self, stacked: Any) -> None:
         """Receives the records of all layers of a stack."""
 
     def sown(self) -> dict[str, tuple[Intermediates, ...]]:
-        """Returns the records of all stacks, in order, under the key SOWN; {} if nothing is recorded."""
+        """Returns {SOWN: records of all stacks in order}, or {} if nothing is recorded."""
         return {}
 
 
@@ -83,18 +82,18 @@ NO_RECORDER = Recorder()
 
 
 class LogitRecorder(Recorder):
-    """Records one trace of one model, without gradients: by default only the largest logit of each head.
+    """Records logit_stat of each layer in one trace of a model, without gradients.
 
-    logit_stat: (q, k, segments, causal=, bias_NTS=, scale=) -> float32[N], of local rows and heads.
+    logit_stat: (q, k, segments, causal=, bias_NTS=, scale=) -> float32[N] for local rows and heads.
     """
 
     def __init__(self, logit_stat: Callable[..., jax.Array], tensor: TensorAxis):
         self.logit_stat, self.tensor = logit_stat, tensor
-        self.logits: jax.Array | None = None  # logit_stat of this layer
+        self.logits: jax.Array | None = None  # result of logit_stat for the current layer
         self.stacks: list[Intermediates] = []
 
     def wrap_attention(self, attend: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-        """Returns `attend`, which also records its queries and keys."""
+        """Returns a function like `attend` that also records logit_stat of queries and keys."""
 
         def recorded_attend(q_BTNH, k_BSKH, v_BSKH, segments: jax.Array | MaskSpec, **kwargs):
             self.record(
@@ -105,13 +104,13 @@ class LogitRecorder(Recorder):
         return recorded_attend
 
     def record(self, logits: jax.Array, segments: jax.Array | MaskSpec) -> None:
-        """Records the statistic of an attention."""
+        """Records the statistic of an attention layer."""
         self.logits = logits
 
     def end_layer(self, x_BTD: jax.Array) -> Intermediates:
-        """Returns the largest logit of each head, -inf for heads of other devices."""
+        """Returns the largest logit of each head. Heads of other devices have -inf."""
         logit_max_N, self.logits = self.logits, None
-        assert logit_max_N is not None, "layer without attention"
+        assert logit_max_N is not None, "the layer has no attention"
         return Intermediates({}, {MAX_LOGITS: self.tensor.pad_remote(logit_max_N, -jnp.inf)})
 
     def end_stack(self, stacked: Intermediates) -> None:
@@ -119,15 +118,14 @@ class LogitRecorder(Recorder):
         self.stacks.append(stacked)
 
     def sown(self) -> dict[str, tuple[Intermediates, ...]]:
-        """Returns the records of all stacks, in order, under the key SOWN."""
+        """Returns {SOWN: records of all stacks in order}."""
         return {SOWN: tuple(self.stacks)}
 
 
 class StatisticsRecorder(LogitRecorder):
-    """Records mean squares of arrays and a statistic of the logits. Padding, known from attention's segments, is
-    excluded.
+    """Records mean squares of arrays and a statistic of the logits, without padding positions.
 
-    logit_stat: as in LogitRecorder, but float32[]; name: of its metric.
+    logit_stat: see LogitRecorder, but returns float32[]. name: name of the statistic's metric.
     """
 
     def __init__(self, name: str, logit_stat: Callable[..., jax.Array], tensor: TensorAxis):
@@ -136,7 +134,7 @@ class StatisticsRecorder(LogitRecorder):
         self.mask_BT: jax.Array | None = None
 
     def record(self, logits: jax.Array, segments: jax.Array | MaskSpec) -> None:
-        """Records the statistic of an attention, and its padding."""
+        """Records the statistic of an attention layer, and which positions are padding."""
         self.mask_BT = self.tensor.local(as_mask_spec(segments).segment_ids_BT > 0)
         self.layer.maxima[self.name] = jnp.maximum(self.layer.maxima.get(self.name, -jnp.inf), logits)
 
@@ -159,9 +157,9 @@ class StatisticsRecorder(LogitRecorder):
 def make_recorder(
     attention: str, needs: AttentionNeeds, tensor: TensorAxis, context: ContextAxis = NO_CONTEXT_AXIS
 ) -> StatisticsRecorder:
-    """Returns a recorder for one trace of a model, of the largest attention logit or a bound on it.
+    """Returns a recorder for one trace of a model. Records the largest attention logit, or an upper bound of it.
 
-    attention: name of the kernel.
+    attention: name of the attention kernel.
     """
     from jaxscale.kernels.attention.context_parallel import over_all_keys
 
@@ -176,7 +174,7 @@ def make_recorder(
 def make_max_logit_recorder(
     attention: str, needs: AttentionNeeds, tensor: TensorAxis, context: ContextAxis = NO_CONTEXT_AXIS
 ) -> LogitRecorder:
-    """Returns a recorder of the largest logit of each head, computed in addition to any attention kernel."""
+    """Returns a recorder of the largest logit of each head, which is computed separately from the attention kernel."""
     from jaxscale.kernels.attention.context_parallel import over_all_keys
 
     logit_max = functools.partial(head_logit_max, window=needs.window)
@@ -188,10 +186,11 @@ def make_max_logit_recorder(
 def clip_heads(
     params: dict, intermediates: Sequence[Intermediates], *, limit: float, stacks: Sequence[str]
 ) -> tuple[dict, dict[str, jax.Array]]:
-    """Returns (parameters with heads above the limit clipped, metrics). intermediates: one per stack, in order."""
+    """Returns (parameters with heads above the limit clipped, metrics). intermediates: one entry per stack, in
+    order."""
     maxima = [stack.maxima[MAX_LOGITS] for stack in intermediates]
     for name, max_LN in zip(stacks, maxima, strict=True):
-        factor_LN = jnp.where(max_LN > limit, limit / max_LN, 1.0)  # 1 for -inf, a head without text
+        factor_LN = jnp.where(max_LN > limit, limit / max_LN, 1.0)  # 1 for -inf, if a head has no text
         params = params | {name: clip_stack(params[name], factor_LN)}
     metrics = {
         LOGIT_MAX: jnp.max(jnp.stack([jnp.max(max_LN) for max_LN in maxima])),
@@ -201,14 +200,15 @@ def clip_heads(
 
 
 def clip_stack(blocks: dict, factor_LN: jax.Array) -> dict:
-    """Returns the layers of a stack with the scores of each head multiplied by its factor."""
+    """Returns the layers of a stack with weights scaled so that the scores of each head are multiplied by its
+    factor."""
     if "attention" not in blocks:  # not stacked
         return {layer: clip_stack(block, factor_LN[int(layer)]) for layer, block in blocks.items()}
     return blocks | {"attention": clip_attention(blocks["attention"], factor_LN)}
 
 
 def clip_attention(weights: dict, factor_N: jax.Array) -> dict:
-    """Returns attention weights, of one layer or stacked, with the scores of each head multiplied by its factor."""
+    """Returns attention weights, of one layer or stacked, that multiply the scores of each head by its factor."""
     root_N = jnp.sqrt(factor_N)
     if "wkv_up" in weights:
         return weights | clip_latent(weights, factor_N, root_N)
@@ -225,8 +225,8 @@ def clip_attention(weights: dict, factor_N: jax.Array) -> dict:
 def clip_latent(weights: dict, factor_N: jax.Array, root_N: jax.Array) -> dict:
     """Returns the scaled per-head weights of latent attention (MLA).
 
-    Dimensions without RoPE are scaled by the root in queries and keys; the RoPE key is shared by all heads, so the RoPE
-    dimensions of the queries take the whole factor.
+    Dimensions without RoPE are scaled by the root of the factor in queries and keys. All heads share the RoPE key, so
+    the RoPE dimensions of the queries are scaled by the whole factor.
     """
     name = "wq_up" if "wq_up" in weights else "wq"
     expand = lambda scale_N: scale_N[..., None, :, None]

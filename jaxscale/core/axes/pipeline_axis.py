@@ -98,8 +98,7 @@ class PipelineAxis:
         return sent
 
     def weight_bytes_sent(self, weights: tuple[float, float], grads: tuple[float, float]) -> list[CollectiveBytes]:
-        """Returns the bytes of to_stage() and from_stage() per step. weights, grads: local bytes of (layers,
-        tables)."""
+        """Returns the bytes of to_stage() and from_stage() per step. weights, grads: bytes of (layers, tables)."""
         (layers, tables), (layer_grads, table_grads) = weights, grads
         if self.has_local_layers:
             return [] if self.shards_vocab else [CollectiveBytes(AXIS, "all-reduce", table_grads)]

@@ -99,7 +99,7 @@ class LatentConfig:
         if self.q_rank < 0:
             raise BadInput(f"q_rank={self.q_rank} must be at least 1, or 0 for none")
         if self.rope_dim % 2:
-            raise BadInput(f"rope_dim={self.rope_dim} must be even, since RoPE rotates pairs")
+            raise BadInput(f"rope_dim={self.rope_dim} must be even, because RoPE rotates pairs")
 
     @property
     def head_dim(self) -> int:

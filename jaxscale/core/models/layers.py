@@ -62,8 +62,7 @@ def constant(shape: Sequence[int], axes: tuple[str, ...], value: float) -> nnx.P
 
 
 def make_stack(make_block: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs, num_layers: int, scan: bool) -> Stack:
-    """Returns blocks with independent random keys, as a module with stacked parameters or as a list. Values are
-    equal."""
+    """Returns blocks with independent random keys: a module with stacked parameters, or a list with equal values."""
     keys = jax.random.split(rngs.params(), num_layers)
     if not scan:
         return nnx.List([make_block(nnx.Rngs(params=key)) for key in keys])
@@ -176,9 +175,7 @@ class StackedModel(nnx.Module):
 
 
 def save_all_but_gathered(primitive: Any, *inputs: Any, **params: Any) -> bool:
-    """Returns True for values to save, as a jax.checkpoint policy: all except gathered or fetched weights and their
-    casts.
-    """
+    """Returns True except for gathered or fetched weights and their casts; a jax.checkpoint policy."""
     if any(getattr(x, "memory_space", None) == jax.memory.Space.Host for x in inputs):
         return False
     eqns = getattr(params.get("call_jaxpr"), "eqns", ())  # equations of a custom_vjp

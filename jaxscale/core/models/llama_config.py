@@ -1,4 +1,4 @@
-"""Settings of Llama and related models, and quantities derived from them. Letters as in llama.py."""
+"""Settings of Llama and related models, and quantities derived from them. Dimension letters are those of llama.py."""
 
 import dataclasses
 from typing import ClassVar, Literal
@@ -32,8 +32,8 @@ class LlamaConfig(ModelConfig):
     mlp_dim: int = setting(help="width of the gated MLP of layers without experts")
     row_parts: int = setting(
         1,
-        "parts into which a device's rows are split in each block, run one after the other, so that the backward pass "
-        "holds the activations of one part; leave it 1 on TPU v5e, where gathers then stop overlapping matmuls",
+        "parts into which each block splits a device's rows and that run sequentially, so that the backward pass needs "
+        "the activations of one part; use 1 on TPU v5e, where parts prevent the overlap of gathers with matmuls",
         may_change=True,
         read_if="model.remat!=none",
     )
@@ -43,15 +43,15 @@ class LlamaConfig(ModelConfig):
     out_bias: bool = setting(False, "a bias on the output projection; with qkv_bias the attention_bias of transformers")
     qk_norm: bool = setting(False, "RMSNorm on queries and keys before RoPE (arXiv:2302.05442)")
     qk_norm_over: Literal["head", "all_heads"] = setting(
-        "head", "each head alone, or all together as in OLMo-2", read_if="model.qk_norm"
+        "head", "normalizes each head separately, or all heads together as in OLMo-2", read_if="model.qk_norm"
     )
-    query_scalar: float | None = setting(None, "scores are divided by its square root; none: by that of head_dim")
+    query_scalar: float | None = setting(None, "scores are divided by its square root; none: by sqrt(head_dim)")
     attention_window: int | None = setting(
-        None, "number of latest keys that a query attends to, its own included (arXiv:2310.06825); none: all"
+        None, "number of latest keys that a query attends to, including its own (arXiv:2310.06825); none: all"
     )
     global_every: int | None = setting(
         None,
-        "every n-th layer attends to all keys, the others to attention_window (Gemma 3: 6); none: no such layer",
+        "every n-th layer attends to all keys, other layers to attention_window (Gemma 3: 6); none: no such layer",
         read_if="model.attention_window",
     )
     global_first: int = setting(
@@ -59,22 +59,22 @@ class LlamaConfig(ModelConfig):
     )
     local_rope_base: float | None = setting(
         None,
-        "RoPE's theta, without rope_scaling, of the layers with a window; none: one RoPE for all",
+        "RoPE's theta, without rope_scaling, of the layers with a window; none: the same RoPE for all layers",
         read_if="model.global_every or model.global_first",
     )
     attention_softcap: float | None = setting(
         None, "c: attention scores become c * tanh(scores / c) (arXiv:2408.00118); none: unchanged"
     )
     norm_placement: Literal["before", "after", "both"] = setting(
-        "before", "norms on the input of attention and MLP, on their output as in OLMo-2 (after), or both as in Gemma 2"
+        "before", "norms on the input of attention and MLP, on the output as in OLMo-2 (after), or both as in Gemma 2"
     )
     zero_centred_norms: bool = setting(False, "norms multiply by 1 + scale, as in Gemma")
-    activation: Literal["silu", "gelu_tanh"] = setting("silu", "of the MLP's gate; gelu_tanh as in Gemma")
+    activation: Literal["silu", "gelu_tanh"] = setting("silu", "activation of the MLP's gate; gelu_tanh as in Gemma")
     scaled_embeddings: bool = setting(False, "embeddings are multiplied by sqrt(embed_dim), as in Gemma")
     tied_embeddings: bool = setting(False, "true: the embedding table is also the output projection")
 
     latent: LatentConfig | None = setting(
-        None, "multi-head latent attention, as in DeepSeek; none: keys and values from the residual stream"
+        None, "multi-head latent attention, as in DeepSeek; none: projects keys and values from the residual stream"
     )
     experts: ExpertsConfig | None = setting(None, "a mixture of experts instead of the MLP; none: a dense MLP")
     mup: MupConfig | None = setting(
@@ -99,11 +99,11 @@ class LlamaConfig(ModelConfig):
             raise BadInput("qk_norm_over='all_heads' needs qk_norm=true")
         if self.global_every is not None and (self.global_every < 2 or self.attention_window is None):
             raise BadInput(
-                f"global_every={self.global_every} needs an attention_window, and must be at least 2, or none"
+                f"global_every={self.global_every} needs attention_window, and must be at least 2, or none"
             )
         if not 0 <= self.global_first < self.num_layers or (self.global_first and self.attention_window is None):
             raise BadInput(
-                f"global_first={self.global_first} needs an attention_window, and must be at least 0 and below "
+                f"global_first={self.global_first} needs attention_window, and must be at least 0 and below "
                 f"num_layers={self.num_layers}; without a window all layers attend to all keys"
             )
         if self.local_rope_base is not None and (self.local_rope_base < 1 or not self.mixed_windows):
@@ -114,7 +114,7 @@ class LlamaConfig(ModelConfig):
         if self.experts is not None and self.experts.first_dense >= self.num_layers:
             raise BadInput(f"experts.first_dense={self.experts.first_dense} must be below num_layers={self.num_layers}")
         if self.head_dim % 2:
-            raise BadInput(f"head_dim={self.head_dim} must be even, since RoPE rotates pairs")
+            raise BadInput(f"head_dim={self.head_dim} must be even, because RoPE rotates pairs")
         if self.rope_scaling is not None:
             check_scaling(self.rope_scaling, self.rope_dim, self.rope_base)
         if self.latent is not None:
@@ -124,39 +124,39 @@ class LlamaConfig(ModelConfig):
 
     @property
     def activation_names(self) -> tuple[str, ...]:
-        """Names that a block marks with checkpoint_name, for remat."""
+        """Names of activations that a block marks with checkpoint_name, for remat."""
         return GATED_ACTIVATIONS if self.latent is None else (*GATED_ACTIVATIONS, LATENT)
 
     @property
     def scales(self) -> MupScales:
-        """Multipliers of muP; 1 without it."""
+        """Multipliers of muP; 1 without muP."""
         return mup_scales(self)
 
     @property
     def init_layers(self) -> int:
-        """Depth in the initialization of output projections; with muP, which scales their outputs, the base's."""
+        """Depth for the initialization of output projections; that of the base model with muP, which scales outputs."""
         return self.num_layers if self.mup is None else self.mup.base_layers or self.num_layers
 
     @property
     def score_scalar(self) -> float | None:
-        """Attention scores are divided by its square root; None: by that of head_dim."""
+        """Number by whose square root attention scores are divided. None means head_dim."""
         if self.query_scalar is not None or self.scales.scores == 1.0:
             return self.query_scalar
         return self.head_dim / self.scales.scores**2
 
     @property
     def rope_dim(self) -> int:
-        """Rotated features of a head."""
+        """Number of features per head that RoPE rotates."""
         return self.head_dim if self.latent is None else self.latent.rope_dim
 
     @property
     def max_seq_len(self) -> int | None:
-        """Longest row, if RoPE's scaling depends on it."""
+        """Maximum sequence length, if RoPE's scaling depends on the length."""
         return None if self.rope_scaling is None else self.rope_scaling.longest_row
 
     @property
     def layer_stacks(self) -> dict[str, int]:
-        """{name of a stack of blocks among the parameters: number of layers}, in forward order."""
+        """Number of layers by parameter name of each stack of blocks, in forward order."""
         dense = 0 if self.experts is None else self.experts.first_dense
         return ({DENSE: dense} if dense else {}) | {BLOCKS: self.num_layers - dense}
 
@@ -187,7 +187,7 @@ class LlamaConfig(ModelConfig):
         return self.latent_width + (0 if all_latent else self.embed_dim)
 
     def matrices(self) -> dict[str, tuple[int, int]]:
-        """Returns {matrix of a block: (input features, output features)}, without those of experts."""
+        """Returns {matrix of a block: (input features, output features)}, excluding expert matrices."""
         matrices, experts = super().matrices(), self.experts
         if self.latent is not None:
             mlp = {name: sizes for name, sizes in matrices.items() if name.startswith("mlp.")}
@@ -201,7 +201,7 @@ class LlamaConfig(ModelConfig):
         return attention | {"mlp.router": (D, experts.number)} | shared
 
     def expert_matrices(self) -> dict[str, tuple[int, int]]:
-        """Returns the same for the matrices of each expert of a block."""
+        """Returns {matrix of each expert of a block: (input features, output features)}."""
         if self.experts is None:
             return {}
         D, F = self.embed_dim, self.experts.mlp_dim
@@ -225,13 +225,13 @@ class LlamaConfig(ModelConfig):
 
     @property
     def extra_dense_params(self) -> int:
-        """Matrix parameters of a dense layer minus those used per token in a mixture-of-experts layer."""
+        """Number of matrix parameters of a dense layer minus those used per token in a mixture-of-experts layer."""
         experts = self.experts
         return 0 if experts is None else self.embed_dim * (3 * (self.mlp_dim - experts.active_dim) - experts.number)
 
     @property
     def leading_layers(self) -> float:
-        """Work of the layers before the stack `blocks`, in units of one of its layers."""
+        """Work of the layers before the stack `blocks`, in units of one layer of `blocks`."""
         dense = self.layer_stacks.get(DENSE, 0)
         return dense * (1 + self.extra_dense_params / self.block_matrix_params) if dense else 0.0
 
@@ -250,7 +250,7 @@ class LlamaConfig(ModelConfig):
 
     @property
     def num_params(self) -> int:
-        """Number of parameters, embeddings included, router bias and load excluded."""
+        """Number of parameters, including embeddings, excluding router bias and load."""
         qkv_biases = self.qkv_bias * (self.query_width + 2 * self.key_width)
         biases = self.num_layers * (qkv_biases + self.out_bias * self.embed_dim)
         head = self.vocab_size * self.embed_dim * (not self.tied_embeddings)
@@ -272,7 +272,7 @@ class LlamaConfig(ModelConfig):
 
     @property
     def local_layers(self) -> np.ndarray:
-        """bool[L]: layers with a window."""
+        """Mask of the layers with a window, bool[L]."""
         if self.attention_window is None:
             return np.zeros(self.num_layers, bool)
         layers = np.arange(1, self.num_layers + 1)
@@ -280,7 +280,7 @@ class LlamaConfig(ModelConfig):
         return local if self.global_every is None else local & (layers % self.global_every != 0)
 
     def visible_keys(self, seq_len: int) -> float:
-        """Sum over the layers: T / 2 for a causal row, W - W^2 / (2 T) with a window of W."""
+        """Returns the mean visible keys per query, summed over layers: T / 2, or W - W^2 / (2 T) with a window of W."""
         window = min(self.attention_window or seq_len, seq_len)
         local_keys, global_keys = window - window * window / (2 * seq_len), seq_len / 2
         num_local = int(self.local_layers.sum())
@@ -298,51 +298,51 @@ class LlamaConfig(ModelConfig):
 
     @property
     def mlp_residuals(self) -> tuple[tuple[str, ResidualDtype], ...]:
-        """Arrays that the gated MLP saves for its backward pass."""
+        """(description, dtype) of each array per token that the gated MLP saves for its backward pass."""
         return *super().mlp_residuals, ("up", "compute")
 
 
 def check_latent(cfg: LlamaConfig, latent: LatentConfig) -> None:
-    """Raises BadInput for settings that latent attention excludes or determines otherwise."""
+    """Raises BadInput for settings that are incompatible with latent attention."""
     for name, usual in (
         ("qkv_bias", False), ("out_bias", False), ("qk_norm", False), ("zero_centred_norms", False),
         ("query_scalar", None),
     ):  # fmt: skip
         if (value := getattr(cfg, name)) != usual:
             raise BadInput(
-                f"{name}={value} cannot be combined with latent, which has no biases, norms on its latents, and "
-                f"scores divided by sqrt(head_dim); remove {name}"
+                f"{name}={value} cannot be combined with latent, which has no biases, normalizes latents, and "
+                f"divides scores by sqrt(head_dim); remove {name}"
             )
     if cfg.num_kv_heads != cfg.num_heads:
         raise BadInput(
-            f"num_kv_heads={cfg.num_kv_heads} must be num_heads={cfg.num_heads} with latent, where every head has "
+            f"num_kv_heads={cfg.num_kv_heads} must be num_heads={cfg.num_heads} with latent, in which every head has "
             "separate keys and values"
         )
     if cfg.head_dim != latent.head_dim:
         raise BadInput(
-            f"head_dim={cfg.head_dim} must be latent.nope_dim + latent.rope_dim = {latent.head_dim}, the size of a "
-            "query and a key"
+            f"head_dim={cfg.head_dim} must be latent.nope_dim + latent.rope_dim = {latent.head_dim}, the size of "
+            "queries and keys"
         )
 
 
 def check_mup_model(cfg: LlamaConfig, mup: MupConfig) -> None:
-    """Raises BadInput for settings without a muP rule here."""
+    """Raises BadInput for settings that muP does not support."""
     for name, usual in (("latent", None), ("scaled_embeddings", False), ("zero_centred_norms", False)):
         if getattr(cfg, name) != usual:
             raise BadInput(f"{name} cannot be combined with mup, which does not support it; remove one of them")
     if cfg.query_scalar is not None and mup.base_head_dim is not None:
         raise BadInput(
-            f"query_scalar={cfg.query_scalar} cannot be combined with mup.base_head_dim={mup.base_head_dim}: both "
-            "scale attention's scores; remove one of them"
+            f"query_scalar={cfg.query_scalar} cannot be combined with mup.base_head_dim={mup.base_head_dim}, because "
+            "both scale attention scores; remove one of them"
         )
 
 
 def check_scaling(scaling: RopeScaling, head_dim: int, base: float) -> None:
-    """Raises BadInput for a scaling that does not fit this theta and head_dim."""
+    """Raises BadInput if a RoPE scaling does not support this theta or head_dim."""
     if scaling.name == "longrope" and len(scaling.long_factor) != head_dim // 2:
         raise BadInput(
-            f"rope_scaling.long_factor has {len(scaling.long_factor)} numbers, and head_dim={head_dim} needs "
-            f"{head_dim // 2}: one for each pair"
+            f"rope_scaling.long_factor has {len(scaling.long_factor)} numbers, but head_dim={head_dim} needs "
+            f"{head_dim // 2}, one for each pair"
         )
     if scaling.name == "dynamic" and head_dim < 4:
         raise BadInput(f"head_dim={head_dim} must be at least 4 with rope_scaling.name='dynamic'")

@@ -1,8 +1,8 @@
 """LoRA adapters for matrices of the blocks (arXiv:2106.09685). Other parameters are frozen.
 
-The correction is a separate product: x W + scale (x A) B. Adding A B to W first would need fewer forward FLOPs, but the
-backward pass would compute the gradient of all of W, a third of a training step's FLOPs that a frozen weight saves; it
-also holds a second W. Each expert of a mixture has its own adapter.
+The correction is a separate product, x W + scale (x A) B. Adding A B to W first would need fewer forward FLOPs and a
+second W in memory, and the backward pass would compute the gradient of W, a third of the FLOPs of a training step,
+which a frozen weight avoids. Each expert of a mixture has a separate adapter.
 
 L layers  E experts  R rank, or rows
 """
@@ -26,9 +26,9 @@ from jaxscale.kernels.matmul.project import Project, contracted_axes
 from jaxscale.kernels.matmul.slots import GroupedProject
 
 RANK = "lora_rank"  # the logical axis between A and B
-A, B = "_lora_a", "_lora_b"  # suffixes of the matrix's name
+A, B = "_lora_a", "_lora_b"  # suffixes added to the name of a matrix
 IS_ADAPTER = re.compile(rf"({A}|{B})$")
-KEY = zlib.crc32(b"lora")  # folded into the model's key, so that other parameters are the same without adapters
+KEY = zlib.crc32(b"lora")  # folded into the model's key, so that adapters do not change the other parameters
 
 
 @jax.tree_util.register_dataclass
@@ -37,23 +37,23 @@ class Adapted:
     """A weight with its adapter, in place of the weight."""
 
     weight: jax.Array
-    a: jax.Array  # the weight's num_contracted axes, then the rank; experts before them
-    b: jax.Array  # the rank, then the weight's other axes; experts before them
+    a: jax.Array  # axes: experts, if any; the contracted axes of the weight; rank
+    b: jax.Array  # axes: experts, if any; rank; the other axes of the weight
     scale: float = dataclasses.field(metadata=dict(static=True))
 
     def __getitem__(self, index: Any) -> "Adapted":
-        """Returns itself, since models write weight[...]."""
-        assert index is ..., "an adapted weight is used whole"
+        """Returns self, because models read a weight as weight[...]."""
+        assert index is ..., "an adapted weight supports only weight[...]"
         return self
 
 
 def merged_weight(w: Any) -> jax.Array:
-    """Returns a weight with its adapter's correction added, if any, for products that `project` cannot express."""
+    """Returns a weight plus its adapter's correction, if any, for products that `project` cannot compute."""
     return w.weight + w.scale * jnp.tensordot(w.a, w.b, axes=1) if isinstance(w, Adapted) else w
 
 
 def make_lora_project(project: Project) -> Project:
-    """Returns `project` for plain and adapted weights."""
+    """Returns `project` extended to adapted weights."""
 
     def run(spec: str, x: jax.Array, w: Any) -> jax.Array:
         if not isinstance(w, Adapted):
@@ -65,7 +65,7 @@ def make_lora_project(project: Project) -> Project:
 
 
 def make_lora_grouped_project(grouped: GroupedProject) -> GroupedProject:
-    """Returns `grouped` for plain and adapted weights."""
+    """Returns `grouped` extended to adapted weights."""
 
     def run(x_RC: jax.Array, w_ECO: Any, counts_E: jax.Array, **options: Any) -> jax.Array:
         if not isinstance(w_ECO, Adapted):
@@ -86,12 +86,12 @@ def adapter_specs(spec: str) -> tuple[str, str]:
 
 
 def is_adapter(name: str) -> bool:
-    """True for the name of a leaf that is A or B of an adapter, with any separator."""
+    """Returns True for the name of an adapter's A or B, with any separator."""
     return IS_ADAPTER.search(name) is not None
 
 
 def make_adapter_only_gather(gather: Gather) -> Gather:
-    """Returns `gather` with stop_gradient for all weights except adapters, so that their gradients are not computed."""
+    """Returns `gather` with stop_gradient on frozen weights, so that only gradients of adapters are computed."""
 
     def run(w: Any, axes: tuple[str, ...], dtype: Any) -> jax.Array:
         gathered = gather(w, axes, dtype)
@@ -101,7 +101,7 @@ def make_adapter_only_gather(gather: Gather) -> Gather:
 
 
 class HasBlocks(Protocol):
-    """A model that can have adapters."""
+    """A model with blocks, to which adapters can be added."""
 
     blocks: Any
 
@@ -110,10 +110,9 @@ M = TypeVar("M", bound=HasBlocks)
 
 
 def add_adapters(model: M, cfg: LoraConfig, key: jax.Array) -> M:
-    """Adds parameters A, normal with std 1 / sqrt(fan_in), and B = 0 for each matrix of the blocks that a target
-    matches.
+    """Adds adapters to the matrices of the blocks that a target matches. A is normal with std 1 / sqrt(fan_in), B is 0.
 
-    Raises BadInput for a target that matches none, listing the names.
+    Raises BadInput for a target that matches no matrix.
     """
     matrices = list(block_matrices(model.blocks))
     targets = adapted_matrices(cfg, {name for name, *_ in matrices})
@@ -126,7 +125,7 @@ def add_adapters(model: M, cfg: LoraConfig, key: jax.Array) -> M:
 
 
 def add_adapter(owner: Any, name: str, leaf: nnx.Param, layer: int | None, cfg: LoraConfig, key: jax.Array) -> None:
-    """Adds an adapter to a matrix. layer: its number, or None if the first axis is that of layers."""
+    """Adds an adapter to a matrix. layer: index of the layer, or None if the first axis is that of layers."""
     stacked, shape = layer is None, leaf.get_value().shape
     num_outer = stacked + (EXPERTS in leaf.axes)  # leading axes of layers and experts
     outer_axes, axes = leaf.axes[:num_outer], leaf.axes[num_outer:]
@@ -141,8 +140,8 @@ def add_adapter(owner: Any, name: str, leaf: nnx.Param, layer: int | None, cfg: 
 
 
 def block_matrices(blocks: nnx.Module) -> Iterator[tuple[str, int | None, nnx.Module, nnx.Param]]:
-    """Yields (name such as 'blocks.attention.wq', layer or None if stacked, owning module, parameter) of each
-    matrix, except routers, whose top-k depends on their last bits."""
+    """Yields (name, layer or None if stacked, owning module, parameter) of each matrix, such as 'blocks.attention.wq'.
+    Excludes routers, because top-k depends on the last bits of their output."""
     for path, leaf in nnx.to_flat_state(nnx.state(blocks, nnx.Param)):
         layer = path[0] if isinstance(path[0], int) else None
         inner = path if layer is None else path[1:]
@@ -156,7 +155,7 @@ def block_matrices(blocks: nnx.Module) -> Iterator[tuple[str, int | None, nnx.Mo
 
 
 def num_contracted(axes: tuple[str, ...]) -> int:
-    """Returns the number of leading axes that a product contracts: the residual axis, or all before it."""
+    """Returns the number of leading axes that a product contracts: 1 if axis 0 is residual, else all but the last."""
     return 1 if axes[0] in RESIDUAL_AXES else len(axes) - 1
 
 

@@ -1,8 +1,7 @@
-"""Settings of LoRA and of muP. With muP, the maximal update parametrisation, hyperparameters tuned on a narrow model
-transfer to a wide one.
+"""Settings of LoRA, and of muP (maximal update parametrisation), which transfers hyperparameters to wider models.
 
-muP's rules: arXiv:2203.03466, tables 3 and 8; for depth, arXiv:2505.01618. docs/explanation/mup.md has them in one
-table. All factors are 1 at the base model's sizes.
+The rules of muP are from arXiv:2203.03466, tables 3 and 8, and for depth from arXiv:2505.01618.
+docs/explanation/mup.md lists them. All factors are 1 at the sizes of the base model.
 """
 
 import dataclasses
@@ -14,21 +13,20 @@ from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
 
 STACKED = re.compile(r"(dense_)?blocks\.(\d+\.)?")  # prefix of a block's parameters
-# Adam and Lion update every entry by about the rate; SGD by the rate times the gradient, which shrinks with the width.
-# Other optimizers would need other rules.
+# Adam and Lion change every entry by about the learning rate. SGD changes it by the learning rate times the gradient,
+# which decreases with the width. Other optimizers would need other rules.
 ENTRYWISE = ("adamw", "lion")
 OPTIMIZERS = (*ENTRYWISE, "sgd")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MupConfig:
-    """Sizes of the base model, where rates were tuned (arXiv:2203.03466). All other widths must scale with
-    embed_dim."""
+    """Sizes of muP's base model, used to tune learning rates (arXiv:2203.03466). Widths must scale with embed_dim."""
 
     base_dim: int = setting(help="embed_dim of the base; mlp_dim, and num_heads or head_dim, must scale with it")
-    base_head_dim: int | None = setting(None, "head_dim of the base; none: the same as here, with more heads")
+    base_head_dim: int | None = setting(None, "head_dim of the base; none: that of this model, which has more heads")
     base_layers: int | None = setting(
-        None, "num_layers of the base; scales blocks' outputs by depth (arXiv:2505.01618); none: no depth rule"
+        None, "num_layers of the base; scales block outputs by depth (arXiv:2505.01618); none: no depth rule"
     )
 
     def __post_init__(self):
@@ -41,18 +39,19 @@ class MupConfig:
 class MupScales:
     """Size ratios of the model to the base, 1 without muP, and the multipliers derived from them."""
 
-    width: float = 1.0  # embed_dim over that of the base
-    head: float = 1.0  # the same of head_dim
-    depth: float = 1.0  # the same of num_layers, or 1 without the depth rule
+    width: float = 1.0  # embed_dim divided by base_dim
+    head: float = 1.0  # head_dim divided by base_head_dim
+    depth: float = 1.0  # num_layers divided by base_layers, or 1 without the depth rule
 
     @property
     def output(self) -> float:
-        """Multiplier of logits: their sum over the width has correlated terms after training."""
+        """Multiplier of logits, which are sums over the width whose terms become correlated in training."""
         return 1 / self.width
 
     @property
     def scores(self) -> float:
-        """Multiplier of attention scores besides 1 / sqrt(head_dim): together sqrt(base_head_dim) / head_dim."""
+        """Multiplier of attention scores in addition to 1 / sqrt(head_dim). The product is sqrt(base_head_dim) /
+        head_dim."""
         return self.head**-0.5
 
     @property
@@ -62,13 +61,13 @@ class MupScales:
 
     @property
     def router_std(self) -> float:
-        """Multiplier of a router's initial std besides 1 / sqrt(embed_dim): like output weights it maps the width to
-        a fixed size."""
+        """Multiplier of a router's initial std in addition to 1 / sqrt(embed_dim). Like the output projection, a router
+        maps the width to a constant size."""
         return self.width**-0.5
 
     @property
     def eps(self) -> float:
-        """Multiplier of Adam's eps, which must shrink as gradients do (arXiv:2505.01618, table 1)."""
+        """Multiplier of Adam's eps, which must decrease like gradients (arXiv:2505.01618, table 1)."""
         return 1 / (self.width * self.depth)
 
 
@@ -85,10 +84,10 @@ def mup_scales(model: ModelConfig) -> MupScales:
 
 
 def learning_rate_multiplier(model: ModelConfig, optimizer: str, name: str) -> float:
-    """Returns muP's factor of the learning rate of the parameter with this name ('blocks.attention.wq').
+    """Returns muP's learning rate multiplier for a parameter such as 'blocks.attention.wq'.
 
-    Matrices whose fan-in grows have a smaller rate with Adam (table 8); with SGD, whose updates are proportional to
-    gradients, embeddings, norms, biases and the head have a larger one.
+    With Adam, matrices whose fan-in grows have smaller learning rates (table 8). With SGD, whose updates are
+    proportional to gradients, embeddings, norms, biases and the head have larger learning rates.
     """
     scales, inner = mup_scales(model), STACKED.sub("", name, count=1)
     matrices = model.matrices() | model.expert_matrices()
@@ -102,24 +101,23 @@ def learning_rate_multiplier(model: ModelConfig, optimizer: str, name: str) -> f
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """LoRA: trains a correction A B of each target matrix and nothing else. B starts as 0, so the first loss is the
-    base's."""
+    """Settings of LoRA, which trains only a correction A B of each target matrix. B is initially 0."""
 
     rank: int = setting(0, "rank of A and B; 0: no adapters, all parameters are trained")
     alpha: float = setting(16.0, "the correction is multiplied by alpha / rank")
     targets: tuple[str, ...] = setting(
         (r"attention\.w[qkvo]$", r"mlp\.(gate|up|down)$"),
-        "regexes searched in the names of the blocks' matrices, such as blocks.attention.wq; matches get adapters, one "
-        "per expert",
+        "regexes searched in the names of the blocks' matrices, such as blocks.attention.wq; matching matrices get "
+        "adapters, one per expert",
     )
 
     def __post_init__(self):
         if self.rank < 0:
-            raise BadInput(f"rank={self.rank} must be 1 or more, or 0 for no adapters")
+            raise BadInput(f"rank={self.rank} must be at least 1, or 0 for no adapters")
         if self.alpha <= 0:
             raise BadInput(f"alpha={self.alpha} must be above 0")
         if self.rank and not self.targets:
-            raise BadInput("targets is empty, and rank is above 0; name matrices to adapt")
+            raise BadInput("targets is empty, but rank is above 0; add a target, or set rank=0")
         for pattern in self.targets:
             try:
                 re.compile(pattern)
@@ -128,12 +126,12 @@ class LoraConfig:
 
     @property
     def on(self) -> bool:
-        """True if there are adapters."""
+        """True if the model has adapters."""
         return self.rank > 0
 
     @property
     def scale(self) -> float:
-        """Factor of the correction."""
+        """Factor by which corrections are multiplied."""
         return self.alpha / self.rank if self.rank else 0.0
 
 
@@ -141,7 +139,7 @@ NO_LORA = LoraConfig()
 
 
 def adapted_matrices(cfg: LoraConfig, names: Collection[str]) -> set[str]:
-    """Returns the matrices that get adapters. Raises BadInput for a target that matches none."""
+    """Returns the matrices that get adapters. Raises BadInput for a target that matches no matrix."""
     for pattern in cfg.targets:
         if not any(re.search(pattern, name) for name in names):
             raise BadInput(f"lora.targets has {pattern!r}, which matches no matrix; use {', '.join(sorted(names))}")
@@ -149,10 +147,10 @@ def adapted_matrices(cfg: LoraConfig, names: Collection[str]) -> set[str]:
 
 
 def lora_params(model: ModelConfig, cfg: LoraConfig, *, active: bool = False) -> int:
-    """Returns the number of parameters in a model's adapters. active: those used per token."""
+    """Returns the number of parameters in a model's adapters. active: count only those used per token."""
     experts = model.experts
     num_experts = 0 if experts is None else experts.chosen if active else experts.number
-    # Routers have no adapters: top-k depends on their last bits.
+    # Routers have no adapters, because top-k depends on the last bits of their output.
     plain = {name: sum(sizes) for name, sizes in model.matrices().items() if not name.endswith(".router")}
     matrices = plain | {name: num_experts * sum(sizes) for name, sizes in model.expert_matrices().items()}
     matrices = {f"{BLOCKS}.{name}": size for name, size in matrices.items()}
@@ -161,5 +159,5 @@ def lora_params(model: ModelConfig, cfg: LoraConfig, *, active: bool = False) ->
 
 
 def lora_flops(model: ModelConfig, cfg: LoraConfig) -> float:
-    """Returns added FLOPs per token: 6 per adapter parameter, minus 2 per frozen parameter, which has no gradient."""
+    """Returns the change of FLOPs per token: 6 per adapter parameter, and -2 per frozen parameter without gradient."""
     return 6 * lora_params(model, cfg, active=True) - 2 * model.matmul_params

@@ -1,5 +1,4 @@
-"""Model construction, logits, and the training objective of a batch. The objective is cross-entropy and named
-auxiliary losses, as sums over tokens."""
+"""Model construction, logits, and the training objective: cross-entropy and auxiliary losses, summed over tokens."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -30,33 +29,33 @@ class Model(Protocol):
 
     @property
     def cfg(self) -> ModelConfig:
-        """Its settings."""
+        """The settings of the model."""
         ...
 
     @property
     def plan(self) -> ParallelPlan:
-        """Its layout."""
+        """The kernels and shardings of the model."""
         ...
 
     def hidden(self, *inputs: Any, **encoder: Any) -> jax.Array:
-        """Returns the last hidden states, compute_dtype[B, T, D], of local positions.
+        """Returns the last hidden states of local positions, compute_dtype[B, T, D].
 
-        inputs: tokens_BT, positions_BT, segment_ids_BT and, for dropout, keys_B. encoder: an EncoderInput under this
-        name, for a model with an encoder.
+        inputs: tokens_BT, positions_BT, segment_ids_BT and, for dropout, keys_B. encoder: keyword argument `encoder`,
+        an EncoderInput, for a model with an encoder.
         """
         ...
 
     def unembedding(self, h_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns (h_BTD, the output projection [D, V]), whose product is the logits."""
+        """Returns (h_BTD, output projection [D, V]), whose product is the logits."""
         ...
 
 
 def make_model(
     cfg: ModelConfig, *, key: jax.Array, plan: ParallelPlan = UNSHARDED, lora: LoraConfig = NO_LORA
 ) -> Model:
-    """Returns the model of this config with parameters drawn from `key`.
+    """Returns the model for a config, with parameters drawn from `key`.
 
-    lora: adds adapters, the only parameters with gradients.
+    lora: adds adapters, which are then the only parameters with gradients.
     """
     model = model_class(cfg)
     if lora.on:
@@ -71,9 +70,10 @@ def make_model(
 
 
 def logits(model: Model, tokens_BT, positions_BT=None, segment_ids_BT=None, **inputs) -> jax.Array:
-    """Returns all logits, float32[B, T, V], for tests and small batches. By default each row is one document.
+    """Returns all logits, float32[B, T, V], for tests and small batches.
 
-    segment_ids_BT: or a MaskSpec with a prefix. inputs: encoder, for a model that has one.
+    segment_ids_BT: segment ids, or a MaskSpec with a prefix; by default each row is one document. inputs: `encoder`,
+    for a model with an encoder.
     """
     if positions_BT is None:
         positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1])[None], tokens_BT.shape)
@@ -83,7 +83,7 @@ def logits(model: Model, tokens_BT, positions_BT=None, segment_ids_BT=None, **in
 
 
 def unembed(model: Model, h: jax.Array) -> jax.Array:
-    """Returns logits float32[..., V] of hidden states [..., D]."""
+    """Returns the logits float32[..., V] of hidden states [..., D]."""
     cfg = model.cfg
     h, w_DV = model.unembedding(h)
     h, w_DV = h.astype(cfg.embed_dtype), w_DV.astype(cfg.embed_dtype)
@@ -94,9 +94,9 @@ def unembed(model: Model, h: jax.Array) -> jax.Array:
 def summed_loss(
     model: Model, batch: Batch, keys_B: jax.Array | None, aux_weights: Mapping[str, float], num_sources: int = 0
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Returns (objective, its named parts), float32[] sums over the weighted tokens, which the caller divides once.
+    """Returns (objective, named parts of the objective), as float32[] sums over weighted tokens.
 
-    num_sources: sources of the mixture that batch.sources numbers; if positive, parts include source_nats and
+    num_sources: number of mixture sources in batch.sources; if positive, the parts include source_nats and
     source_tokens, float32[num_sources].
     """
     if not isinstance(model, StackedModel):
@@ -113,7 +113,7 @@ def summed_loss(
 def loss_from_hidden(
     model: Model, h_BTD: jax.Array, batch: Batch, aux_weights: Mapping[str, float], num_sources: int
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Returns summed_loss() from the last hidden states of local positions."""
+    """Returns summed_loss() without losses of experts, from the last hidden states of local positions."""
     sums = summed_cross_entropy(
         *logit_factors(model, h_BTD),
         batch.targets,
@@ -129,13 +129,13 @@ def loss_from_hidden(
 
 
 def token_losses(model: Model, batch: Batch) -> jax.Array:
-    """Returns the cross-entropy of each target, float32[B, T] [nats]; arbitrary where the weight is 0."""
+    """Returns the cross-entropy of each target in nats, float32[B, T]. Values at weight 0 are arbitrary."""
     return token_nats(*logit_factors(model, hidden_states(model, batch, None)), batch.targets, loss_settings(model))[0]
 
 
 def target_scores(model: Model, batch: Batch) -> tuple[jax.Array, jax.Array]:
-    """Returns (cross-entropy of each target [nats], True if no token is likelier), [B, T]; 0 and True where the
-    weight is 0, so that both can be reduced."""
+    """Returns (cross-entropy of each target in nats, True if no token is more likely), both [B, T]. Where the weight is
+    0, the values are 0 and True, so that they can be reduced."""
     factors = logit_factors(model, hidden_states(model, batch, None))
     nats_BT, likeliest_BT = token_nats_and_greedy(*factors, batch.targets, loss_settings(model))
     return jnp.where(batch.weights > 0, nats_BT, 0.0), likeliest_BT | (batch.weights == 0)
@@ -148,15 +148,15 @@ def loss_settings(model: Model, **changes: Any) -> LossSettings:
 
 
 def logit_factors(model: Model, h_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns (last hidden states of all positions, output projection or its local shard), whose product, computed
-    in the dtype of the former, is the logits. h_BTD: of local positions."""
+    """Returns (last hidden states of all positions, output projection or its local shard), whose product in the dtype
+    of the hidden states is the logits. h_BTD: last hidden states of local positions."""
     with jax.named_scope("loss"):
         h_BTD, w_DV = model.unembedding(h_BTD)
         return model.plan.tensor.all_gather(h_BTD.astype(model.cfg.embed_dtype)), w_DV
 
 
 def hidden_states(model: Model, batch: Batch, keys_B: jax.Array | None) -> jax.Array:
-    """Returns model.hidden of a batch, with its prefix and encoder input if any."""
+    """Returns model.hidden() of a batch, with its prefix and encoder input, if any."""
     segments = make_mask_spec(batch.segment_ids, batch.prefix)
     encoder = {} if batch.encoder is None else {"encoder": batch.encoder}
     return model.hidden(batch.tokens, batch.positions, segments, keys_B, **encoder)

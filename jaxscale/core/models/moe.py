@@ -1,10 +1,10 @@
 """Mixture-of-experts MLP: each token is routed to a few of many experts (arXiv:1701.06538).
 
-No token is dropped unless experts have a capacity in training, and the result for a token does not depend on where
-other tokens are routed (with a capacity: only on earlier tokens of its row). Balance losses are sums over tokens, so
-neither the mesh nor microbatches change them.
+No token is dropped unless experts have a capacity in training. The result for a token does not depend on the routing of
+other tokens, except with a capacity on earlier tokens of its sequence. Balance losses are sums over tokens, so they do
+not depend on the mesh or microbatches.
 
-B batch  T position  D embed  E experts  k experts of a token  F width of an expert  n = B * T tokens  R = n * k rows
+B batch  T position  D embed  E experts  k experts per token  F width of an expert  n = B * T tokens  R = n * k rows
 """
 
 import functools
@@ -47,12 +47,12 @@ class SharedMlp(Protocol):
     """A dense MLP for all tokens."""
 
     def unreduced(self, x_BTD: jax.Array) -> jax.Array:
-        """Returns the output of the device's columns, for all positions, not yet summed over devices."""
+        """Returns the output of local MLP columns for all positions, before the sum over devices."""
         ...
 
 
 class SparseMlp(nnx.Module):
-    """Gated MLPs, of which each token uses a few, and optionally a shared one."""
+    """Gated MLPs, of which each token uses a few, and optionally a shared MLP."""
 
     def __init__(self, cfg: LlamaConfig, *, rngs: nnx.Rngs, plan: ParallelPlan, shared: SharedMlp | None):
         experts = cfg.experts
@@ -61,12 +61,12 @@ class SparseMlp(nnx.Module):
         self.experts, self.plan, self.shared = experts, plan, shared
         self.activate = swiglu if cfg.activation == "silu" else geglu_tanh
         self.router = param(rngs, (D, E), ("embed", "router"), std=cfg.scales.router_std * D**-0.5)
-        # Not trained: core.models.moe_balance updates both after each step.
+        # Not trained. core.models.moe_balance updates router_bias and router_load after each step.
         self.router_bias = constant((E,), ("norm",), 0.0) if experts.bias else None
-        self.router_load = constant((E,), ("norm",), 1 / E)  # each expert's share of the previous step's rows
+        self.router_load = constant((E,), ("norm",), 1 / E)  # fraction of the previous step's rows per expert
         self.gate = param(rngs, (E, D, F), ("experts", "expert_embed", "mlp"), fan_in=D)
         self.up = param(rngs, (E, D, F), ("experts", "expert_embed", "mlp"), fan_in=D)
-        std = (experts.active_dim * 2 * cfg.init_layers) ** -0.5  # of a dense MLP of that width
+        std = (experts.active_dim * 2 * cfg.init_layers) ** -0.5  # as for a dense MLP of that width
         self.down = param(rngs, (E, F, D), ("experts", "mlp", "expert_embed"), std=std)
 
     @jax.named_scope("experts")
@@ -88,12 +88,12 @@ class SparseMlp(nnx.Module):
 
     @jax.named_scope("router")
     def routes(self, x_nD: jax.Array) -> RouterOutput:
-        """Routes each token, with float32 products."""
+        """Routes each token. Router products are float32."""
         bias_E = None if self.router_bias is None else self.router_bias[...]
         return route(self.experts, router_logits(x_nD, self.router[...]), bias_E)
 
     def fits_capacity(self, routes: RouterOutput, segment_ids_BT: jax.Array) -> jax.Array | None:
-        """True where a (token, expert) pair fits the expert's capacity; None without a limit."""
+        """Returns True where a (token, expert) pair fits the expert's capacity, or None without a limit."""
         B, T = segment_ids_BT.shape
         capacity = self.experts.capacity(T) if self.plan.use_capacity else None
         if capacity is None:
@@ -105,10 +105,10 @@ class SparseMlp(nnx.Module):
     def apply_experts(
         self, x_nD: jax.Array, routes: RouterOutput, fits_nk: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns (weighted sum of each token's experts, rounds_Q as in MoEMetrics).
+        """Returns (weighted sum of each token's experts, rounds_Q of MoEMetrics).
 
-        Weights are multiplied in before the last matmul, so that the backward pass does not need its result. fits_nk:
-        True for the pairs to compute; None: all.
+        Multiplies by the weights before the last matmul, so that the backward pass does not need the result of that
+        matmul. fits_nk: True for the pairs to compute; None means all.
         """
         k, axis, kernels = self.experts.chosen, self.plan.expert, self.plan.expert_kernels
         activation = functools.partial(kernels.weighted_activation, self.activate)
@@ -136,10 +136,9 @@ def router_metrics(
     router_load_E: jax.Array,
     rounds_Q: jax.Array,
 ) -> MoEMetrics:
-    """Returns the metrics of a layer. Devices of the tensor axis return equal values, each with its share of the
-    gradient.
+    """Returns the metrics of a layer. On the tensor axis, values are replicated and gradients divided by its size.
 
-    router_load_E: each expert's share of the rows of the previous step.
+    router_load_E: fraction of the rows of the previous step per expert.
     """
     B, T = segment_ids_BT.shape
     E, k, context = experts.number, experts.chosen, tensor.context
@@ -171,9 +170,9 @@ def router_metrics(
 def run_experts(
     grouped: GroupedProject, activation: Callable, weights, x_RD: jax.Array, weight_R: jax.Array, counts_E: jax.Array
 ) -> jax.Array:
-    """Returns y_RD of rows sorted by expert, or of rows of one expert. weights: (gate_EDF, up_EDF, down_EFD)."""
+    """Returns y_RD for rows sorted by expert, or rows of one expert. weights: (gate_EDF, up_EDF, down_EFD)."""
     gate_EDF, up_EDF, down_EFD = weights
     gate_RF = checkpoint_name(grouped(x_RD, gate_EDF, counts_E), MLP_GATE)
     up_RF = checkpoint_name(grouped(x_RD, up_EDF, counts_E), MLP_UP)
     h_RF = activation(gate_RF, up_RF, weight_R)
-    return grouped(h_RF, down_EFD, counts_E, transposed=True)  # BatchAxes.gather brings it together so
+    return grouped(h_RF, down_EFD, counts_E, transposed=True)  # the layout of BatchAxes.gather

@@ -1,5 +1,5 @@
-"""Router metrics, auxiliary losses and load balancing of MoE models. Balancing without auxiliary losses
-(arXiv:2408.15664) updates router biases from token counts, without gradients.
+"""Router metrics, auxiliary losses and load balancing of mixtures of experts. Balancing without auxiliary losses
+(arXiv:2408.15664) updates router biases by token counts instead of gradients.
 
 L layers  E experts  Q rounds of an all-to-all exchange
 """
@@ -18,18 +18,18 @@ F32 = jnp.float32
 
 
 class MoEMetrics(NamedTuple):
-    """Router metrics of one layer: sums over the tokens of a device that are not padding."""
+    """Router metrics of one layer, as sums over the non-padding tokens of a device."""
 
     counts_E: jax.Array  # int32: tokens routed to each expert
-    losses: dict[str, jax.Array]  # those of EXPERT_LOSSES, float32
-    entropy: jax.Array  # float32, of the router's probabilities [nats]
-    scores: jax.Array  # float32: the highest score of a token minus the lowest
+    losses: dict[str, jax.Array]  # float32: EXPERT_LOSSES by name
+    entropy: jax.Array  # float32: entropy of the router's probabilities in nats
+    scores: jax.Array  # float32: highest score of a token minus its lowest
     rounds_Q: jax.Array  # int32: number of exchanges that took 0, 1, ... rounds; empty if rows are not sent
     dropped: jax.Array | None = None  # int32: (token, expert) pairs beyond an expert's capacity; None without a limit
 
 
 def moe_sums(metrics: MoEMetrics, aux_weights: Mapping[str, float]) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Returns (weighted auxiliary losses, named sums over tokens and counts) of the metrics of layers [L].
+    """Returns (weighted auxiliary losses, named sums and counts) from metrics with a leading axis of layers.
 
     Losses and exchanges are summed over the layers.
     """
@@ -44,14 +44,14 @@ def moe_sums(metrics: MoEMetrics, aux_weights: Mapping[str, float]) -> tuple[jax
 
 
 def is_balance_param(name: str) -> bool:
-    """True for the dotted name of a parameter that update_balance() sets."""
+    """Returns True for the dotted name of a parameter that update_balance() sets."""
     return name.rpartition(".")[2] in (ROUTER_BIAS, ROUTER_LOAD)
 
 
 def update_balance(params: dict, means: dict[str, Any], rate: float) -> dict:
-    """Returns the parameters with ROUTER_LOAD of this step and, if there are any, updated router biases.
+    """Returns the parameters with ROUTER_LOAD of this step, and with updated router biases if the model has biases.
 
-    The direction depends on integer counts only, so it is the same on every mesh and for any microbatches.
+    The sign of a bias update depends only on integer counts, so it is independent of the mesh and of microbatches.
     """
     counts_LE = means[EXPERT_COUNTS]
     rows_L1 = jnp.sum(counts_LE, axis=1, keepdims=True)
@@ -63,7 +63,7 @@ def update_balance(params: dict, means: dict[str, Any], rate: float) -> dict:
 
 
 def bias_range(params: dict) -> dict[str, jax.Array]:
-    """Returns {ROUTER_BIAS: float32[L, 2], the minimum and maximum of each layer}; {} without router biases."""
+    """Returns {ROUTER_BIAS: float32[L, 2]} with the minimum and maximum of each layer, or {} without router biases."""
     blocks = params["blocks"]
     if ROUTER_BIAS not in moe_params(blocks):
         return {}
@@ -75,12 +75,12 @@ def bias_range(params: dict) -> dict[str, jax.Array]:
 
 
 def moe_params(blocks: dict) -> dict:
-    """Returns the MoE parameters of all layers if they are stacked, else of the first layer."""
+    """Returns the MoE parameters of all layers if layers are stacked, else of the first layer."""
     return blocks["mlp"] if "mlp" in blocks else blocks["0"]["mlp"]
 
 
 def apply_router_updates(blocks: dict, updates: dict[str, Any]) -> dict:
-    """Replaces the load of each layer and adds to its biases."""
+    """Replaces the load of each layer, and adds updates to the biases."""
     if "mlp" not in blocks:  # not stacked
         layer_updates = lambda layer: {name: values_LE[int(layer)] for name, values_LE in updates.items()}
         return {layer: apply_router_updates(block, layer_updates(layer)) for layer, block in blocks.items()}

@@ -33,10 +33,10 @@ from jaxscale.system.exits import BadInput
 
 @dataclasses.dataclass(frozen=True)
 class StageFunctions:
-    """Functions of gathered parameters, or of shards over the tensor axis. ends: the parameters outside of layers."""
+    """Functions of a pipeline stage, on gathered parameters or tensor shards. ends: parameters outside of layers."""
 
     graphdef: nnx.GraphDef
-    stacks: dict[str, Any]  # {name of a stack: tree with the structure of its parameters}
+    stacks: dict[str, Any]  # {name of a stack: tree with the structure of the parameters}
     compute_dtype: Any
     aux_weights: Mapping[str, float]
     num_sources: int
@@ -47,7 +47,7 @@ class StageFunctions:
         return jax.tree.leaves(self.stacks[BLOCKS])[0].shape[0]
 
     def embed(self, ends: Any, rows: Batch, keys_B: jax.Array) -> jax.Array:
-        """Returns the residual stream before the first layer, of local positions."""
+        """Returns the residual stream of local positions before the first layer."""
         segments = make_mask_spec(rows.segment_ids, rows.prefix)
         return self.model(ends).embed_tokens(rows.tokens, rows.positions, segments, keys_B)
 
@@ -61,8 +61,10 @@ class StageFunctions:
         number: jax.Array,
         stack: str = BLOCKS,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Returns (x_BTD after layer `number` of its stack, additions to the named sums: {} except for experts).
-        params: its weights."""
+        """Returns (x_BTD after a layer, terms of the named sums). Only layers with experts have terms.
+
+        params: weights of the layer. number: index of the layer in the stack.
+        """
         model = self.model(ends | {stack: params})
         graphdef, weights = nnx.split(getattr(model, stack))
         block = nnx.merge(graphdef, gather_params(weights, no_gather, self.compute_dtype, stacked=True))
@@ -75,7 +77,7 @@ class StageFunctions:
         return result[0], parts | {"objective": moe_loss}
 
     def loss(self, ends: Any, x_BTD: jax.Array, rows: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Returns (objective, its named parts) from the residual stream after the last layer, summed over tokens."""
+        """Returns (objective, named parts), summed over tokens, from the residual stream after the last layer."""
         model = self.model(ends)
         return loss_from_hidden(model, model.last_hidden(x_BTD), rows, self.aux_weights, self.num_sources)
 
@@ -87,17 +89,17 @@ class StageFunctions:
 
 
 def pad_layers(metrics: Any, number: jax.Array, num_layers: int) -> Any:
-    """Returns the metrics of one layer with a leading axis of layers; zeros for the other layers."""
+    """Returns the metrics of one layer with a leading axis of layers, and zeros for the other layers."""
     return jax.tree.map(lambda x: jnp.zeros((num_layers, *x.shape), x.dtype).at[number].set(x), metrics)
 
 
 @dataclasses.dataclass(frozen=True)
 class ShardedModel:
-    """A model without its parameter values: their shapes, axes and shardings, and the plan of their layout."""
+    """A model without parameter values: shapes, logical axes and shardings of its parameters, and the plan."""
 
     cfg: ModelConfig
     plan: ParallelPlan
-    lora: LoraConfig = NO_LORA  # adapters among the parameters
+    lora: LoraConfig = NO_LORA  # settings of adapters among the parameters
 
     @property
     def mesh(self) -> Mesh:
@@ -106,12 +108,12 @@ class ShardedModel:
 
     @property
     def offloaded(self) -> bool:
-        """True if parameters are in host memory; those of blocks are fetched layer by layer."""
+        """True if parameters are in host memory. Parameters of blocks are copied to the device layer by layer."""
         return self.plan.settings.offload_params
 
     @functools.cached_property
     def unstaged(self) -> "ShardedModel":
-        """The model without pipeline stages, for everything except training."""
+        """The model without pipeline stages, which is used for everything except training."""
         plan = without_stages(self.cfg, self.plan)
         return self if plan is self.plan else shard_model(self.cfg, plan, self.lora)
 
@@ -124,8 +126,10 @@ class ShardedModel:
         gathered: bool = False,
         training: bool = False,
     ) -> Model:
-        """Returns a new model. tensor: axis of a model whose context devices are replicas; None: as in training.
-        gathered: it will be merged with gathered weights. training: applies expert capacities."""
+        """Returns a new model. tensor: tensor axis of a model that is replicated over context devices, or None.
+
+        gathered: whether weights will be gathered already. training: whether expert capacities apply.
+        """
         plan = self.plan
         if tensor is not None:
             plan = plan.replace(tensor=tensor, attend=plan.whole_row_attend, context_exchange=Choice())
@@ -136,7 +140,7 @@ class ShardedModel:
 
     @functools.cached_property
     def graphdef(self) -> nnx.GraphDef[Model]:
-        """The model's definition, to merge with parameters."""
+        """The graphdef of the model, to merge with parameters."""
         return split_model(jax.eval_shape(self.init, jax.random.key(0)))[0]
 
     @property
@@ -170,18 +174,18 @@ class ShardedModel:
         return stage_weights(params, self.axes, self.plan.batch_axes, self.plan.pipeline, dtype, chunked=BLOCKS)
 
     def stage_gradients(self, grads: Any) -> Any:
-        """Sums gradients of stage_weights() over all devices."""
+        """Returns the gradients of stage_weights() summed over all devices."""
         return stage_gradients(grads, self.axes, self.plan.batch_axes, self.plan.pipeline, chunked=BLOCKS)
 
     def stage_functions(self, aux_weights: Mapping[str, float], num_sources: int) -> StageFunctions:
-        """Returns the functions that a stage runs on the result of stage_weights()."""
+        """Returns the functions of a pipeline stage, which take the result of stage_weights()."""
         init = functools.partial(self.init, gathered=True, training=True)
         graphdef = split_model(jax.eval_shape(init, jax.random.key(0)))[0]
         stacks = {name: self.shapes[name] for name in self.cfg.layer_stacks}
         return StageFunctions(graphdef, stacks, self.cfg.compute_dtype, aux_weights, num_sources)
 
     def differentiable(self, params: Any) -> Any:
-        """Returns the values to differentiate: parameters, or device-side zeros for offloaded ones."""
+        """Returns the values to differentiate: parameters, or zeros on the device if parameters are offloaded."""
         return device_zeros(params) if self.offloaded else params
 
     def merge(
@@ -195,7 +199,7 @@ class ShardedModel:
     ) -> Model:
         """Returns the model with these parameters, inside shard_map.
 
-        variables: differentiable(params), when taking a gradient. tensor, recorder, training: as for init.
+        variables: result of differentiable(params), to compute gradients. tensor, recorder, training: see init().
         """
         training = training and self.cfg.experts is not None and self.cfg.experts.capacity_factor > 0
         if tensor is not None or recorder is not NO_RECORDER or training:
@@ -210,33 +214,33 @@ class ShardedModel:
 
     @property
     def token_losses(self) -> Callable[[Any, Batch], jax.Array]:
-        """(params, batch) -> nats_BT of a global batch."""
+        """Function (params, batch) -> cross-entropy in nats, [B, T], of a global batch."""
         rows = self.rows_sharding.spec
         return self.plan.batch_axes.shard_map(self.with_model(token_losses), (self.specs, rows), rows)
 
     @property
     def target_scores(self) -> Callable[[Any, Batch], tuple[jax.Array, jax.Array]]:
-        """(params, batch) -> (nats_BT, True if no token is likelier) of a global batch."""
+        """Function (params, batch) -> (cross-entropy in nats, True if no token is more likely) of a global batch."""
         rows = self.rows_sharding.spec
         return self.plan.batch_axes.shard_map(self.with_model(target_scores), (self.specs, rows), (rows, rows))
 
     def with_model(self, f: Callable) -> Callable:
-        """Returns f(model, batch) as a function of (params, batch) that gathers all positions of the result."""
+        """Converts f(model, batch) to a function of (params, batch) that gathers all positions of the result."""
         run = lambda params, batch: self.plan.context.all_gather(f(self.merge(params), self.plan.context.local(batch)))
         return with_matmul_precision(self.cfg.matmul_precision, run)
 
 
 @functools.lru_cache(maxsize=16)
 def abstract_params(cfg: ModelConfig, lora: LoraConfig) -> tuple[Any, Any]:
-    """Returns (shapes, logical axes) of the parameters, independent of mesh and kernels."""
+    """Returns (shapes, logical axes) of the parameters, which do not depend on mesh and kernels."""
     make = lambda key: make_model(cfg, key=key, lora=lora)
     return split_model(jax.eval_shape(make, jax.random.key(0)))[1:]
 
 
 def shard_model(cfg: ModelConfig, plan: ParallelPlan, lora: LoraConfig = NO_LORA) -> ShardedModel:
-    """Returns the model with this plan. Raises BadInput if the mesh does not divide its parameters.
+    """Returns the model with this plan. Raises BadInput if the mesh does not divide the parameters.
 
-    lora: adapters, part of the parameters until they are merged.
+    lora: settings of adapters, which are parameters until they are merged.
     """
     model = ShardedModel(cfg, plan, lora)
     check_fits(model, plan.rules.params)
@@ -244,9 +248,9 @@ def shard_model(cfg: ModelConfig, plan: ParallelPlan, lora: LoraConfig = NO_LORA
 
 
 def check_fits(model: ShardedModel, *tables: Any) -> None:
-    """Raises BadInput unless the mesh divides every parameter under each of these rule tables."""
+    """Raises BadInput unless the mesh divides every parameter with each of these sharding rules."""
     uneven = [line for table in tables for line in check_divides(model.shapes, model.axes, table, model.mesh.shape)]
     if uneven:
         raise BadInput(
-            f"model and mesh do not fit: {'; '.join(dict.fromkeys(uneven))}; choose a mesh axis that divides"
+            f"the mesh does not divide the model: {'; '.join(dict.fromkeys(uneven))}; use an axis size that divides"
         )

@@ -1,6 +1,6 @@
 """T5 encoder-decoder (arXiv:1910.10683): RMSNorm, and relative position biases on attention scores as the only biases.
 
-Version 1.0 has a ReLU and one shared table; 1.1 a gated GELU (arXiv:2002.05202) and a separate output projection.
+Version 1.0 has a ReLU and a shared embedding table. Version 1.1 has a gated GELU (arXiv:2002.05202) and untied tables.
 
 B batch  T query position  S key position  D embed  N heads  H head dim  F mlp  V vocab  L layers  R buckets
 """
@@ -39,7 +39,7 @@ from jaxscale.kernels.vocabulary import lookup_sharded
 class T5Attention(nnx.Module):
     """Self- or cross-attention with unscaled scores and an optional bias.
 
-    T5 initializes queries smaller instead of scaling scores (its code, and the mesh of arXiv:1910.10683).
+    T5 has a smaller initialization of queries instead of scaled scores (code of arXiv:1910.10683).
     """
 
     def __init__(self, cfg: T5Config, *, rngs: nnx.Rngs, plan: ParallelPlan):
@@ -52,7 +52,7 @@ class T5Attention(nnx.Module):
 
     @jax.named_scope("attention")
     def __call__(self, x_BTD, encoded_BSD, segments: jax.Array | MaskSpec, *, causal: bool, bias_NTS: jax.Array | None):
-        """Attends to encoded_BSD, all positions of the encoded row, or to the row itself if None."""
+        """Attends to encoded_BSD, all positions of the encoded sequence, or to x_BTD if encoded_BSD is None."""
         project = self.plan.project
         x_BTD = self.plan.tensor.all_gather(x_BTD)
         encoded_BSD = x_BTD if encoded_BSD is None else encoded_BSD
@@ -61,13 +61,13 @@ class T5Attention(nnx.Module):
         v_BSNH = checkpoint_name(project("BSD,DNH->BSNH", encoded_BSD, self.wv[...]), VALUE)
         out_BTNH = self.plan.attend(
             q_BTNH, k_BSNH, v_BSNH, segments, causal=causal, bias_NTS=bias_NTS, scale=1.0
-        )  # named ATTENTION_OUT within
+        )  # marks ATTENTION_OUT
         added_BTD = self.plan.tensor.reduce_scatter(project("BTNH,NHD->BTD", out_BTNH, self.wo[...]))
         return checkpoint_name(added_BTD, ATTENTION_ADDED)
 
 
 class T5Mlp(nnx.Module):
-    """A ReLU MLP, or one with a gated GELU (tanh form)."""
+    """MLP with a ReLU or a gated GELU (tanh form)."""
 
     def __init__(self, cfg: T5Config, *, rngs: nnx.Rngs, plan: ParallelPlan):
         D, F = cfg.embed_dim, cfg.mlp_dim
@@ -111,7 +111,7 @@ class T5Block(Block):
         added_BTD = self.attention(h_BTD, None, segment_ids_BT, causal=self.is_decoder, bias_NTS=bias_NTS)
         x_BTD = x_BTD + drop(sow(ATTENTION, added_BTD), keys[0])
         if self.is_decoder:
-            assert across is not None, "the decoder needs a cross-attention scope"
+            assert across is not None, "the decoder needs a cross-attention mask"
             h_BTD = rms_norm(x_BTD, self.across_norm[...], cfg.norm_eps)
             added_BTD = self.across(h_BTD, encoded_BSD, across, causal=False, bias_NTS=None)
             x_BTD = x_BTD + drop(sow(CROSS_ATTENTION, added_BTD), keys[1])
@@ -137,9 +137,9 @@ class T5(nnx.Module):
         self.head = None if cfg.tied_embeddings else param(rngs, (D, V), ("embed", "vocab"), fan_in=D)
 
     def hidden(self, tokens_BT, positions_BT, segment_ids_BT, keys_B: jax.Array | None = None, encoder=None):
-        """Returns the decoder's last hidden states, compute_dtype[B, T, D], of local positions.
+        """Returns the decoder's last hidden states of local positions, compute_dtype[B, T, D].
 
-        positions_BT: unused, since biases are relative. keys_B: dropout keys. encoder: EncoderInput.
+        positions_BT is unused, because biases are relative. keys_B: dropout keys. encoder: EncoderInput.
         """
         assert encoder is not None, "T5 needs an encoder input"
         keys = (None, None) if keys_B is None or not self.cfg.dropout else split_keys(keys_B, 2)
@@ -152,7 +152,7 @@ class T5(nnx.Module):
         )
 
     def encode(self, encoder: EncoderInput, keys_B: jax.Array | None):
-        """Returns the encoder's last hidden states, compute_dtype[B, S, D], of local positions."""
+        """Returns the encoder's last hidden states of local positions, compute_dtype[B, S, D]."""
         bias_NSS = self.relative_bias(self.encoder_bias[...], encoder.tokens.shape[1], bidirectional=True)
         shared = encoder.segment_ids, bias_NSS
         return self.run_blocks(
@@ -160,7 +160,7 @@ class T5(nnx.Module):
         )
 
     def run_blocks(self, blocks: Stack, num_layers: int, tokens_BT, shared: tuple, scale_D, keys_B: jax.Array | None):
-        """Returns the normalized residual stream of tokens after these blocks."""
+        """Embeds tokens and returns the normalized residual stream after the blocks."""
         cfg = self.cfg
         x_BTD = self.embed(tokens_BT)
         keys_LB = last_B = None
@@ -172,18 +172,18 @@ class T5(nnx.Module):
 
     @jax.named_scope("embedding")
     def embed(self, tokens_BT):
-        """Returns the embeddings of the device's positions."""
+        """Returns the embeddings of local positions."""
         table_VD = self.plan.gather(self.embedding[...], ("vocab", "embed"), self.cfg.embed_dtype)
         x_BTD = lookup_sharded(table_VD, tokens_BT, self.cfg.embed_dtype, self.plan.tensor)
         return x_BTD.astype(self.cfg.compute_dtype)
 
     def relative_bias(self, table_RN, length: int, *, bidirectional: bool):
-        """Returns float32[N, length, length] of local heads."""
+        """Returns the relative position biases of local heads, float32[N, length, length]."""
         buckets = relative_buckets(length, self.cfg.num_buckets, self.cfg.max_distance, bidirectional)
         return jnp.take(table_RN.T, buckets, axis=1)
 
     def unembedding(self, h_BTD):
-        """Returns (h_BTD, scaled if the table is shared, the output projection [D, V])."""
+        """Returns (h_BTD, output projection [D, V]). h_BTD is scaled if the embedding table is shared."""
         if self.head is None:
             h_BTD, table_VD = grad_barrier(h_BTD * self.cfg.embed_dim**-0.5, self.embedding[...])
             return h_BTD, self.plan.gather(table_VD, ("vocab", "embed"), self.cfg.embed_dtype).T
@@ -192,10 +192,11 @@ class T5(nnx.Module):
 
 
 def relative_buckets(length: int, num_buckets: int, max_distance: int, bidirectional: bool) -> np.ndarray:
-    """Returns int32[T, S], the bucket of each query and key (section 2.1 of the paper, as in its code).
+    """Returns int32[T, S], the bucket of each query and key (section 2.1 of arXiv:1910.10683, as in its code).
 
-    Half of the buckets hold one distance each, the others logarithmically more up to max_distance. Bidirectional: keys
-    before and after the query have half of the buckets each; otherwise all later keys have the first.
+    Half of the buckets contain one distance each. The others contain logarithmically growing ranges up to max_distance.
+    If bidirectional, earlier and later keys use half of the buckets each. Otherwise all later keys use the first
+    bucket.
     """
     offset_TS = np.arange(length)[None, :] - np.arange(length)[:, None]
     first_TS = np.zeros_like(offset_TS)

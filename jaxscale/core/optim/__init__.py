@@ -1,1 +1,1 @@
-"""Optimizers, learning-rate schedules and parameter groups: optax in, optax out."""
+"""Optimizers, learning-rate schedules and parameter groups, as optax transformations."""

@@ -1,4 +1,4 @@
-"""Adafactor and LAMB. They scale by statistics of whole tensors, of each layer and expert."""
+"""Adafactor and LAMB, which scale updates by statistics of the whole tensor of each layer and expert."""
 
 from typing import Any
 
@@ -17,7 +17,8 @@ EPS_SQUARES, EPS_PARAM_RMS = 1e-30, 1e-3  # epsilon 1 and 2 of algorithm 4
 def scale_by_factored(dims_tree: Any, scale_by_parameter: bool) -> optax.GradientTransformation:
     """Divides gradients by the root of their second moment and clips the RMS of each tensor's update to 1.
 
-    dims_tree: a tree of Dims like the parameters. scale_by_parameter: multiply by the RMS of the parameter.
+    dims_tree: a tree of Dims with the structure of the parameters. scale_by_parameter: whether to multiply updates by
+    the RMS of the parameter.
     """
 
     def init(params):
@@ -72,20 +73,20 @@ def inverse_root(rows: jax.Array, cols: jax.Array, dims: Dims) -> jax.Array:
 
 
 def rms(x: jax.Array, dims: Dims) -> jax.Array:
-    """Root mean square of each tensor of a stack, with reduced dimensions of size 1."""
+    """Returns the root mean square of each tensor of a stack. Reduced dimensions have size 1."""
     return jnp.sqrt(jnp.square(x).mean(dims.unstacked, keepdims=True))
 
 
 def reduced_dims(dims: Dims, field: str) -> tuple[int, ...]:
-    """Dimensions of the parameter over which a field of FactoredState is a mean."""
+    """Returns the dimensions of the parameter over which a field of FactoredState is a mean."""
     return {"rows": dims.cols, "cols": dims.rows, "full": ()}[field]
 
 
 def scale_by_trust(dims_tree: Any) -> optax.GradientTransformation:
-    """LAMB (arXiv:1904.00962): scales each tensor's Adam update, weight decay included, to the norm of the tensor.
+    """Scales each tensor's Adam update, including weight decay, to the norm of the tensor (LAMB, arXiv:1904.00962).
 
-    optax.scale_by_trust_ratio for each tensor of a layer or expert rather than for the whole stack.
-    dims_tree: a tree of Dims like the parameters.
+    Applies optax.scale_by_trust_ratio to the tensor of each layer and expert instead of the whole stack.
+    dims_tree: a tree of Dims with the structure of the parameters.
     """
     tx = optax.scale_by_trust_ratio()
 
@@ -104,6 +105,6 @@ def scale_by_trust(dims_tree: Any) -> optax.GradientTransformation:
 
 
 def factored_axes(axes: tuple[str, ...], field: str) -> tuple[str, ...]:
-    """Logical axes of a field of FactoredState, for a parameter with these axes."""
+    """Returns the logical axes of a field of FactoredState for a parameter with these axes."""
     reduced = reduced_dims(matrix_dims(axes), field)
     return tuple(axis for d, axis in enumerate(axes) if d not in reduced)

@@ -10,9 +10,9 @@ from jaxscale.system.exits import BadInput
 
 Decay = Literal["cosine", "linear", "wsd", "constant", "inverse_sqrt", "piecewise"]
 DecayShape = Literal["linear", "one_minus_sqrt"]
-STABLE = ("wsd", "constant")  # the rate stays at the peak until a decay begins
+STABLE = ("wsd", "constant")  # schedules whose learning rate stays at the peak until a decay begins
 ARROW = "=>"
-EARLY = "limit.on_overrun=decay"  # with it, a constant rate may decay as wsd does
+EARLY = "limit.on_overrun=decay"  # with this setting, a constant learning rate may decay like wsd
 FACTORS = ("80%=>0.316", "90%=>0.1")  # the multi-step schedule of arXiv:2401.02954, section 2.3
 WHOLE_TENSORS = ("muon", "adafactor", "lamb")  # update rules that are not elementwise
 NEED_PARAMETERS = ("adafactor", "lamb")  # update rules that scale by the norm or RMS of the parameter
@@ -20,14 +20,14 @@ NEED_PARAMETERS = ("adafactor", "lamb")  # update rules that scale by the norm o
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupConfig:
-    """Settings for the parameters whose dotted path matches a regular expression; the first matching group applies."""
+    """Settings of the parameters whose dotted path matches a regular expression. The first matching group applies."""
 
     pattern: str = setting(help="regular expression searched in paths such as 'blocks.attention.wq' or 'embedding'")
     lr_multiplier: float = setting(1.0, "multiplies the learning rate", read_if=".frozen=false")
     weight_decay: float | None = setting(
-        None, "replaces optim.weight_decay; none: as without a group", read_if=".frozen=false"
+        None, "replaces optim.weight_decay; none: the value without a group", read_if=".frozen=false"
     )
-    frozen: bool = setting(False, "true: these parameters never change and have no moments")
+    frozen: bool = setting(False, "true: the parameters do not change and have no moments")
 
     def __post_init__(self):
         try:
@@ -35,29 +35,29 @@ class GroupConfig:
         except re.error as error:
             raise BadInput(f"pattern={self.pattern!r} is not a regular expression: {error}") from None
         if self.lr_multiplier < 0:
-            raise BadInput(f"lr_multiplier={self.lr_multiplier} must not be negative; frozen=true stops a group")
+            raise BadInput(f"lr_multiplier={self.lr_multiplier} must not be negative; to freeze a group, set frozen=true")
         if self.weight_decay is not None and self.weight_decay < 0:
             raise BadInput(f"weight_decay={self.weight_decay} must not be negative")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """AdamW with warmup and cosine decay by default."""
+    """Settings of the optimizer. The default is AdamW with warmup and cosine decay."""
 
     name: Literal["adamw", "lion", "sgd", "muon", "adafactor", "lamb"] = setting(
         "adamw",
-        "update rule: arXiv:1711.05101; arXiv:2302.06675; plain; arXiv:2502.16982, orthogonalized momentum for the "
-        "matrices of the blocks and AdamW for other parameters; arXiv:1804.04235, without momentum; arXiv:1904.00962",
+        "update rule. adamw: arXiv:1711.05101; lion: arXiv:2302.06675; muon: arXiv:2502.16982, orthogonalized momentum "
+        "for matrices of blocks, AdamW for others; adafactor: arXiv:1804.04235, no momentum; lamb: arXiv:1904.00962",
     )
     peak_lr: float = setting(3e-4, "learning rate at the end of the warmup")
     min_lr: float = setting(
         3e-5, "learning rate at and after the last step", read_if=f"optim.decay=cosine|linear|wsd or {EARLY}"
     )
     warmup_tokens: units.Tokens = setting("1%", "linear warmup: tokens, '2000 steps' or '1%' of train_tokens")
-    decay: Decay = setting("cosine", "shape after the warmup")
+    decay: Decay = setting("cosine", "shape of the learning rate after the warmup")
     decay_fraction: float = setting(
         0.2,
-        "wsd only: fraction of all steps that the decay takes",
+        "wsd only: length of the decay as a fraction of all steps",
         read_if=f"optim.decay=wsd and not optim.decay_tokens or {EARLY} and not optim.decay_tokens",
     )
     decay_tokens: units.Tokens | None = setting(
@@ -70,18 +70,18 @@ class OptimConfig:
     )
     factors: tuple[str, ...] = setting(
         FACTORS,
-        "piecewise only: 'WHEN=>FACTOR' in order: tokens, steps or percents of train_tokens after which the rate is "
-        "peak_lr times the factor; the default is from arXiv:2401.02954",
+        "piecewise only: ordered 'WHEN=>FACTOR', with WHEN in tokens, steps or percent of train_tokens; after WHEN the "
+        "learning rate is peak_lr times FACTOR; the default is from arXiv:2401.02954",
         read_if="optim.decay=piecewise",
     )
     b1: float = setting(0.9, "decay rate of the first moment; momentum of sgd", read_if="optim.name!=adafactor")
     b2: float = setting(0.95, "decay rate of the second moment", read_if="optim.name=adamw|lion|muon|lamb")
     eps: float = setting(1e-8, "added to the root of the second moment", read_if="optim.name=adamw|muon|lamb")
-    muon_momentum: float = setting(0.95, "Nesterov momentum of the matrices", read_if="optim.name=muon")
+    muon_momentum: float = setting(0.95, "Nesterov momentum for matrices", read_if="optim.name=muon")
     muon_heads: Literal["fused", "each"] = setting(
         "fused",
-        "fused: orthogonalize attention's whole [D, heads x head_dim], as in the source; each: the [D, head_dim] of "
-        "each head",
+        "fused: orthogonalize attention matrices as a whole, [D, heads x head_dim], as in the source; each: the "
+        "[D, head_dim] of each head",
         read_if="optim.name=muon",
     )
     muon_dtype: Literal["auto", "float32", "bfloat16"] = setting(
@@ -92,29 +92,29 @@ class OptimConfig:
     )
     muon_steps: Literal[2, 3, 4] | None = setting(
         None,
-        "iterations of the orthogonalization, with coefficients that are optimal for that number (arXiv:2505.16932); "
-        "none: the source's 5, with constant coefficients",
+        "iterations of the orthogonalization, with optimal coefficients for that number (arXiv:2505.16932); none: 5 "
+        "with constant coefficients, as in the source",
         read_if="optim.name=muon",
     )
     scale_by_parameter: bool = setting(
         False,
         "true: multiply updates by the parameter's root mean square, as in the source, with peak_lr about 1e-2; false: "
-        "AdamW's rates carry over",
+        "learning rates of AdamW apply",
         read_if="optim.name=adafactor",
     )
-    weight_decay: float = setting(0.1, "decoupled, times the learning rate")
+    weight_decay: float = setting(0.1, "decoupled weight decay, multiplied by the learning rate")
     weight_decay_all: bool = setting(
         False, "true: norms, biases and embeddings decay too", read_if="optim.weight_decay"
     )
     clip_norm: float = setting(1.0, "largest global gradient norm; 0: no clipping")
     qk_clip: float | None = setting(
         None,
-        "largest attention score of a head: after a step that exceeds it, the head's query and key weights are scaled "
-        "down to reach it (arXiv:2507.20534: 100); null: none",
+        "largest attention score of a head; after a step that exceeds it, the query and key weights of the head are "
+        "scaled down (arXiv:2507.20534 uses 100); null: none",
     )
     moment_dtype: Literal["float32", "bfloat16", "int8"] = setting(
         "float32",
-        "dtype of moments between steps, with stochastic rounding; int8: in blocks that share a scale",
+        "dtype of moments between steps, with stochastic rounding; int8: blocks of values share a scale",
         read_if="optim.name!=adafactor",
     )
     offload_moments: bool = setting(
@@ -123,7 +123,7 @@ class OptimConfig:
     offload_params: bool = setting(
         False, "true: keep parameters in host memory and copy them to the device layer by layer", may_change=True
     )
-    groups: tuple[GroupConfig, ...] = setting((), "ordered: pattern, lr, weight_decay, frozen")
+    groups: tuple[GroupConfig, ...] = setting((), "parameter groups; the first match applies")
 
     def __post_init__(self):
         if self.decay in ("cosine", "linear", "wsd") and not 0 <= self.min_lr <= self.peak_lr:
@@ -135,9 +135,9 @@ class OptimConfig:
             raise BadInput(f"decay_fraction={self.decay_fraction} must be above 0 and at most 1")
         self.parse_factors()
         if self.offload_moments and self.name == "sgd" and self.b1 == 0:
-            raise BadInput("offload_moments=true: sgd with b1=0 has no moments; remove offload_moments")
+            raise BadInput("offload_moments=true needs moments, but sgd with b1=0 has none; remove offload_moments")
         if self.moment_dtype != "float32" and self.name == "sgd" and self.b1 == 0:
-            raise BadInput(f"moment_dtype={self.moment_dtype!r}: sgd with b1=0 has no moments; remove moment_dtype")
+            raise BadInput(f"moment_dtype={self.moment_dtype!r} needs moments, but sgd with b1=0 has none; remove it")
         if self.moment_dtype != "float32" and self.offload_moments:
             raise BadInput(
                 f"moment_dtype={self.moment_dtype!r} cannot be combined with offload_moments=true; remove one of them"
@@ -152,7 +152,7 @@ class OptimConfig:
                 raise BadInput(f"{name}={getattr(self, name)} must not be negative")
 
     def parse_factors(self) -> list[tuple[str, float]]:
-        """Returns factors as (amount of training, factor). Raises BadInput for one in another form."""
+        """Returns factors as (amount of training, factor). Raises BadInput for other formats."""
         found = []
         for rule in self.factors:
             when, arrow, factor = rule.partition(ARROW)
@@ -164,5 +164,5 @@ class OptimConfig:
                 ) from None
             units.parse("factors", when.strip())
             if not 0 <= found[-1][1] < float("inf"):
-                raise BadInput(f"factors has {rule!r}: a factor must be 0 or more")
+                raise BadInput(f"factors has {rule!r}; a factor must be at least 0")
         return found

@@ -1,5 +1,5 @@
-"""Parameter groups, and the row and column dimensions of each parameter. Groups are by name and logical axes
-(learning-rate multiplier, weight decay, frozen); layers and experts are stacked dimensions."""
+"""Parameter groups (learning-rate multiplier, weight decay, frozen), and the row and column dimensions of
+parameters."""
 
 import dataclasses
 import re
@@ -13,14 +13,14 @@ from jaxscale.core.optim.config import GroupConfig
 from jaxscale.core.shardings import ROUTER, is_axes
 from jaxscale.system.exits import BadInput
 
-FROZEN_BASE = "base"  # the weights that adapters are added to
+FROZEN_BASE = "base"  # group of the frozen weights of a model with adapters
 DEFAULT_GROUPS = ("decay", "no decay", FROZEN_BASE)
-NO_DECAY_AXES = {"norm", "position"}  # norm scales and biases, learned positions
+NO_DECAY_AXES = {"norm", "position"}  # axes of norm scales, biases and learned positions
 
 
 @dataclasses.dataclass(frozen=True)
 class ParamGroup:
-    """Update settings of one parameter. A leaf of a pytree."""
+    """Update settings of one parameter, as a leaf of a pytree."""
 
     name: str
     lr_multiplier: float
@@ -41,11 +41,12 @@ def assign_groups(
     is_trainable: Callable[[str], bool] = lambda name: True,
     base_multiplier: Callable[[str], float] = lambda name: 1.0,
 ) -> Any:
-    """Returns a tree of ParamGroup, one for each leaf of axes_tree (leaves: tuples of logical axes).
+    """Returns a tree with a ParamGroup for each leaf of axes_tree, whose leaves are tuples of logical axes.
 
-    By default matrices decay; norms, biases and embeddings do so only with weight_decay_all. Parameters for which
-    is_trainable(name) is False are frozen in every group. base_multiplier(name) multiplies the learning rate and
-    divides the decay, so that decay per step is unchanged (muP). Raises BadInput for a pattern that matches nothing.
+    Weight decay applies to matrices, and with weight_decay_all also to norms, biases and embeddings. Parameters for
+    which is_trainable(name) is False are frozen in every group. base_multiplier(name) multiplies the learning rate and
+    divides the weight decay, so that the decay per step is unchanged (muP). Raises BadInput for a pattern without
+    matches.
     """
     matched = {index: False for index in range(len(groups))}
 
@@ -68,14 +69,14 @@ def assign_groups(
     for index, found in matched.items():
         if not found:
             matched_earlier = any(re.search(groups[index].pattern, name) for name in names)
-            problem = "only matches what earlier groups took; move it up"
-            problem = problem if matched_earlier else f"matches no parameter; there are {', '.join(names)}"
+            problem = "matches only parameters of earlier groups; move it before them"
+            problem = problem if matched_earlier else f"matches no parameter; use names among {', '.join(names)}"
             raise BadInput(f"optim.groups[{index}].pattern={groups[index].pattern!r} {problem}")
     return assigned
 
 
 def is_exempt(name: str, axes: tuple[str, ...]) -> bool:
-    """True for norms, biases and embedding tables, which do not decay by default."""
+    """Returns True for norms, biases and embedding tables, which have no weight decay by default."""
     inner = [axis for axis in axes if axis != "layers"]
     leaf = name.rsplit(".", 1)[-1]
     return (
@@ -87,7 +88,7 @@ def is_exempt(name: str, axes: tuple[str, ...]) -> bool:
 
 
 def is_masked(leaf: Any) -> bool:
-    """True for optax's placeholder for a parameter that a transformation does not apply to."""
+    """Returns True for optax's placeholder for a parameter that a transformation does not apply to."""
     return isinstance(leaf, optax.MaskedNode)
 
 
@@ -97,10 +98,7 @@ HEADS = ("heads", "kv_heads")
 
 @dataclasses.dataclass(frozen=True)
 class Dims:
-    """Dimensions of a parameter: stack (layers, experts), rows and cols; cols is () if it is not a matrix.
-
-    A leaf of a pytree.
-    """
+    """Dimensions of a parameter, as a leaf of a pytree. stack: layers and experts. cols: () if not a matrix."""
 
     stack: tuple[int, ...]
     rows: tuple[int, ...]
@@ -108,7 +106,7 @@ class Dims:
 
     @property
     def is_matrix(self) -> bool:
-        """True if there are rows and columns."""
+        """True if the parameter has rows and columns."""
         return bool(self.cols)
 
     @property
@@ -120,8 +118,8 @@ class Dims:
 def matrix_dims(axes: tuple[str, ...], *, each_head: bool = False) -> Dims:
     """Returns the dimensions of a parameter with these logical axes.
 
-    Heads and head_dim together are rows or columns: [D, N, H] is D x NH and [N, H, D] is NH x D. each_head: heads are a
-    stack axis instead, of D x H and H x D matrices.
+    Heads and head_dim together are rows or columns, so [D, N, H] is a D x NH matrix and [N, H, D] an NH x D matrix.
+    With each_head, heads are a stack axis of D x H and H x D matrices.
     """
     stack_axes = STACK_AXES + (HEADS if each_head else ())
     stack = tuple(d for d, axis in enumerate(axes) if axis in stack_axes)
@@ -131,12 +129,12 @@ def matrix_dims(axes: tuple[str, ...], *, each_head: bool = False) -> Dims:
 
 
 def tree_dims(axes_tree: Any, *, each_head: bool = False) -> Any:
-    """Returns a tree of Dims, one for each leaf of axes_tree (leaves: tuples of logical axes)."""
+    """Returns a tree with the Dims of each leaf of axes_tree, whose leaves are tuples of logical axes."""
     dims = lambda axes: matrix_dims(axes, each_head=each_head)
     return jax.tree.map(dims, axes_tree, is_leaf=is_axes)
 
 
 def is_hidden_matrix(name: str, axes: tuple[str, ...]) -> bool:
-    """True for matrices of the blocks except routers; False for embeddings, the head, norms and biases."""
+    """Returns True for matrices of the blocks except routers. Embeddings and the head are not hidden matrices."""
     in_block = name.partition(".")[0].endswith("blocks")
     return in_block and ROUTER not in axes and not is_exempt(name, axes) and matrix_dims(axes).is_matrix

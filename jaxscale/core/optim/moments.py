@@ -1,10 +1,11 @@
 """Optimizer moments in bfloat16 or int8 with stochastic rounding, or in host memory.
 
-Rounding to nearest drops any change below half a unit in the last place: with b2 = 0.999 a second moment in bfloat16
-never falls. The random bits are a hash of the step and of the element's index, the same on every mesh.
+Rounding to nearest discards changes below half a unit in the last place. With b2 = 0.999, a bfloat16 second moment
+would never decrease. The random bits are a hash of the step and the element's index, so they are the same on every
+mesh.
 
-In host memory each layer's moments, or parameters, are copied to the device, updated and copied back in turn. Copied
-all at once they fill the device at the same time as the gradients: XLA starts each copy as early as it can.
+Offloaded moments and parameters are copied to the device, updated and copied back layer by layer. XLA starts copies as
+early as possible, so copies of all layers at once would be in device memory together with the gradients.
 """
 
 import math
@@ -18,39 +19,39 @@ from jax import lax
 
 from jaxscale.core.optim.groups import STACK_AXES, is_masked
 
-FIELDS = ("mu", "nu", "trace")  # the moments in optax's states
+FIELDS = ("mu", "nu", "trace")  # names of the moments in optax's states
 NON_NEGATIVE = "nu"
 MAX_BLOCK = 256  # elements that share a scale, as in bitsandbytes (2048 in arXiv:2110.02861)
-MAX_SHARDS = 16  # of an axis, so that each shard still has whole blocks
-SHARDED = ("embed", "expert_embed", "latent")  # axes that are often sharded: blocks run along another if possible
+MAX_SHARDS = 16  # maximum number of shards of an axis for which each shard has whole blocks
+SHARDED = ("embed", "expert_embed", "latent")  # axes that are often sharded and along which blocks are avoided
 FACTORED_FIELDS = ("rows", "cols", "full")
 
 
 class FactoredState(NamedTuple):
-    """Second moments, trees like the parameters; MaskedNode in the fields that do not apply to a parameter."""
+    """Second moments, as trees like the parameters, with a MaskedNode where a field does not apply to a parameter."""
 
     count: jax.Array  # int32[]
-    rows: Any  # matrices: means over the columns
-    cols: Any  # matrices: means over the rows
-    full: Any  # other parameters: the unfactored moment
+    rows: Any  # means over the columns of matrices
+    cols: Any  # means over the rows of matrices
+    full: Any  # unfactored moments of other parameters
 
 
 class QuantizedMoment(NamedTuple):
-    """A moment in int8 with a scale per block.
+    """A moment in 8 bits with a scale per block.
 
-    A code is (code / max code) ** 4 times the block's largest value, ** 8 for second moments: neighbors are about 3%
-    apart near the largest value, and 31% at 1e-4 of it (of its root for second moments). With evenly spaced codes most
-    values would round to 0.
+    A code represents (code / max code) ** 4 times the largest value of the block, or ** 8 for second moments. Adjacent
+    values differ by about 3% near the largest value, and by 31% at 1e-4 times it (for second moments, 1e-4 in the
+    root). With evenly spaced codes most values would be rounded to 0.
     """
 
-    codes: jax.Array  # int8, or uint8 for non-negative moments; shape and axes of the parameter
-    scales: jax.Array  # float32 per block; without the blocked axis if it has one block
+    codes: jax.Array  # int8, or uint8 for non-negative moments; has the shape and axes of the parameter
+    scales: jax.Array  # float32 per block; without the blocked axis if that has a single block
 
 
 def cast_moments(tx: optax.GradientTransformation, dtype: str, axes_tree: Any) -> optax.GradientTransformationExtraArgs:
-    """Returns `tx` with moments stored as bfloat16 or int8 (QuantizedMoment). Its update takes step, an int32[].
+    """Returns `tx` with moments stored in bfloat16 or int8 (QuantizedMoment). Its update takes step, an int32[].
 
-    axes_tree: a tree like the parameters, of logical axes.
+    axes_tree: a tree of logical axes with the structure of the parameters.
     """
     if dtype == "float32":
         return optax.with_extra_args_support(tx)
@@ -89,7 +90,7 @@ def cast_moments(tx: optax.GradientTransformation, dtype: str, axes_tree: Any) -
 
 
 def is_quantized(leaf: Any) -> bool:
-    """True for a moment in int8."""
+    """Returns True for a moment in int8."""
     return isinstance(leaf, QuantizedMoment)
 
 
@@ -100,7 +101,8 @@ def block_dim(axes: tuple[str, ...]) -> int:
 
 
 def block_length(length: int) -> int:
-    """Returns the block length along an axis: a power of 2 with whole blocks in each of MAX_SHARDS, else the axis."""
+    """Returns the block length along an axis: a power of 2 that divides each of MAX_SHARDS shards, else the axis
+    length."""
     block = math.gcd(length // MAX_SHARDS, MAX_BLOCK) if length % MAX_SHARDS == 0 else 1
     return block if block >= MAX_SHARDS else length
 
@@ -108,7 +110,8 @@ def block_length(length: int) -> int:
 def scale_axes(axes: tuple[str, ...], codes: Any, scales: Any, axis_size: Any, unsharded: str) -> tuple[str, ...]:
     """Returns the logical axes of a moment's scales.
 
-    axis_size: number of shards of a logical axis. unsharded: the axis to use if they do not divide the blocks.
+    axis_size: returns the number of shards of a logical axis. unsharded: axis to use if shards do not divide the
+    blocks.
     """
     d = block_dim(axes)
     if scales.ndim < codes.ndim:
@@ -117,7 +120,7 @@ def scale_axes(axes: tuple[str, ...], codes: Any, scales: Any, axis_size: Any, u
 
 
 def random_bits(shape: tuple[int, ...], step: Any, salt: int) -> jax.Array:
-    """Returns uint32 of this shape: a hash (lowbias32, github.com/skeeto/hash-prospector) of step, salt and index."""
+    """Returns uint32[shape], a hash of step, salt and index (lowbias32, github.com/skeeto/hash-prospector)."""
     seed = lowbias32(jnp.asarray(step).astype(jnp.uint32) ^ lowbias32(jnp.uint32(salt + 1)))
     index, stride = jnp.zeros(shape, jnp.uint32), 1
     for d in reversed(range(len(shape))):
@@ -127,14 +130,14 @@ def random_bits(shape: tuple[int, ...], step: Any, salt: int) -> jax.Array:
 
 
 def lowbias32(x: jax.Array) -> jax.Array:
-    """Hashes each uint32."""
+    """Returns a hash of each uint32."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x21F0AAAD)
     x = (x ^ (x >> 15)) * jnp.uint32(0xD35A2D97)
     return x ^ (x >> 15)
 
 
 def to_bfloat16(x: jax.Array, noise: jax.Array) -> jax.Array:
-    """Rounds each float32 stochastically to one of its two bfloat16 neighbors."""
+    """Rounds each float32 stochastically to one of the two adjacent bfloat16 values."""
     bits = lax.bitcast_convert_type(x, jnp.uint32) + (noise & jnp.uint32(0xFFFF))
     return lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32).astype(jnp.bfloat16)
 
@@ -175,7 +178,7 @@ def square_repeatedly(x: jax.Array, squarings: int) -> jax.Array:
 
 
 def split_blocks(x: jax.Array, d: int) -> jax.Array:
-    """Reshapes dimension d to [blocks, elements of a block]."""
+    """Reshapes dimension d to [number of blocks, block length]."""
     length = block_length(x.shape[d])
     return x.reshape(*x.shape[:d], x.shape[d] // length, length, *x.shape[d + 1 :])
 
@@ -184,9 +187,9 @@ HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 
 def offload_moments(tx: optax.GradientTransformation, is_stacked: Any) -> optax.GradientTransformationExtraArgs:
-    """Returns `tx` for moments on the host. Its update takes ok, a bool[]; if False, no moment changes.
+    """Returns `tx` with moments in host memory. Its update takes ok, a bool[]; if False, moments do not change.
 
-    tx must be elementwise, as Adam is, and its state a tuple of trees like the parameters and of scalars.
+    tx: an elementwise transformation, such as Adam, whose state is a tuple of scalars and of trees like the parameters.
     is_stacked: a tree like the parameters, True where the first axis is that of layers.
     """
 
@@ -196,7 +199,7 @@ def offload_moments(tx: optax.GradientTransformation, is_stacked: Any) -> optax.
         old = list(zip(*[treedef.flatten_up_to(field) for field, flag in zip(state, is_moment) if flag]))
 
         def update_param(grad, moments):
-            """Returns (update, new moments on the host, new scalars)."""
+            """Returns (update, new moments in host memory, new scalars)."""
             on_device = iter(jax.device_put(moments, DEVICE))
             before = type(state)(*[next(on_device) if flag else field for field, flag in zip(state, is_moment)])
             param_update, after = cast(tuple[Any, Any], tx.update(grad, before))
@@ -205,7 +208,7 @@ def offload_moments(tx: optax.GradientTransformation, is_stacked: Any) -> optax.
             return param_update, on_host, [leaf for leaf, flag in zip(fields, is_moment) if not flag]
 
         def update_layers(grads, moments):
-            """Runs update_param for each layer in turn, overwriting the arrays in place."""
+            """Applies update_param() layer by layer, overwriting the arrays in place."""
 
             def layer(i, arrays):
                 at = lambda array: jax.lax.dynamic_index_in_dim(array, i, keepdims=False)
@@ -232,10 +235,10 @@ def offload_moments(tx: optax.GradientTransformation, is_stacked: Any) -> optax.
 def offload_params(
     make_tx: Callable[[Any], optax.GradientTransformation], groups: Any, is_stacked: Any
 ) -> optax.GradientTransformationExtraArgs:
-    """For parameters on the host: updates are the new parameters, on the host, or the old ones if ok is False.
+    """Returns a transformation of parameters in host memory, whose updates are the new parameters in host memory.
 
-    make_tx: returns the transformation of a parameter's group, elementwise and without moments. groups, is_stacked:
-    trees like the parameters; the latter as in offload_moments().
+    If ok is False, updates are the old parameters. make_tx: returns an elementwise transformation without moments for a
+    parameter group. groups: a tree of ParamGroup like the parameters. is_stacked: see offload_moments().
     """
 
     def update(updates, state: Any, params=None, *, ok: Any = None, **extra):
@@ -261,6 +264,6 @@ def offload_params(
 
 
 def flags_like(updates: Any, flags: Any) -> list[bool]:
-    """Returns the flags of the parameters that have updates, those that optax does not mask."""
+    """Returns the flags of the parameters that have updates, which are those that optax does not mask."""
     leaves = jax.tree.leaves(updates, is_leaf=is_masked)
     return [flag for flag, leaf in zip(jax.tree.leaves(flags), leaves, strict=True) if not is_masked(leaf)]

@@ -1,10 +1,10 @@
 """Muon: orthogonalized momentum (kellerjordan.github.io/posts/muon), scaled to the RMS of AdamW's updates.
 
-Matrices are whole while they are iterated, by an all-to-all over layers instead of an all-gather: a stack [L, m, n]
-whose rows or columns are sharded over P devices becomes L / P whole matrices on each, by one all-to-all per sharded
-dimension; replicas (mesh.data) divide the work too. Results return the same way. If P does not divide the number of
-matrices, stacks of the same matrix shape are concatenated (gate and up, the layers of an unrolled model) and padded
-with zeros.
+The iteration needs whole matrices, which an all-to-all over layers provides without an all-gather. A stack [L, m, n]
+whose rows or columns are sharded over P devices becomes L / P whole matrices per device, by one all-to-all per sharded
+dimension. Replicas (mesh.data) also divide the matrices. Results are sent back in the same way. If P does not divide
+the number of matrices, stacks with the same matrix shape are concatenated (gate and up, or the layers of an unrolled
+model) and padded with zeros.
 """
 
 import dataclasses
@@ -21,12 +21,12 @@ from jax.typing import DTypeLike
 
 from jaxscale.core.optim.groups import Dims, is_masked
 
-MatrixFn = Callable[[jax.Array], jax.Array]  # [b, m, n] -> [b, m, n], each matrix independently
+MatrixFn = Callable[[jax.Array], jax.Array]  # [b, m, n] -> [b, m, n], applied to each matrix independently
 
 
 @dataclasses.dataclass(frozen=True)
 class StackSharding:
-    """Sharding of a stack of matrices: the mesh axes of each dimension, and those along which it is replicated."""
+    """Sharding of a stack of matrices: the mesh axes of each dimension, and mesh axes along which it is replicated."""
 
     dims: Dims
     mesh_axes: tuple[tuple[str, ...], ...]
@@ -34,7 +34,7 @@ class StackSharding:
 
     @property
     def sharded_dims(self) -> tuple[tuple[int, tuple[str, ...]], ...]:
-        """(dimension of flatten()'s result, its mesh axes) for each sharded dimension of a matrix."""
+        """(Dimension in the result of flatten(), mesh axes) of each sharded dimension of a matrix."""
         return tuple((1 + i, self.mesh_axes[d]) for i, d in enumerate(self.dims.unstacked) if self.mesh_axes[d])
 
     def flatten(self, x: jax.Array) -> jax.Array:
@@ -43,14 +43,14 @@ class StackSharding:
         return x.transpose(self.dims.stack + self.dims.unstacked).reshape(-1, *matrix_shape)
 
     def unflatten(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """Inverts flatten() for an array of this shape."""
+        """Inverse of flatten(). shape: shape of the array before flatten()."""
         order = self.dims.stack + self.dims.unstacked
         inverse = sorted(range(len(order)), key=order.__getitem__)
         return x.reshape([shape[d] for d in order]).transpose(inverse)
 
 
 def stack_sharding(dims: Dims, spec: PartitionSpec, mesh: Mesh, slow: Sequence[str] = ()) -> StackSharding:
-    """Returns the sharding that the spec describes. slow: mesh axes whose replicas compute redundantly."""
+    """Returns the StackSharding of a PartitionSpec. slow: mesh axes whose replicas compute redundantly."""
     names = lambda entry: () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
     entries = tuple(spec) + (None,) * (len(dims.stack + dims.unstacked) - len(spec))
     mesh_axes = tuple(tuple(name for name in names(entry) if mesh.shape[name] > 1) for entry in entries)
@@ -62,7 +62,7 @@ def stack_sharding(dims: Dims, spec: PartitionSpec, mesh: Mesh, slow: Sequence[s
 def map_whole_matrices(
     f: MatrixFn, arrays: Sequence[jax.Array], shardings: Sequence[StackSharding], mesh: Mesh
 ) -> list[jax.Array]:
-    """Applies f to every matrix of these stacks, each whole on one device; results have the shardings of the stacks."""
+    """Applies f to every matrix of these stacks, each whole on one device. Shardings are unchanged."""
     run = lambda arrays: map_local_stacks(f, arrays, shardings, dict(mesh.shape))
     if mesh.size == 1:
         return run(list(arrays))
@@ -73,7 +73,7 @@ def map_whole_matrices(
 def map_local_stacks(
     f: MatrixFn, arrays: list[jax.Array], shardings: Sequence[StackSharding], mesh_shape: dict[str, int]
 ) -> list[jax.Array]:
-    """map_whole_matrices on one device's shards, inside shard_map."""
+    """Computes map_whole_matrices() inside shard_map, on local shards."""
     flat = [sharding.flatten(x) for x, sharding in zip(arrays, shardings)]
     groups: dict[tuple, list[int]] = {}
     for i, (x, sharding) in enumerate(zip(flat, shardings)):
@@ -91,18 +91,18 @@ def map_local_stacks(
 
 
 def num_workers(sharding: StackSharding, mesh_shape: dict[str, int]) -> int:
-    """Number of devices that divide the matrices of a stack between them."""
+    """Returns the number of devices among which the matrices of a stack are divided."""
     num_shards = math.prod(mesh_shape[name] for _, names in sharding.sharded_dims for name in names)
     return num_shards * num_replicas(sharding, mesh_shape)
 
 
 def num_replicas(sharding: StackSharding, mesh_shape: dict[str, int]) -> int:
-    """Number of devices that hold the same shard."""
+    """Returns the number of devices with the same shard."""
     return math.prod(mesh_shape[name] for name in sharding.replica_axes)
 
 
 def map_exchanged(f: MatrixFn, x: jax.Array, sharding: StackSharding, mesh_shape: dict[str, int]) -> jax.Array:
-    """Applies f to the matrices of which x [b, rows..., cols...] is the local shard; returns the local shard."""
+    """Applies f to whole matrices. x: their local shard, [b, rows..., cols...]. Returns the shard of the results."""
     number = x.shape[0]
     x = jnp.pad(x, [(0, -number % num_workers(sharding, mesh_shape)), *[(0, 0)] * (x.ndim - 1)])
     if sharding.replica_axes:
@@ -121,19 +121,19 @@ def map_exchanged(f: MatrixFn, x: jax.Array, sharding: StackSharding, mesh_shape
 
 
 Iterate = Callable[[jax.Array], jax.Array]
-Coefficients = Sequence[tuple[float, float, float]]  # (a, b, c) of each step: a s + b s**3 + c s**5
-PUBLISHED, EPS = ((3.4445, -4.7750, 2.0315),) * 5, 1e-7  # from the post
-# The composed polynomials that are nearest to 1 for s in [l, 1], by the method of arXiv:2505.16932, section 3: l is
-# 0.03 for 2 steps (range 0.62 to 1.38), 0.01 for 3 (0.73 to 1.27) and 0.003 for 4 (0.80 to 1.20).
+Coefficients = Sequence[tuple[float, float, float]]  # (a, b, c) of the polynomial a s + b s**3 + c s**5 of each step
+PUBLISHED, EPS = ((3.4445, -4.7750, 2.0315),) * 5, 1e-7  # from kellerjordan.github.io/posts/muon
+# Coefficients whose composed polynomial is closest to 1 for s in [l, 1], by the method of arXiv:2505.16932, section 3.
+# l is 0.03 for 2 steps (values from 0.62 to 1.38), 0.01 for 3 steps (0.73 to 1.27) and 0.003 for 4 (0.80 to 1.20).
 OPTIMAL: dict[int, Coefficients] = {
     2: ((7.3625, -20.7434, 15.1606), (2.9175, -2.1824, 0.4755)),
     3: ((8.0934, -23.6204, 17.4462), (3.6366, -2.7219, 0.5365), (2.6613, -1.9772, 0.4526)),
     4: ((8.3837, -24.7659, 18.3571), (4.0434, -3.0114, 0.5695), (3.5056, -2.6267, 0.5257), (2.4901, -1.8343, 0.4368)),
 }
-MARGIN = 1.01  # on the bound of the norm, for bfloat16 matmuls
-GRAM_RATIO = 1.5  # columns / rows from which matmuls of Gram matrices cost less than those of the matrix
-RMS = 0.2  # of an update, close to AdamW's, so that its rate and decay carry over: arXiv:2502.16982, section 2.2
-MAX_BATCH_ELEMENTS = 2**24  # of the matrices iterated together: one of 4096 x 4096
+MARGIN = 1.01  # factor on the bound of the norm, for rounding of bfloat16 matmuls
+GRAM_RATIO = 1.5  # columns / rows above which matmuls of Gram matrices cost less than those of the matrix
+RMS = 0.2  # of an update; close to AdamW's, so its learning rate and decay apply (arXiv:2502.16982, section 2.2)
+MAX_BATCH_ELEMENTS = 2**24  # elements of the matrices that are iterated together, such as one of 4096 x 4096
 
 
 def orthogonalize(
@@ -141,8 +141,8 @@ def orthogonalize(
 ) -> optax.GradientTransformation:
     """Replaces each m x n update by about 0.2 sqrt(max(m, n)) times the nearest orthogonal matrix.
 
-    shardings: those of all parameters, in tree order. dtype: that of the all-to-all and the iteration. steps:
-    iterations with optimal coefficients; None: the published coefficients.
+    shardings: shardings of all parameters, in tree order. dtype: dtype of the all-to-all and the iteration. steps:
+    number of iterations with optimal coefficients; None means the published coefficients.
     """
     fn = functools.partial(scaled_polar, steps=steps)
 
@@ -159,24 +159,24 @@ def orthogonalize(
 
 
 def scaled_polar(x_bmn: jax.Array, steps: int | None = None) -> jax.Array:
-    """Returns RMS sqrt(max(m, n)) times the orthogonalized matrices, whose root mean square is RMS at full rank."""
+    """Returns the orthogonalized matrices times RMS sqrt(max(m, n)). At full rank their root mean square is RMS."""
     iterate = newton_schulz if steps is None else functools.partial(polar_express, coefficients=OPTIMAL[steps])
     return RMS * math.sqrt(max(x_bmn.shape[1:])) * polar(x_bmn, iterate)
 
 
 def polar(x_bmn: jax.Array, iterate: Iterate) -> jax.Array:
-    """Returns U f(S) V' for each matrix U S V'. iterate: computes it for one matrix with columns >= rows."""
+    """Returns U f(S) V' for each matrix U S V'. iterate: computes U f(S) V' of one matrix with columns >= rows."""
     number, rows, columns = x_bmn.shape
     if rows > columns:
         return polar(x_bmn.swapaxes(1, 2), iterate).swapaxes(1, 2)
     batch_size = max(1, MAX_BATCH_ELEMENTS // (rows * columns))
-    if number <= batch_size:  # inside a loop of one iteration XLA:CPU does not use its fast matmul: 1.6x slower
+    if number <= batch_size:  # in a loop of one iteration XLA:CPU does not use its fast matmul and is 1.6x slower
         return jax.vmap(iterate)(x_bmn)
     return jax.lax.map(iterate, x_bmn, batch_size=batch_size)
 
 
 def newton_schulz(x_mn: jax.Array, coefficients: Coefficients = PUBLISHED) -> jax.Array:
-    """Runs the published iteration on one matrix: f(s) is 0.68 to 1.14 for all but the smallest s."""
+    """Orthogonalizes one matrix by the published iteration. f(s) is 0.68 to 1.14 for all but the smallest s."""
     float32_mn = x_mn.astype(jnp.float32)
     x_mn = (float32_mn / (jnp.linalg.norm(float32_mn) + EPS)).astype(x_mn.dtype)
     for a, b, c in coefficients:
@@ -186,10 +186,10 @@ def newton_schulz(x_mn: jax.Array, coefficients: Coefficients = PUBLISHED) -> ja
 
 
 def polar_express(x_mn: jax.Array, coefficients: Coefficients) -> jax.Array:
-    """Orthogonalizes one matrix in fewer steps, with coefficients that differ by step and the largest s near 1.
+    """Orthogonalizes one matrix in fewer steps, with coefficients per step and the largest singular value scaled to 1.
 
-    sqrt(|X X'|) bounds the largest singular value far better than |X| (Frobenius norms), at no extra matmul. In
-    float32 the steps of a matrix with many columns run on X X' alone: all are polynomials of it, so they commute.
+    sqrt(|X X'|) is a closer bound of the largest singular value than |X| (Frobenius norms), without an extra matmul. In
+    float32, steps of a matrix with many columns use only X X'. They are polynomials of X X', so they commute.
     """
     dtype = x_mn.dtype
     gram_mm = einsum_f32("mn,kn->mk", x_mn, x_mn, dtype=jnp.float32)
@@ -212,5 +212,5 @@ def polar_express(x_mn: jax.Array, coefficients: Coefficients) -> jax.Array:
 
 
 def einsum_f32(spec: str, *operands: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
-    """Einsum that accumulates in float32 (the only fast one on XLA:CPU) and returns the dtype of the operands."""
+    """Returns an einsum in the dtype of the operands, accumulated in float32, which XLA:CPU needs for fast matmuls."""
     return jnp.einsum(spec, *operands, preferred_element_type=jnp.float32).astype(dtype or operands[0].dtype)

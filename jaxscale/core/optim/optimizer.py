@@ -1,7 +1,7 @@
-"""The optimizer as one optax transformation: clip, moments, decoupled decay, learning rate.
+"""The optimizer as one optax transformation: gradient clipping, moments, decoupled weight decay, learning rate.
 
-The learning rate follows the step of the train state (attempted steps), passed as `step=`, because optax's own count
-does not advance on a skipped step.
+The learning rate is a function of the train state's step (attempted steps), passed as `step=`. The step count of optax
+does not increase in skipped steps.
 """
 
 import dataclasses
@@ -37,16 +37,17 @@ def optim_schedule(
     decay_start: int | None = None,
     factors: Sequence[tuple[int, float]] = (),
 ) -> Schedule:
-    """Returns step -> learning rate, float32[]: linear warmup, then one of six shapes.
+    """Returns a function from the step to the learning rate, float32[]: linear warmup, then cfg.decay.
 
-    Steps count from 0; the rate of step 0 is peak / warmup_steps, not 0. After total_steps the final rate is held.
+    Steps are counted from 0. The learning rate of step 0 is peak / warmup_steps, and after total_steps it is constant.
 
-    cosine, linear: decay from the end of the warmup to the last step. wsd (warmup, stable, decay: arXiv:2404.06395):
-    stays at the peak and decays over the last `decay_fraction` of all steps, or from step `decay_start`, linearly or
-    as 1 - sqrt (arXiv:2405.18392). inverse_sqrt: peak x sqrt(warmup / (step + 1)) (arXiv:1706.03762). piecewise: the
-    peak times the last of `factors`, ordered (step, factor), whose step is reached (arXiv:2401.02954). constant: stays
-    at the peak; with a decay_start it decays from there as wsd does.
-    Decays that end at min_lr reach it exactly at step total_steps - 1, unless the whole run is warmup.
+    cosine, linear: decays from the end of the warmup to the last step. wsd: stays at the peak, then decays over the
+    last `decay_fraction` of all steps, or from step `decay_start`, linearly or as 1 - sqrt (arXiv:2404.06395,
+    arXiv:2405.18392). inverse_sqrt: peak x sqrt(warmup / (step + 1)) (arXiv:1706.03762). piecewise: the peak times the
+    last reached factor of `factors`, ordered pairs (step, factor) (arXiv:2401.02954). constant: stays at the peak; with
+    decay_start, decays from that step like wsd.
+
+    Decays to min_lr reach it exactly at step total_steps - 1, unless the whole run is warmup.
     """
     decay, peak_lr = cfg.decay, cfg.peak_lr
     if decay_start is not None:
@@ -65,7 +66,7 @@ def optim_schedule(
             shape = 1 - jnp.sqrt(progress)
         else:
             shape = 1 - progress
-        shape = jnp.where(step >= total_steps - 1, 0.0, shape)  # even for a decay of 0 or 1 steps
+        shape = jnp.where(step >= total_steps - 1, 0.0, shape)  # also if the decay has 0 or 1 steps
         return shape * peak_lr + (1 - shape) * cfg.min_lr  # exact at both ends
 
     def schedule(step: jax.Array | int) -> jax.Array:
@@ -88,8 +89,8 @@ def optim_schedule(
 class ParamLayout:
     """Sharding of parameters and moments, for update rules that need whole tensors.
 
-    axes, specs: trees like the parameters, of logical axes and of the moments' PartitionSpecs. slow: mesh axes along
-    which work is replicated because their network is slow.
+    axes, specs: trees like the parameters, with logical axes and with PartitionSpecs of moments. slow: mesh axes along
+    which work is replicated because the network is slow.
     """
 
     axes: Any
@@ -101,11 +102,12 @@ class ParamLayout:
 def make_optimizer(
     cfg: OptimConfig, schedule: Schedule, groups: Any, is_stacked: Any = None, layout: ParamLayout | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Returns the transformation; update(grads, state, params, step=..., ok=..., lr_factor=1.0) -> (updates, state).
+    """Returns an optimizer with update(grads, state, params, step=..., ok=..., lr_factor=1.0) -> (updates, state).
 
-    Args: groups: a tree of ParamGroup like the parameters. is_stacked: as in offload_moments(). layout: for rules that
-    need whole tensors. ok: read only with offloading; if False, offloaded moments and parameters do not change. Updates
-    of offloaded parameters are the new parameters (see offload_params()); of frozen ones, zeros.
+    groups: a tree of ParamGroup like the parameters. is_stacked: see offload_moments(). layout: required by update
+    rules that need whole tensors. ok is used only with offloading; if False, offloaded moments and parameters do not
+    change. Updates of offloaded parameters are the new parameters (see offload_params()). Updates of frozen parameters
+    are zeros.
     """
     cast = lambda tx: tx if cfg.moment_dtype == "float32" else cast_moments(tx, cfg.moment_dtype, required(layout).axes)
     adam = lambda: cast(optax.scale_by_adam(cfg.b1, cfg.b2, cfg.eps))
@@ -121,7 +123,7 @@ def make_optimizer(
         moments = offload_moments(moments, is_stacked)
     clip = optax.clip_by_global_norm(cfg.clip_norm) if cfg.clip_norm else optax.identity()
     last = lambda groups: (add_decay(groups), scale_by_lr(schedule, groups))
-    if cfg.offload_params:  # the chain keeps its length, so that checkpoints have the same tree
+    if cfg.offload_params:  # the chain has the same length, so that checkpoints have the same tree
         tail = (
             optax.identity(),
             offload_params(lambda group: optax.chain(*last(group)), groups, is_stacked),
@@ -141,15 +143,15 @@ def make_optimizer(
 
 
 def required(layout: ParamLayout | None) -> ParamLayout:
-    """Returns the layout of a rule that needs it."""
-    assert layout is not None, "this optimizer needs whole tensors: pass their layout"
+    """Returns the layout. Asserts that it is not None."""
+    assert layout is not None, "this optimizer needs whole tensors; pass layout"
     return layout
 
 
 def muon(
     cfg: OptimConfig, layout: ParamLayout, momentum: optax.GradientTransformation, adam: optax.GradientTransformation
 ) -> optax.GradientTransformationExtraArgs:
-    """Orthogonalized momentum for the matrices of the blocks, Adam's updates for all other parameters."""
+    """Returns orthogonalized momentum for the matrices of the blocks, and Adam updates for all other parameters."""
     from jaxscale.core.optim.muon import orthogonalize, stack_sharding
 
     label = lambda path, axes: "muon" if is_hidden_matrix(dotted(path), axes) else "adamw"
@@ -162,14 +164,14 @@ def muon(
 
 
 def adafactor(cfg: OptimConfig, layout: ParamLayout) -> optax.GradientTransformation:
-    """Gradients over the root of their factored second moments."""
+    """Returns gradients divided by the root of factored second moments."""
     from jaxscale.core.optim.adafactor_lamb import scale_by_factored
 
     return scale_by_factored(tree_dims(layout.axes), cfg.scale_by_parameter)
 
 
 def add_decay(groups: Any) -> optax.GradientTransformation:
-    """Adds each parameter times its group's weight decay, decoupled: after the moments (arXiv:1711.05101)."""
+    """Adds decoupled weight decay, after the moments: the parameter times the decay of its group (arXiv:1711.05101)."""
 
     def update(updates, state, params=None):
         return map_with_groups(lambda u, p, group: u + group.weight_decay * p, groups, updates, params), state
@@ -178,7 +180,7 @@ def add_decay(groups: Any) -> optax.GradientTransformation:
 
 
 def scale_by_lr(schedule: Schedule, groups: Any) -> optax.GradientTransformationExtraArgs:
-    """Multiplies by -schedule(step) * lr_factor and the group's multiplier."""
+    """Multiplies updates by -schedule(step) * lr_factor times the multiplier of the group."""
 
     def update(updates, state, params=None, *, step: Any = None, lr_factor: Any = 1.0, **extra):
         lr = schedule(step) * lr_factor
@@ -188,7 +190,7 @@ def scale_by_lr(schedule: Schedule, groups: Any) -> optax.GradientTransformation
 
 
 def map_with_groups(f: Callable, groups: Any, *trees: Any) -> Any:
-    """Maps f(leaf, ..., group) over trees of parameters; leaves masked by optax are returned unchanged."""
+    """Maps f(leaf, ..., group) over trees of parameters. Leaves masked by optax are unchanged."""
 
     def map_leaf(group: ParamGroup, *leaves):
         return leaves[0] if is_masked(leaves[0]) else f(*leaves, group)
@@ -199,12 +201,12 @@ def map_with_groups(f: Callable, groups: Any, *trees: Any) -> Any:
 
 
 def trainable(tree: Any, groups: Any) -> Any:
-    """Returns a tree like the parameters with frozen ones, which have no gradients, replaced by MaskedNodes."""
+    """Returns the tree with leaves of frozen parameters, which have no gradients, replaced by MaskedNodes."""
     return jax.tree.map(lambda group, leaf: optax.MaskedNode() if group.frozen else leaf, groups, tree)
 
 
 def combine(trained: Any, params: Any) -> Any:
-    """Returns the trained parameters, with the frozen ones of `params`."""
+    """Returns the tree `trained` with its masked leaves taken from `params`."""
     return jax.tree.map(lambda frozen, leaf: frozen if is_masked(leaf) else leaf, params, trained)
 
 
@@ -214,17 +216,17 @@ def moment_axes(
     axes_tree: Any,
     axis_size: Callable[[str], int] = lambda axis: 1,
 ) -> Any:
-    """Returns logical axes for each leaf of the optimizer state.
+    """Returns the logical axes of each leaf of the optimizer state.
 
-    Moments have the axes of their parameter, counts have (), and factored moments lack the reduced axes.
-    params: shapes (from jax.eval_shape) of the parameters. axis_size: number of shards of a logical axis.
+    Moments have the axes of their parameter, counts have (), and factored moments lack the reduced axes. params: shapes
+    of the parameters, from jax.eval_shape. axis_size: returns the number of shards of a logical axis.
     """
     state = jax.eval_shape(optimizer.init, params)
     flat_axes, _ = jax.tree.flatten(axes_tree, is_leaf=lambda leaf: isinstance(leaf, tuple))
     param_axes = jax.tree.unflatten(jax.tree.structure(params), [AxesLeaf(axes) for axes in flat_axes])
 
     def leaf_axes(leaf: Any, axes: Any) -> Any:
-        if is_masked(leaf):  # a frozen parameter has no moments, hence no axes
+        if is_masked(leaf):  # a frozen parameter has no moments and no axes
             return leaf
         if not is_quantized(leaf):
             return axes
@@ -244,7 +246,7 @@ def moment_axes(
 
 
 def drop_reduced_axes(part: Any) -> Any:
-    """Removes from each field of a FactoredState of AxesLeaf the axes that it is a mean over."""
+    """Removes the reduced axes of each field from a FactoredState of AxesLeaf."""
     if not isinstance(part, FactoredState):
         return part
     from jaxscale.core.optim.adafactor_lamb import factored_axes
@@ -255,6 +257,6 @@ def drop_reduced_axes(part: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class AxesLeaf:
-    """A tuple of logical axes as one leaf of a pytree."""
+    """A tuple of logical axes, as one leaf of a pytree."""
 
     axes: tuple[str, ...]
