@@ -43,7 +43,7 @@ class Carry(NamedTuple):
     activations_in_BTD: jax.Array  # from the previous stage
     cotangents_in_BTD: jax.Array  # from the next stage
     saved_inputs_ScBTD: jax.Array  # inputs of layers, for the microbatches in flight
-    pending_cotangents_SBTD: jax.Array  # of the model's last chunk until its backward pass, followed by deferred cotangents
+    pending_cotangents_SBTD: jax.Array  # of the model's last chunk until its backward pass, then deferred ones
     grads: ParamParts  # float32 gradients of the trained parameters
     sums: dict[str, jax.Array]  # named sums of the loss
     metrics: dict[str, jax.Array]  # named sums returned by the layers of this stage
@@ -69,8 +69,7 @@ class Pipeline:
     groups: Any  # tree with the ParamGroup of each parameter
 
     def sums(self, weights: Any, micro: Any, scale: jax.Array | float) -> tuple[dict[str, jax.Array], Any]:
-        """Returns (named sums, float32 gradients) of all microbatches for this device's stage, before division by
-        tokens.
+        """Returns (named sums, float32 gradients) of all microbatches for this stage, before division by tokens.
 
         weights: weights of the stage in the compute dtype. micro: (rows, random keys), each [M, B, ...]. scale: factor
         of the differentiated loss.
@@ -197,8 +196,7 @@ class StageWork:
         return self.when(now.microbatch != IDLE, self.num_passes, run, x_BTD, saved_ScBTD, metrics)
 
     def unless_idle(self, x_BTD: jax.Array, saved_ScBTD: jax.Array, now: Passes, i: jax.Array) -> jax.Array:
-        """Returns x_BTD if the chunk has a layer i, else the saved value at index i, which may be a dense layer's
-        input."""
+        """Returns x_BTD if the chunk has a layer i, else the saved value at index i, which a dense layer may need."""
         if not self.dense:
             return x_BTD
         return jnp.where(self.layers_Vc[now.chunk, i] == IDLE, saved(saved_ScBTD, now, i), x_BTD)

@@ -1,7 +1,6 @@
 """The parallel plan: shardings of a model and the implementation of each part, with reasons.
 
-resolve_plan() makes all of these decisions. Models, training, evaluation, sampling, planning and preflight use the
-plan.
+resolve_plan() makes all of these decisions. Models, training, evaluation, sampling, planning and preflight use them.
 """
 
 import dataclasses

@@ -6,7 +6,7 @@ are outputs of the layer in addition to the residual stream. run_stack() of core
 end_layer() for all layers to end_stack(). Similarly, layer_inputs() returns inputs of each layer, such as a KV cache
 (runtime/sampling/kv_cache.py).
 
-B batch  T position  D embed  L layers of a stack  N query heads  K kv heads  H head dim  C latent  U head dim without RoPE
+B batch  T position  D embed  L layers of a stack  N query heads  K kv heads  H head dim  C latent  U H without RoPE
 """
 
 import functools
@@ -186,8 +186,7 @@ def make_max_logit_recorder(
 def clip_heads(
     params: dict, intermediates: Sequence[Intermediates], *, limit: float, stacks: Sequence[str]
 ) -> tuple[dict, dict[str, jax.Array]]:
-    """Returns (parameters with heads above the limit clipped, metrics). intermediates: one entry per stack, in
-    order."""
+    """Returns (parameters with heads above the limit clipped, metrics). intermediates: one per stack, in order."""
     maxima = [stack.maxima[MAX_LOGITS] for stack in intermediates]
     for name, max_LN in zip(stacks, maxima, strict=True):
         factor_LN = jnp.where(max_LN > limit, limit / max_LN, 1.0)  # 1 for -inf, if a head has no text
@@ -200,8 +199,7 @@ def clip_heads(
 
 
 def clip_stack(blocks: dict, factor_LN: jax.Array) -> dict:
-    """Returns the layers of a stack with weights scaled so that the scores of each head are multiplied by its
-    factor."""
+    """Returns the layers of a stack, with weights that multiply the scores of each head by its factor."""
     if "attention" not in blocks:  # not stacked
         return {layer: clip_stack(block, factor_LN[int(layer)]) for layer, block in blocks.items()}
     return blocks | {"attention": clip_attention(blocks["attention"], factor_LN)}

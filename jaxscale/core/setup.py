@@ -26,21 +26,21 @@ from jaxscale.core.shardings import axis_size, is_axes, tree_shardings, with_sha
 from jaxscale.core.state import TrainState, init_loss_scale, init_state, state_axes
 from jaxscale.kernels.host_memory import device_zeros, on_host
 
-OFFLOADED = {"offload_moments": "opt_state", "offload_params": "params"}  # setting: field of the state
+OFFLOADED = {"offload_moments": "opt_state", "offload_params": "params"}  # {setting: field of the state}
 
 
 @dataclasses.dataclass(frozen=True)
 class Updates:
-    """The optimizer and its schedule and parameter groups."""
+    """An optimizer with its schedule and parameter groups."""
 
     optimizer: optax.GradientTransformationExtraArgs
     schedule: Schedule
-    groups: Any = None  # a ParamGroup for each parameter
+    groups: Any = None  # tree with the ParamGroup of each parameter
     clip_norm: float = 0.0  # largest norm of gradients; 0: unlimited
 
 
 def make_updates(cfg: OptimConfig, model: ShardedModel, schedule: Schedule) -> Updates:
-    """Returns the optimizer of a model's parameters; of its adapters alone, if it has any."""
+    """Returns the optimizer of a model's parameters, or of only the adapters if the model has adapters."""
     is_trainable = is_adapter if model.lora.on else lambda name: not is_balance_param(name)
     eps_scale = mup_scales(model.cfg).eps
     if eps_scale != 1.0:
@@ -56,7 +56,7 @@ def make_updates(cfg: OptimConfig, model: ShardedModel, schedule: Schedule) -> U
 
 
 def state_shardings(cfg: StepConfig, optim: OptimConfig, model: ShardedModel, updates: Updates) -> TrainState:
-    """Returns the shardings of the state between steps by the rule tables; offloaded parts are in host memory."""
+    """Returns the shardings of the state between steps. Offloaded parts are in host memory."""
     mesh, rules = model.mesh, model.plan.rules
     num_shards = lambda axis: axis_size(axis, rules.moments, mesh.shape)
     opt_axes = moment_axes(updates.optimizer, model.shapes, model.axes, num_shards)
@@ -64,7 +64,7 @@ def state_shardings(cfg: StepConfig, optim: OptimConfig, model: ShardedModel, up
     state = tree_shardings(mesh, state_axes((), ()), rules.params)._replace(
         params=model.shardings,
         opt_state=tree_shardings(mesh, opt_axes, rules.moments),
-        ema=moments if cfg.ema.on else None,  # like the moments, because only the step reads it
+        ema=moments if cfg.ema.on else None,  # sharded like moments, because only the optimizer reads the EMA
     )
     for setting, field in OFFLOADED.items():
         if getattr(optim, setting):
@@ -75,9 +75,9 @@ def state_shardings(cfg: StepConfig, optim: OptimConfig, model: ShardedModel, up
 def make_init(
     cfg: StepConfig, model: ShardedModel, updates: Updates, shardings: TrainState, seed: int
 ) -> tuple[Callable[[], TrainState], TrainState]:
-    """Returns (function that makes the state before the first step, its shapes, dtypes and shardings)."""
+    """Returns (function that makes the initial state, tree of shapes, dtypes and shardings of the state)."""
     param_shardings, tree = jax.tree.flatten(shardings.params)
-    keys = lambda: jax.random.split(jax.random.key(seed))  # of the parameters and of the run
+    keys = lambda: jax.random.split(jax.random.key(seed))  # keys of the parameters and of the run
 
     def make_state(params: Any) -> TrainState:
         return init_state(
@@ -91,7 +91,7 @@ def make_init(
 
     @functools.partial(jax.jit, out_shardings=shardings._replace(params=None))
     def init_without_params(params: Any) -> TrainState:
-        # the initial optimizer state does not depend on the parameters, which may be in host memory
+        # The initial optimizer state does not depend on the values of parameters, which may be in host memory.
         return make_state(params if cfg.ema.on else device_zeros(params))._replace(params=None)
 
     def init() -> TrainState:
@@ -106,10 +106,11 @@ def make_init(
 def make_init_params(
     cfg: ModelConfig, lora: LoraConfig, shardings: tuple[NamedSharding, ...]
 ) -> Callable[[np.ndarray], list[jax.Array]]:
-    """Returns the jitted function that initializes the leaves of the parameters from a key, uint32[2].
+    """Returns a jitted function that initializes the leaves of the parameters from a key, uint32[2].
 
-    It takes 0.3 to 0.8 s to compile for models of the tests, as long as their step (jax 0.10.2, 2 cores, 2026-11-26),
-    so runs that differ in other settings or in their seed share it, in a process and in a compilation cache.
+    Compilation takes 0.3 to 0.8 s for models of the tests, as long as that of the step (jax 0.10.2, 2 cores,
+    2026-11-26). Runs with a different seed or other different settings share the function, in a process and in a
+    compilation cache.
     """
     from jaxscale.kernels.compiler_options import fast_compile_options
 

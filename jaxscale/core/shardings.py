@@ -1,5 +1,4 @@
-"""Sharding rules from logical axes to mesh axes, and the resulting shardings. No other file knows both
-kinds of axes."""
+"""Sharding rules, which map logical axes to mesh axes, and the shardings that follow from the rules."""
 
 import dataclasses
 import functools
@@ -12,16 +11,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 MeshAxes = str | tuple[str, ...] | None
 
-ROUTER = "router"  # the expert axis of a router, replicated
+ROUTER = "router"  # the expert axis of a router, which is replicated
 ACTIVATIONS: dict[str, MeshAxes] = {
     "act_batch": ("data", "fsdp", "expert"),
-    "act_seq": None,  # replicated over context, whose devices slice their positions inside shard_map (context_axis.py)
+    "act_seq": None,  # replicated over context, whose devices slice positions inside shard_map (context_axis.py)
 }
-# Replicated over data, fsdp and context; the tensor axis shards the matmuls.
+# Weights are replicated over data, fsdp and context. The tensor axis shards matmuls.
 TENSOR: dict[str, MeshAxes] = ACTIVATIONS | {
     "embed": None,
     "expert_embed": None,
-    "latent": None,  # the low-rank input of the queries, or of the keys and values, of all heads
+    "latent": None,  # low-rank input from which queries, or keys and values, are projected
     "heads": "tensor",
     "kv_heads": "tensor",
     "head_dim": None,
@@ -29,27 +28,27 @@ TENSOR: dict[str, MeshAxes] = ACTIVATIONS | {
     "vocab": "tensor",
     "experts": "expert",
     "layers": None,
-    "norm": None,  # scales and biases [D]: sharding them would save nothing and cost a gather each
+    "norm": None,  # scales and biases [D]; sharding would save little memory and need an all-gather each
     "position": None,
     "lora_rank": None,
     ROUTER: None,
     "channels": None,  # output of a matrix that is replicated over tensor and applied to local positions
 }
-# One copy is also sharded over fsdp and context; over the expert axis except expert weights, whose experts it shards.
+# Weights are also sharded over fsdp, context and expert. The expert axis shards the experts of expert weights.
 FSDP_AXES = ("fsdp", "expert", "context")
 FSDP_TENSOR = TENSOR | {"embed": FSDP_AXES, "latent": FSDP_AXES, "expert_embed": ("fsdp", "context")}
 
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """A rule table for each kind of array in a train state."""
+    """Sharding rules of each kind of array in a train state."""
 
     params: Mapping[str, MeshAxes]
     grads: Mapping[str, MeshAxes]
     moments: Mapping[str, MeshAxes]
 
 
-# ZeRO stages (arXiv:1910.02054): 1 shards the optimizer's moments, 2 also gradients, 3 also parameters (= FSDP).
+# ZeRO stages (arXiv:1910.02054). Stage 1 shards optimizer moments, 2 also gradients, 3 also parameters (FSDP).
 RULES = {
     "zero1": Rules(params=TENSOR, grads=TENSOR, moments=FSDP_TENSOR),
     "zero2": Rules(params=TENSOR, grads=FSDP_TENSOR, moments=FSDP_TENSOR),
@@ -69,7 +68,7 @@ def partition_spec(axes: tuple[str, ...], rules: Mapping[str, MeshAxes]) -> Part
 
 
 def weight_dtype(axes: tuple[str, ...], dtype: Any) -> Any:
-    """Returns the dtype of a weight in matmuls: float32 for a router, since top-k depends on the last bits."""
+    """Returns the dtype of a weight in matmuls. Routers need float32, because top-k depends on the last bits."""
     return "float32" if ROUTER in axes else dtype
 
 
@@ -87,18 +86,18 @@ Gather = Callable[[jax.Array, tuple[str, ...], Any], jax.Array]  # gather(weight
 
 
 def no_gather(w: jax.Array, axes: tuple[str, ...], dtype: Any) -> jax.Array:
-    """Returns w unchanged: the gather of a model whose weights are replicated."""
+    """Returns w unchanged, for models with replicated weights."""
     return w
 
 
 def tree_shardings(mesh: Mesh, axes_tree: Any, rules: Mapping[str, MeshAxes]) -> Any:
-    """Returns NamedShardings for a tree whose leaves are tuples of logical axes; () is a replicated scalar."""
+    """Returns NamedShardings for a tree whose leaves are tuples of logical axes. () means replicated."""
     sharding = lambda axes: NamedSharding(mesh, without_idle_axes(partition_spec(axes, rules), mesh))
     return jax.tree.map(sharding, axes_tree, is_leaf=is_axes)
 
 
 def without_idle_axes(spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
-    """Removes mesh axes of one device from dimensions with several, except the first if all have one device."""
+    """Removes mesh axes of size 1 after the first mesh axis of each dimension."""
 
     def used(mesh_axes: MeshAxes) -> MeshAxes:
         if not (names := mesh_axis_names(mesh_axes)):
@@ -110,7 +109,7 @@ def without_idle_axes(spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
 
 
 def is_axes(leaf: Any) -> bool:
-    """True for a tuple of logical axes; optax's named tuples hold states."""
+    """Returns True for a tuple of logical axes, but not for optax's named tuples."""
     return isinstance(leaf, tuple) and not hasattr(leaf, "_fields") and all(isinstance(axis, str) for axis in leaf)
 
 
@@ -127,7 +126,7 @@ def batch_sharding(mesh: Mesh, rules: Mapping[str, MeshAxes]) -> NamedSharding:
 def check_divides(
     params: Any, axes_tree: Any, rules: Mapping[str, MeshAxes], mesh_shape: Mapping[str, int]
 ) -> list[str]:
-    """Returns one line for each logical axis that the mesh does not divide: axis, length, devices."""
+    """Returns a line with axis, length and number of devices for each logical axis that the mesh does not divide."""
     found: dict[tuple[str, int], str] = {}
     for path, axes in jax.tree_util.tree_leaves_with_path(axes_tree, is_leaf=is_axes):
         leaf = functools.reduce(lambda tree, key: tree[key.key], path, params)

@@ -1,7 +1,7 @@
-"""The train state that a step reads and writes. A checkpoint is the train state and the position in the data.
+"""The train state that a step reads and writes. A checkpoint consists of the train state and the data position.
 
-It includes the loss scale for float16, whose gradients below 6e-8 underflow (arXiv:1710.03740); 1 for other dtypes;
-and the exponential moving average (EMA) of the parameters, which often has a lower validation loss.
+The loss scale is needed in float16, where gradients below 6e-8 underflow (arXiv:1710.03740), and is 1 for other dtypes.
+The exponential moving average (EMA) of the parameters often has a lower validation loss.
 """
 
 from typing import Any, NamedTuple
@@ -17,22 +17,22 @@ from jaxscale.core.optim.optimizer import combine
 
 
 class LossScale(NamedTuple):
-    """Factor of the loss before differentiation, divided out of the gradients."""
+    """Factor by which the loss is multiplied before differentiation, and gradients are divided afterwards."""
 
     value: jax.Array  # float32[]
-    good_steps: jax.Array  # int32[], since the last change
+    good_steps: jax.Array  # int32[]: good steps since the last change
 
 
 class TrainState(NamedTuple):
-    """Nested dicts of arrays, and the optimizer's tuples. Field names are part of checkpoint paths."""
+    """Train state. Field names are part of checkpoint paths."""
 
-    step: jax.Array  # int32[], attempted steps: skipped ones count
-    key: jax.Array  # uint32 key data; each step folds its number in
+    step: jax.Array  # int32[]: number of attempted steps, including skipped steps
+    key: jax.Array  # uint32 key data, into which each step folds its number
     params: Any  # float32
     opt_state: Any  # float32
     loss_scale: LossScale
     guard: GuardState
-    ema: Any = None  # float32, like the parameters; None, a tree without arrays, if it is off
+    ema: Any = None  # float32 tree like the parameters; None if the EMA is off
 
 
 def init_state(
@@ -43,7 +43,7 @@ def init_state(
     ema: Any = None,
     window_steps: int = 100,
 ) -> TrainState:
-    """Returns the state before the first step. window_steps: the guard's window."""
+    """Returns the state before the first step. window_steps: window length of the guard."""
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         key=jax.random.key_data(key),
@@ -56,14 +56,14 @@ def init_state(
 
 
 def state_axes(param_axes: Any, opt_axes: Any) -> TrainState:
-    """Returns logical axes of every leaf; () for scalars, the key and the guard's window."""
+    """Returns the logical axes of every leaf. Scalars, the key and the guard's window have ()."""
     scalar: Any = ()
     guard_axes = GuardState(*[scalar] * len(GuardState._fields))
     return TrainState(scalar, scalar, param_axes, opt_axes, LossScale(scalar, scalar), guard_axes)
 
 
 def is_dynamic(cfg: LossScaleConfig, compute_dtype: str) -> bool:
-    """True if the loss scale is dynamic in this run."""
+    """Returns True if the loss scale is dynamic for this compute dtype."""
     return cfg.mode == "auto" and compute_dtype == "float16"
 
 
@@ -82,9 +82,10 @@ def adjust_loss_scale(cfg: LossScaleConfig, state: LossScale, finite: jax.Array)
 
 
 def update_ema(cfg: EmaConfig, ema: Any, params: Any, step: jax.Array) -> Any:
-    """Returns the EMA after step number `step` (from 0) with these new parameters; None if it is off.
+    """Returns the EMA after a step. Returns None if the EMA is off.
 
-    An average equal to its parameter stays so bit for bit, because the difference is scaled.
+    params: parameters after the step. step: number of the step, from 0. An average that equals its parameter remains
+    bitwise equal, because the difference is scaled.
     """
     if ema is None:
         return None
@@ -94,5 +95,5 @@ def update_ema(cfg: EmaConfig, ema: Any, params: Any, step: jax.Array) -> Any:
 
 
 def ema_params(state: TrainState) -> Any:
-    """Returns all parameters, with the average of those that have one."""
+    """Returns all parameters, replaced by their EMA where there is one."""
     return combine(state.ema, state.params)

@@ -1,7 +1,7 @@
-"""Statistics per layer and parameter group. A separate program computes them every few steps.
+"""Statistics of layers and groups of parameters, which a separate program computes every few steps.
 
-It recomputes the gradients of the step's batch while recording activations, and computes the update without applying
-it. The training step does not contain it, so training is the same to the bit with or without it.
+The program recomputes the gradients of the step's batch while recording activations, and computes the update without
+applying it. It is not part of the training step, so training is bitwise equal with and without statistics.
 
 L layers of all stacks, in forward order
 """
@@ -27,27 +27,27 @@ from jaxscale.kernels.host_memory import is_on_host
 DEVICE = jax.memory.Space.Device
 EMBEDDING, HEAD, NORMS = "embedding", "head", "norms"  # groups of the parameters outside of blocks
 ZERO_GRAD = "zero_grad"
-BLOCK = re.compile(r"(\w*blocks)/(?:(\d+)/)?")  # prefix of the path of a block's parameter
+BLOCK = re.compile(r"(\w*blocks)/(?:(\d+)/)?")  # prefix of the paths of parameters in blocks
 
-# {name: {index of a stack's first layer: float32[its layers], or a group: float32[]}}, and under ZERO_GRAD
-# {path of a parameter: bool[], or bool[layers] if stacked}
+# {statistic: {index of a stack's first layer: float32[layers of the stack], group: float32[]}}. The value of ZERO_GRAD
+# is {path of a parameter: bool[], or bool[layers] if stacked}.
 Statistics = dict[str, dict[str, jax.Array]]
 StatisticsStep = Callable[[TrainState, Batch], Statistics]
 
 
 class StatisticsGroups(NamedTuple):
-    """Index of the group of each parameter: the layers come first, then the groups outside of blocks."""
+    """Index of the group of each parameter. Layers are first, followed by the groups outside of blocks."""
 
     num_layers: int
     outer_names: tuple[str, ...]
-    indices: tuple[np.ndarray | int, ...]  # of each parameter; an array, [layers], if stacked
-    paths: tuple[str, ...]  # of each parameter
+    indices: tuple[np.ndarray | int, ...]  # index of the group of each parameter; [layers] if stacked
+    paths: tuple[str, ...]  # path of each parameter
 
 
 def statistics_groups(axes: Any, stacks: Mapping[str, int]) -> StatisticsGroups:
-    """Groups parameters by layer, and outside of blocks by EMBEDDING (of tokens and positions), HEAD and NORMS.
+    """Groups parameters by layer. Parameters outside of blocks are in EMBEDDING (tokens, positions), HEAD or NORMS.
 
-    axes: logical axes of the parameters. stacks: from layer_stacks().
+    axes: logical axes of the parameters. stacks: ModelConfig.layer_stacks.
     """
     starts, num_layers = {}, 0
     for name, layers in stacks.items():
@@ -78,10 +78,10 @@ def outer_group(path: str, axes: tuple[str, ...]) -> str:
 def make_statistics_step(
     gradients: Gradients, optimizer: optax.GradientTransformationExtraArgs, groups: StatisticsGroups
 ) -> StatisticsStep:
-    """Returns the pure function (state, batch) -> Statistics of the next step of this state on this batch.
+    """Returns a pure function (state, batch) -> Statistics of a step with this state and batch.
 
-    gradients: its means have intermediates under SOWN, of its recorder. The update is that of an accepted
-    step. Norms are L2.
+    gradients: must have a recorder, so that its means include intermediates under SOWN. The update is computed as in an
+    accepted step. Norms are L2 norms.
     """
 
     def statistics_step(state: TrainState, batch: Batch) -> Statistics:
@@ -107,14 +107,14 @@ def make_statistics_step(
 def group_norms(groups: StatisticsGroups, tree: Any, before: Any = None) -> jax.Array:
     """Returns float32[groups], the L2 norm of each group of a tree like the parameters.
 
-    before: the parameters if the tree is updates, because the update of a parameter on the host is the new parameter.
+    before: the parameters, if the tree contains updates. The update of a parameter in host memory is the new parameter.
     """
     leaves = jax.tree.leaves(tree, is_leaf=is_masked)
     olds = [None] * len(leaves) if before is None else jax.tree.leaves(before)
     sum_of_squares = lambda x: jnp.sum(jnp.square(x.astype(jnp.float32)))
     squares = jnp.zeros(groups.num_layers + len(groups.outer_names), jnp.float32)
     for leaf, old, index in zip(leaves, olds, groups.indices, strict=True):
-        if is_masked(leaf):  # frozen: it has neither gradient nor update
+        if is_masked(leaf):  # a frozen parameter has no gradient and no update
             continue
         squares = squares.at[index].add(reduce_leaf(sum_of_squares, leaf, old, stacked=isinstance(index, np.ndarray)))
     return jnp.sqrt(squares)
@@ -123,7 +123,7 @@ def group_norms(groups: StatisticsGroups, tree: Any, before: Any = None) -> jax.
 def zero_gradients(groups: StatisticsGroups, grads: Any) -> dict[str, jax.Array]:
     """Returns {path: True if the gradient is exactly zero} of the trained parameters, per layer if stacked.
 
-    Entries are compared, not their squares: the square of a small one underflows.
+    Compares entries instead of their squares, which underflow for small entries.
     """
     leaves = zip(groups.paths, groups.indices, jax.tree.leaves(grads, is_leaf=is_masked), strict=True)
     return {
@@ -138,7 +138,7 @@ def reduce_leaf(
 ) -> jax.Array:
     """Reduces a leaf to a scalar, or to [layers] if stacked.
 
-    `old` is subtracted from a leaf on the host, which is copied to the device layer by layer if stacked.
+    A leaf in host memory is copied to the device, layer by layer if stacked, and `old` is subtracted.
     """
     if not is_on_host(leaf):
         return jax.vmap(reduction)(leaf) if stacked else reduction(leaf)
@@ -155,7 +155,7 @@ def reduce_leaf(
 
 
 def layer_statistics(stacks: Sequence[Intermediates]) -> Statistics:
-    """Returns root mean squares over the entries of all positions with text, and the largest attention scores."""
+    """Returns root mean squares over non-padding positions, and the largest attention scores."""
     statistics: Statistics = {}
     start = 0
     for stack in stacks:

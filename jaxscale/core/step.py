@@ -33,11 +33,11 @@ def make_train_step(
     data_row: int | None = None,
     qk_clip: QkClip | None = None,
 ) -> TrainStep:
-    """Returns the pure step (state, batch) -> (state, metrics); build.py jits it and donates the state.
+    """Returns the pure step (state, batch) -> (state, metrics). build.py jits it and donates the state.
 
-    count_gated: report gated_rows. update_balance: applied to the updated parameters, sets router loads and biases.
-    data_row: tokens in a row of the data if the batch has shorter rows cut from those. qk_clip: applied last, scales
-    query and key weights of heads with large scores.
+    count_gated: whether metrics include gated_rows. update_balance: sets router loads and biases of the updated
+    parameters. data_row: number of tokens in a row of the data, if the rows of the batch are parts of these rows.
+    qk_clip: scales query and key weights of heads with large scores, after all other updates.
     """
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -87,11 +87,11 @@ def next_state(
     ok: jax.Array,
     finite: jax.Array | None,
 ) -> TrainState:
-    """Returns the state after a step. A bad step changes only its number, the guard and the loss scale.
+    """Returns the state after a step. A rejected step changes only the step count, the guard and the loss scale.
 
     finite: bool[], True for finite gradients; None if the loss scale is constant.
     """
-    # the optimizer has already applied `ok` to arrays on the host
+    # The optimizer has already applied `ok` to arrays in host memory.
     select_leaf = lambda new, old: new if new is old or is_on_host(new) else jnp.where(ok, new, old)
     select = lambda new, old: jax.tree.map(select_leaf, new, old)
     return state._replace(
@@ -105,7 +105,7 @@ def next_state(
 
 
 def make_gradient_norms(gradients: Gradients) -> Callable[[TrainState, Batch], dict[str, jax.Array]]:
-    """Returns (state, batch) -> norm of each gradient by parameter name."""
+    """Returns a function (state, batch) -> {parameter name: gradient norm}."""
 
     def gradient_norms(state: TrainState, batch: Batch) -> dict[str, jax.Array]:
         _, grads = gradients.compute(state, batch)
@@ -115,15 +115,15 @@ def make_gradient_norms(gradients: Gradients) -> Callable[[TrainState, Batch], d
 
 
 def gated_rows(batch: Batch) -> jax.Array:
-    """Number of rows of the global batch with text and zero weight, int32[].
+    """Returns the number of rows of the global batch with text and zero weight, int32[].
 
-    These are rows rejected by the row filter, and the few without targets (documents of one token, nothing to mask).
+    These are rows rejected by the row filter, and the few rows without targets (documents of one token, or no mask).
     """
     return jnp.sum(jnp.any(batch.segment_ids > 0, axis=1) & ~jnp.any(batch.weights > 0, axis=1), dtype=jnp.int32)
 
 
 def apply_update(param: jax.Array, update: Any) -> Any:
-    """Returns param + update; param if it is frozen; the update itself for a parameter on the host."""
+    """Returns param + update. Returns a frozen param unchanged, and the update for a parameter in host memory."""
     if isinstance(update, optax.MaskedNode):
         return param
     if is_on_host(param):
@@ -132,22 +132,22 @@ def apply_update(param: jax.Array, update: Any) -> Any:
 
 
 def leaf_name(path: Any) -> str:
-    """Formats a key path as 'blocks/mlp/up', the name in checkpoints after 'params/'."""
+    """Formats a key path as 'blocks/mlp/up', which follows 'params/' in checkpoints."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def hash_tokens(batch: Batch) -> jax.Array:
-    """Returns tokens_hash (runtime/data/stacking.py) of the global batch, uint32[2], the same on any mesh.
+    """Returns tokens_hash() (runtime/data/stacking.py) of the global batch, uint32[2].
 
-    Words are added modulo 2**32, so the sum does not depend on sharding or order. A process could only hash the rows
-    that it has read.
+    Hashes are added modulo 2**32, so the sum does not depend on sharding or order. Computed in the step, because a
+    process has only the rows that it has read.
     """
     sums = [sum_hash_words(words_BT, first_column) for words_BT, first_column in hashed_token_arrays(batch)]
     return sum(sums[1:], sums[0])
 
 
 def sum_hash_words(tokens_BT: jax.Array, first_column: int) -> jax.Array:
-    """Returns the sums, uint32[2], for ids whose columns are numbered from first_column."""
+    """Returns the sums of hashes, uint32[2], of ids whose columns are numbered from first_column."""
     row_BT = jax.lax.broadcasted_iota(jnp.uint32, tokens_BT.shape, 0)
     column_BT = jax.lax.broadcasted_iota(jnp.uint32, tokens_BT.shape, 1) + jnp.uint32(first_column)
     words_BT = tokens_BT.astype(jnp.uint32)

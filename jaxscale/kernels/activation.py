@@ -1,4 +1,4 @@
-"""Activations of the feed-forward layers: float32 inside, result in the input's dtype."""
+"""Activations of feed-forward layers, computed in float32 and returned in the input's dtype."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ F32 = jnp.float32
 
 @jax.custom_vjp
 def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """silu(gate) * up (arXiv:2002.05202). The custom backward pass saves only gate and up, in their dtypes."""
+    """Returns silu(gate) * up (arXiv:2002.05202). The custom backward pass saves only gate and up, in their dtypes."""
     return (jax.nn.silu(gate.astype(F32)) * up.astype(F32)).astype(gate.dtype)
 
 
@@ -29,7 +29,7 @@ swiglu.defvjp(_swiglu_forward, _swiglu_backward)
 
 @jax.custom_vjp
 def geglu_tanh(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """gelu(gate) * up (arXiv:2002.05202) with tanh GELU. The backward pass saves gate and up, as in swiglu."""
+    """Returns gelu(gate) * up (arXiv:2002.05202) with tanh GELU. The backward pass saves only gate and up."""
     return (jax.nn.gelu(gate.astype(F32), approximate=True) * up.astype(F32)).astype(gate.dtype)
 
 
@@ -49,10 +49,10 @@ geglu_tanh.defvjp(_geglu_forward, _geglu_backward)
 
 
 def gelu_tanh(x: jax.Array) -> jax.Array:
-    """GELU in its tanh form, as in GPT-2 (arXiv:1606.08415)."""
+    """Returns GELU in its tanh form, as in GPT-2 (arXiv:1606.08415)."""
     return jax.nn.gelu(x.astype(F32), approximate=True).astype(x.dtype)
 
 
 def gelu(x: jax.Array) -> jax.Array:
-    """GELU with the exact normal CDF (arXiv:1606.08415)."""
+    """Returns GELU with the exact normal CDF (arXiv:1606.08415)."""
     return jax.nn.gelu(x.astype(F32), approximate=False).astype(x.dtype)

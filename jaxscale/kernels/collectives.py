@@ -1,10 +1,9 @@
 """Links per mesh axis, and bytes per collective. On a TPU slice an axis can span several torus dimensions.
 
 Weights are all-gathered and their gradients reduce-scattered over several mesh axes, in shapes that are fast on TPUs.
-
 TPU memory stores the last two dimensions of an array in tiles of 8 x 128 (openxla.org/xla/tiled_layout), and XLA:TPU
-reduce-scatters only some shapes efficiently. The rules here were read off compiled programs: jax 0.10.2 with libtpu
-0.0.42.1 and jax 0.12.0.1 with libtpu 0.0.50.1, v5e, v5p and v6e, 8 to 512 chips, 2026-11-22.
+reduce-scatters only some shapes efficiently. The rules below were found in compiled programs (jax 0.10.2 with libtpu
+0.0.42.1 and jax 0.12.0.1 with libtpu 0.0.50.1, v5e, v5p and v6e, 8 to 512 chips, 2026-11-22).
 """
 
 import dataclasses
@@ -24,35 +23,32 @@ from numpy.typing import ArrayLike
 from jaxscale.kernels.hardware import Device
 from jaxscale.units import divisors
 
-Axis = str | tuple[str, ...]  # of a mesh, or several as one
+Axis = str | tuple[str, ...]  # a mesh axis, or several mesh axes as one
 
 
 class LinkStage(NamedTuple):
     """One step of a collective along a mesh axis."""
 
-    groups: tuple[tuple[int, ...], ...]  # positions along the axis that exchange data with each other
-    between_slices: bool = False  # over DCN
+    groups: tuple[tuple[int, ...], ...]  # groups of positions along the axis that exchange data
+    between_slices: bool = False  # True if the stage uses DCN
 
 
 class CollectiveBytes(NamedTuple):
-    """All collectives of one kind and purpose along a mesh axis, of one device."""
+    """Bytes of all collectives of one kind and purpose along a mesh axis, for one device."""
 
     axis: str
-    kind: str  # as in HLO: all-gather, reduce-scatter, all-reduce, all-to-all or collective-permute
-    nbytes: float  # of the whole arrays: gathered, or before a reduce-scatter
+    kind: str  # name in HLO: all-gather, reduce-scatter, all-reduce, all-to-all or collective-permute
+    nbytes: float  # bytes of the whole arrays, after a gather or before a reduce-scatter
 
 
 def link_stages(mesh: Mesh, axis: str, *, torus_at_once: bool = False) -> tuple[LinkStage, ...]:
-    """Returns the torus dimensions that `axis` spans, the slowest-varying first; () if only one.
+    """Returns the torus dimensions that `axis` spans, the slowest-varying first, or () if only one.
 
-    torus_at_once: all dimensions within a slice are one stage, and DCN between slices is another.
-
-    TPU TensorCores reduce-scatter among groups along one dimension; over more dimensions at once XLA:TPU all-reduces
-    and slices (libtpu 0.0.51 for v5e, v5p and v6e, 2026-11-21). Stage by stage, shards end on the same devices as in
-    one collective.
-
-    () on GPUs, although devices of an ahead-of-time topology have coordinates too (slice, host, card): NCCL chooses its
-    own routes, and stages by host and card sent 8 times as much between hosts.
+    torus_at_once: whether all dimensions within a slice are one stage, and DCN between slices a second stage. TPU
+    TensorCores reduce-scatter among groups along one dimension. Over several dimensions at once XLA:TPU all-reduces and
+    slices (libtpu 0.0.51 for v5e, v5p and v6e, 2026-11-21). With stages, shards are on the same devices as with one
+    collective. On GPUs there are no stages, because NCCL chooses routes. Stages by host and card, the coordinates of
+    devices in an ahead-of-time topology, sent 8 times as many bytes between hosts.
     """
     line = axis_line(mesh.devices, mesh.axis_names.index(axis))
     if line[0].platform != "tpu":
@@ -72,10 +68,10 @@ def link_stages(mesh: Mesh, axis: str, *, torus_at_once: bool = False) -> tuple[
 
 
 def most_links_outermost(devices: np.ndarray) -> np.ndarray:
-    """Reorders the devices of a mesh: along each axis the torus dimension with the most links varies slowest.
+    """Reorders the devices of a mesh such that the torus dimension with the most links varies slowest along each axis.
 
-    A stage-by-stage gather ends there, and a reduce-scatter starts there, where arrays are largest; DCN between slices
-    carries the smallest.
+    A gather in stages ends, and a reduce-scatter starts, with that dimension, when arrays are largest. DCN between
+    slices transfers the smallest arrays.
     """
     if devices.flat[0].platform != "tpu":
         return devices
@@ -95,23 +91,23 @@ def most_links_outermost(devices: np.ndarray) -> np.ndarray:
 
 
 def num_links(devices: np.ndarray, coordinate: int, size: int) -> int:
-    """Returns the links of a chip along a coordinate: 2 in a ring of `size`, otherwise 1; 0 between slices."""
+    """Returns the number of links of a chip along a coordinate: 2 in a ring of `size`, 0 between slices, else 1."""
     points = [coordinates(device) for device in devices.flat]
     if coordinate == 0:
         return 0
     if coordinate == len(points[0]) - 1:
         return 3  # the cores of a chip share its memory
     sides = [1 + max(column) for column in zip(*points)][1:-1]
-    dims = 3 if min(sides) > 1 else 2  # slices smaller than a cube have no rings, on any chip
+    dims = 3 if min(sides) > 1 else 2  # on any chip, slices smaller than a cube have no rings
     return 2 if size == sides[coordinate - 1] and wraps(dims, sides, size) else 1
 
 
 def wraps(num_dims: int, shape: Sequence[int], size: int) -> bool:
-    """True if a dimension of this size has wraparound links in a slice of this shape.
+    """Returns True if a dimension of this size has wraparound links in a slice of this shape.
 
-    3D slices of whole 4x4x4 cubes have wraparound links in all dimensions, smaller ones in none. 2D chips have them
-    only along a full side of a pod. Sources: cloud.google.com/tpu/docs, page of the version, and MaxText's
-    accelerator_to_spec_map.py, by Google.
+    3D slices of whole 4x4x4 cubes have wraparound links in all dimensions, smaller 3D slices in none. 2D slices have
+    wraparound links only along a full side of a pod. Sources: cloud.google.com/tpu/docs, page of each TPU version, and
+    MaxText's accelerator_to_spec_map.py, by Google.
     """
     return all(side % 4 == 0 for side in shape) if num_dims == 3 else size == 16
 
@@ -122,17 +118,18 @@ def axis_line(devices: np.ndarray, dimension: int) -> np.ndarray:
 
 
 def scatter_along(x: jax.Array, axis: Axis, dimension: int, stages: tuple[LinkStage, ...]) -> jax.Array:
-    """Reduce-scatters x along `dimension` over a mesh axis, one link after the other."""
+    """Reduce-scatters x along `dimension` over a mesh axis, stage by stage."""
     for groups in [stage.groups for stage in stages] or [None]:
         x = lax.psum_scatter(x, axis, scatter_dimension=dimension, axis_index_groups=groups, tiled=True)
     return x
 
 
 def gather_along(x: jax.Array, axis: Axis, dimension: int, stages: tuple[LinkStage, ...]) -> jax.Array:
-    """All-gathers along `dimension` over a mesh axis: the inverse of scatter_along.
+    """All-gathers x along `dimension` over a mesh axis. Inverse of scatter_along().
 
-    Over three links at once XLA:TPU would all-reduce zero-padded arrays: twice the bytes (libtpu 0.0.51 for v5p:4x4x4
-    and 8x8x16, 2026-11-21). Over one or two within a slice it all-gathers, so the choice is left to XLA.
+    Over three torus dimensions at once, XLA:TPU would all-reduce zero-padded arrays, which sends twice the bytes
+    (libtpu 0.0.51 for v5p:4x4x4 and 8x8x16, 2026-11-21). Over one or two dimensions within a slice it all-gathers, so a
+    single collective is used.
     """
     left_to_xla = len(stages) <= 2 and not any(stage.between_slices for stage in stages)
     for groups in [None] if left_to_xla else [stage.groups for stage in reversed(stages)]:
@@ -141,7 +138,9 @@ def gather_along(x: jax.Array, axis: Axis, dimension: int, stages: tuple[LinkSta
 
 
 def ring_bytes(kind: str, nbytes: float, size: int) -> float:
-    """Returns the bytes that each of `size` devices sends of arrays of `nbytes`, the minimum of any algorithm.
+    """Returns the bytes that each of `size` devices sends in a collective, the minimum of any algorithm.
+
+    nbytes: bytes of the whole arrays.
 
     Source: Patarasuk and Yuan, Journal of Parallel and Distributed Computing 69(2), 2009.
     """
@@ -156,9 +155,9 @@ def coordinates(device: Device) -> tuple[int, ...]:
 
 
 def stage_sizes(points: ArrayLike) -> tuple[int, ...]:
-    """Returns the lengths of nested runs of a line of devices, each along one coordinate, the outermost first.
+    """Returns the lengths of nested runs of a line of devices, each along one coordinate, outermost first.
 
-    [(0,0), (0,1), (1,0), (1,1)] is (2, 2). A line without such an order (a snake) is one run.
+    [(0,0), (0,1), (1,0), (1,1)] gives (2, 2). A line without such an order (a snake) is a single run.
     """
     starts, sizes = np.asarray(points), []
     while len(starts) > 1:
@@ -171,27 +170,28 @@ def stage_sizes(points: ArrayLike) -> tuple[int, ...]:
 
 
 def is_straight(points: np.ndarray, length: int) -> bool:
-    """True if the points divide into runs of this length, along which the same single coordinate changes."""
+    """Returns True if the points divide into runs of this length along each of which the same coordinate changes."""
     if len(points) % length:
         return False
     runs = points.reshape(-1, length, points.shape[1])
     return bool(np.count_nonzero((runs != runs[:, :1]).any(axis=(0, 1))) <= 1)
 
 
-LANES, SUBLANES = 128, 8  # of a tile, to which the last two axes are padded
-# XLA:TPU seems to process equal groups of tiles in turn, if a divisor of medium size exists. It all-reduced groups of
-# at least 307 tiles on lines of 2 chips, 251 on lines of 4 and 167 on lines of 8; also of 113 to 131 on v5p:8x8x8,
-# which are not padded, since padding GPT-2's 3 x 131 tiles moves 4% more HBM bytes on v5e:2x4.
-SMALLEST_GROUP, LARGEST_GROUP = 16, 150  # multiples of 16 tiles: all on lines of 2 to 8, not all on lines of 16 v5e
-Partition = tuple[tuple[int, tuple[str, ...]], ...]  # (dimension, mesh axes it is sharded over)
+LANES, SUBLANES = 128, 8  # size of a tile, to multiples of which the last two axes are padded
+# XLA:TPU seems to process equal groups of tiles in turn, if the number of tiles has a divisor of medium size. It
+# all-reduced groups of at least 307 tiles on lines of 2 chips, 251 on lines of 4 and 167 on lines of 8, and groups of
+# 113 to 131 on v5p:8x8x8. The latter are not padded, because padding GPT-2's 3 x 131 tiles moves 4% more HBM bytes on
+# v5e:2x4. Multiples of 16 tiles were all reduce-scattered on lines of 2 to 8 chips, but not on lines of 16 v5e.
+SMALLEST_GROUP, LARGEST_GROUP = 16, 150
+Partition = tuple[tuple[int, tuple[str, ...]], ...]  # (dimension, mesh axes that shard it)
 
 
 @dataclasses.dataclass(frozen=True)
 class Communication:
     """Settings of weight and gradient collectives.
 
-    dtype: that of gradient sums. stages: for each mesh axis that spans several links, the devices that share
-    each link. tiled: arrays have a TPU's tiled memory layout.
+    dtype: dtype of gradient sums. stages: link_stages() of each mesh axis. tiled: whether arrays have the tiled memory
+    layout of TPUs.
     """
 
     dtype: Any
@@ -199,21 +199,21 @@ class Communication:
     tiled: bool
 
     def collective_axes(self, names: tuple[str, ...]) -> tuple[Axis, ...]:
-        """Returns the axes of successive collectives: each mesh axis alone on TPUs, all together elsewhere.
+        """Returns the axes of successive collectives: each mesh axis separately on TPUs, all together on other devices.
 
-        NCCL gathers within a node last, after most data crossed the network: separately, an 8B model with fsdp over 8
-        nodes and context inside sent 54.4 GB over the network per step, together 6.8 (jax 0.12.0.1, 2026-11-24).
+        With separate collectives on GPUs, an 8B model with fsdp over 8 nodes and context within nodes sent 54.4 GB over
+        the network per step. With one collective, where NCCL chooses the order, it sent 6.8 (jax 0.12.0.1, 2026-11-24).
         """
         return names if self.tiled else (names,)
 
     def stages_along(self, name: Axis) -> tuple[LinkStage, ...]:
-        """Returns the links of an axis that a collective uses one after the other; () for several axes together."""
+        """Returns the stages of a collective along an axis, or () for several axes together."""
         return dict(self.stages).get(name, ()) if isinstance(name, str) else ()
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def gather_shards(partition: Partition, dtype: Any, communication: Communication, w: jax.Array) -> jax.Array:
-    """Returns the weight cast to `dtype` and all-gathered; its gradient is reduce-scattered."""
+    """Returns the weight cast to `dtype` and all-gathered. Its gradient is reduce-scattered."""
     w = w.astype(dtype)
     for dimension, names in partition:
         for name in reversed(communication.collective_axes(names)):
@@ -235,9 +235,9 @@ gather_shards.defvjp(_gather_forward, _gather_backward)
 def reduce_scatter(x: jax.Array, partition: Partition, communication: Communication) -> jax.Array:
     """Returns this device's shard of the sum of x over the axes of the partition, in the communication dtype.
 
-    The sharded dimension is made outermost in memory first: along the innermost dimension XLA:TPU pads the parts to 128
-    lanes, and sums the last stage in full on every device (libtpu 0.0.51 for v5e, 2026-11-21). The rows of a stack of
-    matrices are scattered in place (v5p:4x4x4, v6e:8x8 and v5e:8x8, libtpu 0.0.51, 2026-11-24).
+    The sharded dimension is first moved outermost in memory. Along the innermost dimension, XLA:TPU would pad the
+    shards to 128 lanes and compute the last stage in full on every device (libtpu 0.0.51 for v5e, 2026-11-21). The rows
+    of a stack of matrices are scattered in place (v5p:4x4x4, v6e:8x8 and v5e:8x8, libtpu 0.0.51, 2026-11-24).
     """
     x = x.astype(communication.dtype)
     for dimension, names in partition:
@@ -257,18 +257,18 @@ def reduce_scatter(x: jax.Array, partition: Partition, communication: Communicat
 
 
 def on_tpu(mesh: Mesh) -> bool:
-    """True if the devices are TPUs."""
+    """Returns True if the devices are TPUs."""
     return mesh.devices.flat[0].platform == "tpu"
 
 
 def pad_for_scatter(x: jax.Array) -> jax.Array:
-    """Returns x in a shape that XLA:TPU reduce-scatters along the first dimension; `unpad` reverts the shape of a
+    """Returns x in a shape that XLA:TPU reduce-scatters along the first dimension. unpad() reverts the shape of a
     shard.
 
-    XLA:TPU all-reduces some shapes instead, which sends twice the bytes. One is a matrix whose column tiles cannot be
-    divided into equal groups of 16 to 150: 151,936 columns are 1,187 tiles, a prime. It is padded by at most 15 tiles.
-    Another is a second-last dimension below the 8 rows of a tile, such as 4 heads: it is merged with the last. (With
-    one head the compiler fails on v5e:8x8: "not implemented for 2nd-minor compaction".)
+    XLA:TPU all-reduces some shapes instead, which sends twice the bytes. If the column tiles of a matrix cannot be
+    divided into equal groups of 16 to 150 (151,936 columns are 1,187 tiles, a prime), the matrix is padded by at most
+    15 tiles. A second-last dimension below the 8 rows of a tile, such as 4 heads, is merged with the last dimension.
+    (With one head the compiler fails on v5e:8x8: "not implemented for 2nd-minor compaction".)
     """
     if x.ndim > 2 and x.shape[-2] < SUBLANES:
         x = x.reshape(len(x), -1)
@@ -278,11 +278,11 @@ def pad_for_scatter(x: jax.Array) -> jax.Array:
 
 
 def unpad(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Returns a shard of the result of `pad_for_scatter`, with the original trailing dimensions."""
+    """Returns a shard of the result of pad_for_scatter() with the original trailing dimensions."""
     return x if x.shape[1:] == shape else x[:, : math.prod(shape)].reshape(-1, *shape)
 
 
 def has_equal_groups(tiles: int) -> bool:
-    """True if that many tiles fit in one group, or divide into equal groups."""
+    """Returns True if this number of tiles fits in one group or can be divided into equal groups."""
     fits = lambda group: SMALLEST_GROUP <= group <= LARGEST_GROUP
     return tiles <= LARGEST_GROUP or any(map(fits, divisors(tiles)))

@@ -1,7 +1,7 @@
 """Compiler options per platform that change a compiled training step.
 
-Much of the published TPU advice is the compiler's default by now: setting it compiles the same program (ON_BY_DEFAULT).
-tests/sharding/test_compiler_options.py compiles with and without each name here.
+Many published recommendations for TPUs are now defaults of the compiler, so setting them does not change the program
+(ON_BY_DEFAULT). tests/sharding/test_compiler_options.py compiles with and without each option of TABLE.
 """
 
 import dataclasses
@@ -24,30 +24,30 @@ FLAG = re.compile(r"--(\w+)")
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """A row of the table."""
+    """A compiler option for some devices, with its effect and evidence."""
 
-    devices: tuple[str, ...]  # platforms, "tpu" or "gpu", or device_kinds
+    devices: tuple[str, ...]  # platforms ("tpu", "gpu") or device kinds
     name: str
     value: Value
     effect: str
-    evidence: str  # change of a compiled program: chip, versions, date
-    old_name: str = ""  # in older versions, and still in XLA_FLAGS
+    evidence: str  # change of a compiled program, with chip, versions and date
+    old_name: str = ""  # name in older versions, and still in XLA_FLAGS
 
     @property
     def names(self) -> set[str]:
-        """Current and old name, either of which the environment may set."""
+        """Current and old name. The environment may set either of them."""
         return {self.name, self.old_name} - {""}
 
 
-# Chips with SparseCores, which run collectives concurrently with matmuls on the TensorCore. Collectives that are not
-# offloaded block every matmul: inside shard_map XLA:TPU runs no other gather or scatter asynchronously on these chips.
+# Chips with SparseCores, which run collectives concurrently with matmuls on the TensorCore. On these chips, XLA:TPU
+# runs gathers and scatters inside shard_map asynchronously only if they are offloaded. Others block matmuls.
 SPARSE_CORES = ("TPU v5", "TPU v6 lite")
 SPARSE_CORE = "xla_tpu_enable_sparse_core_collective_offload_"
-# With OFFLOAD_TORUS a gather or scatter over a whole slice is one asynchronous operation: kernels/collectives.py.
+# With OFFLOAD_TORUS a gather or scatter over a whole slice is one asynchronous operation (kernels/collectives.py).
 OFFLOAD = tuple(SPARSE_CORE + what for what in ("all_gather", "reduce_scatter"))
 OFFLOAD_TORUS = tuple(SPARSE_CORE + what for what in ("2d_all_gather", "3d_all_gather", "nd_reduce_scatter"))
 LATENCY = tuple(f"xla_tpu_sparse_core_{what}_latency_multiplier" for what in ("all_gather", "reduce_scatter"))
-# The compiler aborts on an unknown name.
+# The name depends on the version, and the compiler aborts on an unknown name.
 PIPELINED_GATHER = (
     ("xla_gpu_pipeline_all_gather", "COLLECTIVE_PIPELINING_MODE_ON")
     if jax.__version_info__ >= (0, 11, 1)
@@ -58,8 +58,8 @@ OVERLAP = "xla_gpu_experimental_parallel_collective_overlap_limit"
 SLICE_FUSION = "xla_gpu_enable_dynamic_slice_fusion"
 PIPELINE = ("xla_tpu_enable_ici_ag_pipelining", "xla_tpu_enable_ici_rs_pipelining")
 
-# Evidence for GPU rows unless stated: a Llama of 4 layers, embed_dim 512, zero3 over 8 GPUs, compiled ahead of time on
-# 2026-11-21 with jax 0.10.2 and its CUDA 12 plugin. Only the last row was timed on a GPU.
+# Unless stated otherwise, evidence for GPU options is from a Llama of 4 layers, embed_dim 512, zero3 over 8 GPUs,
+# compiled ahead of time on 2026-11-21 with jax 0.10.2 and its CUDA 12 plugin. Only the last option was timed on a GPU.
 TABLE = (
     *(
         Option(
@@ -67,7 +67,7 @@ TABLE = (
             name,
             True,
             "offloads all-gathers and reduce-scatters along one torus dimension to the SparseCores",
-            "v5p:2x2x4 and v6e:8x8, libtpu 0.0.51, 2026-11-23: start and done of all of them instead of none",
+            "v5p:2x2x4 and v6e:8x8, libtpu 0.0.51, 2026-11-23: all have separate start and done instead of none",
         )
         for name in OFFLOAD
     ),
@@ -76,8 +76,8 @@ TABLE = (
             SPARSE_CORES,
             name,
             True,
-            "the same along several dimensions, so that a gather uses all their links at once",
-            "v5p:2x2x4, libtpu 0.0.51, 2026-11-23: 3 gathers of 6 rings each for 3 matrices instead of 9 of one each",
+            "offloads collectives along several torus dimensions, so that a gather uses all their links at once",
+            "v5p:2x2x4, libtpu 0.0.51, 2026-11-23: 3 gathers with 6 rings each for 3 matrices instead of 9 with one ring",
         )
         for name in OFFLOAD_TORUS
     ),
@@ -86,8 +86,8 @@ TABLE = (
             SPARSE_CORES,
             name,
             True,
-            "gathers the next layer's parameters, and scatters the previous one's gradients, in a loop over layers",
-            "v5p:2x2x4, libtpu 0.0.51, 2026-11-23: a layer's matmuls between start and done of every gather of the "
+            "gathers the next layer's parameters and scatters the previous layer's gradients in a loop over layers",
+            "v5p:2x2x4, libtpu 0.0.51, 2026-11-23: matmuls of a layer run between start and done of every gather of the "
             "forward loop and every scatter of the backward loop",
         )
         for name in PIPELINE
@@ -97,9 +97,9 @@ TABLE = (
             SPARSE_CORES,
             name,
             4,
-            "makes the scheduler assume 4 times the latency of these collectives, so that it overlaps more matmuls",
-            "7B on v5p:2x2x4, 4 x 4096, libtpu 0.0.51, 2026-11-23: 94.9% of the bytes sent during matmuls that take as "
-            "long instead of 70.4%, at the links' published rates; peak 51.4 GiB instead of 51.5",
+            "makes the scheduler assume 4 times the latency of collectives, so that it overlaps more matmuls with them",
+            "7B on v5p:2x2x4, 4 x 4096, libtpu 0.0.51, 2026-11-23: 94.9% of bytes are sent during matmuls of sufficient "
+            "length instead of 70.4%, at published link bandwidths; peak 51.4 GiB instead of 51.5",
         )
         for name in LATENCY
     ),
@@ -107,32 +107,32 @@ TABLE = (
         ("TPU v5", "TPU v5 lite"),
         "xla_tpu_scoped_vmem_limit_kib",
         32 * 1024,
-        "raises the VMEM limit of one operation from 16 to 32 MiB: larger tiles",
-        "a 7B's step by the compiler's estimate, with RoPE on whole heads, libtpu 0.0.51, 2026-11-23: 3.06 billion "
-        "cycles instead of 3.95 on v5p:2x2x4 (4 x 4096 tokens; 3.34 instead of 4.11 with the SparseCore rows), "
+        "raises the VMEM limit of an operation from 16 to 32 MiB, which allows larger tiles",
+        "step of a 7B by the compiler's estimate, with RoPE on whole heads, libtpu 0.0.51, 2026-11-23: 3.06 billion "
+        "cycles instead of 3.95 on v5p:2x2x4 (4 x 4096 tokens; 3.34 instead of 4.11 with SparseCore options), "
         "3.48 instead of 4.16 on v5e:8x8 (4 x 2048)",
     ),
     Option(
         ("gpu",),
         "xla_gpu_enable_latency_hiding_scheduler",
         True,
-        "starts collectives earlier and ends them later, so that matmuls overlap them",
-        "8 A100, with the row below: 8, 11 and 4 operations between start and end of the reduce-scatters instead of "
-        "0, 2 and 0; peak memory of this small program 100 MB instead of 73. 8 H100: no change, on by default there",
+        "starts collectives earlier and ends them later, so that they overlap with matmuls",
+        "8 A100, with the next option: 8, 11 and 4 operations between start and end of reduce-scatters instead of "
+        "0, 2 and 0; peak memory of this small program 100 MB instead of 73. 8 H100: no change, already on by default",
     ),
     Option(
         ("gpu",),
         *PIPELINED_GATHER,
-        "gathers the next layer's parameters during this one, in a loop over layers; needs memory for both",
-        "8 H100: 5 and 20 operations between start and end of the loops' gathers instead of 2 and 2; peak memory 3% "
+        "gathers the next layer's parameters during a layer, in a loop over layers; needs memory for two layers",
+        "8 H100: 5 and 20 operations between start and end of gathers in the loops instead of 2 and 2; peak memory 3% "
         "higher",
         old_name="xla_gpu_enable_pipelined_all_gather",
     ),
     Option(
         ("gpu",),
         "xla_gpu_reduce_scatter_combine_threshold_bytes",
-        1,  # byte of a device's shard
-        "scatters each gradient as soon as it is ready, instead of a layer's gradients together at its end",
+        1,  # byte per shard
+        "scatters each gradient as soon as it is computed, instead of all gradients of a layer at the end",
         "7B on 64 H100, 4 microbatches, 2026-11-23: 95.3% of the communication time hidden instead of 78.1%; peak 12.0 "
         "GiB instead of 10.7",
     ),
@@ -140,24 +140,24 @@ TABLE = (
         ("gpu",),
         OVERLAP,
         16,
-        "allows that many collectives in flight: a layer's gathers start early and queue on the network, instead of "
-        "each waiting for its matmul. Only if each layer is gathered over the network",
+        "allows 16 collectives in flight, so that gathers of a layer start early and queue on the network, instead of "
+        "each waiting for its matmul. Set only if each layer is gathered over the network",
         "7B on 64 H100, 4 microbatches, jax 0.12.0.1, 2026-11-24: 98.2% of the communication time hidden instead of "
-        "58.7% (79.2% with 8), peak 11.1 GiB instead of 11.2; 70B on 256 A100, tensor 8: 31.7 s at least instead of "
-        "37.7, in 32.5 GiB instead of 25.1. Within a node they delay each other: 68.5% instead of 84.1%",
+        "58.7% (79.2% with 8), peak 11.1 GiB instead of 11.2; 70B on 256 A100, tensor 8: at least 31.7 s instead of "
+        "37.7, with 32.5 GiB instead of 25.1. Within a node, collectives delay each other: 68.5% instead of 84.1%",
     ),
     Option(
         ("gpu",),
         SLICE_FUSION,
         False,
-        "runs an expert kernel once if a loop over layers saves its output: otherwise it runs a second time, to write "
-        "the output into the stack of all layers. Only if outputs are saved",
-        "Mixtral 8x7B of 3 layers, 8 rows of 4,096, remat minimal, one H200, jax 0.11.2, 2026-11-26: 58,621 tokens/s "
-        "instead of 52,856; 3 such kernels in the forward loop instead of 5. OLMoE with remat full: 41,923 instead of "
-        "42,541",
+        "runs an expert kernel once if a loop over layers saves its output. Without the option it runs a second time "
+        "to write the output into the stack of all layers. Set only if outputs are saved",
+        "Mixtral 8x7B with 3 layers, 8 rows of 4,096, remat minimal, one H200, jax 0.11.2, 2026-11-26: 58,621 tokens/s "
+        "instead of 52,856; 3 expert kernels in the forward loop instead of 5. OLMoE with remat full: 41,923 instead "
+        "of 42,541",
     ),
 )
-# False changes the program (v5e:2x4, libtpu 0.0.42), True does not. Documentation only, never passed to the compiler.
+# Options for which False changes the program and True does not (v5e:2x4, libtpu 0.0.42). Not passed to the compiler.
 ON_BY_DEFAULT = {
     "tpu": (
         "xla_tpu_enable_latency_hiding_scheduler",
@@ -178,16 +178,17 @@ def compiler_options(
     over_network: bool = False,
     saves_expert_outputs: bool = False,
 ) -> CompilerOptions:
-    """Returns the table's rows for these devices, overridden by `extra` (from the config).
+    """Returns the options of TABLE for these devices, overridden by `extra`, the options in the config.
 
-    A row that XLA_FLAGS or LIBTPU_INIT_ARGS names is left out, because an option of a program would silently override
-    them; `extra`, which the user names explicitly, does override them.
+    An option that XLA_FLAGS or LIBTPU_INIT_ARGS sets is omitted, because an option of the program would silently
+    override the variable. Options in `extra` do override variables, because the user sets them explicitly.
 
-    prefetch_weights: gather a layer's weights during the previous layer. XLA:TPU fails a check if a layer of the loop
-    contains a conditional or a loop (Gemma 3 on v5p:2x2x2, ring attention on v5p:4x4x4, libtpu 0.0.51, 2026-11-24).
-    Experts are not prefetched: a second copy of a layer's experts is large, and their matmuls are long enough to hide
-    the next gather (docs/explanation/mixtures.md has both compiled). over_network: each layer's weights are gathered
-    over the network between nodes. saves_expert_outputs: the outputs of expert kernels are saved for the backward pass.
+    prefetch_weights: whether to gather a layer's weights during the previous layer. XLA:TPU fails a check if a layer of
+    the loop contains a conditional or a loop (Gemma 3 on v5p:2x2x2, ring attention on v5p:4x4x4, libtpu 0.0.51,
+    2026-11-24). Experts are not prefetched, because a second copy of a layer's experts is large, and their matmuls are
+    long enough to hide the next gather (docs/explanation/mixtures.md compares compiled programs). over_network: whether
+    each layer's weights are gathered over the network between nodes. saves_expert_outputs: whether outputs of expert
+    kernels are saved for the backward pass.
     """
     set_already = {name for variable in XLA_VARIABLES for name in FLAG.findall(environment.get(variable, ""))}
     conditional = ((prefetch_weights, PIPELINE), (over_network, (OVERLAP,)), (saves_expert_outputs, (SLICE_FUSION,)))
@@ -202,21 +203,21 @@ def compiler_options(
 
 
 def fast_compile_options(platform: str, environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Returns jax.jit compiler_options for a program that runs once or rarely, so that it compiles faster.
+    """Returns compiler_options of jax.jit with which a program that runs rarely compiles faster.
 
-    LLVM's last optimization level took 8 of the 11 CPU seconds to compile the quick start's initialization, with
-    bit-equal results (jax 0.10.2, AMD Zen 3, 2026-11-27). A level set in XLA_FLAGS is kept.
+    LLVM's highest optimization level took 8 of the 11 CPU seconds to compile the initialization of the quick start,
+    with bitwise equal results (jax 0.10.2, AMD Zen 3, 2026-11-27). A level set in XLA_FLAGS is not changed.
     """
     is_set = OPTIMIZATION_LEVEL in FLAG.findall(environment.get("XLA_FLAGS", ""))
     return {OPTIMIZATION_LEVEL: 2} if platform == "cpu" and not is_set else {}
 
 
 def check_options(extra: Mapping[str, Value], device: Device) -> None:
-    """Raises BadInput if XLA for this device rejects an option, found by compiling a program of one scalar."""
+    """Raises BadInput if XLA for this device rejects an option. Compiles a program of one scalar for each option."""
     for name, value in extra.items():
         scalar = jax.ShapeDtypeStruct((), jnp.int32, sharding=SingleDeviceSharding(device))
         try:
             jax.jit(jnp.negative, compiler_options={name: value}).lower(scalar).compile()
         except jax.errors.JaxRuntimeError as error:
             reason = str(error).splitlines()[0].removeprefix("INVALID_ARGUMENT: ")
-            raise BadInput(f"compiler.{name}={value}: XLA for {device.platform} rejects it: {reason}") from None
+            raise BadInput(f"compiler.{name}={value}: XLA for {device.platform} rejects this option: {reason}") from None

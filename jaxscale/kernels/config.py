@@ -8,16 +8,16 @@ from jaxscale.system.exits import BadInput
 
 AttentionName = Literal["auto", "xla", "splash", "cudnn", "blockwise"]
 MatmulDtype = Literal["none", "int8", "fp8"]
-# checkpoint_name of attention's output and, if the kernel has one, of its logsumexp: with both saved, the backward pass
-# does not re-run the forward kernel.
+# checkpoint_name of attention's output and, if the kernel returns it, of the logsumexp. If both are saved, the backward
+# pass does not rerun the forward kernel.
 ATTENTION_OUT = "attention_out"
 
 
 class Choice(NamedTuple):
     """One decision of a parallel plan."""
 
-    requested: str = "auto"  # the setting
-    name: str = ""  # what is used; "" where there is nothing to choose
+    requested: str = "auto"  # value of the setting
+    name: str = ""  # selected implementation; "" if there is nothing to select
     reason: str = ""
 
 
@@ -26,10 +26,10 @@ XLA_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # environment variables with 
 
 @dataclasses.dataclass(frozen=True)
 class CompilerOptions:
-    """Compiler options of one program; kernels/compiler_options.py chooses them."""
+    """Compiler options of one program, selected by kernels/compiler_options.py."""
 
-    values: dict[str, bool | int | float | str]  # for jax.jit(compiler_options=...)
-    set_by_environment: tuple[str, ...] = ()  # defaults of this project that the environment overrides
+    values: dict[str, bool | int | float | str]  # argument compiler_options of jax.jit
+    set_by_environment: tuple[str, ...] = ()  # options that environment variables override
     offloads_torus: bool = False  # collectives over several torus dimensions are one asynchronous operation
 
     def __str__(self) -> str:
@@ -44,7 +44,7 @@ NO_COMPILER_OPTIONS = CompilerOptions({})
 
 
 class WindowLayers(NamedTuple):
-    """The layers of a stack, of which some have a sliding window."""
+    """Numbers of layers with a sliding window and of all layers, for models with some windowed layers."""
 
     windowed: int
     total: int
@@ -55,14 +55,14 @@ class AttentionNeeds:
     """Properties of a model's attention that a kernel must support."""
 
     head_dim: int
-    dtype: str  # of queries, keys and values
-    value_dim: int | None = None  # of values and outputs; None: head_dim
+    dtype: str  # dtype of queries, keys and values
+    value_dim: int | None = None  # head dim of values and outputs; None: head_dim
     window: int | None = None
-    window_layers: WindowLayers | None = None  # only some layers have the window
+    window_layers: WindowLayers | None = None  # set if only some layers have the window
     softcap: float | None = None
-    prefix: bool = False  # the keys of a prefix are visible to earlier queries
-    bidirectional: bool = False  # not causal within a document
-    bias: bool = False  # of the scores; keys may also come from another row
+    prefix: bool = False  # True if the keys of a prefix are visible to earlier queries
+    bidirectional: bool = False  # True if attention is not causal within a document
+    bias: bool = False  # True for a bias on scores; keys may also be from a different sequence
 
     @property
     def v_dim(self) -> int:
@@ -71,54 +71,54 @@ class AttentionNeeds:
 
 
 RopeName = Literal["linear", "llama3", "yarn", "dynamic", "longrope"]
-BY_LENGTH = ("dynamic", "longrope")  # frequencies depend on the row length
+BY_LENGTH = ("dynamic", "longrope")  # scalings whose frequencies depend on the sequence length
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """Scaling of RoPE frequencies for contexts longer than in training."""
+    """Settings of the scaling of RoPE frequencies for contexts longer than in training."""
 
     name: RopeName = setting(
         "llama3",
-        "linear: positions / factor; llama3, yarn (arXiv:2309.00071): only slow rotations; dynamic: a larger theta; "
-        "longrope (arXiv:2402.13753): each frequency by its own factor",
+        "linear: positions / factor; llama3, yarn (arXiv:2309.00071): scales only low frequencies; dynamic: a larger "
+        "theta; longrope (arXiv:2402.13753): a separate factor for each frequency",
     )
     factor: float = setting(8.0, "ratio of the new to the original context length")
     low_freq_factor: float = setting(
-        1.0, "wavelengths above original_max_len / this are scaled by `factor`", read_if=".name=llama3"
+        1.0, "wavelengths above original_max_len / low_freq_factor are scaled by `factor`", read_if=".name=llama3"
     )
     high_freq_factor: float = setting(
-        4.0, "wavelengths below original_max_len / this are unchanged", read_if=".name=llama3"
+        4.0, "wavelengths below original_max_len / high_freq_factor are unchanged", read_if=".name=llama3"
     )
     original_max_len: int = setting(
-        8192, "context length before the extension [tokens]", read_if=".name=llama3|yarn|dynamic|longrope"
+        8192, "context length before the extension, in tokens", read_if=".name=llama3|yarn|dynamic|longrope"
     )
     beta_fast: float = setting(
-        32.0, "frequencies with more turns than this in original_max_len are unchanged", read_if=".name=yarn"
+        32.0, "frequencies with more rotations than this in original_max_len are unchanged", read_if=".name=yarn"
     )
     beta_slow: float = setting(
-        1.0, "frequencies with fewer turns than this in original_max_len are scaled by `factor`", read_if=".name=yarn"
+        1.0, "frequencies with fewer rotations than this in original_max_len are scaled by `factor`", read_if=".name=yarn"
     )
-    truncate: bool = setting(True, "the ramp between them begins and ends at whole dimensions", read_if=".name=yarn")
+    truncate: bool = setting(True, "rounds the ends of the ramp between beta_fast and beta_slow to whole dimensions", read_if=".name=yarn")
     attention_factor: float | None = setting(
         None,
-        "factor of queries and keys; none: derived from `factor`, as in transformers",
+        "factor by which queries and keys are multiplied; none: derived from `factor`, as in transformers",
         read_if=".name=yarn|longrope",
     )
     mscale: float | None = setting(
         None,
-        "with mscale_all_dim, the attention factor is the ratio of 0.1 m log(factor) + 1 of the two, as in DeepSeek; "
-        "model.latent multiplies scores by the square of the latter",
+        "with mscale_all_dim, sets the attention factor to f(mscale) / f(mscale_all_dim), where f(m) = 0.1 m log(factor) "
+        "+ 1, as in DeepSeek; model.latent multiplies scores by f(mscale_all_dim) squared",
         read_if=".name=yarn and not .attention_factor",
     )
     mscale_all_dim: float | None = setting(None, "see mscale", read_if=".name=yarn and .mscale")
     short_factor: tuple[float, ...] = setting(
-        (), "divisor of each frequency in rows up to original_max_len; head_dim / 2 numbers", read_if=".name=longrope"
+        (), "divisor of each frequency up to original_max_len tokens; head_dim / 2 numbers", read_if=".name=longrope"
     )
-    long_factor: tuple[float, ...] = setting((), "divisor of each frequency in longer rows", read_if=".name=longrope")
+    long_factor: tuple[float, ...] = setting((), "divisor of each frequency for longer sequences", read_if=".name=longrope")
     row_len: int | None = setting(
         None,
-        "row length that the frequencies are computed for; shorter rows use the same [tokens]; none: original_max_len",
+        "sequence length in tokens for which frequencies are computed, also for shorter ones; none: original_max_len",
         read_if=".name=dynamic|longrope",
     )
 
@@ -155,29 +155,29 @@ class RopeScaling:
         if min(*self.short_factor, *self.long_factor) <= 0:
             raise BadInput("short_factor and long_factor must be above 0")
         if self.original_max_len < 2:
-            raise BadInput("longrope needs original_max_len of at least 2 tokens: it divides by the logarithm")
+            raise BadInput("longrope divides by the logarithm of original_max_len; set original_max_len to at least 2 tokens")
 
     @property
     def longest_row(self) -> int | None:
-        """Row length that the frequencies are computed for [tokens]; None if they do not depend on it."""
+        """Sequence length for which frequencies are computed, in tokens; None if they do not depend on the length."""
         return max(self.row_len or 0, self.original_max_len) if self.name in BY_LENGTH else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RouterConfig:
-    """Selection of a token's experts, and their weights: always in float32."""
+    """Settings of a router, which selects and weights the experts of a token in float32."""
 
     chosen: int = setting(help="experts per token")
     score: Literal["softmax", "sigmoid"] = setting(
-        "softmax", "of the router's logits: over all experts, or of each expert as in DeepSeek-V3"
+        "softmax", "function of the router's logits: softmax over experts, or sigmoid of each as in DeepSeek-V3"
     )
     normalised: bool = setting(True, "weights of a token's experts are divided by their sum; OLMoE: false")
-    scale: float = setting(1.0, "weights are multiplied by it")
+    scale: float = setting(1.0, "factor of the weights")
     groups: int = setting(1, "groups of experts; a token's experts are from the best groups (arXiv:2405.04434)")
     groups_chosen: int = setting(1, "groups per token", read_if=".groups!=1")
     group_best: int = setting(
         1,
-        "the score of a group is the sum of this many of its best scores; DeepSeek-V2: 1, DeepSeek-V3: 2",
+        "the score of a group is the sum of this number of its best scores; DeepSeek-V2: 1, DeepSeek-V3: 2",
         read_if=".groups!=1",
     )
 

@@ -320,8 +320,8 @@ def check_latent(cfg: LlamaConfig, latent: LatentConfig) -> None:
         )
     if cfg.head_dim != latent.head_dim:
         raise BadInput(
-            f"head_dim={cfg.head_dim} must be latent.nope_dim + latent.rope_dim = {latent.head_dim}, the size of "
-            "queries and keys"
+            f"head_dim={cfg.head_dim} must be latent.nope_dim + latent.rope_dim = {latent.head_dim}, the size of a "
+            "query and a key"
         )
 
 

@@ -50,8 +50,7 @@ class MupScales:
 
     @property
     def scores(self) -> float:
-        """Multiplier of attention scores in addition to 1 / sqrt(head_dim). The product is sqrt(base_head_dim) /
-        head_dim."""
+        """Multiplier of attention scores after 1 / sqrt(head_dim); their product is sqrt(base_head_dim) / head_dim."""
         return self.head**-0.5
 
     @property

@@ -195,8 +195,7 @@ def relative_buckets(length: int, num_buckets: int, max_distance: int, bidirecti
     """Returns int32[T, S], the bucket of each query and key (section 2.1 of arXiv:1910.10683, as in its code).
 
     Half of the buckets contain one distance each. The others contain logarithmically growing ranges up to max_distance.
-    If bidirectional, earlier and later keys use half of the buckets each. Otherwise all later keys use the first
-    bucket.
+    If bidirectional, earlier and later keys use half of the buckets each. Otherwise all later keys use bucket 0.
     """
     offset_TS = np.arange(length)[None, :] - np.arange(length)[:, None]
     first_TS = np.zeros_like(offset_TS)

@@ -17,8 +17,7 @@ EPS_SQUARES, EPS_PARAM_RMS = 1e-30, 1e-3  # epsilon 1 and 2 of algorithm 4
 def scale_by_factored(dims_tree: Any, scale_by_parameter: bool) -> optax.GradientTransformation:
     """Divides gradients by the root of their second moment and clips the RMS of each tensor's update to 1.
 
-    dims_tree: a tree of Dims with the structure of the parameters. scale_by_parameter: whether to multiply updates by
-    the RMS of the parameter.
+    dims_tree: a tree of Dims like the parameters. scale_by_parameter: multiply updates by the RMS of the parameter.
     """
 
     def init(params):

@@ -35,7 +35,7 @@ class GroupConfig:
         except re.error as error:
             raise BadInput(f"pattern={self.pattern!r} is not a regular expression: {error}") from None
         if self.lr_multiplier < 0:
-            raise BadInput(f"lr_multiplier={self.lr_multiplier} must not be negative; to freeze a group, set frozen=true")
+            raise BadInput(f"lr_multiplier={self.lr_multiplier} must not be negative; use frozen=true to freeze")
         if self.weight_decay is not None and self.weight_decay < 0:
             raise BadInput(f"weight_decay={self.weight_decay} must not be negative")
 

@@ -1,8 +1,7 @@
 """Optimizer moments in bfloat16 or int8 with stochastic rounding, or in host memory.
 
 Rounding to nearest discards changes below half a unit in the last place. With b2 = 0.999, a bfloat16 second moment
-would never decrease. The random bits are a hash of the step and the element's index, so they are the same on every
-mesh.
+would never decrease. The random bits are a hash of the step and the element's index, independent of the mesh.
 
 Offloaded moments and parameters are copied to the device, updated and copied back layer by layer. XLA starts copies as
 early as possible, so copies of all layers at once would be in device memory together with the gradients.
@@ -101,8 +100,7 @@ def block_dim(axes: tuple[str, ...]) -> int:
 
 
 def block_length(length: int) -> int:
-    """Returns the block length along an axis: a power of 2 that divides each of MAX_SHARDS shards, else the axis
-    length."""
+    """Returns the block length along an axis: a power of 2 that divides MAX_SHARDS shards, else the axis length."""
     block = math.gcd(length // MAX_SHARDS, MAX_BLOCK) if length % MAX_SHARDS == 0 else 1
     return block if block >= MAX_SHARDS else length
 

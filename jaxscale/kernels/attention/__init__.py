@@ -1,4 +1,4 @@
-"""Selects the attention kernel of a platform. Every kernel returns the values of `xla`."""
+"""Selection of the attention kernel for a platform. Every kernel computes the same values as `xla`."""
 
 import pkgutil
 from collections.abc import Callable
@@ -13,15 +13,15 @@ from jaxscale.kernels.hardware import Device, compute_capability
 from jaxscale.system.exits import BadInput
 from jaxscale.units import or_list
 
-# attend(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT) -> out_BTNH: causal within segments, scale 1/sqrt(H). All kernels but
-# cuDNN accept values with another head dim than keys.
-# Only `xla` accepts a MaskSpec and the keywords of its attend; unsupported_reason() rejects models that need them.
-# With AttentionNeeds.window_layers, attend has a keyword `local`: True for a layer with the window.
-# Results that the backward pass reads have the checkpoint_name ATTENTION_OUT, for remat policies.
+# attend(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT) -> out_BTNH is causal within segments and scales scores by 1/sqrt(H).
+# All kernels except cuDNN support values whose head dim differs from that of keys. Only `xla` accepts a MaskSpec and
+# the keywords of xla.make_attend(); unsupported_reason() rejects models that need these. With
+# AttentionNeeds.window_layers, attend has a keyword `local`, True for a layer with the window. Results that the
+# backward pass reads have the checkpoint_name ATTENTION_OUT, for remat policies.
 Attend = Callable[..., jax.Array]
 PLATFORM_DEFAULT = {"tpu": "splash", "gpu": "cudnn", "cpu": "blockwise"}
-HARDWARE = {"splash": "TPUs", "cudnn": "NVIDIA GPUs"}  # kernels of one kind of hardware
-MAKE_ATTEND = {  # a kernel's file is imported when it is chosen
+HARDWARE = {"splash": "TPUs", "cudnn": "NVIDIA GPUs"}  # kernels that need specific hardware
+MAKE_ATTEND = {  # the file of a kernel is imported when the kernel is selected
     "xla": "jaxscale.kernels.attention.xla:make_attend",
     "splash": "jaxscale.kernels.attention.splash:make_attend",
     "cudnn": "jaxscale.kernels.attention.cudnn:make_masked_attend",
@@ -29,21 +29,21 @@ MAKE_ATTEND = {  # a kernel's file is imported when it is chosen
     "blockwise": "jaxscale.kernels.attention.flash:make_blockwise",
 }
 DTYPES = {
-    # Any head_dim compiles, 8 to 256; float16 does not (libtpu 0.0.42 and 0.0.51, 2026-11-21).
+    # Any head_dim from 8 to 256 compiles, but float16 does not (libtpu 0.0.42 and 0.0.51, 2026-11-21).
     "splash": ("bfloat16", "float32"),
     "cudnn": ("bfloat16", "float16"),
 }
-CUDNN_MAX_HEAD_DIM = 128  # 256 on Hopper, but JAX asks an attached GPU
-CUDNN_CAPABILITY = 8.0  # Ampere: no cuDNN flash attention on older GPUs
-PACKED_CAPABILITY = 9.0  # Hopper: no packed layout on older GPUs
+CUDNN_MAX_HEAD_DIM = 128  # Hopper supports 256, but JAX then queries an attached GPU
+CUDNN_CAPABILITY = 8.0  # Ampere, the oldest GPU with cuDNN flash attention
+PACKED_CAPABILITY = 9.0  # Hopper, the oldest GPU with the packed layout
 
 
 def resolve_attention(
     name: AttentionName, platform: str, needs: AttentionNeeds, device: Device | None = None
 ) -> tuple[Attend, Choice]:
-    """Returns (attend, the choice of its kernel; its reason is why "auto" fell back to xla, or "").
+    """Returns (attend, choice of the kernel). Choice.reason is why "auto" fell back to xla, or "".
 
-    device: one of the mesh; None if unknown. Raises BadInput for a kernel that does not support them.
+    device: a device of the mesh, or None if unknown. Raises BadInput for a kernel that model or device rule out.
     """
     resolved = PLATFORM_DEFAULT.get(platform, "xla") if name == "auto" else name
     if resolved not in get_args(AttentionName):
@@ -81,13 +81,13 @@ def unsupported_reason(name: str, needs: AttentionNeeds, device: Device | None) 
                 return f"{name} does not support {feature}"
     dtypes = DTYPES.get(name, (needs.dtype,))
     if needs.dtype not in dtypes:
-        return f"{name} computes in {' or '.join(dtypes)}, not in {needs.dtype}"
+        return f"{name} supports {' or '.join(dtypes)}, not {needs.dtype}"
     if name != "cudnn":
         return ""
     if needs.softcap is not None:
         return "cudnn does not support softcap"
     if needs.v_dim != needs.head_dim:
-        return f"cudnn needs values of the same head_dim as keys, not {needs.v_dim} and {needs.head_dim}"
+        return f"cudnn needs values and keys with the same head_dim, not {needs.v_dim} and {needs.head_dim}"
     if needs.head_dim > CUDNN_MAX_HEAD_DIM or needs.head_dim % 8:
         return f"cudnn needs a head_dim that is a multiple of 8 and at most {CUDNN_MAX_HEAD_DIM}, not {needs.head_dim}"
     if (capability := capability_of(device)) < CUDNN_CAPABILITY:
@@ -96,21 +96,21 @@ def unsupported_reason(name: str, needs: AttentionNeeds, device: Device | None) 
 
 
 def capability_of(device: Device | None) -> float:
-    """The compute capability of an NVIDIA GPU; if unknown, the minimum of cuDNN's attention."""
+    """Returns the compute capability of an NVIDIA GPU, or the minimum for cuDNN's attention if unknown."""
     return compute_capability(device) or CUDNN_CAPABILITY
 
 
 def supports_packed_documents(device: Device | None) -> bool:
-    """True where cuDNN supports packed documents; other GPUs use a mask."""
+    """Returns True if cuDNN supports packed documents on this GPU. Other GPUs use a mask."""
     return capability_of(device) >= PACKED_CAPABILITY
 
 
 def windowed_or_full(windowed: Callable, full: Callable, layers: WindowLayers) -> Callable[..., Any]:
-    """Returns f(*arrays, local=): windowed(*arrays) where `local` is true, else full(*arrays).
+    """Returns f(*arrays, local=), which calls windowed(*arrays) if `local` is true, else full(*arrays).
 
-    `local` is traced where layers are scanned: one compiled layer then has both branches.
+    `local` is traced if layers are scanned. The compiled layer then contains both branches.
     """
-    scope = f"taken_{layers.windowed}_of_{layers.total}"  # tools.preflight.hlo_trips reads how often each branch runs
+    scope = f"taken_{layers.windowed}_of_{layers.total}"  # from which tools.preflight.hlo_trips counts runs of branches
 
     def run(*arrays: jax.Array, local: bool | np.bool_ | jax.Array) -> Any:
         if isinstance(local, (bool, np.bool_)):

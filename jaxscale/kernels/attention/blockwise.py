@@ -1,12 +1,12 @@
 """Exact causal attention in unrolled blocks, fast on XLA:CPU.
 
-Each query block attends to the keys up to its end, so the masked half is not computed. The backward pass reads only
-q, k, v, the output and the logsumexp of the scores; it computes transposed scores, so that no matmul needs a transposed
-operand. The batch is processed a few rows at a time, whose scores fit into the cache.
+Each query block attends to the keys up to the end of the block, so the masked half is not computed. The backward pass
+reads only q, k, v, the output and the logsumexp of the scores. It computes transposed scores, so that no matmul needs a
+transposed operand. A few rows of the batch, whose scores fit into the cache, are processed at a time.
 
 B batch  T query position  S key position  K key-value heads  G query heads per key-value head  H head dim
 R = T * G: the queries of a key-value head; r and s are the queries and the keys of one block
-Values and outputs may have another head dim than H.
+The head dim of values and outputs may differ from H.
 """
 
 import dataclasses
@@ -25,16 +25,16 @@ from jaxscale.kernels.config import ATTENTION_OUT
 
 F32 = jnp.float32
 MIN_BLOCK = 128  # 64 and 256 were slower at T=512, H=64 in both dtypes (2 cores, 2026-11-20)
-# Float32 scores of one block, for all rows processed at once. One row of 256 at a time is many small dependent
-# operations: a step takes 1.17 times as long (T of `bench step`, 2 cores, jax 0.10.2, 2026-11-24).
+# Maximum float32 scores of one block, for all rows that are processed together. With one row of 256 at a time, many
+# small dependent operations make a step take 1.17 times as long (T of `bench step`, 2 cores, jax 0.10.2, 2026-11-24).
 SCORE_BYTES = 2 << 20
-MAX_BLOCKS = 8  # each block is unrolled; longer rows get longer blocks
+MAX_BLOCKS = 8  # blocks are unrolled, so longer sequences have longer blocks
 
 
 def make_attend(*, softcap: float | None = None, window: int | None = None, block_size: int | None = None):
     """Returns attend(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT) -> out_BTNH with the values of xla.make_attend.
 
-    For unsharded rows: the loop over the batch would all-gather a sharded one.
+    The batch must not be sharded, because the loop over the batch would all-gather it.
     """
 
     @jax.custom_vjp
@@ -65,18 +65,18 @@ def make_attend(*, softcap: float | None = None, window: int | None = None, bloc
 
 @dataclasses.dataclass(frozen=True)
 class BlockSettings:
-    """Static settings of an attention in blocks."""
+    """Static settings of blockwise attention."""
 
     block_size: int  # positions
     softcap: float | None
     window: int | None
 
     def key_range(self, begin: int, end: int) -> tuple[int, int]:
-        """(begin, end) of the keys visible to these queries."""
+        """Returns (begin, end) of the keys visible to queries begin to end."""
         return 0 if self.window is None else max(0, begin - self.window + 1), end
 
     def query_range(self, begin: int, end: int, length: int) -> tuple[int, int]:
-        """(begin, end), in whole blocks, of the queries that attend to these keys."""
+        """Returns (begin, end) of the queries that attend to keys begin to end, in whole blocks."""
         if self.window is None:
             return begin, length
         return begin, min(length, begin + self.block_size * -(-(end - begin + self.window - 1) // self.block_size))
@@ -93,7 +93,7 @@ def forward_blocks(cfg: BlockSettings, q_BKTGH, k_BKSH, v_BKSH, masks):
         mask_BKrs = jnp.repeat(mask_Brs, G, axis=1)[:, None]
         score_BKrs = jnp.where(mask_BKrs, scale_and_cap(qk_BKrs, H, cfg.softcap)[0], MASK_VALUE)
         max_BKr1 = jnp.max(score_BKrs, axis=-1, keepdims=True)
-        # The barrier writes it once in v.dtype; without it XLA computes exp for the sum and again for the matmul.
+        # The barrier writes exp once in v.dtype. Without it XLA computes exp twice, for the sum and for the matmul.
         prob_BKrs = lax.optimization_barrier(jnp.exp(score_BKrs - max_BKr1).astype(v_BKSH.dtype))
         sum_BKr1 = jnp.sum(prob_BKrs, axis=-1, keepdims=True, dtype=F32)
         out_BKrH = einsum_f32("BKrs,BKsH->BKrH", prob_BKrs, v_BKSH[:, :, first_key:end]) / sum_BKr1
@@ -103,7 +103,7 @@ def forward_blocks(cfg: BlockSettings, q_BKTGH, k_BKSH, v_BKSH, masks):
 
 
 class BackwardArrays(NamedTuple):
-    """Arrays that the backward pass of every block of keys reads."""
+    """Arrays that the backward passes of all key blocks read."""
 
     q_BKRH: jax.Array
     dout_BKRH: jax.Array
@@ -146,7 +146,7 @@ def backward_blocks(cfg: BlockSettings, q_BKTGH, k_BKSH, v_BKSH, out_BKTGH, lse_
 
 
 def backward_block(cfg: BlockSettings, arrays: BackwardArrays, queries: slice, keys: slice, mask_Bsr: jax.Array):
-    """Returns (dq_BKHr, dk_BKsH, dv_BKsH) of a block of keys and the queries that attend to it; dq in float32."""
+    """Returns (float32 dq_BKHr, dk_BKsH, dv_BKsH) of a block of keys and the queries that attend to its keys."""
     q_BKrH, dout_BKrH = arrays.q_BKRH[:, :, queries], arrays.dout_BKRH[:, :, queries]
     dtype, group = q_BKrH.dtype, q_BKrH.shape[2] // mask_Bsr.shape[2]
     qk_BKsr = lax.optimization_barrier(einsum_f32("BKsH,BKrH->BKsr", arrays.k_BKSH[:, :, keys], q_BKrH))
@@ -163,12 +163,12 @@ def backward_block(cfg: BlockSettings, arrays: BackwardArrays, queries: slice, k
 
 
 def einsum_f32(spec: str, left: jax.Array, right: jax.Array) -> jax.Array:
-    """Einsum with a float32 result: for a bfloat16 result XLA:CPU would first convert both operands to float32."""
+    """Returns an einsum in float32. For a bfloat16 result, XLA:CPU would first convert both operands to float32."""
     return jnp.einsum(spec, left, right, preferred_element_type=F32)
 
 
 def scale_and_cap(qk: jax.Array, head_dim: int, softcap: float | None) -> tuple[jax.Array, jax.Array | float]:
-    """Returns (score, d score / d qk): scaled, with a softcap if one is set."""
+    """Returns (score, d score / d qk), where score is qk scaled and, with a softcap, capped."""
     scale = head_dim**-0.5
     if softcap is None:
         return qk * scale, scale
@@ -179,8 +179,8 @@ def scale_and_cap(qk: jax.Array, head_dim: int, softcap: float | None) -> tuple[
 def query_block_masks(cfg: BlockSettings, segment_ids_BT: jax.Array) -> list[jax.Array]:
     """Returns the mask of each block of queries, bool [B, queries, keys].
 
-    Computed before the loop over rows: inside it XLA:CPU does not vectorise the comparisons, and an attention of 512
-    positions takes 1.4 times as long in float32, 1.8 times in bfloat16 (2 cores, jax 0.10.2, 2026-11-25).
+    Masks are computed before the loop over rows, inside which XLA:CPU does not vectorise comparisons. Attention over
+    512 positions would take 1.4 times as long in float32, 1.8 times in bfloat16 (2 cores, jax 0.10.2, 2026-11-25).
     """
     spans = block_ranges(segment_ids_BT.shape[1], cfg.block_size)
     return [block_mask(cfg, segment_ids_BT, span, cfg.key_range(*span)) for span in spans]
@@ -194,24 +194,24 @@ def key_block_masks(cfg: BlockSettings, segment_ids_BT: jax.Array) -> list[jax.A
 
 
 def block_mask(cfg: BlockSettings, segment_ids_BT: jax.Array, queries: tuple[int, int], keys: tuple[int, int]):
-    """bool [B, queries, keys]: True where a query attends to a key. queries, keys: (begin, end)."""
+    """Returns bool [B, queries, keys], True where a query attends to a key. queries, keys: (begin, end)."""
     distance = np.arange(*queries)[:, None] - np.arange(*keys)[None, :]
     in_window = (distance >= 0) & (distance < (cfg.window or segment_ids_BT.shape[1]))
     return (segment_ids_BT[:, slice(*queries), None] == segment_ids_BT[:, None, slice(*keys)]) & in_window[None]
 
 
 def block_ranges(length: int, block_size: int) -> list[tuple[int, int]]:
-    """Returns (begin, end) of each block; the last may be shorter."""
+    """Returns (begin, end) of each block. The last block may be shorter."""
     return [(begin, min(begin + block_size, length)) for begin in range(0, length, block_size)]
 
 
 def default_block(length: int) -> int:
-    """Positions per block: a multiple of MIN_BLOCK, with at most MAX_BLOCKS blocks."""
+    """Returns the positions per block: a multiple of MIN_BLOCK for which there are at most MAX_BLOCKS blocks."""
     return MIN_BLOCK * max(1, -(-length // (MIN_BLOCK * MAX_BLOCKS)))
 
 
 def map_batch_chunks(function, block_size: int, *arrays: Any):
-    """Maps function(*arrays) over equal chunks of the batch, of at most SCORE_BYTES of scores a block or one row."""
+    """Maps function(*arrays) over equal chunks of the batch: one row, or at most SCORE_BYTES of scores per block."""
     B, K, T, G, _ = arrays[0].shape
     size = max(size for size in units.divisors(B) if size == 1 or size * K * G * block_size * T * 4 <= SCORE_BYTES)
     if size == B:
@@ -222,12 +222,12 @@ def map_batch_chunks(function, block_size: int, *arrays: Any):
 
 
 def group_heads(x_BTNH: jax.Array, num_kv_heads: int) -> jax.Array:
-    """Returns x_BKTGH: query heads grouped by their key-value head."""
+    """Returns x_BKTGH, with query heads grouped by key-value head."""
     B, T, N, H = x_BTNH.shape
     return x_BTNH.reshape(B, T, num_kv_heads, N // num_kv_heads, H).swapaxes(1, 2)
 
 
 def ungroup_heads(x_BKTGH: jax.Array) -> jax.Array:
-    """The inverse of group_heads."""
+    """Inverse of group_heads()."""
     B, K, T, G, H = x_BKTGH.shape
     return x_BKTGH.swapaxes(1, 2).reshape(B, T, K * G, H)

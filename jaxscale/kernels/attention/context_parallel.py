@@ -1,11 +1,11 @@
-"""Context parallelism: attention of devices that each have some positions of a row.
+"""Context parallelism: attention over devices that each have some positions of a sequence.
 
-Keys and values are all-gathered, or with a window only received from the chunk before; or Ulysses (arXiv:2309.14509)
-exchanges positions for heads, so that each device attends to whole rows with some of the heads; or keys and values go
-round in a ring (ring.py). resolve_context_exchange() chooses, with the reason.
+"gather" all-gathers keys and values, or with a window only receives those of the previous chunk. "ulysses"
+(arXiv:2309.14509) exchanges positions for heads, so that each device attends to whole sequences with some of the heads.
+"ring" sends keys and values around a ring of devices (ring.py). resolve_context_exchange() selects one of them.
 
-B batch  T query position  S key position  N query heads  K key-value heads  H head dim  C devices  c chunks of a device
-t: local positions; a chunk of them is consecutive
+B batch  T query position  S key position  N query heads  K key-value heads  H head dim  C devices  c chunks per device
+t: local positions, which are consecutive within a chunk
 """
 
 import dataclasses
@@ -24,13 +24,13 @@ from jaxscale.kernels.config import AttentionNeeds, Choice
 from jaxscale.system.exits import BadInput
 from jaxscale.units import size
 
-BLOCK = 512  # positions of flash.py: scores of a pair of blocks are 1 MiB per row and head
-MIN_BLOCK = 32  # positions; a chunk without a larger divisor of at most BLOCK is one block
-# Largest share of a device's memory for the gathered keys and values of a layer and their gradients. Weights, moments
+BLOCK = 512  # positions per block of flash.py; scores of a pair of blocks need 1 MiB per row and head
+MIN_BLOCK = 32  # positions; a chunk without a divisor from MIN_BLOCK to BLOCK is a single block
+# Maximum fraction of device memory for the gathered keys and values of a layer and their gradients. Weights, moments
 # and activations need the rest.
 MAX_GATHERED = 1 / 8
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-# Kernels for queries at given positions, and those of a ring: a file is imported when it is chosen.
+# Kernels for queries at given positions, and kernels of a ring. A file is imported when its kernel is selected.
 POSITIONED_ATTEND = {
     "xla": "jaxscale.kernels.attention.context_parallel:make_xla_positioned",
     "blockwise": "jaxscale.kernels.attention.flash:make_positioned_attend",
@@ -50,7 +50,7 @@ DESCRIPTIONS = {
 
 @dataclasses.dataclass(frozen=True)
 class QueryPositions:
-    """Positions of each device's queries among the keys."""
+    """Positions of each device's queries in the sequence of keys."""
 
     starts_Cc: np.ndarray  # int32: first position of each chunk
     chunk: int
@@ -58,17 +58,17 @@ class QueryPositions:
 
     @property
     def positions_T(self) -> jax.Array:
-        """int32[T]: positions of this device's queries."""
+        """Positions of this device's queries, int32[T]."""
         starts_c = jnp.asarray(self.starts_Cc)[self.device]
         return (starts_c[:, None] + jnp.arange(self.chunk, dtype=jnp.int32)[None]).reshape(-1)
 
 
-# attend(q_BTNH, k_BSKH, v_BSKH, spec, positions, **kwargs) -> out_BTNH; spec has key_segment_ids_BS.
+# attend(q_BTNH, k_BSKH, v_BSKH, spec, positions, **kwargs) -> out_BTNH; spec.key_segment_ids_BS is set.
 PositionedAttend = Callable[..., jax.Array]
 
 
 def make_xla_positioned(*, softcap: float | None, window: int | None) -> PositionedAttend:
-    """Returns the reference attention for queries at given positions; it supports all of xla.make_attend."""
+    """Returns the reference attention for queries at given positions, with all features of xla.make_attend."""
     attend = make_plain(softcap=softcap, window=window)
 
     def positioned_attend(q_BTNH, k_BSKH, v_BSKH, spec: MaskSpec, positions: QueryPositions, **kwargs):
@@ -78,7 +78,7 @@ def make_xla_positioned(*, softcap: float | None, window: int | None) -> Positio
 
 
 def chunk_block_size(chunk: int) -> int:
-    """Positions of a block: the largest divisor of the chunk up to BLOCK, or the chunk."""
+    """Returns the positions per block: the largest divisor of the chunk from MIN_BLOCK to BLOCK, or the chunk."""
     largest = max(size for size in range(1, min(chunk, BLOCK) + 1) if chunk % size == 0)
     return largest if largest >= MIN_BLOCK else chunk
 
@@ -96,7 +96,7 @@ def all_gather_kv(attend: PositionedAttend, context: ContextAxis):
 
 
 def over_all_keys(f: Callable[..., jax.Array], context: ContextAxis) -> Callable[..., jax.Array]:
-    """Returns f(q, k, segments, **kwargs) of local queries and the keys of all devices."""
+    """Converts f to a function of local queries and keys that gathers the keys of all devices."""
     if context.size == 1:
         return f
 
@@ -118,18 +118,18 @@ def gather_mask_spec(context: ContextAxis, segments: jax.Array | MaskSpec) -> Ma
 def with_neighbour_chunks(attend: PositionedAttend, fallback: Callable, window: int, context: ContextAxis):
     """Returns attend(q_BtNH, k_BtKH, v_BtKH, segment_ids_Bt, **kwargs) -> out_BtNH with a sliding window.
 
-    Each chunk receives the last keys of the chunk before it; `fallback` runs where the window is longer than a chunk.
+    Each chunk receives the last keys of the previous chunk. `fallback` is used if the window is longer than a chunk.
     """
 
     def attend_neighbours(q_BtNH, k_BtKH, v_BtKH, segments, **kwargs):
         chunk = q_BtNH.shape[1] // context.chunks
         block = chunk_block_size(chunk)
         tail = max(1, window - 1)
-        padded_tail = -(-tail // block) * block  # masked positions in front, up to whole blocks
+        padded_tail = -(-tail // block) * block  # padded in front to whole blocks with masked positions
         if padded_tail > chunk or not isinstance(segments, jax.Array):
             return fallback(q_BtNH, k_BtKH, v_BtKH, segments, **kwargs)
         by_chunk = lambda x: x.reshape(x.shape[0] * context.chunks, chunk, *x.shape[2:])
-        fields = (k_BtKH, v_BtKH, segments + 1)  # the first chunk of a row receives zeros: no segment
+        fields = (k_BtKH, v_BtKH, segments + 1)  # the first chunk of a sequence receives zeros, which match no segment
         tails = previous_tails(tuple(map(by_chunk, fields)), tail, context)
         pad = lambda x: jnp.pad(x, [(0, 0), (padded_tail - tail, 0)] + [(0, 0)] * (x.ndim - 2))
         prepend = lambda tail, x: jnp.concatenate([pad(tail), by_chunk(x)], axis=1)
@@ -142,7 +142,7 @@ def with_neighbour_chunks(attend: PositionedAttend, fallback: Callable, window: 
 
 
 def previous_tails(fields: tuple[jax.Array, ...], length: int, context: ContextAxis) -> tuple[jax.Array, ...]:
-    """Returns the last `length` positions of the chunk before each chunk, zeros before a row. fields: [chunks, ...]."""
+    """Returns the last `length` positions of the chunk before each chunk, or zeros. fields: arrays [chunks, ...]."""
     size, chunks = context.size, context.chunks
     tails = jax.tree.map(lambda x: x[:, x.shape[1] - length :].reshape(-1, chunks, length, *x.shape[2:]), fields)
     to_next = [(device, device + 1) for device in range(size - 1)]
@@ -150,13 +150,13 @@ def previous_tails(fields: tuple[jax.Array, ...], length: int, context: ContextA
     if chunks == 1:
         return from_previous
     from_next = context.ppermute(jax.tree.map(lambda x: x[:, 1], tails), [(after, before) for before, after in to_next])
-    is_last = context.index() == size - 1  # its two chunks are neighbours
+    is_last = context.index() == size - 1  # the two chunks of the last device are adjacent
     from_next = jax.tree.map(lambda local, tail: jnp.where(is_last, local[:, 0], tail), tails, from_next)
     return jax.tree.map(lambda a, b: jnp.stack([a, b], 1).reshape(-1, *a.shape[1:]), from_previous, from_next)
 
 
 def ulysses(attend: Callable[..., jax.Array], context: ContextAxis):
-    """Returns attend(q_BtNH, k_BtKH, v_BtKH, segments, **kwargs) -> out_BtNH; `attend` gets whole rows."""
+    """Returns attend(q_BtNH, k_BtKH, v_BtKH, segments, **kwargs) -> out_BtNH. `attend` receives whole sequences."""
 
     def attend_ulysses(q_BtNH, k_BtKH, v_BtKH, segments: jax.Array | MaskSpec, **kwargs):
         q_BTNH, k_BSKH, v_BSKH = map(context.shard_heads, (q_BtNH, k_BtKH, v_BtKH))
@@ -167,31 +167,31 @@ def ulysses(attend: Callable[..., jax.Array], context: ContextAxis):
 
 
 def describe(exchange: Choice) -> str:
-    """Returns the exchange and its reason; "" without context parallelism."""
+    """Returns a description of the exchange with its reason, or "" without context parallelism."""
     return f"{DESCRIPTIONS[exchange.name]}: {exchange.reason}" if exchange.name else ""
 
 
 class ContextLoad(NamedTuple):
-    """Sizes that the decision depends on; None: unknown."""
+    """Sizes that determine the exchange. An unknown size is None."""
 
     devices: int  # size of the context axis
-    kv_heads: int  # local, after tensor parallelism
-    rows: int | None = None  # local rows of a microbatch
+    kv_heads: int  # key-value heads per device, after tensor parallelism
+    rows: int | None = None  # rows per device and microbatch
     row_length: int | None = None
-    memory_bytes: int | None = None  # of a device
-    in_pipeline: bool = False  # True with more than one pipeline stage
+    memory_bytes: int | None = None  # memory of a device
+    in_pipeline: bool = False  # True if there are several pipeline stages
 
 
 def resolve_context_exchange(name: str, attention: str, needs: AttentionNeeds, load: ContextLoad) -> Choice:
-    """Returns the requested exchange, for "auto" a suitable one, and an empty one for a single device.
+    """Returns the requested exchange, a suitable exchange for "auto", or an empty Choice for a single device.
 
-    attention: the name of the kernel. Raises BadInput for an exchange that the model, kernel or mesh does not support.
+    attention: name of the kernel. Raises BadInput for an exchange that the model, kernel or mesh does not support.
     """
     if load.devices == 1:
         return Choice(name)
     context = f"mesh.context={load.devices}"
     if needs.bias:
-        raise BadInput(f"{context}: the attention bias of this model needs whole rows; use mesh.context=1")
+        raise BadInput(f"{context}: the attention bias of this model needs whole sequences; use mesh.context=1")
     reasons = {form: unsupported_reason(form, attention, needs, load) for form in DESCRIPTIONS}
     unsupported = {form: reason for form, reason in reasons.items() if reason}
     if name != "auto":
@@ -209,35 +209,35 @@ def resolve_context_exchange(name: str, attention: str, needs: AttentionNeeds, l
 
 
 def unsupported_reason(form: str, attention: str, needs: AttentionNeeds, load: ContextLoad) -> str:
-    """Returns why this exchange is not possible, or ""."""
+    """Returns why an exchange is not supported, or ""."""
     if form == "ulysses":
         if load.kv_heads % load.devices:
             return f"{load.kv_heads} key-value heads per device cannot be split over {load.devices}"
         return ""
     if attention == "cudnn":
-        return "cudnn supports only whole rows"
+        return "cudnn needs whole sequences"
     if form == "ring" and (needs.prefix or needs.bidirectional):
         return "ring attention is causal, but this model is bidirectional"
     if form == "ring" and load.in_pipeline:
-        return "ring sends wait for the devices of all stages of mesh.pipeline, and some stages are idle"
+        return "ring sends would wait for all stages of mesh.pipeline, some of which are idle"
     return ""
 
 
 def gather_if_it_fits(needs: AttentionNeeds, load: ContextLoad, unsupported: dict[str, str]) -> Choice:
-    """Returns gather unless its memory exceeds MAX_GATHERED, then ulysses, then ring.
+    """Returns gather unless its memory exceeds MAX_GATHERED, else ulysses, else ring.
 
-    A ring merges partial results in HBM: on v5p up to 0.50 s of a step of 8.9 s more than gather (Llama 3 8B, rows of
-    131,072, context 8), 4.3 of 56 (1,048,576, context 64), at the published memory bandwidth. Gather waits 0.10 and
-    0.7 s for links, ulysses 0.23 s of the former (compiled, libtpu 0.0.51, 2026-11-24).
+    A ring merges partial results in HBM. On v5p at the published memory bandwidth, this adds up to 0.50 s to a step of
+    8.9 s with gather (Llama 3 8B, sequences of 131,072, context 8) and 4.3 s to 56 s (1,048,576, context 64). Gather
+    waits 0.10 s and 0.7 s for links, ulysses 0.23 s in the former case (compiled, libtpu 0.0.51, 2026-11-24).
     """
     if load.rows is None or load.row_length is None:
-        return Choice("auto", "gather", "the default for all but very long rows")
+        return Choice("auto", "gather", "the default except for very long sequences")
     chunk = load.row_length // (2 * load.devices)
     if needs.window is not None and needs.window_layers is None and needs.window - 1 <= chunk:
         return Choice("auto", "gather", f"devices receive only the {needs.window - 1} remote keys within the window")
     head_dims = needs.head_dim + needs.v_dim
     gathered_bytes = 2 * load.rows * load.row_length * load.kv_heads * head_dims * ITEM_BYTES[needs.dtype]
-    memory = f"keys and values of a layer and their gradients take {size(gathered_bytes)} per device"
+    memory = f"keys and values of a layer and their gradients need {size(gathered_bytes)} per device"
     if load.memory_bytes is None or gathered_bytes <= MAX_GATHERED * load.memory_bytes:
         return Choice("auto", "gather", memory)
     too_large = f"gathered {memory}, more than 1/{1 / MAX_GATHERED:g} of its {size(load.memory_bytes)}"
@@ -258,10 +258,10 @@ def make_context_attention(
     window: int | None,
     device_kind: str | None = None,
 ):
-    """Returns attend(q_BtNH, k_BtKH, v_BtKH, segments, **kwargs) -> out_BtNH, of local positions.
+    """Returns attend(q_BtNH, k_BtKH, v_BtKH, segments, **kwargs) -> out_BtNH for local positions.
 
-    exchange, attention: names of the exchange and of the kernel.
-    whole_row_attend: the kernel for unsharded rows, which only ulysses uses.
+    exchange, attention: names of the exchange and of the kernel. whole_row_attend: kernel for whole sequences
+    (ulysses).
     """
     if exchange == "ulysses":
         return ulysses(whole_row_attend, context)

@@ -1,13 +1,14 @@
-"""cuDNN's flash attention: scores stay out of HBM.
+"""cuDNN's flash attention, which does not write scores to HBM.
 
-On Ampere, through jax.nn, packed documents are separated by a mask, which becomes a bias of T x T numbers in the
-compute dtype per row, shared by all heads, plus as many for its unused gradient.
+On Ampere, jax.nn separates packed documents by a mask. The mask becomes a bias [T, T] per row in the compute dtype,
+shared by all heads, and its unused gradient has the same size.
 
-On Hopper and newer there is no mask or bias: the kernel reads the offset and length of each document of the local rows,
-in arrays of static size: DOCUMENTS_PER_ROW per row, pooled over the rows. Documents beyond that run in further rounds
-of the same kernel. A document, and a row's padding, begins where the segment id changes.
-JAX 0.10's wrapper of this kernel queries an attached GPU for its compute capability, and reads the keys of
-grouped-query attention at wrong offsets (github.com/jax-ml/jax/pull/39521); so the kernel is called here directly.
+On Hopper and newer GPUs there is no mask or bias. The kernel reads the offset and length of each document of the local
+rows, in arrays of static size with DOCUMENTS_PER_ROW entries per row, shared among rows. Additional documents run in
+further rounds of the same kernel. A document, or the padding of a row, begins where the segment id changes.
+
+JAX 0.10's wrapper of this kernel queries an attached GPU for the compute capability, and reads the keys of
+grouped-query attention at wrong offsets (github.com/jax-ml/jax/pull/39521), so this module calls the kernel directly.
 
 B batch  T query position  S key position  N query heads  K key-value heads  H head dim
 C documents of one round = B * DOCUMENTS_PER_ROW
@@ -27,8 +28,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxscale.kernels.config import ATTENTION_OUT
 from jaxscale.system.exits import BadInput
 
-# The kernel saves 4 bytes per document, position and head for the backward pass: with 16, a quarter of its output at a
-# head_dim of 128 in bfloat16. Web text has about 6 documents in a row of 4096.
+# The kernel saves 4 bytes per document, position and head for the backward pass. With 16 documents this is a quarter of
+# the output size at a head_dim of 128 in bfloat16. Web text has about 6 documents in a row of 4096.
 DOCUMENTS_PER_ROW = 16
 MAX_ELEMENTS = 2**31  # offsets in q are int32
 
@@ -36,7 +37,7 @@ MAX_ELEMENTS = 2**31  # offsets in q are int32
 def make_masked_attend(*, window: int | None = None):
     """Returns attend(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT) -> out_BTNH with the values of xla.make_attend.
 
-    Its residuals have no checkpoint_name; core/models/layers.py recognises them for remat policies.
+    The residuals have no checkpoint_name. core/models/layers.py recognizes the primitive for remat policies.
     """
 
     def attend(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT):
@@ -44,7 +45,7 @@ def make_masked_attend(*, window: int | None = None):
         pad = lambda x: jnp.pad(x, [(0, 0), (0, T % 2)] + [(0, 0)] * (x.ndim - 2))  # with a bias T must be even
         ids_BT = pad(segment_ids_BT)
         mask_B1TS = ids_BT[:, None, :, None] == ids_BT[:, None, None, :]
-        if window is not None:  # in the mask: older cuDNN accepts no bias together with its own window
+        if window is not None:  # part of the mask, because older cuDNN versions do not support a bias with a window
             position_T = np.arange(ids_BT.shape[1])
             mask_B1TS &= (position_T[:, None] - position_T[None, :] < window)[None, None]
         out_BTNH = jax.nn.dot_product_attention(
@@ -63,12 +64,12 @@ def make_masked_attend(*, window: int | None = None):
 class DocumentSpans(NamedTuple):
     """Offsets and lengths of the documents of one round."""
 
-    lengths_BC: jax.Array  # int32[B, C/B]: tokens; 0 for an unused entry
-    begins_BC: jax.Array  # int32[B, C/B + 1]: first token, counted over all rows, and the end of the last
+    lengths_BC: jax.Array  # int32[B, C/B]: number of tokens; 0 for an unused entry
+    begins_BC: jax.Array  # int32[B, C/B + 1]: index of the first token over all rows, and the end of the last document
 
 
 class Kernel(NamedTuple):
-    """A flash attention over spans. Outputs outside of the spans are undefined."""
+    """Forward and backward pass of a flash attention over spans. Outputs outside of the spans are undefined."""
 
     # (q_BTNH, k_BTKH, v_BTKH, spans) -> (out_BTNH, softmax stats)
     forward: Callable[..., tuple[jax.Array, jax.Array]]
@@ -79,7 +80,7 @@ class Kernel(NamedTuple):
 def make_packed_attend(*, window: int | None = None, kernel: Kernel | None = None, documents: int = DOCUMENTS_PER_ROW):
     """Returns attend(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT) -> out_BTNH with the values of xla.make_attend.
 
-    A segment's positions must be consecutive. kernel: None for cuDNN's. documents: per row and round.
+    The positions of a segment must be consecutive. kernel: None means cuDNN's. documents: documents per row and round.
     """
     kernel = kernel or cudnn_kernel(window)
 
@@ -101,7 +102,7 @@ def make_packed_attend(*, window: int | None = None, kernel: Kernel | None = Non
         def run(spans, stats):
             return tuple(kernel.backward(q_BTNH, k_BTKH, v_BTKH, spans, out_BTNH, stats, dout_BTNH))
 
-        def recompute(spans):  # the saved stats are those of the first round
+        def recompute(spans):  # only the stats of the first round are saved
             return run(spans, kernel.forward(q_BTNH, k_BTKH, v_BTKH, spans)[1])
 
         grads = run(find_spans(numbers_BT, 0, documents), stats)
@@ -110,7 +111,7 @@ def make_packed_attend(*, window: int | None = None, kernel: Kernel | None = Non
     attend.defvjp(forward, backward)
 
     def attend_batch_halves(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT):
-        """Halves the batch until offsets fit int32."""
+        """Applies attend() to halves of the batch, recursively, so that offsets fit int32."""
         B, arrays = len(q_BTNH), (q_BTNH, k_BTKH, v_BTKH, segment_ids_BT)
         if q_BTNH.size < MAX_ELEMENTS or B == 1:
             return attend(*arrays)
@@ -122,16 +123,16 @@ def make_packed_attend(*, window: int | None = None, kernel: Kernel | None = Non
 
 
 def document_numbers(segment_ids_BT: jax.Array) -> jax.Array:
-    """int32[B, T]: index of each token's document, counted over all rows."""
+    """Returns int32[B, T], the index of each token's document over all rows."""
     begins_BT = jnp.pad(segment_ids_BT[:, 1:] != segment_ids_BT[:, :-1], [(0, 0), (1, 0)], constant_values=True)
     return jnp.cumsum(begins_BT.reshape(-1), dtype=jnp.int32).reshape(begins_BT.shape) - 1
 
 
 def find_spans(numbers_BT: jax.Array, round_number: int | jax.Array, documents: int) -> DocumentSpans:
-    """Returns the spans of one round, of B * documents documents."""
+    """Returns the spans of one round, which has B * documents documents."""
     B = len(numbers_BT)
     number_C = jnp.minimum(jnp.arange(B * documents + B, dtype=jnp.int32), B * documents) + round_number * B * documents
-    # compare_all: one pass over the tokens; a binary search would be 14 small kernels in every layer
+    # compare_all is one pass over the tokens. A binary search would be 14 small kernels in every layer.
     begins = jnp.searchsorted(numbers_BT.reshape(-1), number_C, method="compare_all").astype(jnp.int32)
     lengths = jnp.diff(begins)[: B * documents]
     return DocumentSpans(lengths.reshape(B, documents), begins.reshape(B, documents + 1))
@@ -143,7 +144,7 @@ def further_rounds(
     numbers_BT: jax.Array,
     documents: int,
 ) -> tuple[jax.Array, ...]:
-    """Replaces `results` of the first round for tokens whose documents are in later rounds."""
+    """Runs the rounds after the first, and returns `results` with the tokens of their documents replaced."""
     round_BT = numbers_BT // (len(numbers_BT) * documents)
 
     def run_round(carry):
@@ -158,7 +159,7 @@ def further_rounds(
 
 
 def cudnn_kernel(window: int | None) -> Kernel:
-    """Returns cuDNN's causal kernel with scale 1/sqrt(H); `window` as in xla.make_attend."""
+    """Returns cuDNN's causal kernel with scale 1/sqrt(H). window: see xla.make_attend()."""
 
     def forward(q_BTNH, k_BTKH, v_BTKH, spans):
         call = CudnnCall(*q_BTNH.shape, dtype=q_BTNH.dtype, documents=spans.lengths_BC.shape[1], window=window)
@@ -178,7 +179,7 @@ def cudnn_kernel(window: int | None) -> Kernel:
     return Kernel(forward, backward)
 
 
-# Dimension numbers of the matmuls, for arrays BTNH and scores BNTS: contracting axes of lhs and rhs, then batch axes.
+# Dimension numbers of the matmuls for arrays BTNH and scores BNTS: contracting axes of lhs and rhs, then batch axes.
 FORWARD = {"bmm1": (3, 3, (0, 2), (0, 2)), "bmm2": (3, 1, (0, 1), (0, 2))}
 BACKWARD = {
     "bmm1_grad_gemm1": (2, 1, (0, 1), (0, 2)),
@@ -190,7 +191,7 @@ BACKWARD = {
 
 @dataclasses.dataclass(frozen=True)
 class CudnnCall:
-    """Builds the custom calls of the forward and backward kernel."""
+    """Builder of the custom calls of the forward and backward kernels."""
 
     B: int
     T: int
@@ -203,8 +204,8 @@ class CudnnCall:
     def __post_init__(self):
         if self.B * self.T * self.N * self.H >= MAX_ELEMENTS:
             raise BadInput(
-                f"attention=cudnn: rows of {self.T} tokens with {self.N} heads of {self.H} on a device have 2^31 "
-                "or more elements; use a larger mesh.tensor, or model.attention=blockwise"
+                f"attention=cudnn: rows of {self.T} tokens with {self.N} heads of {self.H} on a device have at least "
+                "2^31 elements; use a larger mesh.tensor, or model.attention=blockwise"
             )
 
     def heads_first(self, x_BTNH: jax.Array) -> jax.ShapeDtypeStruct:
@@ -213,15 +214,15 @@ class CudnnCall:
         return jax.ShapeDtypeStruct((B, N, T, H), x_BTNH.dtype)
 
     def lengths_and_offsets(self, spans: DocumentSpans, k_BTKH: jax.Array) -> tuple[jax.Array, ...]:
-        """Returns lengths of queries and keys [tokens], then their offsets [elements]."""
+        """Returns the lengths of queries and keys in tokens, and their offsets in elements."""
         K = k_BTKH.shape[2]
         return spans.lengths_BC, spans.lengths_BC, spans.begins_BC * (self.N * self.H), spans.begins_BC * (K * self.H)
 
     def make(
         self, name: str, arrays: list[jax.ShapeDtypeStruct], others: list[jax.ShapeDtypeStruct], matmuls: dict
     ) -> Callable[..., Any]:
-        """Returns the call. Results: `arrays`, whose memory layout is BTNH, `others`, and the workspace."""
-        workspace = jax.ShapeDtypeStruct((0,), jnp.uint8)  # XLA sets the size when it compiles for the GPU
+        """Returns the custom call. Its results are `arrays` with memory layout BTNH, `others`, and the workspace."""
+        workspace = jax.ShapeDtypeStruct((0,), jnp.uint8)  # XLA sets the size during compilation for the GPU
         return jax.ffi.ffi_call(
             name,
             [*arrays, *others, workspace],

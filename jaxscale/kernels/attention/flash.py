@@ -1,12 +1,12 @@
 """FlashAttention (arXiv:2205.14135) in plain JAX: exact causal attention on any platform, with memory linear in T.
 
-A scan over the visible pairs of blocks: scores exist for one pair at a time, forward and backward, and the program does
-not grow with T. Queries and keys have explicit positions, so that a device may have some of a row's queries and attend
-to its keys in any order.
+Forward and backward passes scan over the visible pairs of blocks. Scores exist for one pair at a time, and the program
+does not grow with T. Queries and keys have explicit positions, so a device may have some of the queries of a sequence
+and attend to its keys in any order.
 
 B batch  T query position  S key position  K key-value heads  G query heads per key-value head  H head dim
 R = T * G: the queries of a key-value head; r and s are the queries and the keys of one block
-Values and outputs may have another head dim than H: FlashAttention.value_dim.
+The head dim of values and outputs, FlashAttention.value_dim, may differ from H.
 """
 
 import dataclasses
@@ -26,15 +26,15 @@ from jaxscale.kernels.attention.xla import MASK_VALUE, MaskSpec
 from jaxscale.kernels.config import ATTENTION_OUT
 from jaxscale.kernels.gradient import custom_vjp
 
-# On a CPU longer rows use this file, since the blocks of blockwise.py grow from here on. At 4096 it was no slower, and
-# its step took 25 MiB instead of 617 (4 heads of 64, 2 busy cores, 2026-11-21).
+# Longer sequences on CPUs use this module, because the blocks of blockwise.py grow beyond this length. At 4096 it was
+# not slower, and a step needed 25 MiB instead of 617 (4 heads of 64, 2 busy cores, 2026-11-21).
 BLOCKWISE_MAX_LEN = 1024
 
 
 class BlockMask(NamedTuple):
-    """The pairs of blocks to compute, and what masks a pair: segments and positions."""
+    """The pairs of blocks to compute, and the segments and positions that mask a pair."""
 
-    pairs_P2: jax.Array  # visible (query block, key block); the diagonal block is the last of each query block
+    pairs_P2: jax.Array  # visible (query block, key block); the diagonal block is the last pair of a query block
     query_segments_BT: jax.Array
     key_segments_BS: jax.Array
     query_positions_T: jax.Array
@@ -59,7 +59,7 @@ def make_attend(*, softcap: float | None = None, window: int | None = None, bloc
 
 
 def make_blockwise(*, softcap: float | None, window: int | None, platform: str):
-    """Returns blockwise.py's attention for short rows on a CPU, else this one, whose memory is linear in T."""
+    """Returns the attention of blockwise.py for short sequences on CPUs, else the attention of this module."""
     flash_attend = make_attend(softcap=softcap, window=window)
     if platform != "cpu":
         return flash_attend
@@ -75,7 +75,7 @@ def make_positioned_attend(*, softcap: float | None, window: int | None) -> Posi
         pairs_CP2 = positioned_block_pairs(positions.starts_Cc, positions.chunk, block, window)
         pairs_P2 = jnp.asarray(pairs_CP2)[positions.device]
         positions_S, positions_T = jnp.arange(k_BSKH.shape[1], dtype=jnp.int32), positions.positions_T
-        assert spec.key_segment_ids_BS is not None  # keys of other devices come with their segments
+        assert spec.key_segment_ids_BS is not None  # keys of other devices need segment ids
         block_mask = BlockMask(pairs_P2, spec.segment_ids_BT, spec.key_segment_ids_BS, positions_T, positions_S)
         return make_masked_attend(softcap=softcap, window=window, block=block)(q_BTNH, k_BSKH, v_BSKH, block_mask)
 
@@ -83,7 +83,7 @@ def make_positioned_attend(*, softcap: float | None, window: int | None) -> Posi
 
 
 def make_masked_attend(*, softcap: float | None, window: int | None, block: int):
-    """Returns attend(q_BTNH, k_BSKH, v_BSKH, block_mask) -> out_BTNH, for lengths that are multiples of the block."""
+    """Returns attend(q_BTNH, k_BSKH, v_BSKH, block_mask) -> out_BTNH. Lengths must be multiples of the block."""
 
     def make_flash(q_BKTGH, v_BKSH) -> FlashAttention:
         return FlashAttention(q_BKTGH.shape[3], v_BKSH.shape[3], block, softcap, window)
@@ -111,11 +111,11 @@ def make_masked_attend(*, softcap: float | None, window: int | None, block: int)
 
 
 def visible_pairs(length: int, block: int, window: int | None, begin: int = 0) -> np.ndarray:
-    """int32[P, 2]: visible (query block, key block), sorted.
+    """Returns int32[P, 2], the sorted visible pairs (query block, key block).
 
-    begin: position among the keys of the first of `length` queries, a multiple of the block.
+    begin: position of the first of `length` queries in the sequence of keys, a multiple of the block.
     """
-    distance = begin + length if window is None else window - 1  # to the first visible key
+    distance = begin + length if window is None else window - 1  # distance to the first visible key
     first = begin // block
     first_key_block = lambda i: max(0, i * block - distance) // block
     return np.array(
@@ -125,9 +125,10 @@ def visible_pairs(length: int, block: int, window: int | None, begin: int = 0) -
 
 
 def positioned_block_pairs(starts_Cc: np.ndarray, chunk: int, block: int, window: int | None) -> np.ndarray:
-    """int32[C, P, 2]: visible (query block, key block) of each device.
+    """Returns int32[C, P, 2], the visible pairs (query block, key block) of each device.
 
-    In zigzag order all devices have as many, except that a window is cut off at the first chunk; see pad_block_pairs().
+    In zigzag order all devices have the same number of pairs without a window. With a window the first chunk has fewer,
+    and pairs are padded by pad_block_pairs().
     """
     device_pairs = []
     for starts_c in starts_Cc:
@@ -140,22 +141,22 @@ def positioned_block_pairs(starts_Cc: np.ndarray, chunk: int, block: int, window
 
 
 def pad_block_pairs(lists: Sequence[np.ndarray], last_key_blocks: Sequence[int]) -> list[np.ndarray]:
-    """Pads lists of pairs to one length with (first query block, last key block), which are fully masked."""
+    """Pads lists of pairs to equal length with (first query block, last key block), which is fully masked."""
     length = max(map(len, lists))
     padding = lambda pairs, last: np.full((length - len(pairs), 2), (0, last), np.int32)
     return [np.concatenate([pairs, padding(pairs, last)]) for pairs, last in zip(lists, last_key_blocks)]
 
 
 class OnlineSoftmax(NamedTuple):
-    """Online softmax over the keys so far, float32."""
+    """State of the online softmax over the keys processed so far, float32."""
 
     acc_BKRH: jax.Array  # sum of exp(score - max) * value
     sum_BKR: jax.Array  # sum of exp(score - max)
-    max_BKR: jax.Array  # of scores
+    max_BKR: jax.Array  # maximum of the scores
 
 
 class Gradients(NamedTuple):
-    """Gradients of the pairs of blocks so far, float32."""
+    """Gradients from the pairs of blocks processed so far, float32."""
 
     dq_BKRH: jax.Array
     dk_BKSH: jax.Array
@@ -164,24 +165,24 @@ class Gradients(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class FlashAttention:
-    """The scans over pairs of blocks, forward and backward."""
+    """Forward and backward scans over pairs of blocks."""
 
     groups: int  # G
-    value_dim: int  # of values and outputs
+    value_dim: int  # head dim of values and outputs
     block: int
     softcap: float | None
     window: int | None
 
     def block_at(self, x: jax.Array, i: jax.Array, size: int) -> jax.Array:
-        """Block i of x along its third axis."""
+        """Returns block i of x along the third axis."""
         return lax.dynamic_slice_in_dim(x, i * size, size, axis=2)
 
     def set_block(self, x: jax.Array, i: jax.Array, part: jax.Array) -> jax.Array:
-        """x with its block i along the third axis replaced."""
+        """Returns x with block i along the third axis replaced by `part`."""
         return lax.dynamic_update_slice_in_dim(x, part, i * part.shape[2], axis=2)
 
     def mask(self, block_mask: BlockMask, i: jax.Array, j: jax.Array) -> jax.Array:
-        """bool [B, 1, r, s]: True where a query of block i attends to a key of block j."""
+        """Returns bool [B, 1, r, s], True where a query of block i attends to a key of block j."""
         block_n = lambda x, n: lax.dynamic_slice_in_dim(x, n * self.block, self.block, axis=-1)
         q_Bb, k_Bb = block_n(block_mask.query_segments_BT, i), block_n(block_mask.key_segments_BS, j)
         distance = block_n(block_mask.query_positions_T, i)[:, None] - block_n(block_mask.key_positions_S, j)[None, :]
@@ -206,7 +207,7 @@ class FlashAttention:
         return out_BKRH.reshape(*q_BKTGH.shape[:4], self.value_dim), softmax.max_BKR + jnp.log(softmax.sum_BKR)
 
     def accumulate(self, softmax: OnlineSoftmax, q_BKTGH, k_BKSH, v_BKSH, block_mask: BlockMask) -> OnlineSoftmax:
-        """Returns the softmax with these keys added."""
+        """Returns the softmax state after processing these keys."""
         (G, H), q_BKRH = q_BKTGH.shape[3:], self.rows(q_BKTGH)
         size = self.block * G
 
@@ -217,7 +218,7 @@ class FlashAttention:
             score_BKrs = jnp.where(self.mask(block_mask, i, j), scale_and_cap(qk_BKrs, H, self.softcap)[0], MASK_VALUE)
             old_max_BKr = self.block_at(softmax.max_BKR, i, size)
             max_BKr = jnp.maximum(old_max_BKr, jnp.max(score_BKrs, axis=-1))
-            # For a query without a visible key so far these are ones; the rescale by its own key's block makes them 0.
+            # These are ones for a query without a visible key so far. The rescale at its own key's block makes them 0.
             prob_BKrs = jnp.exp(score_BKrs - max_BKr[..., None]).astype(v_BKSH.dtype)
             rescale_BKr = jnp.exp(old_max_BKr - max_BKr)
             sum_BKr = self.block_at(softmax.sum_BKR, i, size) * rescale_BKr + jnp.sum(prob_BKrs, axis=-1, dtype=F32)
@@ -240,16 +241,16 @@ class FlashAttention:
         return dq_BKTGH, grads.dk_BKSH.astype(k_BKSH.dtype), grads.dv_BKSH.astype(v_BKSH.dtype)
 
     def rows(self, q_BKTGH):
-        """q_BKRH"""
+        """Returns q_BKRH."""
         B, K, T, G, H = q_BKTGH.shape
         return q_BKTGH.reshape(B, K, T * G, H)
 
     def delta(self, out_BKTGH, dout_BKTGH):
-        """float32[B, K, R]: sum(out * dout) of each query, the D of the FlashAttention backward pass."""
+        """Returns float32[B, K, R], sum(out * dout) of each query, which is D in FlashAttention's backward pass."""
         return jnp.sum(self.rows(dout_BKTGH).astype(F32) * self.rows(out_BKTGH).astype(F32), axis=-1)
 
     def accumulate_grads(self, grads: Gradients, q_BKTGH, k_BKSH, v_BKSH, block_mask, lse_BKR, delta_BKR, dout_BKTGH):
-        """Returns the gradients with those of these keys added. lse_BKR: over all keys."""
+        """Adds the gradients from these keys to grads. lse_BKR: logsumexp over all keys."""
         G, H = q_BKTGH.shape[3:]
         q_BKRH, dout_BKRH = self.rows(q_BKTGH), self.rows(dout_BKTGH)
         size = self.block * G

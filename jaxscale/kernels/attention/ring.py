@@ -1,10 +1,11 @@
-"""Ring attention (arXiv:2310.01889): devices that share a row pass their keys and values round a ring.
+"""Ring attention (arXiv:2310.01889): devices that share a sequence send keys and values around a ring.
 
-Each device attends to the shard that it has while it sends that shard on; the softmax is accumulated over shards. In
-the backward pass keys and values go round again, and their gradients travel with them until they are back at their own
-device. A RingKernel attends to one shard: ring_flash.py on any platform, ring_splash.py on TPUs.
+Each device attends to a shard of keys and values while it sends the shard to the next device. The softmax is
+accumulated over shards. The backward pass sends keys and values around the ring again, together with their gradients,
+which finally return to the device of the keys. A RingKernel attends to one shard: ring_flash.py on any platform,
+ring_splash.py on TPUs.
 
-B batch  T local position, of queries and of keys  K key-value heads  H head dim
+B batch  T local position of queries and keys  K key-value heads  H head dim
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ from jaxscale.kernels.gradient import custom_vjp
 
 
 class KVShard(NamedTuple):
-    """Keys and values of one device, as sent round the ring."""
+    """Keys, values and segment ids of one device, which are sent around the ring."""
 
     k_BKTH: jax.Array
     v_BKTH: jax.Array
@@ -31,10 +32,11 @@ class KVShard(NamedTuple):
 
 
 class RingKernel(Protocol):
-    """Attention of local queries to the keys of one device; each implementation has its own order of dimensions.
+    """Attention of local queries to the keys of one device. The order of dimensions depends on the implementation.
 
-    step: the keys are those of the device `step` before this one; a Python int where it is static (0: local keys).
-    state: the softmax over the keys so far. logsumexp and delta, sum(out * dout) of each query, are float32.
+    step: distance to the device of the keys, which is `step` positions before this device; a Python int if static, 0
+    for local keys. state: state of the softmax over the keys processed so far. logsumexp and delta, sum(out * dout) of
+    each query, are float32.
     """
 
     def init(self, q: jax.Array, /) -> Any:
@@ -42,7 +44,7 @@ class RingKernel(Protocol):
         ...
 
     def accumulate(self, state: Any, q: jax.Array, kv: KVShard, ids_BT: jax.Array, step: int | jax.Array, /) -> Any:
-        """Returns the state with these keys added. ids_BT: segments of the queries."""
+        """Returns the state after processing these keys. ids_BT: segment ids of the queries."""
         ...
 
     def finalize(self, state: Any, q: jax.Array, /) -> tuple[jax.Array, jax.Array]:
@@ -65,18 +67,18 @@ class RingKernel(Protocol):
         dout: jax.Array,
         /,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns (dq with the part of these keys added, dk_BKTH, dv_BKTH), float32. logsumexp: over all keys."""
+        """Returns (dq including these keys, dk_BKTH, dv_BKTH), float32. logsumexp: logsumexp over all keys."""
         ...
 
 
 def make_ring_attend(
     context: ContextAxis, make_kernel: Callable[[jax.Array], RingKernel], *, unrolled: bool = False
 ) -> Callable[..., jax.Array]:
-    """Returns attend(q, k_BKTH, v_BKTH, segment_ids_BT) -> out like q, in zigzag order.
+    """Returns attend(q, k_BKTH, v_BKTH, segment_ids_BT) -> out like q, for positions in zigzag order.
 
-    unrolled: XLA:CPU needs the steps without a loop. It does not order a collective in a loop and one outside of it
-    alike on all devices (jaxlib 0.10.2 with default flags, 2026-11-24: with the loop, one layer on 8 devices crashed or
-    hung in 12 of 12 runs; without it none of 8 did).
+    unrolled: whether to unroll the steps, which XLA:CPU needs. Its order of collectives inside and outside of a loop
+    differs between devices (jaxlib 0.10.2 with default flags, 2026-11-24: with a loop, one layer on 8 devices crashed
+    or hung in 12 of 12 runs; unrolled, in 0 of 8).
     """
 
     @custom_vjp
@@ -98,7 +100,7 @@ def make_ring_attend(
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """The passes of all keys and values past this device."""
+    """Forward and backward pass of ring attention on one device."""
 
     context: ContextAxis
     kernel: RingKernel
@@ -123,7 +125,7 @@ class Ring:
         def backward_step(step, grads, kv):
             dq, dkv = grads
             if dkv is not None:
-                dkv = self.context.ppermute_next(dkv)  # sent during the matmuls, whose results are added on arrival
+                dkv = self.context.ppermute_next(dkv)  # sent during the matmuls, whose results are added afterwards
             dq, *local_dkv = self.kernel.accumulate_grads(dq, q, kv, ids_BT, step, *residuals)
             return dq, tuple(local_dkv if dkv is None else map(jnp.add, dkv, local_dkv))
 
@@ -136,12 +138,12 @@ class Ring:
         return dq.astype(q.dtype), *self.context.ppermute_next(tuple(x.astype(dtype) for x, dtype in zip(dkv, dtypes)))
 
     def step_ranges(self) -> list[tuple[int, int]]:
-        """Returns (begin, end) of the steps that are compiled together: the local keys, a loop, the last device."""
+        """Returns (begin, end) of steps that are compiled together: the local keys, a loop, and the last device."""
         size = self.context.size
         return [steps for steps in ((0, 1), (1, size - 1), (size - 1, size)) if steps[0] < steps[1]]
 
     def run_steps(self, f: Callable, carry: Any, kv: KVShard, begin: int, end: int) -> tuple[Any, KVShard]:
-        """Runs carry = f(step, carry, kv) for each step while kv is sent to the next device."""
+        """Runs carry = f(step, carry, kv) for each step, and sends kv to the next device at the same time."""
         if begin == self.context.size - 1:
             return f(begin, carry, kv), kv
 

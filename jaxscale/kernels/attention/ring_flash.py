@@ -1,4 +1,4 @@
-"""A RingKernel (ring.py) for any platform: FlashAttention over pairs of blocks (flash.py).
+"""RingKernel (ring.py) for any platform: FlashAttention over pairs of blocks (flash.py).
 
 B batch  T query position  S key position  K key-value heads  G query heads per key-value head  H head dim  C devices
 R = T * G: the queries of a key-value head
@@ -18,7 +18,7 @@ from jaxscale.kernels.attention.ring import KVShard, make_ring_attend
 
 
 def make_attend(*, softcap: float | None, window: int | None, context: ContextAxis, unrolled: bool = False):
-    """Returns attend(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT) -> out_BTNH, of local positions in zigzag order."""
+    """Returns attend(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT) -> out_BTNH for local positions in zigzag order."""
 
     def attend(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT):
         def make_kernel(q_BKTGH) -> FlashRingKernel:
@@ -36,7 +36,7 @@ def make_attend(*, softcap: float | None, window: int | None, context: ContextAx
 
 @dataclasses.dataclass(frozen=True)
 class FlashRingKernel:
-    """A RingKernel for queries [B, K, T, G, H]."""
+    """RingKernel for queries [B, K, T, G, H]."""
 
     context: ContextAxis
     chunk: int
@@ -47,7 +47,7 @@ class FlashRingKernel:
         return self.flash.init(q_BKTGH)
 
     def accumulate(self, state: OnlineSoftmax, q_BKTGH, kv: KVShard, ids_BT, step) -> OnlineSoftmax:
-        """Returns the softmax with these keys added."""
+        """Returns the softmax state after processing these keys."""
         return self.flash.accumulate(state, q_BKTGH, *kv[:2], self.block_mask(step, ids_BT, kv.segment_ids_BT))
 
     def finalize(self, state: OnlineSoftmax, q_BKTGH):
@@ -55,18 +55,18 @@ class FlashRingKernel:
         return self.flash.finalize(state, q_BKTGH, q_BKTGH.dtype)
 
     def delta(self, out_BKTGH, dout_BKTGH):
-        """float32[B, K, R]: sum(out * dout) of each query."""
+        """Returns float32[B, K, R], sum(out * dout) of each query."""
         return self.flash.delta(out_BKTGH, dout_BKTGH)
 
     def accumulate_grads(self, dq_BKTGH, q_BKTGH, kv: KVShard, ids_BT, step, *residuals):
-        """Returns (dq_BKTGH with the part of these keys added, dk_BKTH, dv_BKTH); residuals: lse, delta, dout."""
+        """Returns (dq_BKTGH including these keys, dk_BKTH, dv_BKTH). residuals: logsumexp, delta, dout."""
         zeros = Gradients(self.flash.rows(dq_BKTGH), *(jnp.zeros(x.shape, F32) for x in kv[:2]))
         block_mask = self.block_mask(step, ids_BT, kv.segment_ids_BT)
         dq_BKRH, dk_BKTH, dv_BKTH = self.flash.accumulate_grads(zeros, q_BKTGH, *kv[:2], block_mask, *residuals)
         return dq_BKRH.reshape(q_BKTGH.shape), dk_BKTH, dv_BKTH
 
     def block_mask(self, step: int | jax.Array, ids_BT, key_ids_BT) -> BlockMask:
-        """Returns the mask of local queries and the keys of the device `step` before this one."""
+        """Returns the mask of local queries and the keys of the device `step` positions before this device."""
         device, size = self.context.index(), self.context.size
         source = (device - step) % size
         is_local = isinstance(step, int) and step == 0
@@ -79,10 +79,10 @@ class FlashRingKernel:
 
 
 def ring_block_pairs(size: int, chunk: int, block: int, window: int | None, *, is_local: bool):
-    """Returns (int32[X, P, 2]: distinct tables of visible (query block, key block), in local block numbers;
-    int32[C, C]: the index of the table for each device of queries and device of keys).
+    """Returns (distinct tables of visible pairs, index of the table for each query device and key device).
 
-    is_local: for each device with itself, else for each pair of different devices.
+    Tables are int32[X, P, 2], with pairs (query block, key block) of local block indices. The index is int32[C, C].
+    is_local: whether to return pairs of each device with itself, else of each pair of different devices.
     """
     starts_Cc = ContextAxis(size).chunk_starts(chunk // block)
     blocks = [np.concatenate([start + np.arange(chunk // block) for start in starts_c]) for starts_c in starts_Cc]
@@ -91,7 +91,7 @@ def ring_block_pairs(size: int, chunk: int, block: int, window: int | None, *, i
     for query_device, queries in enumerate(blocks):
         for key_device, keys in enumerate(blocks):
             if (query_device == key_device) == is_local:
-                distance = (queries[:, None] - keys[None, :]) * block  # between the first positions of the blocks
+                distance = (queries[:, None] - keys[None, :]) * block  # distance between the first positions of blocks
                 visible = (distance >= 0) & (distance - block + 1 <= max_distance)
                 pairs_of_devices[query_device, key_device] = np.argwhere(visible).astype(np.int32)
     tables = {pairs.tobytes(): pairs for pairs in pairs_of_devices.values()}

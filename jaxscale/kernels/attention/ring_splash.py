@@ -1,11 +1,10 @@
-"""A RingKernel (ring.py) for TPUs: one call of the splash kernel per pair of chunks.
+"""RingKernel (ring.py) for TPUs: one call of the splash kernel per pair of chunks.
 
-In zigzag order a device's late chunk attends to all of the early chunk of every other device. So does its early chunk
-if the other device comes before it; else its late chunk attends to the other's late one. That is two pairs of chunks
-per device, equal work, and no mask but the segments. Local chunks have the causal mask. A call also returns the
-logsumexp, by which results are merged; the backward kernels get the logsumexp over all keys.
-
-Accumulation between pairs is in float32; a call returns the dtype of queries or keys, rounded once.
+In zigzag order the late chunk of a device attends to the whole early chunk of every other device. In addition, the
+early chunk attends to the early chunks of previous devices, and the late chunk to the late chunks of later devices.
+So each step has two pairs of chunks, equal work on all devices, and no mask except segments. Local chunks have the
+causal mask. A call also returns the logsumexp, which is used to merge results. The backward kernels use the logsumexp
+over all keys. Results of pairs are accumulated in float32. A call returns the dtype of queries or keys, rounded once.
 
 B batch  T local position  t position in a chunk  N query heads  K key-value heads  H head dim
 """
@@ -35,7 +34,7 @@ from jaxscale.kernels.attention.splash import (
 )
 
 MASK_VALUE = kernel_lib.DEFAULT_MASK_VALUE
-PADDING_SEGMENT = -1  # differs from all segments
+PADDING_SEGMENT = -1  # differs from all segment ids
 
 
 def make_attend(
@@ -46,9 +45,9 @@ def make_attend(
     blocks: Blocks = DEFAULT_BLOCKS,
     interpret: bool = False,
 ):
-    """Returns attend(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT) -> out_BTNH, of local positions in zigzag order.
+    """Returns attend(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT) -> out_BTNH for local positions in zigzag order.
 
-    Chunks are padded to whole blocks. interpret: runs without a TPU, slowly.
+    Chunks are padded to whole blocks. interpret: whether to run in interpreter mode, slowly and without a TPU.
     """
 
     def attend(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT):
@@ -72,32 +71,32 @@ def make_attend(
 
 
 class PartialAttention(NamedTuple):
-    """Attention to the keys so far, float32."""
+    """Attention to the keys processed so far, float32."""
 
     out_BNTH: jax.Array
     logsumexp_BNT: jax.Array
 
 
 class ChunkPair(NamedTuple):
-    """A visible pair: a chunk of queries and one of keys, by their index on their devices."""
+    """A chunk of queries and a chunk of visible keys, by the index of each chunk on its device."""
 
     queries: int | jax.Array
     keys: int | jax.Array
-    distance: int | jax.Array  # in chunks; the Python int 0 for a chunk with itself
+    distance: int | jax.Array  # distance in chunks; the Python int 0 for a chunk and itself
 
 
 @dataclasses.dataclass(frozen=True)
 class SplashRingKernel:
-    """A RingKernel for scaled queries [B, N, T, H]."""
+    """RingKernel for scaled queries [B, N, T, H]."""
 
     context: ContextAxis
-    chunk: int  # positions, padded
-    chunk_stride: int  # positions of a chunk without padding
+    chunk: int  # positions per chunk, including padding
+    chunk_stride: int  # positions per chunk, without padding
     softcap: float | None
     window: int | None
     blocks: Blocks
     interpret: bool
-    value_dim: int  # of values and outputs
+    value_dim: int  # head dim of values and outputs
 
     def init(self, q_BNTH) -> PartialAttention:
         """Returns the state before the first key."""
@@ -105,7 +104,7 @@ class SplashRingKernel:
         return PartialAttention(jnp.zeros((*shape, self.value_dim), F32), jnp.full(shape, MASK_VALUE, F32))
 
     def accumulate(self, state: PartialAttention, q_BNTH, kv: KVShard, ids_BT, step) -> PartialAttention:
-        """Returns the state with these keys added."""
+        """Returns the state after processing these keys."""
         for pair in self.pairs(step):
             kernels = self.kernels(pair, q_BNTH)
             q_BNtH, queries_Bt = self.chunk_at(q_BNTH, pair.queries), self.chunk_at(ids_BT, pair.queries, axis=1)
@@ -121,11 +120,11 @@ class SplashRingKernel:
         return state.out_BNTH.astype(q_BNTH.dtype), state.logsumexp_BNT
 
     def delta(self, out_BNTH, dout_BNTH):
-        """float32[B, N, T]: sum(out * dout) of each query."""
+        """Returns float32[B, N, T], sum(out * dout) of each query."""
         return jnp.sum(out_BNTH.astype(F32) * dout_BNTH.astype(F32), axis=-1)
 
     def accumulate_grads(self, dq_BNTH, q_BNTH, kv: KVShard, ids_BT, step, logsumexp_BNT, delta_BNT, dout_BNTH):
-        """Returns (dq_BNTH with the part of these keys added, dk_BKTH, dv_BKTH), float32."""
+        """Returns (dq_BNTH including these keys, dk_BKTH, dv_BKTH), float32."""
         dk_BKTH, dv_BKTH = (jnp.zeros(x.shape, F32) for x in kv[:2])
         add = lambda x, n, part: self.set_chunk(x, n, self.chunk_at(x, n) + part.astype(F32))
         for pair in self.pairs(step):
@@ -139,17 +138,17 @@ class SplashRingKernel:
         return dq_BNTH, dk_BKTH, dv_BKTH
 
     def pairs(self, step: int | jax.Array) -> list[ChunkPair]:
-        """Returns the visible pairs of local query chunks and key chunks of the device `step` before this one."""
+        """Returns the visible pairs of local query chunks and key chunks of the device `step` positions before."""
         device, size = self.context.index(), self.context.size
         last = 2 * size - 1
         if isinstance(step, int) and step == 0:
             return [ChunkPair(0, 0, 0), ChunkPair(1, 1, 0), ChunkPair(1, 0, last - 2 * device)]
         source = (device - step) % size
-        late = jnp.int32(source > device)  # the second pair: both late chunks, or both early ones
+        late = jnp.int32(source > device)  # the second pair has two late chunks (1) or two early chunks (0)
         return [ChunkPair(1, 0, last - device - source), ChunkPair(late, late, jnp.abs(device - source))]
 
     def kernels(self, pair: ChunkPair, q_BNTH) -> "SplashKernels":
-        """Returns the kernels for one pair."""
+        """Returns the kernels for one pair of chunks."""
         sizes = block_sizes(self.chunk, self.blocks, q_BNTH.dtype.itemsize, q_BNTH.shape[3], self.window)
         is_diagonal = isinstance(pair.distance, int)
         if is_diagonal:
@@ -177,7 +176,7 @@ class SplashRingKernel:
 
 
 def merge_partial(before: PartialAttention, out_BNtH, logsumexp_BNt) -> PartialAttention:
-    """Returns attention to both sets of keys. A fully masked query has a mean or nan from the kernel, with weight 0."""
+    """Merges attention to two sets of keys. A fully masked query has weight 0; its kernel output is a mean or nan."""
     valid_BNt = logsumexp_BNt > MASK_VALUE / 2
     logsumexp_BNt = jnp.where(valid_BNt, logsumexp_BNt, MASK_VALUE)
     out_BNtH = jnp.where(valid_BNt[..., None], out_BNtH.astype(F32), 0.0)
@@ -188,11 +187,11 @@ def merge_partial(before: PartialAttention, out_BNtH, logsumexp_BNt) -> PartialA
 
 @dataclasses.dataclass(frozen=True)
 class SplashKernels:
-    """The splash kernel for a chunk of queries and one of keys: private forward and backward functions of JAX."""
+    """Splash kernels for a chunk of queries and a chunk of keys. Uses private forward and backward functions of JAX."""
 
     tables: KernelTables
-    row: int | jax.Array  # of the tables
-    positions_t: jax.Array | None  # of queries, relative to the first key; None: no mask, not even a window
+    row: int | jax.Array  # index of the row in the tables
+    positions_t: jax.Array | None  # positions of queries relative to the first key; None: neither causal mask nor window
     sizes: kernel_lib.BlockSizes
     softcap: float | None
     window: int | None
@@ -213,7 +212,8 @@ class SplashKernels:
             return jax.vmap(one_row)(q_BNtH, k_BKtH, v_BKtH, queries_Bt, keys_Bt)
 
     def backward(self, q_BNtH, k_BKtH, v_BKtH, queries_Bt, keys_Bt, logsumexp_BNt, delta_BNt, dout_BNtH):
-        """Returns (dq_BNtH, dk_BKtH, dv_BKtH) in the dtypes of q, k, v. logsumexp: over all keys of the row."""
+        """Returns (dq_BNtH, dk_BKtH, dv_BKtH) in the dtypes of q, k, v. logsumexp_BNt: over all keys of the
+        sequence."""
         sizes = self.sizes
         q_dq, kv_dq, q_dkv, kv_dkv = sizes.block_q_dq, sizes.block_kv_dq, sizes.block_q_dkv, sizes.block_kv_dkv
         compute_dkv = sizes.block_kv_dkv_compute
@@ -246,7 +246,7 @@ class SplashKernels:
         return info_lib.MaskInfo(local_table(tables.block), None, local_table(tables.active), None, positions_t)
 
     def kernel_args(self) -> dict:
-        """Arguments of all three kernels."""
+        """Returns the arguments that all three kernels share."""
         return dict(
             mask_value=MASK_VALUE,
             attn_logits_soft_cap=self.softcap,

@@ -27,8 +27,8 @@ from jaxscale.kernels.config import ATTENTION_OUT
 class BlockTables(NamedTuple):
     """The visible blocks of one kernel, for every device."""
 
-    block: np.ndarray  # int[C, 1, ...]: index of a key block (fwd, dq) or query block (dkv)
-    active: np.ndarray  # int8, same shape: 1, or 0 for a padding step
+    block: np.ndarray  # int[C, 1, ...]: index of the key block (fwd, dq) or query block (dkv)
+    active: np.ndarray  # int8, same shape as block: 1, or 0 for a padding step
 
 
 class KernelTables(NamedTuple):
@@ -48,7 +48,7 @@ class KernelTables(NamedTuple):
 def make_tables(
     starts_Cc: np.ndarray, chunk: int, keys: int, window: int | None, sizes: kernel_lib.BlockSizes
 ) -> KernelTables:
-    """Returns the tables of the three kernels. starts: first position of each chunk."""
+    """Returns the tables of the three kernels. starts_Cc: first position of each chunk."""
     ranges = functools.partial(key_block_ranges, starts_Cc, chunk, keys, window)
     q_dq, kv_dq, q_dkv, kv_dkv = sizes.block_q_dq, sizes.block_kv_dq, sizes.block_q_dkv, sizes.block_kv_dkv
     assert q_dq and kv_dq and q_dkv and kv_dkv  # set by block_sizes()
@@ -62,7 +62,7 @@ def make_tables(
 def key_block_ranges(
     starts_Cc: np.ndarray, chunk: int, keys: int, window: int | None, block_q: int, block_kv: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns int[C, q]: the first and the last visible key block of each query block."""
+    """Returns (first, last) visible key block of each query block, int[C, q] each."""
     start_Cq = (starts_Cc[:, :, None] + np.arange(0, chunk, block_q)[None, None]).reshape(len(starts_Cc), -1)
     first_Cq = np.zeros_like(start_Cq) if window is None else np.maximum(0, start_Cq - window + 1)
     last_Cq = np.minimum(start_Cq + block_q, keys) - 1
@@ -70,18 +70,18 @@ def key_block_ranges(
 
 
 def by_queries(first_Cq: np.ndarray, last_Cq: np.ndarray) -> BlockTables:
-    """Returns tables [C, 1, q, s]: the key blocks of each query block, ascending."""
+    """Returns tables [C, 1, q, s] with the key blocks of each query block in ascending order."""
     counts_Cq = last_Cq - first_Cq + 1
     step_s = np.arange(counts_Cq.max())
     active_Cqs = step_s < counts_Cq[:, :, None]
-    next_Cq = np.concatenate([first_Cq[:, 1:], first_Cq[:, :1]], axis=1)  # prefetched in padding steps
-    next_Cq = np.minimum(next_Cq, last_Cq.max())  # in range also where all keys are before the window
+    next_Cq = np.concatenate([first_Cq[:, 1:], first_Cq[:, :1]], axis=1)  # padding steps prefetch these
+    next_Cq = np.minimum(next_Cq, last_Cq.max())  # within range even if all keys are before the window
     block_Cqs = np.where(active_Cqs, first_Cq[:, :, None] + step_s, next_Cq[:, :, None])
     return BlockTables(smallest_dtype(block_Cqs)[:, None], active_Cqs.astype(np.int8)[:, None])
 
 
 def by_keys(first_Cq: np.ndarray, last_Cq: np.ndarray, blocks: int) -> BlockTables:
-    """Returns tables [C, 1, s, k]: the query blocks of each key block, ascending, in the last steps."""
+    """Returns tables [C, 1, s, k] with the query blocks of each key block in ascending order, in the last steps."""
     key_k = np.arange(blocks)
     visible_Cqk = (first_Cq[:, :, None] <= key_k) & (key_k <= last_Cq[:, :, None])
     steps = visible_Cqk.sum(axis=1).max()
@@ -93,38 +93,40 @@ def by_keys(first_Cq: np.ndarray, last_Cq: np.ndarray, blocks: int) -> BlockTabl
 
 
 def smallest_dtype(table: np.ndarray) -> np.ndarray:
-    """Casts to the smallest integer dtype that fits: tables are in SMEM."""
+    """Casts a table to the smallest integer dtype that fits, because tables are in SMEM."""
     fitting = [dtype for dtype in (np.int8, np.int16) if table.max() <= np.iinfo(dtype).max]
     return table.astype([*fitting, np.int32][0])
 
 
-LANES = 128  # block sizes are multiples
+LANES = 128  # divisor of all block sizes
 
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """Largest (query, key) block of each kernel. Larger blocks need fewer steps and compute more masked scores."""
+    """Maximum (query, key) block sizes of each kernel. Larger blocks need fewer steps and compute more masked
+    scores."""
 
     fwd: tuple[int, int]
-    dkv: tuple[int, int]  # backward, for keys and values
-    dq: tuple[int, int]  # backward, for queries
+    dkv: tuple[int, int]  # backward kernel for keys and values
+    dq: tuple[int, int]  # backward kernel for queries
 
 
-# MaxText's default (base.yml). It compiles within the default VMEM limit of a kernel on any chip.
+    # MaxText's default (base.yml), which fits the default VMEM limit of a kernel on any chip.
 DEFAULT_BLOCKS = Blocks((512, 512), (512, 512), (512, 512))
-# By the compiler's own schedule of each kernel, as docs/attention_blocks.py reads it: bundles of instructions for a
-# causal head of 4,096 positions, the least of 512, 1024 and 2048 each way (libtpu 0.0.51, 2026-11-24; none timed).
-# Forward, dkv and dq kernels, in thousands, DEFAULT_BLOCKS in brackets: v5p 54.9 79.3 61.8 (61.4 87.2 69.0), v6e 39.7
-# 50.3 41.7 (42.1 55.6 44.0). On v5e DEFAULT_BLOCKS is within 1% of the best, also at 2,048 positions.
+# Selected by the compiler's schedule of each kernel, which docs/attention_blocks.py prints: the fewest instruction
+# bundles for a causal head of 4,096 positions among sizes of 512, 1024 and 2048 (libtpu 0.0.51, 2026-11-24; not timed).
+# Thousands of bundles of the forward, dkv and dq kernels, with DEFAULT_BLOCKS in brackets: v5p 54.9 79.3 61.8 (61.4
+# 87.2 69.0), v6e 39.7 50.3 41.7 (42.1 55.6 44.0). On v5e DEFAULT_BLOCKS is within 1% of the best, also at 2,048
+# positions.
 BLOCKS = {
     "TPU v5": Blocks((1024, 1024), (1024, 1024), (1024, 1024)),
     "TPU v6 lite": Blocks((1024, 512), (1024, 1024), (1024, 512)),
 }
-MIN_BLOCKS = 4  # per row or window; with fewer, DEFAULT_BLOCKS compute fewer masked scores
+MIN_BLOCKS = 4  # minimum blocks per sequence or window; with fewer, DEFAULT_BLOCKS compute fewer masked scores
 
 
 def blocks_for(device_kind: str | None) -> Blocks:
-    """Returns the row of BLOCKS for a JAX device kind."""
+    """Returns the entry of BLOCKS for a JAX device kind, or DEFAULT_BLOCKS."""
     return BLOCKS.get(device_kind or "", DEFAULT_BLOCKS)
 
 
@@ -138,7 +140,7 @@ def make_attend(
 ):
     """Returns attend(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT) -> out_BTNH with the values of xla.make_attend.
 
-    blocks: None for those of the device kind. interpret: runs without a TPU, slowly.
+    blocks: None means the blocks of the device kind. interpret: whether to run in interpreter mode, without a TPU.
     """
     blocks = blocks or blocks_for(device_kind)
     positioned_attend = make_positioned_attend(softcap=softcap, window=window, blocks=blocks, interpret=interpret)
@@ -156,7 +158,7 @@ def make_positioned_attend(
 ) -> PositionedAttend:
     """Returns splash attention for queries at given positions.
 
-    Chunks and keys are padded to whole blocks. interpret: as for make_attend.
+    Chunks and keys are padded to whole blocks. interpret: see make_attend().
     """
 
     def positioned_attend(q_BTNH, k_BSKH, v_BSKH, spec: MaskSpec, positions: QueryPositions):
@@ -191,7 +193,7 @@ def make_kernel(
     window: int | None,
     interpret: bool,
 ) -> kernel_lib.SplashAttentionKernel:
-    """Returns the kernel of this device."""
+    """Returns the splash kernel with the tables of this device."""
     local_table = lambda table: jnp.asarray(table)[positions.device]
     positions_T: Any = positions.positions_T  # typed as a numpy array, but the kernel accepts a jax.Array
     mask_info = lambda t: info_lib.MaskInfo(local_table(t.block), None, local_table(t.active), None, positions_T)
@@ -221,8 +223,9 @@ def block_sizes(
 ) -> kernel_lib.BlockSizes:
     """Returns the block sizes for `length` queries. keys: number of keys, if different.
 
-    Float32 values and heads wider than LANES use DEFAULT_BLOCKS to fit into VMEM (a head_dim of 256 needs 18 MiB with
-    blocks of 1024; v5p's default limit is 16). So do short rows and windows: large blocks compute more masked scores.
+    Float32 values and heads larger than LANES use DEFAULT_BLOCKS to fit into VMEM (a head_dim of 256 needs 18 MiB with
+    blocks of 1024; v5p's default limit is 16). Short sequences and windows also use DEFAULT_BLOCKS, because large
+    blocks compute more masked scores.
     """
     largest = max(max(sizes) for sizes in dataclasses.astuple(limits))
     if itemsize > 2 or head_dim > LANES or min(length, window or length) < MIN_BLOCKS * largest:
@@ -242,7 +245,7 @@ def block_sizes(
 
 
 def padded_length(length: int) -> int:
-    """Rounds up to a multiple of 128, above 512 positions of 256, so that large blocks divide it."""
+    """Rounds up to a multiple of 128, or of 256 above 512 positions, so that large blocks divide the result."""
     step = LANES if length <= 4 * LANES else 2 * LANES
     return -(-length // step) * step
 

@@ -1,10 +1,10 @@
-"""Attention as plain einsums and softmax: the reference for other kernels; and its largest logit, or a bound on it.
+"""Attention by einsums and softmax, the reference for other kernels, and the largest logit or an upper bound of it.
 
-Logits are scaled and include a bias, before a softcap. Where they grow without bound, attention collapses onto single
+Logits are scaled and include a bias, without softcap. If logits grow without bound, attention collapses onto single
 keys and training diverges (arXiv:2302.05442; arXiv:2309.14322).
 
 B batch  T query position  S key position  K key-value heads  G query heads per key-value head  H head dim
-N = K * G query heads  V value and output head dim: H, except in latent attention
+N = K * G query heads  V head dim of values and outputs: H, except in latent attention
 t and s are the queries and the keys of one block
 """
 
@@ -18,18 +18,18 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxscale.kernels.config import ATTENTION_OUT
 
-MASK_VALUE = -1e30  # softmax gives exactly 0; finite, so that a fully masked row is not nan
-EXACT = ("xla", "blockwise")  # kernels for which logits are recomputed; others record the bound
-LOGIT_BLOCK = 256  # positions: logits of a pair of blocks are 1/4 MiB per row and head
+MASK_VALUE = -1e30  # softmax returns exactly 0; finite, so that a fully masked query is not nan
+EXACT = ("xla", "blockwise")  # kernels for which logits are recomputed; for others the bound is recorded
+LOGIT_BLOCK = 256  # positions per block; logits of a pair of blocks need 1/4 MiB per row and head
 
 
 class MaskSpec(NamedTuple):
-    """A mask that segment ids alone do not define; passed in place of segment_ids_BT."""
+    """Definition of a mask by more than segment ids. It is passed as segment_ids_BT."""
 
     segment_ids_BT: jax.Array
     prefix_BT: jax.Array | None = None  # int32: 1 for a key visible to every query of its document
-    key_segment_ids_BS: jax.Array | None = None  # None: keys come from the same row as the queries
-    query_positions_T: jax.Array | None = None  # index of each query among the keys; None: arange(T)
+    key_segment_ids_BS: jax.Array | None = None  # None: the keys are those of the queries' sequence
+    query_positions_T: jax.Array | None = None  # index of each query in the sequence of keys; None: arange(T)
 
 
 def as_mask_spec(segments: jax.Array | MaskSpec) -> MaskSpec:
@@ -38,15 +38,15 @@ def as_mask_spec(segments: jax.Array | MaskSpec) -> MaskSpec:
 
 
 def make_mask_spec(segment_ids_BT: jax.Array, prefix_BT: jax.Array | None) -> jax.Array | MaskSpec:
-    """Returns a MaskSpec, or the bare segment ids, which every kernel accepts, without a prefix."""
+    """Returns a MaskSpec, or without a prefix the segment ids, which every kernel accepts."""
     return segment_ids_BT if prefix_BT is None else MaskSpec(segment_ids_BT, prefix_BT)
 
 
 def make_attend(*, softcap: float | None = None, window: int | None = None):
-    """Returns attend(q_BTNH, k_BSKH, v_BSKV, segments) -> out_BTNV: causal, within the segment, scale 1/sqrt(H).
+    """Returns attend(q_BTNH, k_BSKH, v_BSKV, segments) -> out_BTNV, causal within segments, with scale 1/sqrt(H).
 
-    softcap: scores become softcap * tanh(score / softcap) (arXiv:2408.00118).
-    window: a query sees its own and the window - 1 keys before it (arXiv:2310.06825); None: all keys before it.
+    softcap: scores become softcap * tanh(score / softcap) (arXiv:2408.00118). window: number of latest keys that a
+    query attends to, including its own (arXiv:2310.06825); None means all.
     """
 
     def attend(
@@ -59,10 +59,10 @@ def make_attend(*, softcap: float | None = None, window: int | None = None):
         bias_NTS: jax.Array | None = None,
         scale: float | None = None,
     ) -> jax.Array:
-        """Softmax attention with float32 scores and probabilities rounded to v.dtype before the product; in q.dtype.
+        """Returns softmax attention, from float32 scores and probabilities rounded to v.dtype before the product.
 
-        segments: segment ids of the queries, or a MaskSpec. causal: later keys are masked, except those of a prefix.
-        bias_NTS: added to the scores. scale: replaces 1/sqrt(H) as the factor of q @ k.
+        segments: segment ids of the queries, or a MaskSpec. causal: whether later keys are masked, except those of a
+        prefix. bias_NTS: added to the scores. scale: replaces 1/sqrt(H) as the factor of q @ k.
         """
         spec = as_mask_spec(segments)
         B, T, N, H = q_BTNH.shape
@@ -77,7 +77,7 @@ def make_attend(*, softcap: float | None = None, window: int | None = None):
             score_BKGTS += bias_NTS.astype(jnp.float32).reshape(1, K, N // K, T, S)
         mask_B11TS = attention_mask(spec, T, S, causal, window)[:, None, None]
         prob_BKGTS = jax.nn.softmax(jnp.where(mask_B11TS, score_BKGTS, MASK_VALUE), axis=-1).astype(v_BSKV.dtype)
-        if spec.key_segment_ids_BS is not None:  # padding has no key in another row
+        if spec.key_segment_ids_BS is not None:  # padding may have no key in a different sequence
             prob_BKGTS = jnp.where(mask_B11TS, prob_BKGTS, 0)
         out_BTKGV = jnp.einsum("BKGTS,BSKV->BTKGV", prob_BKGTS, v_BSKV)
         return checkpoint_name(out_BTKGV.reshape(B, T, N, -1), ATTENTION_OUT)
@@ -86,7 +86,7 @@ def make_attend(*, softcap: float | None = None, window: int | None = None):
 
 
 def attention_mask(spec: MaskSpec, T: int, S: int, causal: bool, window: int | None) -> jax.Array:
-    """bool[B, T, S]: True where a query attends to a key."""
+    """Returns bool[B, T, S], True where a query attends to a key."""
     key_ids_BS = spec.segment_ids_BT if spec.key_segment_ids_BS is None else spec.key_segment_ids_BS
     same_segment_BTS = spec.segment_ids_BT[:, :, None] == key_ids_BS[:, None, :]
     if not causal:
@@ -104,12 +104,12 @@ def attention_mask(spec: MaskSpec, T: int, S: int, causal: bool, window: int | N
 
 
 def attention_logit_max(q_BTNH: jax.Array, k_BSKH: jax.Array, segments: jax.Array | MaskSpec, **settings) -> jax.Array:
-    """float32[]: the largest logit of a non-padding query and a visible key; -inf if none. As largest_logits()."""
+    """Returns the maximum of largest_logits(), float32[]."""
     return jnp.max(largest_logits(q_BTNH, k_BSKH, segments, **settings))
 
 
 def head_logit_max(q_BTNH: jax.Array, k_BSKH: jax.Array, segments: jax.Array | MaskSpec, **settings) -> jax.Array:
-    """float32[N]: the same of each head."""
+    """Returns largest_logits() as float32[N]."""
     return largest_logits(q_BTNH, k_BSKH, segments, **settings).reshape(q_BTNH.shape[2])
 
 
@@ -124,9 +124,9 @@ def largest_logits(
     scale: float | None = None,
     block: int = LOGIT_BLOCK,
 ) -> jax.Array:
-    """float32[K, G]: the largest logit of each head, of non-padding queries and visible keys; -inf if none.
+    """Returns the largest logit of each head over non-padding queries and visible keys, float32[K, G]; -inf if none.
 
-    Arguments as for attention. Logits exist for one pair of blocks at a time.
+    Arguments are those of attend(). Logits exist for one pair of blocks at a time.
     """
     spec = as_mask_spec(segments)
     (B, T, N, H), (S, K) = q_BTNH.shape, k_BSKH.shape[1:3]
@@ -173,7 +173,7 @@ def largest_logits(
 
 
 def visible_pairs(T: int, S: int, queries: int, keys: int, *, causal: bool, window: int | None) -> np.ndarray:
-    """int32[pairs, 2]: (query block, key block) with a visible pair."""
+    """Returns int32[pairs, 2], pairs (query block, key block) in which a key is visible to a query."""
     pairs = []
     for i in range(-(-T // queries)):
         first, last = i * queries, (i + 1) * queries - 1
@@ -197,12 +197,12 @@ def attention_logit_bound(
     bias_NTS: jax.Array | None = None,
     **_,
 ) -> jax.Array:
-    """float32[]: an upper bound, max|q| * max|k| of a head in a row, scaled, over non-padding positions.
+    """Returns an upper bound of logits, float32[]: scaled max|q| * max|k| of a head and row over non-padding positions.
 
-    Ignores causality, window and segments, which only remove pairs. Raises ValueError for a bias.
+    Ignores causality, window and segments, which only exclude pairs. Raises ValueError for a bias.
     """
     if bias_NTS is not None:
-        raise ValueError("logits with a bias have no such bound; use attention='xla', whose logits are exact")
+        raise ValueError("the bound does not support an attention bias; use attention='xla', whose logits are exact")
     spec = as_mask_spec(segments)
     B, _, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
