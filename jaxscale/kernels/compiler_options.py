@@ -77,7 +77,7 @@ TABLE = (
             name,
             True,
             "offloads collectives along several torus dimensions, so that a gather uses all their links at once",
-            "v5p:2x2x4, libtpu 0.0.51, 2026-11-23: 3 gathers with 6 rings each for 3 matrices instead of 9 with one ring",
+            "v5p:2x2x4, libtpu 0.0.51, 2026-11-23: 3 gathers of 6 rings each for 3 matrices instead of 9 of one ring",
         )
         for name in OFFLOAD_TORUS
     ),
@@ -87,7 +87,7 @@ TABLE = (
             name,
             True,
             "gathers the next layer's parameters and scatters the previous layer's gradients in a loop over layers",
-            "v5p:2x2x4, libtpu 0.0.51, 2026-11-23: matmuls of a layer run between start and done of every gather of the "
+            "v5p:2x2x4, libtpu 0.0.51, 2026-11-23: matmuls of a layer are between start and done of every gather of the "
             "forward loop and every scatter of the backward loop",
         )
         for name in PIPELINE
@@ -98,8 +98,8 @@ TABLE = (
             name,
             4,
             "makes the scheduler assume 4 times the latency of collectives, so that it overlaps more matmuls with them",
-            "7B on v5p:2x2x4, 4 x 4096, libtpu 0.0.51, 2026-11-23: 94.9% of bytes are sent during matmuls of sufficient "
-            "length instead of 70.4%, at published link bandwidths; peak 51.4 GiB instead of 51.5",
+            "7B on v5p:2x2x4, 4 x 4096, libtpu 0.0.51, 2026-11-23: 94.9% of bytes are sent during matmuls that take as "
+            "long instead of 70.4%, at published link bandwidths; peak 51.4 GiB instead of 51.5",
         )
         for name in LATENCY
     ),
@@ -153,8 +153,8 @@ TABLE = (
         "runs an expert kernel once if a loop over layers saves its output. Without the option it runs a second time "
         "to write the output into the stack of all layers. Set only if outputs are saved",
         "Mixtral 8x7B with 3 layers, 8 rows of 4,096, remat minimal, one H200, jax 0.11.2, 2026-11-26: 58,621 tokens/s "
-        "instead of 52,856; 3 expert kernels in the forward loop instead of 5. OLMoE with remat full: 41,923 instead "
-        "of 42,541",
+        "instead of 52,856; 3 expert kernels in the forward loop instead of 5. OLMoE with remat full: 41,923 tokens/s "
+        "instead of 42,541",
     ),
 )
 # Options for which False changes the program and True does not (v5e:2x4, libtpu 0.0.42). Not passed to the compiler.
@@ -220,4 +220,4 @@ def check_options(extra: Mapping[str, Value], device: Device) -> None:
             jax.jit(jnp.negative, compiler_options={name: value}).lower(scalar).compile()
         except jax.errors.JaxRuntimeError as error:
             reason = str(error).splitlines()[0].removeprefix("INVALID_ARGUMENT: ")
-            raise BadInput(f"compiler.{name}={value}: XLA for {device.platform} rejects this option: {reason}") from None
+            raise BadInput(f"compiler.{name}={value}: XLA for {device.platform} rejects the option: {reason}") from None

@@ -94,12 +94,12 @@ class RopeScaling:
         8192, "context length before the extension, in tokens", read_if=".name=llama3|yarn|dynamic|longrope"
     )
     beta_fast: float = setting(
-        32.0, "frequencies with more rotations than this in original_max_len are unchanged", read_if=".name=yarn"
+        32.0, "frequencies with more rotations in original_max_len are unchanged", read_if=".name=yarn"
     )
     beta_slow: float = setting(
-        1.0, "frequencies with fewer rotations than this in original_max_len are scaled by `factor`", read_if=".name=yarn"
+        1.0, "frequencies with fewer rotations in original_max_len are scaled by `factor`", read_if=".name=yarn"
     )
-    truncate: bool = setting(True, "rounds the ends of the ramp between beta_fast and beta_slow to whole dimensions", read_if=".name=yarn")
+    truncate: bool = setting(True, "rounds beta_fast and beta_slow to whole dimensions", read_if=".name=yarn")
     attention_factor: float | None = setting(
         None,
         "factor by which queries and keys are multiplied; none: derived from `factor`, as in transformers",
@@ -107,15 +107,15 @@ class RopeScaling:
     )
     mscale: float | None = setting(
         None,
-        "with mscale_all_dim, sets the attention factor to f(mscale) / f(mscale_all_dim), where f(m) = 0.1 m log(factor) "
-        "+ 1, as in DeepSeek; model.latent multiplies scores by f(mscale_all_dim) squared",
+        "with mscale_all_dim, the attention factor is f(mscale) / f(mscale_all_dim), where f(m) = 0.1 m log(factor) + 1, "
+        "as in DeepSeek; model.latent multiplies scores by f(mscale_all_dim) squared",
         read_if=".name=yarn and not .attention_factor",
     )
     mscale_all_dim: float | None = setting(None, "see mscale", read_if=".name=yarn and .mscale")
     short_factor: tuple[float, ...] = setting(
         (), "divisor of each frequency up to original_max_len tokens; head_dim / 2 numbers", read_if=".name=longrope"
     )
-    long_factor: tuple[float, ...] = setting((), "divisor of each frequency for longer sequences", read_if=".name=longrope")
+    long_factor: tuple[float, ...] = setting((), "divisors for longer sequences", read_if=".name=longrope")
     row_len: int | None = setting(
         None,
         "sequence length in tokens for which frequencies are computed, also for shorter ones; none: original_max_len",
@@ -155,7 +155,7 @@ class RopeScaling:
         if min(*self.short_factor, *self.long_factor) <= 0:
             raise BadInput("short_factor and long_factor must be above 0")
         if self.original_max_len < 2:
-            raise BadInput("longrope divides by the logarithm of original_max_len; set original_max_len to at least 2 tokens")
+            raise BadInput("longrope divides by log(original_max_len); set original_max_len to at least 2 tokens")
 
     @property
     def longest_row(self) -> int | None:

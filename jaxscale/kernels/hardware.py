@@ -1,6 +1,6 @@
-"""Peak FLOP/s, memory, links and prices of chips, with sources. MFU is shown only for chips in this table.
+"""Peak FLOP/s, memory, links and prices of chips, with sources. MFU is reported only for chips in this table.
 
-Peaks are dense bfloat16 (sparsity never counted); for cards without bfloat16, float16 matrix units.
+Peaks are dense bfloat16 FLOP/s without sparsity, or those of float16 matrix units for cards without bfloat16.
 """
 
 import dataclasses
@@ -11,66 +11,66 @@ from typing import Any, NamedTuple, Protocol
 
 
 class Device(Protocol):
-    """Attributes of jax.Device that we read. A type checker cannot use jax.Device: jaxlib has no stubs."""
+    """Attributes of jax.Device that are used. A type checker cannot use jax.Device, because jaxlib has no stubs."""
 
     id: int
     process_index: int
     platform: str
     device_kind: str
-    coords: Any  # of TPUs, as is core_on_chip
+    coords: Any  # only TPUs have coords and core_on_chip
     core_on_chip: int
 
     def memory_stats(self) -> dict[str, int] | None:
-        """Returns current and peak bytes in use, if the platform counts them."""
+        """Returns current and peak bytes in use, if the platform reports them."""
 
 
 class Price(NamedTuple):
-    """On-demand list price of an hour of one chip, used as a default."""
+    """On-demand list price per hour of one chip, used as a default."""
 
     dollars_per_hour: float
-    date: str  # when the list said so, or was read
+    date: str  # date of the list, or when it was read
     source: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """An accelerator by its `device.device_kind`; figures of one JAX device, None if no source was found."""
+    """Properties of an accelerator, per JAX device. None if no source was found."""
 
     name: str
     peak_flops: float  # dense bfloat16 FLOP/s
     hbm_bytes: int
     hbm_bandwidth: float  # bytes/s
     source: str
-    ici_bandwidth: float | None = None  # bytes/s out of one device over all its fast links (ICI, NVLink); one direction
-    ici_dims: int = 0  # dimensions of the torus that the fast links form; 0 for a switch, which serves any pair
-    dcn_bandwidth: float | None = None  # bytes/s out of one device to other slices (TPU) or hosts (GPU); one direction
+    ici_bandwidth: float | None = None  # bytes/s sent by one device over all its fast links (ICI, NVLink); one direction
+    ici_dims: int = 0  # dimensions of the torus of fast links; 0 for a switch, which connects all pairs
+    dcn_bandwidth: float | None = None  # bytes/s sent by one device to other slices (TPU) or hosts (GPU); one direction
     devices_per_host: int = 8
-    single_host_devices: int = 0  # largest slice on one host, if above devices_per_host
-    host_bytes: int | None = None  # host memory per device, the limit of offloading
+    single_host_devices: int = 0  # size of the largest slice on one host, if above devices_per_host
+    host_bytes: int | None = None  # host memory per device, which limits offloading
     int8_flops: float | None = None  # dense; None: no faster than bfloat16, or no source
     fp8_flops: float | None = None
     links_source: str = ""
-    fp16_flops: float | None = None  # dense, of the matrix units; None: no source (TPUs have none)
-    fp32_flops: float | None = None  # of the vector units, not TF32
+    fp16_flops: float | None = None  # dense FLOP/s of matrix units; None: no source (TPUs do not support float16)
+    fp32_flops: float | None = None  # FLOP/s of vector units, not TF32
     bfloat16: bool = True  # False: the card computes in float16 or float32
-    architecture: str = ""  # published MFU is compared within one architecture only
-    devices_per_chip: int = 1  # JAX devices of one chip, the unit of the price
-    watts: float | None = None  # of one chip or board at full load
+    architecture: str = ""  # published MFU is compared only within an architecture
+    devices_per_chip: int = 1  # JAX devices per chip, for which the price is
+    watts: float | None = None  # power of one chip or board at full load
     watts_source: str = ""
-    price: Price | None = None  # of one chip
-    compute_capability: float | None = None  # of NVIDIA GPUs: developer.nvidia.com/cuda-gpus
+    price: Price | None = None  # price of one chip
+    compute_capability: float | None = None  # NVIDIA GPUs only; source: developer.nvidia.com/cuda-gpus
 
     def num_hosts(self, num_devices: int) -> int:
-        """Returns the number of hosts (VMs) of one slice, or of GPUs in full hosts, with this many devices."""
+        """Returns the number of hosts (VMs) of one slice, or of full hosts of GPUs, with num_devices devices."""
         per_host = self.devices_per_host
         return 1 if num_devices <= max(per_host, self.single_host_devices) else -(-num_devices // per_host)
 
 
-# Google's pages give ICI as "bidirectional": both directions of all links. One direction is half of it.
+# Google's pages list "bidirectional" ICI bandwidth, the sum of both directions of all links. One direction has half.
 CLOUD = "cloud.google.com/tpu/docs, system architecture page of the version"
 TPU7X = "cloud.google.com/tpu/docs/tpu7x (2025), per chip; a JAX device is half a chip"
-# An 8-card HGX or DGX machine: NVLink through a switch inside, one network port for each GPU outside. Clouds differ in
-# the network. 8-bit peaks are the datasheets' figures with sparsity, halved.
+# Links are those of an 8-card HGX or DGX machine, with an NVLink switch and one network port per GPU. Networks differ
+# between clouds. 8-bit peaks are half of the datasheets' figures with sparsity.
 BASEPOD = "docs.nvidia.com/dgx-basepod, core components: eight ConnectX-7 ports of 400 Gb/s for eight GPUs"
 HOPPER_LINKS = f"nvidia.com Hopper page: NVLink 900 GB/s, both directions; DGX H100 and H200: {BASEPOD}"
 AMPERE_LINKS = (
@@ -81,7 +81,7 @@ BLACKWELL_LINKS = (
     "docs.nvidia.com/dgx/dgxb200-user-guide: NVLink 14.4 TB/s for eight GPUs, both directions; eight 400 Gb/s "
     "ConnectX-7 ports"
 )
-# Prices: list prices as the sources named here quote them. Google's own page shows its figures only to a browser.
+# List prices as quoted by these sources. Google's price page shows figures only in a browser.
 GOOGLE_PRICE = (
     "on demand in us-central1 (v4: us-central2), from Google's price list as copied by "
     "github.com/skypilot-org/skypilot-catalog: catalogs/v8/gcp/vms.csv at 006059e"
@@ -205,19 +205,19 @@ CHIPS = {
 
 
 def find_chip(device_kind: str) -> Chip | None:
-    """Returns the table's row for JAX's device_kind, or None for an unknown chip."""
+    """Returns the entry of CHIPS for a JAX device_kind, or None for an unknown chip."""
     return CHIPS.get(device_kind)
 
 
 class DtypeChoice(NamedTuple):
-    """The compute dtype for a device, and the reason."""
+    """The compute dtype for a device, with the reason."""
 
     dtype: str
     reason: str
 
 
 AMPERE, VOLTA = 8.0, 7.0  # the first compute capabilities with matrix units for bfloat16, and for float16
-# Values of --xla_cpu_max_isa, in order: XLA:CPU uses no instruction set after the given one.
+# Values of --xla_cpu_max_isa, in order. XLA:CPU does not use instruction sets after the given value.
 XLA_CPU_ISAS = ("SSE4_2", "AVX", "AVX2", "AVX512", "AVX512_VNNI", "AVX512_BF16", "AMX", "AMX_FP16")
 MAX_ISA = re.compile(r"--xla_cpu_max_isa=(\w+)")
 CPU_BFLOAT16 = {"amx_bf16": "AMX", "avx512_bf16": "AVX512_BF16"}  # CPU feature in /proc/cpuinfo: instruction set
@@ -226,9 +226,10 @@ CPU_BFLOAT16 = {"amx_bf16": "AMX", "avx512_bf16": "AVX512_BF16"}  # CPU feature 
 def choose_compute_dtype(
     device: Device, environ: Mapping[str, str] = os.environ, cpu_features: Collection[str] | None = None
 ) -> DtypeChoice:
-    """Returns bfloat16 if the hardware multiplies it, else float16 on GPUs with matrix units for it, else float32.
+    """Returns bfloat16 if the hardware multiplies it, else float16 on GPUs with float16 matrix units, else float32.
 
-    The device may be a planned one. cpu_features: default: those of this machine.
+    device: an attached device, or a device of an ahead-of-time topology. cpu_features: None means those of this
+    machine.
     """
     if device.platform == "tpu":
         return DtypeChoice("bfloat16", "the matrix units of TPUs multiply bfloat16")
@@ -248,7 +249,7 @@ def choose_compute_dtype(
 def cpu_compute_dtype(features: Collection[str], environ: Mapping[str, str]) -> DtypeChoice:
     """Returns bfloat16 on a CPU with AMX-BF16 or AVX512-BF16 that XLA_FLAGS allow, else float32."""
     found = [name for name in CPU_BFLOAT16 if name in features]
-    limits = [name.upper() for name in MAX_ISA.findall(environ.get("XLA_FLAGS", ""))]  # the last one counts
+    limits = [name.upper() for name in MAX_ISA.findall(environ.get("XLA_FLAGS", ""))]  # the last flag applies
     allowed = XLA_CPU_ISAS.index(limits[-1]) if limits and limits[-1] in XLA_CPU_ISAS else len(XLA_CPU_ISAS)
     for name in found:
         if XLA_CPU_ISAS.index(CPU_BFLOAT16[name]) <= allowed:
@@ -259,18 +260,18 @@ def cpu_compute_dtype(features: Collection[str], environ: Mapping[str, str]) -> 
 
 
 def compute_capability(device: Device | None) -> float | None:
-    """Returns the compute capability of an NVIDIA GPU, from the device or the table; None if unknown."""
+    """Returns the compute capability of an NVIDIA GPU, from the device or CHIPS, or None if unknown."""
     if device is None:
         return None
     try:
         return float(getattr(device, "compute_capability", None) or "")
-    except ValueError:  # not reported, or of another maker: gfx90a
+    except ValueError:  # not reported, or from a different vendor, such as gfx90a
         chip = find_chip(device.device_kind)
         return chip.compute_capability if chip else None
 
 
 def read_cpu_features(path: str = "/proc/cpuinfo") -> frozenset[str]:
-    """Returns this machine's CPU features from /proc/cpuinfo; empty if there are none."""
+    """Returns this machine's CPU features from /proc/cpuinfo, or an empty set if unavailable."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             lines = [line.partition(":") for line in file]
@@ -280,7 +281,8 @@ def read_cpu_features(path: str = "/proc/cpuinfo") -> frozenset[str]:
 
 
 def host_memory_bytes() -> int:
-    """Returns the memory that this process may use: the machine's, or the container's limit if smaller."""
+    """Returns the bytes of memory that this process may use: those of the machine, or the container's limit if
+    lower."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:

@@ -1,4 +1,4 @@
-"""Arrays in host memory between steps: their shardings, and copies to the device inside a step."""
+"""Shardings of arrays that are in host memory between steps, and copies to the device inside a step."""
 
 import dataclasses
 import functools
@@ -15,37 +15,38 @@ HOST = "pinned_host"  # JAX's name for host memory with DMA access from the devi
 
 
 def check_host_memory(setting: str, mesh: Mesh) -> None:
-    """Raises BadInput naming the setting if the devices of the mesh cannot address host memory.
+    """Raises BadInput for the setting if the devices of the mesh cannot address host memory.
 
-    GPUs of an ahead-of-time topology list no memories, and jax 0.10.2 treats all their arrays as on the device.
+    GPUs of an ahead-of-time topology have no list of memories, and jax 0.10.2 assumes that all arrays are on the
+    device.
     """
     device = mesh.devices.flat[0]
     kinds = sorted(memory.kind for memory in device.addressable_memories())
     if HOST not in kinds:
         raise BadInput(
             f"{setting} needs devices with {HOST} memory, but {device.device_kind} has "
-            f"{', '.join(kinds) or 'none in an ahead-of-time topology'}; remove it"
+            f"{', '.join(kinds) or 'none in an ahead-of-time topology'}; remove the setting"
         )
 
 
 def on_host(shardings: Any, exclude: Callable[[str], bool] = lambda name: False) -> Any:
-    """Returns the same shardings in host memory, except scalars and leaves whose dotted names match `exclude`."""
+    """Returns the shardings with host memory, except for scalars and leaves whose dotted name matches `exclude`."""
     dotted = functools.partial(jax.tree_util.keystr, simple=True, separator=".")
     move = lambda path, one: one.with_memory_kind(HOST) if len(one.spec) and not exclude(dotted(path)) else one
     return jax.tree_util.tree_map_with_path(move, shardings)
 
 
 def is_on_host(x: Any) -> bool:
-    """True for an array in host memory, inside a jitted function."""
+    """Returns True for an array in host memory. For use inside jitted functions."""
     return jax.typeof(x).memory_space == jax.memory.Space.Host
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Offloaded:
-    """A weight in host memory, and device-side zeros that receive its gradient.
+    """A weight in host memory, and zeros on the device that receive its gradient.
 
-    JAX requires the gradient of an array to be in the array's memory space.
+    JAX requires the gradient of an array to be in the memory space of the array.
     """
 
     weight: jax.Array
@@ -53,13 +54,13 @@ class Offloaded:
 
 
 def device_zeros(params: Any) -> Any:
-    """Returns device-side zeros to differentiate in place of offloaded parameters; XLA removes them."""
+    """Returns zeros on the device to differentiate instead of offloaded parameters. XLA removes the zeros."""
     return jax.tree.map(lambda w: jnp.zeros(w.shape, w.dtype), params)
 
 
 def fetch_outside_blocks(params: dict, zeros: dict, stacks: Collection[str]) -> dict:
-    """Returns parameters for a model whose gather is make_fetching_gather(...): these stacks of blocks stay offloaded,
-    all others are fetched."""
+    """Returns parameters for a model whose gather is make_fetching_gather(...). Parameters of `stacks` remain
+    offloaded, all others are copied to the device."""
     offloaded = jax.tree.map(Offloaded, params, zeros)
     is_offloaded = lambda leaf: isinstance(leaf, Offloaded)
     fetched = lambda tree: jax.tree.map(lambda leaf: fetch(leaf.weight, leaf.zeros), tree, is_leaf=is_offloaded)
@@ -67,14 +68,14 @@ def fetch_outside_blocks(params: dict, zeros: dict, stacks: Collection[str]) -> 
 
 
 def make_fetching_gather(gather: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """Returns `gather` for weights that may be offloaded: each is fetched just before."""
+    """Returns `gather` extended to offloaded weights, which are first copied to the device."""
     fetched = lambda w: fetch(w.weight, w.zeros) if isinstance(w, Offloaded) else w
     return lambda w, axes, dtype: gather(fetched(w), axes, dtype)
 
 
 @jax.custom_vjp
 def fetch(weight: jax.Array, zeros: jax.Array) -> jax.Array:
-    """Copies the weight to the device. Its gradient goes to the zeros."""
+    """Copies the weight to the device. The gradient is that of the zeros."""
     return jax.device_put(weight, jax.memory.Space.Device)
 
 

@@ -1,4 +1,4 @@
-"""Normalisation over the last axis; statistics in float32, result in the input's dtype.
+"""Normalisation over the last axis, with statistics in float32 and the result in the input's dtype.
 
 D embed  B batch  T position  N heads  H head dim
 """
@@ -18,7 +18,7 @@ F32 = jnp.float32
 
 @functools.partial(custom_vjp, nondiff_argnums=(2,))
 def rms_norm(x: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:
-    """x / sqrt(mean(x**2) + eps) * scale (arXiv:1910.07467). x: [..., D].
+    """Returns x / sqrt(mean(x**2) + eps) * scale (arXiv:1910.07467). x: [..., D].
 
     The custom backward pass saves x in its dtype instead of float32 copies.
     """
@@ -44,16 +44,16 @@ rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
 
 
 def inverse_rms(x32: jax.Array, eps: float) -> jax.Array:
-    """1 / sqrt(mean(x**2) + eps), [..., 1].
+    """Returns 1 / sqrt(mean(x**2) + eps), [..., 1].
 
-    The barrier keeps XLA:CPU from materialising it, and the scale, at the size of x.
+    The barrier prevents XLA:CPU from materialising the result and the scale with the shape of x.
     """
     return barrier_on_cpu(lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps))
 
 
 @functools.partial(custom_vjp, nondiff_argnums=(2, 3))
 def rms_norm_heads(x_BTNH: jax.Array, scale_NH: jax.Array, eps: float, tensor: TensorAxis) -> jax.Array:
-    """rms_norm over all heads of a position (arXiv:2501.00656), which may be sharded over the tensor axis."""
+    """Returns RMSNorm over all heads of a position (arXiv:2501.00656), which may be sharded over the tensor axis."""
     x32 = x_BTNH.astype(F32)
     return (x32 * inverse_rms_heads(x32, eps, tensor) * scale_NH.astype(F32)[None, None]).astype(x_BTNH.dtype)
 
@@ -75,17 +75,17 @@ rms_norm_heads.defvjp(_rms_norm_heads_forward, _rms_norm_heads_backward)
 
 
 def inverse_rms_heads(x32_BTNH: jax.Array, eps: float, tensor: TensorAxis) -> jax.Array:
-    """1 / sqrt(mean(x**2) + eps) over all heads of all devices, [B, T, 1, 1]."""
+    """Returns 1 / sqrt(mean(x**2) + eps) over all heads of all devices, [B, T, 1, 1]."""
     return lax.rsqrt(mean_heads(x32_BTNH * x32_BTNH, tensor) + eps)
 
 
 def mean_heads(x32_BTNH: jax.Array, tensor: TensorAxis) -> jax.Array:
-    """The mean over all heads of all devices, [B, T, 1, 1]."""
+    """Returns the mean over all heads of all devices, [B, T, 1, 1]."""
     return tensor.sum(jnp.mean(x32_BTNH, axis=(2, 3), keepdims=True)) / tensor.size
 
 
 def layer_norm(x: jax.Array, scale_D: jax.Array, bias_D: jax.Array, eps: float) -> jax.Array:
-    """(x - mean) / sqrt(variance + eps) * scale + bias (arXiv:1607.06450). x: [..., D]."""
+    """Returns (x - mean) / sqrt(variance + eps) * scale + bias (arXiv:1607.06450). x: [..., D]."""
     x32 = x.astype(F32)
     centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
     inverse = lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + eps)
@@ -93,5 +93,5 @@ def layer_norm(x: jax.Array, scale_D: jax.Array, bias_D: jax.Array, eps: float) 
 
 
 def expand(vector_D: jax.Array, ndim: int) -> jax.Array:
-    """The vector in float32 as [1, ..., 1, D] with `ndim` axes."""
+    """Returns the vector in float32 as [1, ..., 1, D] with `ndim` axes."""
     return vector_D.astype(F32).reshape((1,) * (ndim - 1) + (-1,))

@@ -18,17 +18,17 @@ from jaxscale.kernels.config import RopeScaling
 class Rotation(NamedTuple):
     """Cosine and sine of the angles at each position, float32 [B, T, H], computed once for all layers.
 
-    A head is x * cos + swap_halves(x) * sin.
+    A rotated head is x * cos + swap_halves(x) * sin.
     """
 
-    cos_BTH: jax.Array  # the same for both halves
-    sin_BTH: jax.Array  # negative for the first half
+    cos_BTH: jax.Array  # equal in both halves
+    sin_BTH: jax.Array  # negated in the first half
 
 
 def frequencies(head_dim: int, base: float, scaling: RopeScaling | None = None) -> np.ndarray:
-    """Returns the angle per position of each pair of dimensions, float64 [h, radians]."""
+    """Returns the angle per position of each pair of dimensions in radians, float64 [h]."""
     if head_dim % 2:
-        raise ValueError(f"head_dim={head_dim} must be even: rotary positions rotate pairs of dimensions")
+        raise ValueError(f"head_dim={head_dim} must be even, because RoPE rotates pairs of dimensions")
     if scaling is not None and scaling.name == "dynamic":
         base = dynamic_ntk_base(head_dim, base, scaling)
     freq_h = base ** (-np.arange(0, head_dim, 2) / head_dim)
@@ -43,17 +43,18 @@ def frequencies(head_dim: int, base: float, scaling: RopeScaling | None = None) 
 
 
 def llama3_ramp(freq_h: np.ndarray, scaling: RopeScaling) -> np.ndarray:
-    """Unscaled share of each frequency, from 1 for fast to 0 for slow rotations, as in Llama 3.1."""
-    turns_h = scaling.original_max_len * freq_h / (2 * math.pi)  # full turns within the original context
+    """Returns the unscaled fraction of each frequency, from 1 for high to 0 for low frequencies, as in Llama 3.1."""
+    turns_h = scaling.original_max_len * freq_h / (2 * math.pi)  # full rotations within the original context
     unscaled_h = (turns_h - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     return np.clip(unscaled_h, 0.0, 1.0)
 
 
 def yarn_ramp(head_dim: int, base: float, scaling: RopeScaling) -> np.ndarray:
-    """Unscaled share of each frequency by YaRN (arXiv:2309.00071, section 3.2), linear in the index of the pair."""
+    """Returns the unscaled fraction of each frequency in YaRN, linear in the pair index (arXiv:2309.00071, section
+    3.2)."""
 
     def pair_index(turns: float) -> float:
-        """Index of the pair with this number of turns within the original context."""
+        """Returns the index of the pair with this number of rotations within the original context."""
         return head_dim * math.log(scaling.original_max_len / (2 * math.pi * turns)) / (2 * math.log(base))
 
     begin, end = pair_index(scaling.beta_fast), pair_index(scaling.beta_slow)
@@ -65,9 +66,9 @@ def yarn_ramp(head_dim: int, base: float, scaling: RopeScaling) -> np.ndarray:
 
 
 def dynamic_ntk_base(head_dim: int, base: float, scaling: RopeScaling) -> float:
-    """RoPE's theta for rows of longest_row tokens by dynamic NTK scaling: `base` itself up to original_max_len.
+    """Returns RoPE's theta for sequences of longest_row tokens by dynamic NTK scaling; `base` up to original_max_len.
 
-    transformers uses the longest row of each batch instead, so that results depend on the other rows.
+    transformers uses the longest sequence of each batch instead, so that results depend on the other sequences.
     """
     assert scaling.longest_row is not None  # dynamic is in BY_LENGTH
     ratio = scaling.factor * scaling.longest_row / scaling.original_max_len - (scaling.factor - 1)
@@ -75,13 +76,13 @@ def dynamic_ntk_base(head_dim: int, base: float, scaling: RopeScaling) -> float:
 
 
 def longrope_factors(scaling: RopeScaling) -> tuple[float, ...]:
-    """longrope's divisors for rows of longest_row tokens. transformers uses the longest row of each batch."""
+    """Returns longrope's divisors for sequences of longest_row tokens. transformers uses the longest in each batch."""
     assert scaling.longest_row is not None  # longrope is in BY_LENGTH
     return scaling.long_factor if scaling.longest_row > scaling.original_max_len else scaling.short_factor
 
 
 def attention_factor(scaling: RopeScaling | None) -> float:
-    """Factor of queries and keys: 1 except for yarn (arXiv:2309.00071, section 3.4) and longrope."""
+    """Returns the factor of queries and keys, 1 except for yarn (arXiv:2309.00071, section 3.4) and longrope."""
     if scaling is None or scaling.name not in ("yarn", "longrope"):
         return 1.0
     if scaling.attention_factor is not None:
@@ -94,39 +95,39 @@ def attention_factor(scaling: RopeScaling | None) -> float:
 
 
 def yarn_mscale(scaling: RopeScaling, weight: float) -> float:
-    """YaRN's attention temperature for longer contexts (arXiv:2309.00071, section 3.4)."""
+    """Returns YaRN's attention temperature for longer contexts (arXiv:2309.00071, section 3.4)."""
     return 0.1 * weight * math.log(scaling.factor) + 1.0
 
 
 def latent_logit_scale(scaling: RopeScaling | None) -> float:
-    """Factor of all logits of latent attention, of both parts of a head: 1 without mscale_all_dim."""
+    """Returns the factor of all logits of latent attention, which is 1 without mscale_all_dim."""
     if scaling is None or scaling.name != "yarn" or scaling.mscale_all_dim is None or scaling.attention_factor:
         return 1.0
     return yarn_mscale(scaling, scaling.mscale_all_dim) ** 2
 
 
 def make_rotation(positions_BT: jax.Array, head_dim: int, base: float, scaling: RopeScaling | None = None) -> Rotation:
-    """Returns the rotation of each position, times attention_factor. Angles are float32, exact below position 2**24."""
+    """Returns the rotation of each position, times attention_factor(). Positions below 2**24 are exact in float32."""
     freq_11h = jnp.asarray(frequencies(head_dim, base, scaling), jnp.float32)[None, None, :]
     angle_BTh = positions_BT.astype(jnp.float32)[:, :, None] * freq_11h
     cos_BTh, sin_BTh = jnp.cos(angle_BTh), jnp.sin(angle_BTh)
     if (factor := attention_factor(scaling)) != 1.0:
         cos_BTh, sin_BTh = factor * cos_BTh, factor * sin_BTh
     rotation = Rotation(jnp.concatenate([cos_BTh, cos_BTh], -1), jnp.concatenate([-sin_BTh, sin_BTh], -1))
-    return Rotation(*lax.optimization_barrier(rotation))  # XLA:TPU would recompute it in each layer
+    return Rotation(*lax.optimization_barrier(rotation))  # without it XLA:TPU recomputes the rotation in each layer
 
 
 def rotate(x_BTNH: jax.Array, rotation: Rotation) -> jax.Array:
-    """Rotates the halves of each head; computed in float32, returned in x.dtype."""
+    """Rotates the halves of each head, in float32. Returns x.dtype."""
     return _rotate(rotate_halves, x_BTNH, rotation)
 
 
 def rotate_on_tpu(x_BTNH: jax.Array, rotation: Rotation) -> jax.Array:
-    """rotate(), bit for bit, in one pass over x if it is bfloat16.
+    """Returns the bitwise result of rotate(), in one pass over x for bfloat16.
 
-    Whole heads fill a TPU's lanes, halves do not. With halves XLA:TPU also leaves x in float32, which doubles the time
-    of the projection before. XLA's estimate for projection and rotation of a 7B's queries, 12 rows of 4096 on v6e: 8.3
-    million cycles instead of 12.4 (jax 0.12.0.1, libtpu 0.0.51, 2026-11-23).
+    Whole heads fill the lanes of a TPU, halves do not. With halves XLA:TPU also leaves x in float32, which doubles the
+    time of the preceding projection. XLA's estimate for projection and rotation of a 7B's queries, 12 rows of 4096 on
+    v6e, is 8.3 million cycles instead of 12.4 (jax 0.12.0.1, libtpu 0.0.51, 2026-11-23).
     """
     return _rotate(rotate_halves if x_BTNH.dtype == jnp.float32 else rotate_by_matmul, x_BTNH, rotation)
 
@@ -142,14 +143,14 @@ def _rotate_forward(rotate_fn, x_BTNH, rotation):
 
 def _rotate_backward(rotate_fn, rotation, dy_BTNH):
     inverse = Rotation(rotation.cos_BTH, -rotation.sin_BTH)  # the transpose
-    return rotate_fn(dy_BTNH, inverse), None  # positions are integers: the angles need no gradient
+    return rotate_fn(dy_BTNH, inverse), None  # angles need no gradient, because positions are integers
 
 
 _rotate.defvjp(_rotate_forward, _rotate_backward)
 
 
 def rotate_halves(x_BTNH: jax.Array, rotation: Rotation) -> jax.Array:
-    """Rotates by slicing the halves."""
+    """Rotates heads by slicing their halves."""
     half = x_BTNH.shape[-1] // 2
     cos_BT1h, sin_BT1h = rotation.cos_BTH[:, :, None, :half], rotation.sin_BTH[:, :, None, half:]
     first_BTNh, second_BTNh = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
@@ -158,7 +159,7 @@ def rotate_halves(x_BTNH: jax.Array, rotation: Rotation) -> jax.Array:
 
 
 def rotate_by_matmul(x_BTNH: jax.Array, rotation: Rotation) -> jax.Array:
-    """Rotates whole heads; a matmul with a permutation matrix, which is exact, swaps their halves."""
+    """Rotates whole heads. Their halves are swapped by an exact matmul with a permutation matrix."""
     H = x_BTNH.shape[-1]
     swap_HH = jnp.asarray(np.roll(np.eye(H), H // 2, axis=1), x_BTNH.dtype)
     swapped_BTNH = jnp.einsum("BTNH,HI->BTNI", x_BTNH, swap_HH, preferred_element_type=jnp.float32)
@@ -167,5 +168,5 @@ def rotate_by_matmul(x_BTNH: jax.Array, rotation: Rotation) -> jax.Array:
 
 
 def scale_rotation(rotation: Rotation, factor: float) -> Rotation:
-    """Returns a rotation that also scales, without a separate rounding."""
+    """Returns a rotation that also multiplies by a factor, without a separate rounding."""
     return Rotation(*(factor * part_BTH for part_BTH in rotation))

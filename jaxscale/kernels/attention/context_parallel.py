@@ -260,8 +260,7 @@ def make_context_attention(
 ):
     """Returns attend(q_BtNH, k_BtKH, v_BtKH, segments, **kwargs) -> out_BtNH for local positions.
 
-    exchange, attention: names of the exchange and of the kernel. whole_row_attend: kernel for whole sequences
-    (ulysses).
+    exchange, attention: names of the exchange and of the kernel. whole_row_attend: kernel that ulysses uses.
     """
     if exchange == "ulysses":
         return ulysses(whole_row_attend, context)

@@ -191,7 +191,7 @@ class SplashKernels:
 
     tables: KernelTables
     row: int | jax.Array  # index of the row in the tables
-    positions_t: jax.Array | None  # positions of queries relative to the first key; None: neither causal mask nor window
+    positions_t: jax.Array | None  # positions of queries relative to the first key; None: no causal mask or window
     sizes: kernel_lib.BlockSizes
     softcap: float | None
     window: int | None
@@ -212,8 +212,7 @@ class SplashKernels:
             return jax.vmap(one_row)(q_BNtH, k_BKtH, v_BKtH, queries_Bt, keys_Bt)
 
     def backward(self, q_BNtH, k_BKtH, v_BKtH, queries_Bt, keys_Bt, logsumexp_BNt, delta_BNt, dout_BNtH):
-        """Returns (dq_BNtH, dk_BKtH, dv_BKtH) in the dtypes of q, k, v. logsumexp_BNt: over all keys of the
-        sequence."""
+        """Returns (dq_BNtH, dk_BKtH, dv_BKtH) in the dtypes of q, k, v. logsumexp_BNt: over all keys."""
         sizes = self.sizes
         q_dq, kv_dq, q_dkv, kv_dkv = sizes.block_q_dq, sizes.block_kv_dq, sizes.block_q_dkv, sizes.block_kv_dkv
         compute_dkv = sizes.block_kv_dkv_compute

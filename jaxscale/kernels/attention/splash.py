@@ -1,11 +1,11 @@
 """Splash attention, JAX's Pallas kernel for TPUs: scores stay in VMEM.
 
-Fully masked blocks are skipped: the upper half, and keys before a window. Queries may be chunks of a row; the kernel
-masks by their positions. It prefetches tables of the visible blocks, computed here for every device: JAX computes them
-from the mask of every position, which takes two minutes for rows of 131,072.
+The kernel skips fully masked blocks, which are later keys and keys before a window. Queries may be chunks of a sequence
+and are masked by position. The kernel prefetches tables of the visible blocks, which this module computes for every
+device. JAX computes the tables from the mask of every position, which takes two minutes for sequences of 131,072.
 
-B batch  T position of a query  S of a key  N query heads  K key-value heads  H head dim
-C devices  c chunks of a device  q query blocks  k key blocks  s steps of a kernel
+B batch  T query position  S key position  N query heads  K key-value heads  H head dim
+C devices  c chunks per device  q query blocks  k key blocks  s steps of a kernel
 """
 
 import dataclasses

@@ -1,1 +1,1 @@
-"""Matrix products: plain, grouped by expert, quantized, and the layouts that they need."""
+"""Matrix products, plain, grouped by expert and quantized, with the layouts that they need."""

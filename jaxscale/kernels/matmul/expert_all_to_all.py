@@ -1,9 +1,9 @@
-"""Expert parallelism by all-to-all rounds of fixed capacity: rows go to the devices of their experts and back.
+"""Expert parallelism by all-to-all rounds of fixed capacity, which send rows to the devices of their experts and back.
 
-Balanced routing needs one round. With uneven routing no row is dropped and memory is that of one round; there are more
-rounds. The backward pass re-runs the all-to-all rounds.
+Balanced routing needs one round. Uneven routing needs more rounds, with the memory of one round and without dropped
+rows. The backward pass reruns the rounds.
 
-R local rows, sorted by expert  P devices  e local experts  C rows of a round from one device to another  D embed
+R local rows, sorted by expert  P devices  e local experts  C rows per round and pair of devices  D embed
 S rows that a device receives in a round
 """
 
@@ -20,26 +20,26 @@ from jaxscale.core.axes.expert_axis import ExpertAxis
 from jaxscale.kernels.gradient import custom_vjp
 from jaxscale.kernels.matmul.routing import sort_rows
 
-# Capacity of a round relative to balanced routing: random routing is slightly uneven, and a second round for a few rows
-# would cost as much as the first.
+# Capacity of a round relative to balanced routing. Random routing is slightly uneven, and a second round for a few rows
+# would take as long as the first.
 CAPACITY_FACTOR = 1.25
-TILE = 8  # capacities are a multiple
+TILE = 8  # divisor of capacities
 
 # (weights of the local experts, x_RD, weight_R, counts_e) -> y_RD, for rows sorted by expert
 RunExperts = Callable[[Any, jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 class SendPlan(NamedTuple):
-    """Local rows by destination, and received rows by source."""
+    """Positions and counts of local rows by destination and of received rows by source."""
 
-    begin_P: jax.Array  # first local row for each device
-    count_P: jax.Array  # local rows for each device
-    ends_Pe: jax.Array  # cumulative counts per local expert, of the rows that each device sends to this one
-    rounds: jax.Array
+    begin_P: jax.Array  # index of the first local row for each device
+    count_P: jax.Array  # number of local rows for each device
+    ends_Pe: jax.Array  # cumulative counts, per local expert, of the rows that each device sends to this device
+    rounds: jax.Array  # number of rounds
 
 
 def plan_sends(axis: ExpertAxis, counts_E: jax.Array, capacity: int) -> SendPlan:
-    """Plans the sends of rows sorted by expert, counts_E of each."""
+    """Returns the plan for rows sorted by expert. counts_E: rows per expert."""
     counts_Pe = counts_E.reshape(axis.size, -1)
     count_P = jnp.sum(counts_Pe, axis=1)
     begin_P = jnp.cumsum(count_P) - count_P
@@ -48,16 +48,13 @@ def plan_sends(axis: ExpertAxis, counts_E: jax.Array, capacity: int) -> SendPlan
 
 
 def round_capacity(rows: int, devices: int) -> int:
-    """Returns C, rows of a round from one device to another."""
+    """Returns C, the number of rows per round and pair of devices."""
     return min(rows, math.ceil(CAPACITY_FACTOR * rows / devices / TILE) * TILE)
 
 
 @functools.partial(custom_vjp, nondiff_argnums=(0, 1))
 def all_to_all_experts(axis: ExpertAxis, run: RunExperts, weights: Any, x_RD: jax.Array, weight_R: jax.Array, counts_E):
-    """Returns (y_RD: run() of each row on the device of its expert, int32[]: rounds).
-
-    counts_E: counts of the local rows.
-    """
+    """Returns (y_RD, number of rounds). run() is applied to each row on the device of its expert."""
     rounds = AllToAllRounds(axis, run, round_capacity(len(x_RD), axis.size))
     plan = plan_sends(axis, counts_E, rounds.capacity)
 
@@ -100,11 +97,11 @@ all_to_all_experts.defvjp(_forward, _backward)
 
 
 class ReceivedRows(NamedTuple):
-    """Rows received in a round."""
+    """Rows that a device receives in a round."""
 
-    rows: tuple[jax.Array, ...]  # sorted by local expert; rows after the last expert are undefined
-    counts_e: jax.Array
-    inverse_S: jax.Array  # sorted position of each row in order of arrival
+    rows: tuple[jax.Array, ...]  # arrays of rows sorted by local expert; rows after the last expert are undefined
+    counts_e: jax.Array  # rows per local expert
+    inverse_S: jax.Array  # sorted position of each row, in order of arrival
 
 
 class AllToAllRounds(NamedTuple):
@@ -115,8 +112,8 @@ class AllToAllRounds(NamedTuple):
     capacity: int
 
     def scope(self, rows: int) -> str:
-        """Name scope with the filled share of a round under balanced routing, for tools/preflight/hlo_costs.py: kernels
-        declare matmuls of all rows."""
+        """Returns a scope name with the fraction of rows that balanced routing uses. tools/preflight/hlo_costs.py reads
+        it, because kernels declare the FLOPs of all rows."""
         return f"rows_{rows}_of_{self.axis.size * self.capacity}"
 
     def dispatch(self, index: jax.Array, plan: SendPlan, arrays: tuple[jax.Array, ...]) -> ReceivedRows:
@@ -124,7 +121,7 @@ class AllToAllRounds(NamedTuple):
         offset_C = index * self.capacity + jnp.arange(self.capacity, dtype=jnp.int32)
         row_PC = jnp.clip(plan.begin_P[:, None] + offset_C[None], 0, len(arrays[0]) - 1)
         received = [self.axis.all_to_all(array[row_PC]).reshape(-1, *array.shape[1:]) for array in arrays]
-        # The expert of a row is the first whose rows end after it; rows past the last are unused capacity.
+        # The expert of a row is the first expert whose rows end after the row. Rows after the last expert are unused.
         expert_PC = jax.vmap(lambda ends_e: jnp.searchsorted(ends_e, offset_C, side="right"))(plan.ends_Pe)
         num_local = plan.ends_Pe.shape[1]
         sorting = sort_rows(expert_PC.reshape(-1, 1), num_local + 1)
@@ -133,7 +130,7 @@ class AllToAllRounds(NamedTuple):
         )
 
     def combine(self, index: jax.Array, plan: SendPlan, out: jax.Array, results: jax.Array) -> jax.Array:
-        """Returns out [R, ...] with the results of a round written to their rows. results: in order of arrival."""
+        """Returns out [R, ...] with the results of a round in their rows. results: rows in order of arrival."""
         parts = self.axis.all_to_all(results.reshape(self.axis.size, self.capacity, *results.shape[1:]))
         row_R = jnp.arange(len(out), dtype=jnp.int32)
         device_R = jnp.searchsorted(jnp.cumsum(plan.count_P), row_R, side="right").astype(jnp.int32)

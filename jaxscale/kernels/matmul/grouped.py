@@ -1,4 +1,4 @@
-"""Grouped matmuls: each row, sorted by group, times the matrix of its group, by a kernel that skips other groups.
+"""Grouped matmuls, which multiply each row by the matrix of its group. Rows are sorted by group.
 
 E groups  R rows  C contracted size  O output size
 """
@@ -21,10 +21,10 @@ from jaxscale.kernels.matmul.project import PRODUCT
 from jaxscale.kernels.matmul.slots import ExpertKernels
 from jaxscale.units import divisors
 
-LANES = 128  # of a TPU tile: block sizes are multiples
-# VMEM for a kernel's blocks: Mixtral's step compiled for v5p with this limit (libtpu 0.0.51, 2026-11-24).
+LANES = 128  # lanes of a TPU tile, and divisor of block sizes
+# VMEM limit for the blocks of a kernel, with which Mixtral's step compiles for v5p (libtpu 0.0.51, 2026-11-24).
 KERNEL_BYTES = 12 << 20
-HOPPER_KERNELS = (  # imported on such a GPU only
+HOPPER_KERNELS = (  # imported on Hopper GPUs only
     "jaxscale.kernels.matmul.grouped_hopper:hopper_project",
     "jaxscale.kernels.matmul.grouped_hopper:hopper_weight_grad",
 )
@@ -32,7 +32,7 @@ HOPPER = 9.0  # compute capability
 
 
 class GroupedMatmuls(NamedTuple):
-    """The three matmuls of a training step; accumulation and result dtype depend on the kernel."""
+    """The three matmuls of a training step. Accumulation and result dtypes depend on the kernel."""
 
     forward: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # (x_RC, w_ECO, counts_E) -> y_RO
     input_grad: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # (dy_RO, w_ECO, counts_E) -> dx_RC
@@ -40,7 +40,7 @@ class GroupedMatmuls(NamedTuple):
 
     @property
     def transposed(self) -> "GroupedMatmuls":
-        """The matmuls for weights, and gradients of weights, with the memory layout [E, O, C]."""
+        """The matmuls for weights and weight gradients with the memory layout [E, O, C]."""
         weight_grad = lambda x_RC, dy_RO, counts_E, dtype: self.weight_grad(dy_RO, x_RC, counts_E, dtype)
         return GroupedMatmuls(self.input_grad, self.forward, weight_grad)
 
@@ -48,7 +48,7 @@ class GroupedMatmuls(NamedTuple):
 def grouped_project(
     matmuls: GroupedMatmuls, x_RC: jax.Array, w_ECO: jax.Array, counts_E: jax.Array, *, transposed: bool = False
 ) -> jax.Array:
-    """A GroupedProject by these matmuls."""
+    """Returns y_RO, as a GroupedProject that uses `matmuls`."""
     if transposed:
         matmuls, w_ECO = matmuls.transposed, w_ECO.swapaxes(1, 2)
     return checkpoint_name(_project(matmuls, x_RC, w_ECO, counts_E), PRODUCT)
@@ -73,7 +73,7 @@ _project.defvjp(_forward, _backward)
 
 
 def megablox_matmuls(*, interpret: bool = False) -> GroupedMatmuls:
-    """Returns JAX's Megablox kernels for TPUs, which skip empty groups. interpret: on a CPU, for tests."""
+    """Returns JAX's Megablox kernels for TPUs, which skip empty groups. interpret: run on a CPU, for tests."""
 
     def forward(x_RC, w_ECO, counts_E):
         x_RC, rows = pad_rows(x_RC), len(x_RC)
@@ -94,18 +94,18 @@ def megablox_matmuls(*, interpret: bool = False) -> GroupedMatmuls:
 
 
 def hopper_matmuls() -> GroupedMatmuls:
-    """Returns our kernels for NVIDIA Hopper GPUs and 16-bit rows."""
+    """Returns the kernels of grouped_hopper.py for NVIDIA Hopper GPUs and 16-bit rows."""
     project, weight_grad = map(pkgutil.resolve_name, HOPPER_KERNELS)
     return GroupedMatmuls(project, functools.partial(project, transposed=True), weight_grad)
 
 
 def pad_rows(x_RC: jax.Array) -> jax.Array:
-    """Pads rows to whole tiles; padding belongs to no group."""
+    """Pads rows to whole tiles. Padding belongs to no group."""
     return jnp.pad(x_RC, ((0, -len(x_RC) % LANES), (0, 0)))
 
 
 def tiling(rows: int, contracted: int, width: int, item_bytes: int) -> tuple[int, int, int]:
-    """Returns block sizes (rows, contracted, output); larger blocks read a group's matrix less often."""
+    """Returns block sizes (rows, contracted, output). Larger blocks read the matrix of a group less often."""
     size = lambda length, limit: max((d for d in divisors(length) if d % LANES == 0 and d <= limit), default=length)
     block_r, block_c, block_o = size(rows, 512), size(contracted, 1024), size(width, 1024)
     while (block_bytes(block_r, block_c, block_o, item_bytes) > KERNEL_BYTES) and block_o % (2 * LANES) == 0:
@@ -114,26 +114,26 @@ def tiling(rows: int, contracted: int, width: int, item_bytes: int) -> tuple[int
 
 
 def block_bytes(block_r: int, block_c: int, block_o: int, item_bytes: int) -> int:
-    """VMEM of a kernel: double-buffered operands and result, and a float32 accumulator."""
+    """Returns the VMEM of a kernel for double-buffered operands and result, and a float32 accumulator."""
     elements = block_r * block_c + block_c * block_o + block_r * block_o
     return 2 * item_bytes * elements + 4 * max(block_r, block_c) * block_o
 
 
 def run_grouped(run: Callable, weights: Any, x_RD: jax.Array, weight_R: jax.Array, counts_E: jax.Array) -> jax.Array:
-    """A MapExperts for grouped matmuls, which take all rows at once."""
+    """Returns y_RD, as a MapExperts for grouped matmuls, which process all rows at once."""
     return run(weights, x_RD, weight_R, counts_E)
 
 
 def weighted_activation(activate: Callable, gate_RF: jax.Array, up_RF: jax.Array, weight_R: jax.Array) -> jax.Array:
-    """activate(gate, up) * weight."""
+    """Returns activate(gate, up) * weight."""
     return (activate(gate_RF, up_RF) * weight_R[:, None]).astype(gate_RF.dtype)
 
 
 def resolve_expert_kernels(platform: str, device: Device | None, dtype: Any) -> tuple[ExpertKernels, Choice]:
-    """Returns (kernels, the choice; its reason is why a GPU has no grouped kernel, or "").
+    """Returns (kernels, choice). Choice.reason is why a GPU has no grouped kernel, or "".
 
-    Grouped kernels for TPUs and, in 16 bits, Hopper GPUs; else slots, since XLA has no grouped matmul there that skips
-    other groups.
+    TPUs, and Hopper GPUs with 16-bit dtypes, use grouped kernels. Others use slots, because XLA has no grouped matmul
+    that skips other groups.
     """
     if platform == "cpu":
         return ExpertKernels(), Choice(name="slots")
@@ -150,5 +150,5 @@ def resolve_expert_kernels(platform: str, device: Device | None, dtype: Any) -> 
 
 
 def is_hopper(device: Device | None) -> bool:
-    """True for NVIDIA GPUs such as an H100 or H200."""
+    """Returns True for an NVIDIA Hopper GPU, such as an H100 or H200."""
     return compute_capability(device) == HOPPER

@@ -1,8 +1,8 @@
-"""Grouped matmuls on NVIDIA Hopper GPUs (H100, H200): Pallas kernels in JAX's Mosaic GPU dialect.
+"""Grouped matmuls on NVIDIA Hopper GPUs (H100, H200): Pallas kernels for JAX's Mosaic GPU backend.
 
-Each thread block has one warpgroup that loads tiles and two that multiply them. A group's rows are contiguous and begin
-anywhere, so that a tile of rows may belong to several groups: it is computed once for each, and only the rows of that
-group are written. Gradients of weights are accumulated and written in float32.
+Each thread block has one warpgroup that loads tiles and two warpgroups that multiply tiles. The rows of a group are
+contiguous and may begin at any row, so a tile of rows may belong to several groups. Such a tile is computed once per
+group, and only the rows of the group are written. Weight gradients are accumulated and written in float32.
 
 E groups  R rows  C contracted size  O output size  T (tile of rows, group) pairs
 """
@@ -18,15 +18,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-TILE_R, TILE_O, TILE_K = 128, 256, 64  # of y: rows and columns; contracted per step
-TILE_DW = 256, 128  # of a weight gradient
+TILE_R, TILE_O, TILE_K = 128, 256, 64  # rows and columns of a tile of y; contracted elements per step
+TILE_DW = 256, 128  # rows and columns of a tile of a weight gradient
 HALF = TILE_R // 2  # rows written at a time
-WIDTH_MULTIPLE = 128  # matrices are padded to multiples: with 64 columns results were wrong on an H200 (jax 0.11.2)
-STAGES = 4  # of the pipeline: 192 of the 227 KiB of shared memory of a thread block
-WARPGROUPS = 2  # multiplying
-FETCH_REGISTERS = 40  # of the loading warpgroup; the multiplying ones get the remaining registers
-SNAKE_WIDTH = 8  # tiles of columns before the next rows, so that shared operands stay in the L2 cache
-CORES = 132  # streaming multiprocessors of an H100 SXM and an H200; with fewer, some run two blocks one after the other
+WIDTH_MULTIPLE = 128  # matrices are padded to this; results with 64 columns were wrong on an H200 (jax 0.11.2)
+STAGES = 4  # pipeline stages, which use 192 of the 227 KiB of shared memory of a thread block
+WARPGROUPS = 2  # warpgroups that multiply
+FETCH_REGISTERS = 40  # registers of the warpgroup that loads; the others get the remaining registers
+SNAKE_WIDTH = 8  # column tiles before the next row tile, so that shared operands stay in the L2 cache
+CORES = 132  # streaming multiprocessors of an H100 SXM and H200; with fewer, some run two blocks in sequence
 SWIZZLE_BYTES, LINES = 128, 8  # bytes of a shared memory line; lines swizzled together
 
 
@@ -41,19 +41,19 @@ def pad_matrices(w_ECO: jax.Array) -> jax.Array:
 
 
 def transforms(dtype: Any) -> tuple[Any, ...]:
-    """Layout of a tile in shared memory for TMA and wgmma: swizzled lines of 128 bytes."""
+    """Returns the layout of a tile in shared memory for TMA and wgmma: swizzled lines of 128 bytes."""
     tile = plgpu.TilingTransform((LINES, SWIZZLE_BYTES // jnp.dtype(dtype).itemsize))
     return tile, plgpu.SwizzleTransform(SWIZZLE_BYTES)
 
 
 def transpose_tile(tile: Any) -> Any:
-    """Returns a transposed view of the tile."""
+    """Returns a transposed view of a tile."""
     return tile.transpose((1, 0)) if hasattr(tile, "transpose") else plgpu.transpose_ref(tile, (1, 0))  # jax 0.10
 
 
 def group_tiles(counts_E: jax.Array, rows: int) -> tuple[jax.Array, int]:
-    """Returns (int32[4, T]: group, tile of rows, begin and end of the group's rows in it; the maximum T). Padding has
-    begin == end."""
+    """Returns (int32[4, T] with group, tile, first and end row of the group in the tile; maximum T). Padding has begin
+    == end."""
     max_tiles = -(-rows // TILE_R) + len(counts_E) - 1
     ends_E = jnp.cumsum(counts_E)
     starts_E = ends_E - counts_E
@@ -70,7 +70,7 @@ def group_tiles(counts_E: jax.Array, rows: int) -> tuple[jax.Array, int]:
 
 
 def pipeline(body: Any, steps: Any, specs: list[Any], compute: Any) -> Any:
-    """Returns a pipeline in which one warpgroup loads what the others multiply."""
+    """Returns a pipeline in which one warpgroup loads tiles that the others multiply."""
     return plgpu.emit_pipeline_warp_specialized(
         body, grid=(steps,), memory_registers=FETCH_REGISTERS, in_specs=specs, wg_axis="wg",
         num_compute_wgs=WARPGROUPS, max_concurrent_steps=STAGES, compute_context=compute,
@@ -78,7 +78,7 @@ def pipeline(body: Any, steps: Any, specs: list[Any], compute: Any) -> Any:
 
 
 def make_compute_context(shape: tuple[int, int], dtype: Any, write: Any) -> Any:
-    """Returns the compute context of a warpgroup: accumulates this shape in registers and writes it in `dtype`."""
+    """Returns the compute context of a warpgroup, which accumulates in registers and writes the result in `dtype`."""
 
     def compute(run):
         @functools.partial(pl.run_scoped, sum_ref=plgpu.ACC(shape, jnp.float32))  # pyright: ignore[reportPrivateImportUsage]  # public: a lazy export
@@ -90,7 +90,7 @@ def make_compute_context(shape: tuple[int, int], dtype: Any, write: Any) -> Any:
 
 
 def no_op(*_: Any, **__: Any) -> None:
-    """Placeholder body for a pipeline of which only the shared memory is allocated."""
+    """Does nothing. Body of a pipeline of which only the shared memory is allocated."""
 
 
 def launch(body: Any, out: jax.ShapeDtypeStruct, *arrays: jax.Array) -> jax.Array:
@@ -102,7 +102,7 @@ def launch(body: Any, out: jax.ShapeDtypeStruct, *arrays: jax.Array) -> jax.Arra
 
 
 def hopper_project(x_RC: jax.Array, w_ECO: jax.Array, counts_E: jax.Array, *, transposed: bool = False) -> jax.Array:
-    """Returns y_RO in x's 16-bit dtype. transposed: w is [E, O, C]. Rows after the last group are undefined."""
+    """Returns y_RO in the 16-bit dtype of x. Rows after the last group are undefined. transposed: w is [E, O, C]."""
     shape = len(x_RC), w_ECO.shape[1 if transposed else 2]
     x_RC, w_ECO = pad_rows(x_RC), pad_matrices(w_ECO)
     (rows, contracted), width = x_RC.shape, w_ECO.shape[1 if transposed else 2]
@@ -161,10 +161,10 @@ def hopper_project(x_RC: jax.Array, w_ECO: jax.Array, counts_E: jax.Array, *, tr
 def write_tile(
     y: Any, wg: Any, buffers: tuple[Any, Any], y_gmem: Any, at: tuple[Any, Any], begin: Any, end: Any
 ) -> None:
-    """Writes rows begin to end of a warpgroup's part of a tile at (row, column).
+    """Writes rows begin to end of a warpgroup's part of a tile to (row, column).
 
-    buffers: shared memory for HALF rows of one line: swizzled for whole halves, plain for fewer rows, since eight
-    swizzled lines can only be copied together.
+    buffers: shared memory for HALF rows of one line, (swizzled for whole halves, plain for fewer rows), because
+    swizzled lines can only be copied in groups of eight.
     """
     y_smem, partial_smem = buffers
     line = y_smem.shape[-1]
@@ -188,8 +188,8 @@ def write_tile(
 
 
 def write_rows(y_smem: Any, y_gmem: Any, first: Any, begin: Any, end: Any, columns: Any) -> None:
-    """Writes rows begin to end of the HALF rows from `first` on: one copy of static size per power of two in the
-    length."""
+    """Writes those of HALF rows beginning at `first` that are in [begin, end), by copies of static power-of-two
+    sizes."""
     offset = jnp.clip(begin - first, 0, HALF)
     length = jnp.maximum(jnp.minimum(end - first, HALF) - offset, 0)
     size = HALF
@@ -204,7 +204,7 @@ def write_rows(y_smem: Any, y_gmem: Any, first: Any, begin: Any, end: Any, colum
 
 
 def hopper_weight_grad(x_RC: jax.Array, dy_RO: jax.Array, counts_E: jax.Array, dtype: Any) -> jax.Array:
-    """Returns dw_ECO, 0 for empty groups."""
+    """Returns dw_ECO, which is 0 for empty groups."""
     shape = x_RC.shape[1], dy_RO.shape[1]
     x_RC, dy_RO = pad_rows(x_RC), pad_rows(dy_RO)
     contracted, width = x_RC.shape[1], dy_RO.shape[1]
@@ -244,7 +244,7 @@ def hopper_weight_grad(x_RC: jax.Array, dy_RO: jax.Array, counts_E: jax.Array, d
                     x_part = x_smem.at[:, columns]
 
                     @pl.when((at < begin) | (at + TILE_K > end))
-                    def _():  # rows of other groups; both warpgroups write the same to dy
+                    def _():  # masks rows of other groups; both warpgroups write the same values to dy
                         mask_rows((x_part, dy_smem), begin - at, end - at)
 
                     plgpu.wgmma(sum_ref, transpose_tile(x_part), dy_smem)
@@ -266,7 +266,7 @@ def hopper_weight_grad(x_RC: jax.Array, dy_RO: jax.Array, counts_E: jax.Array, d
 
 
 def write_matrix(dw: Any, wg: Any, dw_smem: Any, dw_gmem: Any, at: tuple[Any, Any]) -> None:
-    """Writes a warpgroup's part of a matrix at (row, column)."""
+    """Writes a warpgroup's part of a matrix to (row, column)."""
     rows, line = dw_smem.shape[1:]
     for part in range(dw.shape[1] // line):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -276,7 +276,7 @@ def write_matrix(dw: Any, wg: Any, dw_smem: Any, dw_gmem: Any, at: tuple[Any, An
 
 
 def mask_rows(tiles: Sequence[Any], begin: Any, end: Any) -> None:
-    """Zeroes all rows of the tiles except begin to end."""
+    """Sets all rows of the tiles except begin to end to 0."""
     for tile in tiles:
         row = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, tile.shape, 0), plgpu.Layout.WGMMA)
         mask = (row >= begin) & (row < end)

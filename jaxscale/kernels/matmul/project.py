@@ -1,4 +1,4 @@
-"""Projections (activation times weight) by einsum and by a form that is fast on XLA:CPU, and matmul precision.
+"""Projections (activation times weight) by einsum, or in a form that is fast on XLA:CPU, and matmul precision.
 
 M rows of x  C contracted size  O output size of the weight
 """
@@ -16,15 +16,16 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxscale.kernels.config import MatmulDtype
 
 Project = Callable[[str, jax.Array, jax.Array], jax.Array]  # (einsum spec, activation, weight) -> activation
-PRECISIONS = {"tf32": "tensorfloat32", "highest": "highest"}  # setting -> jax_default_matmul_precision
-MAKE_QUANTIZED = "jaxscale.kernels.matmul.quantized:make_project"  # imported with model.matmul_dtype
+PRECISIONS = {"tf32": "tensorfloat32", "highest": "highest"}  # {setting: jax_default_matmul_precision}
+MAKE_QUANTIZED = "jaxscale.kernels.matmul.quantized:make_project"  # imported if model.matmul_dtype is set
 PRODUCT = "product"  # checkpoint_name of every projection, for remat policies
 
 
 def einsum_project(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
-    """einsum of x with w cast to x.dtype, in x.dtype. The gradient of w is accumulated and returned in w's dtype.
+    """Returns the einsum of x and w, cast to x.dtype, in x.dtype.
 
-    JAX's rule would round it to x.dtype before the sum over devices.
+    The gradient of w is accumulated and returned in w's dtype. JAX's gradient rule would round it to x.dtype before the
+    sum over devices.
     """
     return checkpoint_name(_einsum(spec, x, w), PRODUCT)
 
@@ -50,18 +51,18 @@ _einsum.defvjp(_einsum_forward, _einsum_backward)
 
 
 def cpu_project(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
-    """einsum_project, in bfloat16 on XLA:CPU 2 times as fast forward and 2.2 times backward (2026-11-20).
+    """Returns einsum_project(), 2 times as fast forward and 2.2 times backward in bfloat16 on XLA:CPU (2026-11-20).
 
-    XLA:CPU calls its fast library with bfloat16 operands only for a matmul of two matrices that contracts the last axis
-    of the left one and has a float32 result. (weight_gradient() has an exception for float32.) The gradient of w is
-    accumulated in float32. The contracted axes must be the last of x and the first of w, in one order.
+    XLA:CPU uses its fast library for bfloat16 operands only if a matmul of two matrices contracts the last axis of the
+    left matrix and has a float32 result. (See weight_gradient() for float32.) The gradient of w is accumulated in
+    float32. The contracted axes must be the last axes of x and the first axes of w, in the same order.
     """
     return checkpoint_name(_project(contracted_axes(spec), x, w), PRODUCT)
 
 
 @functools.cache
 def contracted_axes(spec: str) -> int:
-    """Number of axes that `spec` contracts: 2 for "BTNH,NHD->BTD". Asserts that they end x and begin w."""
+    """Returns the number of axes that `spec` contracts: 2 for "BTNH,NHD->BTD". Asserts that they end x and begin w."""
     inputs, output = spec.replace(" ", "").split("->")
     x_axes, w_axes = inputs.split(",")
     count = sum(axis in x_axes for axis in w_axes)
@@ -95,20 +96,20 @@ _project.defvjp(_forward, _backward)
 
 
 def flatten(count: int, x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns x as [M, C] and w, cast to x.dtype, as [C, O]."""
+    """Returns (x as [M, C], w cast to x.dtype as [C, O])."""
     size = math.prod(w.shape[:count])
     return x.reshape(-1, size), w.astype(x.dtype).reshape(size, -1)
 
 
 def matmul_transposed(left_MC: jax.Array, right_OC: jax.Array) -> jax.Array:
-    """left @ right.T, float32 [M, O]."""
+    """Returns left @ right.T, float32 [M, O]."""
     return lax.dot_general(left_MC, right_OC, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
 
 
 def weight_gradient(x_ABC: jax.Array, dy_MO: jax.Array) -> jax.Array:
-    """x.T @ dy, float32 [C, O], where the rows M are A and B of x in order."""
+    """Returns x.T @ dy, float32 [C, O], where the rows M are the axes A and B of x."""
     if x_ABC.dtype == dy_MO.dtype == jnp.float32:
-        # XLA:CPU transposes x while it packs the operand, without a copy.
+        # XLA:CPU transposes x without a copy, while it packs the operand.
         x_MC = x_ABC.reshape(-1, x_ABC.shape[-1])
         return lax.dot_general(x_MC, dy_MO, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
     dw_CO = jnp.matmul(transposed(x_ABC), dy_MO, preferred_element_type=jnp.float32)
@@ -116,30 +117,30 @@ def weight_gradient(x_ABC: jax.Array, dy_MO: jax.Array) -> jax.Array:
 
 
 def transposed(x_ABC: jax.Array) -> jax.Array:
-    """Returns x as [C, A * B], materialised: with the transpose folded into it, a bfloat16 matmul has half the speed.
+    """Returns x as [C, A * B], materialised, because a bfloat16 matmul with a folded transpose has half the speed.
 
-    Transposed before the reshape: x.T of the reshaped array is folded despite the barrier, and rows sharded along A
-    would move.
+    The transpose precedes the reshape, because XLA folds x.T of the reshaped array despite the barrier and would move
+    rows that are sharded along A.
     """
     C = x_ABC.shape[-1]
     return barrier_on_cpu(x_ABC.transpose(2, 0, 1).reshape(C, -1))
 
 
 def barrier_on_cpu(x: jax.Array) -> jax.Array:
-    """Optimization barrier on a CPU. Elsewhere XLA may fuse x with its consumers.
+    """Returns x, with an optimization barrier on CPUs. On other devices XLA may fuse x with its consumers.
 
-    On TPUs a barrier materialises the result: 0.5 GiB in the loss of a 7B (libtpu 0.0.51 for v5e, 2026-11-21).
+    On TPUs a barrier materialises the result, 0.5 GiB in the loss of a 7B (libtpu 0.0.51 for v5e, 2026-11-21).
     """
     return lax.platform_dependent(x, cpu=lax.optimization_barrier, default=lambda x: x)
 
 
 def quantized_project(unquantized: Project, name: MatmulDtype) -> Project:
-    """Returns the projection with this operand dtype; `unquantized` for "none". Raises BadInput without qwix."""
+    """Returns the projection with this operand dtype, or `unquantized` for "none". Raises BadInput without qwix."""
     return unquantized if name == "none" else pkgutil.resolve_name(MAKE_QUANTIZED)(name)
 
 
 def with_matmul_precision(name: str, f: Callable) -> Callable:
-    """Traces f, and its backward pass, with float32 matmul precision 'default', 'tf32' or 'highest'."""
+    """Returns f, traced with its backward pass at float32 matmul precision 'default', 'tf32' or 'highest'."""
     if name == "default":
         return f
 

@@ -1,7 +1,7 @@
-"""Quantized projections by qwix: 8-bit operands, float32 accumulation.
+"""Quantized projections by qwix, with 8-bit operands and float32 accumulation.
 
-Scales are dynamic: the absolute maximum of each row of the left operand and each column of the right one, in the local
-shard (so that rounding differs slightly with mesh tensor > 1). Weights stay float32 in the train state.
+Scales are dynamic: the absolute maximum of each row of the left operand and each column of the right operand, in the
+local shard. So rounding differs slightly with mesh.tensor > 1. Weights remain float32 in the train state.
 """
 
 import dataclasses
@@ -20,30 +20,30 @@ from jaxscale.system.exits import BadInput
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """Operand dtypes of the three matmuls of a training step; None: unquantized."""
+    """Operand dtypes of the three matmuls of a training step. None means unquantized."""
 
-    forward: Any  # of x and w, in y = x w
-    dx: tuple[Any, Any]  # of dy and w, in dx = dy w'
-    dw: tuple[Any, Any]  # of x and dy, in dw = x' dy
+    forward: Any  # dtype of x and w in y = x w
+    dx: tuple[Any, Any]  # dtypes of dy and w in dx = dy w'
+    dw: tuple[Any, Any]  # dtypes of x and dy in dw = x' dy
 
 
 RECIPES = {
-    # Weight gradients are unquantized: an outlier token would set the scale for all tokens.
+    # Weight gradients are unquantized, because an outlier token would determine the scale of all tokens.
     "int8": Recipe(jnp.int8, (jnp.int8, jnp.int8), (None, None)),
-    # arXiv:2209.05433: four bits of exponent forward, five for gradients, which span more powers of two.
+    # Four exponent bits forward, and five for gradients, whose range is larger (arXiv:2209.05433).
     "fp8": Recipe(jnp.float8_e4m3fn, (jnp.float8_e5m2, jnp.float8_e4m3fn), (jnp.float8_e4m3fn, jnp.float8_e5m2)),
 }
 
 
 def make_project(name: MatmulDtype) -> Project:
-    """Returns the projection with this operand dtype, not "none". Raises BadInput without qwix."""
+    """Returns the projection with this operand dtype, except "none". Raises BadInput without qwix."""
     if not packages.is_installed("qwix"):
         raise BadInput(f"model.matmul_dtype={name!r} needs qwix: pip install 'jaxscale[quant]'")
     return functools.partial(project, RECIPES[name])
 
 
 def project(recipe: Recipe, spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
-    """einsum_project with quantized operands, forward and backward."""
+    """Returns einsum_project() with quantized operands, forward and backward."""
     return checkpoint_name(_project(recipe, contracted_axes(spec), x, w), PRODUCT)
 
 
@@ -68,7 +68,7 @@ _project.defvjp(_forward, _backward)
 
 
 def product(left: jax.Array, right: jax.Array, left_axes, right_axes, types: tuple[Any, Any], dtype: Any) -> jax.Array:
-    """Contracts left_axes with right_axes, operands quantized to `types`, result in dtype."""
+    """Contracts left_axes with right_axes. Operands are quantized to `types`; the result has `dtype`."""
     import qwix
 
     def quantize(array, axes, kind):

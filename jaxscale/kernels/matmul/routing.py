@@ -1,8 +1,7 @@
 """Router of mixtures of experts, and the permutation of tokens to rows sorted by expert and back.
 
-n tokens  E experts  k experts of a token  R = n * k rows, one per (token, expert) pair  D embed
-B batch  T position
-G groups of experts  e experts of a group
+n tokens  E experts  k experts per token  R = n * k rows, one per (token, expert) pair  D embed
+B batch  T position  G groups of experts  e experts of a group
 """
 
 import functools
@@ -16,13 +15,13 @@ from jaxscale.kernels.config import RouterConfig
 from jaxscale.kernels.matmul.slots import bitcast_from_uint, bitcast_to_uint
 
 F32 = jnp.float32
-PARTS = 8  # into which gradient_in_parts() splits the tokens
+PARTS = 8  # number of parts into which gradient_in_parts() splits the tokens
 
 
 class RouterOutput(NamedTuple):
     """Router output of each token."""
 
-    expert_nk: jax.Array  # int32, descending by score; ties go to the lower index
+    expert_nk: jax.Array  # int32, in descending order of score; for equal scores the lower index is first
     weight_nk: jax.Array  # float32
     logit_nE: jax.Array  # float32
     prob_nE: jax.Array  # float32: scores normalised to a sum of 1 per token
@@ -46,21 +45,22 @@ router_logits.defvjp(lambda x_nD, w_DE: (router_logits(x_nD, w_DE), (x_nD, w_DE)
 
 
 def gradient_in_parts(x_nD: jax.Array, dlogit_nE: jax.Array) -> jax.Array:
-    """dw_DE of a router. A plain matmul transposes all of x on XLA:CPU: ten times as long (jax 0.10.2, 2026-11-26)."""
+    """Returns dw_DE of a router. A plain matmul transposes x on XLA:CPU and takes ten times as long (jax 0.10.2,
+    2026-11-26)."""
     split = lambda array: array.reshape(PARTS, -1, array.shape[1])
     dlogit_pEn = lax.optimization_barrier(split(dlogit_nE).swapaxes(1, 2))
     return jnp.sum(jnp.matmul(dlogit_pEn, split(x_nD.astype(F32)), precision=lax.Precision.HIGHEST), axis=0).T
 
 
 def route(cfg: RouterConfig, logit_nE: jax.Array, bias_E: jax.Array | None = None) -> RouterOutput:
-    """Selects the experts of each token. bias_E: added to scores for the selection, not for the weights."""
+    """Selects the experts of each token. bias_E: added to the scores for selection, but not for weights."""
     score_nE = jax.nn.sigmoid(logit_nE) if cfg.score == "sigmoid" else jax.nn.softmax(logit_nE)
     choice_nE = lax.stop_gradient(score_nE)
     choice_nE = mask_other_groups(cfg, choice_nE if bias_E is None else choice_nE + bias_E[None])
     expert_nk = lax.top_k(choice_nE, cfg.chosen)[1].astype(jnp.int32)
     weight_nk = gather_scores(score_nE, expert_nk)
     if cfg.normalised:
-        # Sigmoids of all selected experts may underflow; DeepSeek-V3's code adds the same.
+        # The sigmoids of all selected experts may underflow. DeepSeek-V3's code adds the same epsilon.
         weight_nk = weight_nk / (jnp.sum(weight_nk, axis=1, keepdims=True) + 1e-20)
     prob_nE = score_nE
     if cfg.score == "sigmoid":
@@ -76,8 +76,8 @@ def gather_scores(score_nE: jax.Array, expert_nk: jax.Array) -> jax.Array:
 
 def _scores_backward(saved, dscore_nk):
     expert_nk, num_experts = saved
-    # JAX's gradient is a scatter, into which XLA:GPU fuses the sums over an expert's width: 38 of 819 ms of OLMoE's
-    # step (H200, jax 0.11.2, 2026-11-26).
+    # JAX's gradient is a scatter, into which XLA:GPU fuses the sums over the width of experts. It takes 38 of 819 ms of
+    # OLMoE's step (H200, jax 0.11.2, 2026-11-26).
     one_hot_nkE = jax.nn.one_hot(expert_nk, num_experts, dtype=bool)
     return jnp.sum(jnp.where(one_hot_nkE, dscore_nk[..., None], 0), axis=1), None
 
@@ -88,7 +88,7 @@ gather_scores.defvjp(
 
 
 def score_range(cfg: RouterConfig, routes: RouterOutput) -> jax.Array:
-    """Returns range_n: max - min of each token's scores, without a gradient."""
+    """Returns range_n, the maximum minus the minimum of each token's scores, without gradient."""
     score_nE = jax.nn.sigmoid(routes.logit_nE) if cfg.score == "sigmoid" else routes.prob_nE
     return lax.stop_gradient(jnp.max(score_nE, axis=1) - jnp.min(score_nE, axis=1))
 
@@ -105,9 +105,9 @@ def mask_other_groups(cfg: RouterConfig, choice_nE: jax.Array) -> jax.Array:
 
 
 def capacity_mask(expert_BTk: jax.Array, mask_BT: jax.Array, num_experts: int, capacity: int) -> jax.Array:
-    """bool_BTk: True where fewer than `capacity` earlier tokens of the row selected the expert.
+    """Returns bool_BTk, True where fewer than `capacity` earlier tokens of the row selected the expert.
 
-    It depends neither on later tokens nor on other rows. mask_BT: False for padding, which does not count.
+    The result depends neither on later tokens nor on other rows. mask_BT: False for padding, which is not counted.
     """
     chosen_BTE = jnp.sum(jax.nn.one_hot(expert_BTk, num_experts, dtype=jnp.int32), axis=2)
     chosen_BTE = chosen_BTE * mask_BT[:, :, None]
@@ -120,11 +120,11 @@ class SortedRows(NamedTuple):
 
     order_R: jax.Array  # index into [n * k] of each sorted row
     inverse_R: jax.Array  # the inverse permutation
-    counts_E: jax.Array  # rows of each expert
+    counts_E: jax.Array  # number of rows per expert
 
 
 def sort_rows(expert_nk: jax.Array, num_experts: int) -> SortedRows:
-    """Sorts rows by expert, stably. Rows of expert number `num_experts` come last and are not counted."""
+    """Returns the stable sort of rows by expert. Rows with expert index `num_experts` are last and not counted."""
     expert_R = expert_nk.reshape(-1)
     order_R = stable_order(expert_R, num_experts + 1)
     counts_E = jnp.sum(expert_R[:, None] == jnp.arange(num_experts)[None], axis=0, dtype=jnp.int32)
@@ -141,15 +141,16 @@ def stable_order(number_R: jax.Array, end: int) -> jax.Array:
 
 
 def inverse(order_R: jax.Array) -> jax.Array:
-    """Inverse permutation. On a CPU a scatter takes a fortieth of the time of argsort; not timed elsewhere."""
+    """Returns the inverse permutation. On CPUs a scatter takes a fortieth of the time of argsort (not timed
+    elsewhere)."""
     scatter = lambda order_R: jnp.zeros_like(order_R).at[order_R].set(jnp.arange(len(order_R), dtype=order_R.dtype))
     return lax.platform_dependent(order_R, cpu=scatter, default=lambda order_R: jnp.argsort(order_R).astype(jnp.int32))
 
 
-# JAX's gradient of a gather is a scatter-add, which is slow; here it is a gather by the inverse permutation.
+# JAX's gradient of a gather is a slow scatter-add. These custom gradients gather by the inverse permutation.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
 def dispatch(k: int, x_nD: jax.Array, rows: SortedRows, as_bits: bool = False) -> jax.Array:
-    """Returns x_RD, the token of each row. as_bits: gathers integers."""
+    """Returns x_RD, the token of each row. as_bits: whether to gather values as integers."""
     token_R = rows.order_R // k
     return gather_as_uint(x_nD, token_R) if as_bits else x_nD[token_R]
 
@@ -163,8 +164,8 @@ dispatch.defvjp(lambda k, x_nD, rows, as_bits: (dispatch(k, x_nD, rows, as_bits)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
 def combine(k: int, y_RD: jax.Array, rows: SortedRows, as_bits: bool = False) -> jax.Array:
-    """Returns y_nD, the float32 sum of each token's rows, in their dtype. as_bits: gathers integers, one expert of each
-    token at a time, which XLA:CPU fuses into one loop."""
+    """Returns y_nD, the float32 sum of each token's rows, in the dtype of the rows. as_bits: whether to gather values
+    as integers, one expert of each token at a time, which XLA:CPU fuses into one loop."""
     if as_bits:
         index_kn = rows.inverse_R.reshape(-1, k).T
         return sum((gather_as_uint(y_RD, index_n).astype(F32) for index_n in index_kn), jnp.zeros((), F32)).astype(
@@ -182,13 +183,13 @@ combine.defvjp(lambda k, y_RD, rows, as_bits: (combine(k, y_RD, rows, as_bits), 
 
 
 def gather_as_uint(array_RD: jax.Array, inverse_R: jax.Array) -> jax.Array:
-    """Gathers rows as integers: XLA:CPU would convert all rows of bfloat16 to float32 first."""
+    """Gathers rows as integers, because XLA:CPU would first convert all bfloat16 rows to float32."""
     return bitcast_from_uint(bitcast_to_uint(array_RD)[inverse_R], array_RD.dtype)
 
 
 @jax.custom_vjp
 def sort_weights(weight_nk: jax.Array, rows: SortedRows) -> jax.Array:
-    """Returns weight_R, sorted like the rows."""
+    """Returns weight_R, in the order of the rows."""
     return weight_nk.reshape(-1)[rows.order_R]
 
 
@@ -205,6 +206,6 @@ sort_weights.defvjp(_sort_weights_forward, _sort_weights_backward)
 
 
 def mask_unrouted(array_R: jax.Array, rows: SortedRows) -> jax.Array:
-    """Replaces rows of [R, ...] without an expert by zeros, also in the gradient."""
+    """Sets rows of [R, ...] without an expert to zero, also in the gradient."""
     mask_R = jnp.arange(len(array_R), dtype=jnp.int32) < jnp.sum(rows.counts_E)
     return jnp.where(mask_R.reshape(-1, *[1] * (array_R.ndim - 1)), array_R, jnp.zeros_like(array_R))

@@ -1,8 +1,8 @@
-"""Expert matmuls without a grouped kernel: every expert has the same number of rows, its slots.
+"""Expert matmuls without a grouped kernel. Every expert has the same number of rows, which are called slots.
 
-Each expert has a matmul of fixed size, which XLA:CPU runs as fast as that of a dense model, without a copy of the
-weights. Rows of an expert beyond its slots run in chunks of a few rows, so that no row is dropped. Unused slots are
-zeros, forward and backward.
+Each expert has a matmul of fixed size, which XLA:CPU runs as fast as that of a dense model, without copying the
+weights. Rows of an expert in excess of its slots run in overflow chunks of a few rows, so no row is dropped. Unused
+slots are zeros, forward and backward.
 
 E experts  R rows, sorted by expert  S slots of an expert, or rows of an overflow chunk  D embed  F width of an expert
 C contracted size  O output size
@@ -21,25 +21,27 @@ from jaxscale.kernels.gradient import custom_vjp
 from jaxscale.kernels.matmul.project import cpu_project
 
 F32 = jnp.float32
-TILE = 16  # slots are a multiple
-MIN_ROWS = 16  # per expert on average; with fewer most slots would be empty, so that all rows run in overflow chunks
-MAX_UNROLLED = 16  # experts with a matmul each; more share one batched matmul, which is slower
+TILE = 16  # divisor of the number of slots
+MIN_ROWS = 16  # minimum mean rows per expert for slots; with fewer, all rows run in overflow chunks
+MAX_UNROLLED = 16  # maximum number of experts with separate matmuls; more use one batched matmul, which is slower
 
 
 class SlotSizes(NamedTuple):
-    """Unused slots cost time in every step, overflow chunks only where rows overflow, plus a little for each chunk."""
+    """Sizes of slots and overflow chunks. Unused slots cost time in every step, overflow chunks only if rows
+    overflow."""
 
-    spare: Callable[[int], int]  # average rows of an expert -> slots beyond them
-    max_chunk: int  # rows of an overflow chunk
+    spare: Callable[[int], int]  # mean rows of an expert -> number of additional slots
+    max_chunk: int  # maximum rows of an overflow chunk
 
 
-# The fastest by `python -m benchmarks.experts` on 2 cores of an EPYC, jax 0.10.2, 2026-11-26: 8 experts of 512 x 768 in
-# bfloat16, 128 to 1,024 rows each on average, at most 1.1 and 1.4 times that. Chunks of 32 and 128 were not faster.
+    # The fastest sizes in `python -m benchmarks.experts` on 2 cores of an EPYC, jax 0.10.2, 2026-11-26, for 8 experts
+    # of 512 x 768 in bfloat16 with 128 to 1,024 rows on average and at most 1.1 and 1.4 times as many. Chunks of 32 and
+    # 128 were not faster.
 ON_CPU = SlotSizes(lambda average: 0 if average >= 1024 else TILE, 64)
-ON_GPU = SlotSizes(lambda average: average // 16, 128)  # random routing of 4,096 tokens about fits; nothing else timed
+ON_GPU = SlotSizes(lambda average: average // 16, 128)  # about enough for random routing of 4,096 tokens; no other sizes timed
 
-# (x_RC, w_ECO, counts_E) -> y_RO in x's dtype; the gradient of w is in w's dtype. Rows after the last group are
-# undefined, also in gradients. transposed=True: the memory layout of w is [E, O, C].
+# (x_RC, w_ECO, counts_E) -> y_RO in the dtype of x. The gradient of w has the dtype of w. Rows after the last group are
+# undefined, also in gradients. transposed=True means that the memory layout of w is [E, O, C].
 GroupedProject = Callable[..., jax.Array]
 # (weights of an expert, x_SD, weight_S, None) -> y_SD
 RunExpert = Callable[[Any, jax.Array, jax.Array, Any], jax.Array]
@@ -50,13 +52,13 @@ MapExperts = Callable[[RunExpert, Any, jax.Array, jax.Array, jax.Array], jax.Arr
 
 
 def project_expert(x_SC: jax.Array, w_CO: jax.Array, counts: Any = None, *, transposed: bool = False) -> jax.Array:
-    """A GroupedProject for one expert: y_SO."""
+    """Returns y_SO, as a GroupedProject for one expert."""
     return cpu_project("SC,CO->SO", x_SC, w_CO)
 
 
 @functools.partial(custom_vjp, nondiff_argnums=(0,))
 def weighted_activation_f32(activate: Callable, gate_SF: jax.Array, up_SF: jax.Array, weight_S: jax.Array) -> jax.Array:
-    """activate(gate, up) * weight, computed in float32. Only the arguments are saved for the backward pass."""
+    """Returns activate(gate, up) * weight, computed in float32. Only the arguments are saved for the backward pass."""
     return (activate(gate_SF.astype(F32), up_SF.astype(F32)) * weight_S[..., None]).astype(gate_SF.dtype)
 
 
@@ -75,46 +77,46 @@ weighted_activation_f32.defvjp(
 
 
 class RowSpan(NamedTuple):
-    """S consecutive rows, of which mask_S marks those of one expert."""
+    """S consecutive rows, with a mask of the rows of one expert."""
 
     begin: jax.Array
     mask_S: jax.Array
 
     def read(self, bits_R: jax.Array, dtype: Any) -> jax.Array:
-        """Returns [S, ...] in dtype, zeros where masked."""
+        """Returns the rows [S, ...] in `dtype`, with zeros where mask_S is False."""
         bits_S = lax.dynamic_slice_in_dim(bits_R, self.begin, len(self.mask_S))
         return bitcast_from_uint(jnp.where(self.mask_like(bits_S), bits_S, jnp.zeros_like(bits_S)), dtype)
 
     def write(self, bits_R: jax.Array, new_S: jax.Array) -> jax.Array:
-        """Returns bits_R with the unmasked rows replaced."""
+        """Returns bits_R with the rows replaced where mask_S is True."""
         old = lax.dynamic_slice_in_dim(bits_R, self.begin, len(self.mask_S))
         new = jnp.where(self.mask_like(old), bitcast_to_uint(new_S), old)
         return lax.dynamic_update_slice_in_dim(bits_R, new, self.begin, 0)
 
     def mask_like(self, array_S: jax.Array) -> jax.Array:
-        """Returns mask_S with as many axes as the array."""
+        """Returns mask_S reshaped to the number of axes of the array."""
         return self.mask_S.reshape(-1, *[1] * (array_S.ndim - 1))
 
 
 def bitcast_to_uint(array: jax.Array) -> jax.Array:
-    """Reinterprets as unsigned integers: to move rows of bfloat16, XLA:CPU would convert all to float32 and back."""
+    """Returns the array as unsigned integers. XLA:CPU would convert bfloat16 rows to float32 and back to move them."""
     return lax.bitcast_convert_type(array, jnp.dtype(f"uint{8 * array.dtype.itemsize}"))
 
 
 def bitcast_from_uint(array: jax.Array, dtype: Any) -> jax.Array:
-    """The inverse of bitcast_to_uint()."""
+    """Inverse of bitcast_to_uint()."""
     return lax.bitcast_convert_type(array, dtype)
 
 
 def make_row_span(begin: jax.Array, end: jax.Array, rows: int, size: int) -> RowSpan:
-    """Returns the span of the first `size` of the rows from begin to end."""
+    """Returns the span of the first `size` rows in [begin, end)."""
     first = jnp.minimum(begin, rows - size)
     row_S = first + jnp.arange(size, dtype=jnp.int32)
     return RowSpan(first, (row_S >= begin) & (row_S < end))
 
 
 class SlotLayout(NamedTuple):
-    """Slots and overflow chunks for a number of rows and experts."""
+    """Layout of slots and overflow chunks for a number of rows and experts."""
 
     rows: int
     experts: int
@@ -122,7 +124,7 @@ class SlotLayout(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """Slots per expert; 0 with fewer than MIN_ROWS per expert."""
+        """Number of slots per expert, or 0 with fewer than MIN_ROWS rows per expert."""
         if self.rows < MIN_ROWS * self.experts:
             return 0
         average = -(-self.rows // self.experts)
@@ -130,28 +132,28 @@ class SlotLayout(NamedTuple):
 
     @property
     def chunk(self) -> int:
-        """Rows of an overflow chunk: about half the average of an expert, a power of 2."""
+        """Rows of an overflow chunk: a power of 2, about half of the mean rows per expert."""
         half = max(self.rows // (2 * self.experts), 8)
         return min(self.sizes.max_chunk, 1 << (half.bit_length() - 1), self.rows)
 
     def spans(self, counts_E: jax.Array) -> list[RowSpan]:
-        """Returns the spans of the slots, split as by split()."""
+        """Returns the spans of the slots, in the form of split()."""
         ends_E = jnp.cumsum(counts_E).astype(jnp.int32)
         make_span = lambda begin, end: make_row_span(begin, end, self.rows, self.slots)
         return self.split(jax.vmap(make_span)(ends_E - counts_E, ends_E)) if self.slots else []
 
     def split(self, tree: Any) -> list[Any]:
-        """Splits arrays of all experts by expert; more than MAX_UNROLLED stay together."""
+        """Splits arrays of all experts by expert. More than MAX_UNROLLED experts are not split."""
         if self.experts > MAX_UNROLLED:
             return [tree]
         return [jax.tree.map(operator.itemgetter(expert), tree) for expert in range(self.experts)]
 
     def join(self, parts: Sequence[Any]) -> Any:
-        """The inverse of split()."""
+        """Inverse of split()."""
         return parts[0] if self.experts > MAX_UNROLLED else jax.tree.map(lambda *arrays: jnp.stack(arrays), *parts)
 
     def over_parts(self, f: Callable) -> Callable:
-        """Lifts a function of one expert to a part of split()."""
+        """Converts a function of one expert to a function of a part from split()."""
         return jax.vmap(f) if self.experts > MAX_UNROLLED else f
 
     def write(self, spans: list[RowSpan], bits_R: jax.Array, parts: Sequence[jax.Array]) -> jax.Array:
@@ -164,9 +166,9 @@ class SlotLayout(NamedTuple):
         return bits_R
 
     def fold_overflow(self, f: Callable, counts_E: jax.Array, carry: Any) -> Any:
-        """Folds carry = f(expert, fold_chunks, carry) over the experts with more rows than slots.
+        """Runs carry = f(expert, fold_chunks, carry) for each expert with more rows than slots.
 
-        fold_chunks(g, carry) folds carry = g(RowSpan, carry) over the overflow chunks of the expert.
+        fold_chunks(g, carry) runs carry = g(RowSpan, carry) for each overflow chunk of the expert.
         """
         ends_E = jnp.cumsum(counts_E).astype(jnp.int32)
         overflow_E = jnp.maximum(counts_E - self.slots, 0).astype(jnp.int32)
@@ -187,8 +189,8 @@ class SlotLayout(NamedTuple):
 def run_in_slots(
     sizes: SlotSizes, run: RunExpert, weights: Any, x_RD: jax.Array, weight_R: jax.Array, counts_E: jax.Array
 ) -> jax.Array:
-    """A MapExperts: y_RD, 0 for rows after those of the last expert. Residuals, also those that run() names for remat,
-    are those of slots; overflow chunks are recomputed."""
+    """Returns y_RD, as a MapExperts. Rows after those of the last expert are 0. Only residuals of slots are saved, also
+    for names that run() marks for remat; overflow chunks are recomputed."""
     return _forward(sizes, run, weights, x_RD, weight_R, counts_E)[0]
 
 
@@ -253,9 +255,9 @@ def select_expert(weights: Any, expert: jax.Array) -> Any:
 
 
 class ExpertKernels(NamedTuple):
-    """Functions that run experts on rows sorted by expert."""
+    """Functions that apply experts to rows sorted by expert."""
 
-    project: GroupedProject = project_expert  # for the rows that map_experts passes
+    project: GroupedProject = project_expert  # applied to the rows that map_experts passes
     map_experts: MapExperts = functools.partial(run_in_slots, ON_CPU)
     weighted_activation: WeightedActivation = weighted_activation_f32
-    as_bits: bool = True  # dispatch and combine gather integers, which is fast on a CPU
+    as_bits: bool = True  # whether dispatch and combine gather integers, which is faster on CPUs
