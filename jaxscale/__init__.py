@@ -1,18 +1,15 @@
 """jaxscale: training language models with JAX, from a laptop to a TPU pod.
 
-In a notebook or a program of your own (docs/python_api.md):
+For use in a notebook or a Python program (docs/python_api.md):
 
-    import jaxscale
+import jaxscale
 
-    cfg = jaxscale.load_config("configs/quickstart.py", {"train_tokens": 1_000_000})
-    jaxscale.train(cfg, "runs/first")
-    print(jaxscale.sample("runs/first", "def main"))
-    jaxscale.evaluate("runs/first", text={"docs": "docs/*.md"})
-    jaxscale.report("runs/first")
+cfg = jaxscale.load_config("configs/quickstart.py", {"train_tokens": 1_000_000}) jaxscale.train(cfg, "runs/first")
+print(jaxscale.sample("runs/first", "def main")) jaxscale.evaluate("runs/first", text={"docs": "docs/*.md"})
+jaxscale.report("runs/first")
 
-convert, plan, preflight, prepare and trace are there too.
-
-Importing the package imports nothing else; jax comes with the first call.
+The package also has convert, plan, preflight, prepare, open_model and trace. Importing the package does not import jax,
+which the first call imports.
 """
 
 import importlib
@@ -38,14 +35,14 @@ __all__ = list(CALLS)
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a function of the Python interface at its first use."""
+    """Imports a function of the Python API on first use."""
     if name in __all__:
-        if "jax" not in sys.modules:  # otherwise the caller has configured jax
+        if "jax" not in sys.modules:  # if jax is already imported, the caller has configured it
             importlib.import_module("jaxscale.system.process").keep_compiled_programs()
         return getattr(importlib.import_module(CALLS[name]), name)
     raise AttributeError(f"module 'jaxscale' has no attribute {name!r}; it has {', '.join(__all__)}")
 
 
 def __dir__() -> list[str]:
-    """Names for tab completion."""
+    """Returns names for tab completion."""
     return sorted([*globals(), *__all__])

@@ -1,6 +1,6 @@
-"""Builds the mesh, sharded model, optimizer and compiled step from a RunConfig.
+"""Construction of the mesh, sharded model, optimizer and compiled step from a RunConfig.
 
-Needs no data and no work folder, so that other tools can compile the same program; runtime/run/opening.py adds those.
+Needs no data and no work folder, so that other tools can compile the same program. runtime/run/opening.py adds them.
 """
 
 import dataclasses
@@ -44,24 +44,24 @@ class Program:
     model: ShardedModel
     init: Callable[[], TrainState]  # returns a sharded state
     abstract_state: TrainState  # shapes, dtypes and shardings
-    abstract_grads: Any  # of gradients reduced over all devices
+    abstract_grads: Any  # those of gradients reduced over all devices
     train_step: Callable  # jitted: (state, batch) -> (state, metrics); the state is donated
-    gradient_norms: Callable  # jitted: (state, batch) -> {name: norm} of each gradient
+    gradient_norms: Callable  # jitted: (state, batch) -> {parameter name: gradient norm}
     statistics: StatisticsStep  # jitted; the state is not donated
     schedule: Schedule
     batch_sharding: NamedSharding
     batch_shards: int
-    groups: Any  # a ParamGroup for each parameter
+    groups: Any  # tree with the ParamGroup of each parameter
     smaller: tuple["Program", ...] = ()  # for earlier batch stages with fewer tokens or shorter rows, in order
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(rows, tokens in a row) of the batches that train_step takes."""
+        """(rows, tokens per row) of the batches that train_step accepts."""
         return self.cfg.rows_per_step, self.cfg.row_lengths.row
 
     @property
     def configs(self) -> list[RunConfig]:
-        """Configs of the programs of all batch stages, in order; the last is cfg."""
+        """Configs of the programs of all batch stages in order. The last is cfg."""
         return [program.cfg for program in (*self.smaller, self)]
 
     @property
@@ -71,16 +71,16 @@ class Program:
 
     @property
     def plan(self) -> ParallelPlan:
-        """Layout and implementations of the training step, with the reasons."""
+        """Shardings and implementations of the training step, with reasons."""
         return self.model.plan
 
     def with_cfg(self, cfg: RunConfig) -> "Program":
-        """Returns the program for estimates of another config, with its plan. Its functions are those of the first."""
+        """Returns a copy with a different config and its plan, for estimates only. Compiled functions are unchanged."""
         plan = resolve_plan(cfg.model, self.mesh, parallel_settings(cfg))
         return dataclasses.replace(self, cfg=cfg, model=dataclasses.replace(self.model, cfg=cfg.model, plan=plan))
 
     def by_size(self, name: str) -> Callable:
-        """Returns (state, batch) -> ..., which calls the function of this name of the program for the batch's shape."""
+        """Returns a function (state, batch) -> ... that calls the named function of the batch shape's program."""
         if not self.smaller:
             return getattr(self, name)
         functions = {program.shape: getattr(program, name) for program in (*self.smaller, self)}
@@ -88,7 +88,7 @@ class Program:
 
     @property
     def abstract_batch(self) -> Batch:
-        """Shapes, dtypes and sharding of the batch of train_step."""
+        """Shapes, dtypes and sharding of train_step's batch."""
         rows, lengths = self.cfg.rows_per_step, self.cfg.row_lengths
         make = lambda length, dtype: jax.ShapeDtypeStruct((rows, length), dtype, sharding=self.batch_sharding)
         ids, encoder = make(lengths.row, jnp.int32), None
@@ -101,16 +101,16 @@ class Program:
 
 
 def make_program(cfg: RunConfig, budget: Budget, devices: Sequence[Device] | None = None) -> Program:
-    """Returns the program of a config over `devices` (default: all), with one for each batch stage of its budget.
+    """Returns the program of a config on `devices` (default: all), with a program for each batch stage of the budget.
 
-    Compiles nothing yet. Raises BadInput for a config or a stage that does not fit the devices.
+    Does not compile. Raises BadInput for a config or a stage that does not fit the devices.
     """
     program = make_program_on(make_mesh(cfg.mesh, devices), cfg, budget)
     return add_stages(program, budget, remaining_stages(budget, cfg.seq_len))
 
 
 def add_stages(program: Program, budget: Budget, stages: Sequence[BatchStage]) -> Program:
-    """Adds a smaller program for each of these batch stages that has none. Raises BadInput naming the stage."""
+    """Adds a smaller program for each of these batch stages that has no program. Raises BadInput for invalid stages."""
     cfg, programs = program.cfg, {program.shape: program for program in (*program.smaller, program)}
     for stage in reversed(stages):
         stage_cfg = cfg.with_batch(stage.tokens, stage.row_tokens, program.batch_shards)
@@ -131,9 +131,9 @@ def add_stages(program: Program, budget: Budget, stages: Sequence[BatchStage]) -
 
 
 def make_program_on(mesh: Mesh, cfg: RunConfig, budget: Budget, data_row: int | None = None) -> Program:
-    """Returns the program of the last batch stage of a budget, on a mesh.
+    """Returns the program of the last batch stage of a budget on a mesh.
 
-    data_row: tokens in a row of the data if the batches have shorter rows cut from those.
+    data_row: number of tokens in a row of the data, if the rows of batches are parts of these rows.
     """
     cfg = for_device(cfg, mesh.devices.flat[0])
     plan = resolve_plan(cfg.model, mesh, parallel_settings(cfg))
@@ -208,6 +208,6 @@ def parallel_settings(cfg: RunConfig) -> ParallelSettings:
 
 
 def make_balance_update(cfg: RunConfig) -> Callable[[Any, Any], Any] | None:
-    """Returns the update of router loads and biases; None without experts or for adapters."""
+    """Returns the update of router loads and biases, or None without experts or with adapters."""
     experts = getattr(cfg.model, "experts", None)
     return None if experts is None or cfg.lora.on else functools.partial(update_balance, rate=experts.bias_rate)

@@ -1,4 +1,4 @@
-"""RunConfig: the settings of all packages, and checks that span several of them."""
+"""RunConfig, the settings of all packages, and checks that involve several packages."""
 
 import dataclasses
 from typing import ClassVar, Literal
@@ -29,9 +29,9 @@ from jaxscale.units import divisors, or_list
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Settings of a run. Once it has begun, only shardings, the run length and reporting may change."""
+    """Settings of a run. After the run has begun, only shardings, the run length and reporting may change."""
 
-    renamed: ClassVar[dict[str, str]] = {  # old -> new name, inner names first
+    renamed: ClassVar[dict[str, str]] = {  # {old name: new name}, inner names first
         "train.ladder.rungs": "train.recovery.steps",
         "train.ladder": "train.recovery",
     }
@@ -41,13 +41,13 @@ class RunConfig:
     batch_tokens: units.Tokens = setting(help="tokens per step, over all devices: an integer or '512 rows'")
     batch_ramp: tuple[tuple[units.Tokens, units.Tokens], ...] = setting(
         (),
-        "smaller batches at the beginning: [(batch size, end), ...], the size in tokens or rows, the end in tokens "
-        "of the run, rows or '%', such as [('8 rows', '10%')]; neither may be in steps",
+        "smaller batches at the beginning: [(batch size, end), ...], such as [('8 rows', '10%')]; the size is in tokens "
+        "or rows, the end in tokens, rows or percent of the run; neither may be in steps",
     )
     seq_len_ramp: tuple[tuple[int, units.Tokens], ...] = setting(
         (),
-        "shorter rows at the beginning: [(tokens per row, end in tokens of the run), ...], such as [(256, '10%')]; "
-        "each row of seq_len is split into shorter rows, and the tokens per batch stay the same",
+        "shorter rows at the beginning: [(tokens per row, end), ...], such as [(256, '10%')]; each row of seq_len "
+        "tokens is split into shorter rows, and the tokens per batch are unchanged",
     )
     train_tokens: units.Tokens = setting(
         help="tokens of the whole run: an integer, '20000 steps' or '1 epoch'", may_change=True
@@ -59,18 +59,18 @@ class RunConfig:
     pipeline: PipelineConfig = setting(PipelineConfig, may_change=True, read_if="mesh.pipeline!=1")
     rules: Literal["zero1", "zero2", "zero3"] = setting(
         "zero3",
-        "what is sharded over the fsdp axis: zero1 moments; zero2 also gradients; zero3 also parameters",
+        "arrays sharded over the fsdp axis: zero1: moments; zero2: also gradients; zero3: also parameters",
         may_change=True,
     )
     compiler: dict[str, bool | int | float | str] = setting(
-        {}, "XLA options by name; they override the built-in ones (kernels/compiler_options.py)", may_change=True
+        {}, "{XLA option: value}; overrides the default options (kernels/compiler_options.py)", may_change=True
     )
     optim: OptimConfig = setting(OptimConfig)
     train: TrainConfig = setting(TrainConfig)
     lora: LoraConfig = setting(LoraConfig, read_if="lora.rank")
     data: DataConfig = setting(DataConfig)
     eval: EvalConfig = setting(EvalConfig)
-    evals: Evals = setting({}, "{name: evaluator}: further evaluations, each with its own interval", may_change=True)
+    evals: Evals = setting({}, "{name: evaluator} of further evaluations, each with a separate interval", may_change=True)
     checkpoint: CheckpointConfig = setting(CheckpointConfig)
     lock: LockConfig = setting(LockConfig, may_change=True)
     monitor: MonitorConfig = setting(MonitorConfig)
@@ -86,12 +86,12 @@ class RunConfig:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of a step."""
+        """Number of tokens per step."""
         return units.resolve("batch_tokens", self.batch_tokens, seq_len=self.seq_len)
 
     @property
     def rows_per_step(self) -> int:
-        """Rows of a batch, over all devices."""
+        """Number of rows per batch, over all devices."""
         return self.tokens_per_step // self.seq_len
 
     @property
@@ -100,10 +100,10 @@ class RunConfig:
         return tuple(units.resolve("batch_ramp", size, seq_len=self.seq_len) for size, _ in self.batch_ramp)
 
     def with_batch(self, tokens: int, row_tokens: int | None = None, batch_shards: int = 1) -> "RunConfig":
-        """The same run with every batch of one size of batch_ramp and one row length of seq_len_ramp.
+        """Returns the config with all batches of one size of batch_ramp and one row length of seq_len_ramp.
 
-        It has the fewest microbatches that are no larger than those of batch_tokens and, where possible, that
-        batch_shards divides.
+        The number of microbatches is the smallest for which they are not larger than those of batch_tokens and, if
+        possible, divisible by batch_shards.
         """
         row_tokens, full = row_tokens or self.seq_len, self.tokens_per_step // self.train.num_microbatches
         parts = [number for number in divisors(tokens // self.seq_len) if number * full >= tokens]
@@ -114,12 +114,12 @@ class RunConfig:
 
     @property
     def row_lengths(self) -> RowLengths:
-        """Lengths of the rows that the model reads, which the objective makes of rows of seq_len tokens."""
+        """Lengths of the rows that the model reads, which the objective makes from rows of seq_len tokens."""
         return row_lengths(self.data.objective, self.seq_len)
 
     @property
     def flops_per_token(self) -> float:
-        """Floating-point operations of one training step per token of text, without recomputation."""
+        """Floating-point operations of a training step per token of text, without recomputation."""
         rows = self.row_lengths
         flops = self.model.flops_per_token(rows.row, rows.encoder) * rows.row / self.seq_len
         return flops + lora_flops(self.model, self.lora) if self.lora.on else flops
@@ -138,12 +138,12 @@ def check_row_length(cfg: RunConfig) -> None:
                 f"set model.rope_scaling.row_len={cfg.row_lengths.row}"
             )
         raise BadInput(
-            f"seq_len={cfg.seq_len}{made} is longer than model.max_seq_len={longest}; raise model.max_seq_len"
+            f"seq_len={cfg.seq_len}{made} is longer than model.max_seq_len={longest}; increase model.max_seq_len"
         )
 
 
 def check_batch(cfg: RunConfig) -> None:
-    """Raises BadInput unless batches and microbatches are whole rows."""
+    """Raises BadInput unless batches and microbatches consist of whole rows."""
     rows, remainder = divmod(cfg.tokens_per_step, cfg.seq_len)
     if remainder or not rows:
         nearest = max(1, round(cfg.tokens_per_step / cfg.seq_len)) * cfg.seq_len
@@ -158,7 +158,7 @@ def check_batch(cfg: RunConfig) -> None:
 
 
 def check_ramp(cfg: RunConfig) -> None:
-    """Raises BadInput unless the sizes of batch_ramp are whole rows and grow up to batch_tokens."""
+    """Raises BadInput unless the sizes of batch_ramp are whole rows and increase up to batch_tokens."""
     sizes = cfg.ramp_tokens
     for before, size in zip((0, *sizes), (*sizes, cfg.tokens_per_step)):
         if size <= before:
@@ -175,7 +175,8 @@ def check_ramp(cfg: RunConfig) -> None:
 
 
 def check_seq_len_ramp(cfg: RunConfig) -> None:
-    """Raises BadInput unless the lengths of seq_len_ramp increase, divide seq_len and suit the objective."""
+    """Raises BadInput unless the lengths of seq_len_ramp increase and divide seq_len, and the objective allows a
+    ramp."""
     lengths = [length for length, _ in cfg.seq_len_ramp]
     for before, length in zip((1, *lengths), (*lengths, cfg.seq_len) if lengths else ()):
         if length <= before:
@@ -195,12 +196,12 @@ def check_seq_len_ramp(cfg: RunConfig) -> None:
     if lengths and cfg.data.name == "chat":
         raise BadInput(
             "seq_len_ramp would split the conversations of data.name='chat' and separate answers from their questions; "
-            "remove it"
+            "remove seq_len_ramp"
         )
 
 
 def check_amounts(cfg: RunConfig) -> None:
-    """Raises BadInput for an amount in an unknown unit (resolve_budget computes it), or in steps of several sizes."""
+    """Raises BadInput for an amount with an unknown unit, or in steps if steps differ in size. See resolve_budget()."""
     optim = cfg.optim
     units.parse("optim.warmup_tokens", optim.warmup_tokens)
     amounts = [("train_tokens", cfg.train_tokens)]
@@ -215,7 +216,7 @@ def check_amounts(cfg: RunConfig) -> None:
     for name, amount in amounts:
         if units.parse(name, amount)[1] == "steps" and cfg.batch_ramp:
             raise BadInput(
-                f"{name}={amount!r}: with batch_ramp, steps differ in their tokens; write it in tokens or rows"
+                f"{name}={amount!r}: with batch_ramp, steps differ in tokens; give the amount in tokens or rows"
             )
 
 
@@ -250,38 +251,38 @@ def check_clean_source(cfg: RunConfig) -> None:
 
 
 def check_weights(cfg: RunConfig) -> None:
-    """Raises BadInput for an EMA, an export or adapters that the run cannot have."""
+    """Raises BadInput for an EMA, an export or adapters that the other settings do not support."""
     if cfg.train.ema.on and cfg.optim.offload_params:
         raise BadInput(
-            "train.ema.decay and optim.offload_params cannot be combined: the average is updated on the devices, but "
-            "the parameters are on the host; disable one of them"
+            "train.ema.decay and optim.offload_params cannot be combined, because the average is updated on devices, but "
+            "parameters are in host memory; disable one of them"
         )
     if cfg.sample.ema and not cfg.train.ema.on:
         raise BadInput("sample.ema=true needs an average of the weights; set train.ema.decay above 0")
     every, saved = cfg.export.every_steps, cfg.checkpoint.save_every_steps
     if every and (not saved or every % saved):
         raise BadInput(
-            f"export.every_steps={every} must be a multiple of checkpoint.save_every_steps={saved}: exports are "
-            "made from checkpoints"
+            f"export.every_steps={every} must be a multiple of checkpoint.save_every_steps={saved}, because exports "
+            "are made from checkpoints"
         )
     if every and cfg.lora.on:
         raise BadInput(
-            f"export.every_steps={every} would export weights without their adapters (lora.rank={cfg.lora.rank}); set "
-            "it to 0, and merge them after the run with jaxscale ckpt merge_lora"
+            f"export.every_steps={every} would export weights without adapters (lora.rank={cfg.lora.rank}); set "
+            "it to 0, and merge the adapters after the run with jaxscale ckpt merge_lora"
         )
     if every and cfg.export.ema and not cfg.train.ema.on:
         raise BadInput("export.ema=true needs an average of the weights; set train.ema.decay above 0")
     if cfg.lora.on and cfg.model.kind != "decoder":
         decoders = " and ".join(names_of("decoder"))
         raise BadInput(
-            f"lora.rank={cfg.lora.rank}: model.name={cfg.model.name!r} does not support adapters; {decoders} do"
+            f"lora.rank={cfg.lora.rank}: model.name={cfg.model.name!r} does not support adapters; use {decoders}"
         )
     if cfg.lora.on and cfg.optim.offload_params:
         raise BadInput("lora.rank and optim.offload_params cannot be combined; remove one of them")
 
 
 def check_limit(cfg: RunConfig) -> None:
-    """Raises BadInput for an early decay in a schedule without one."""
+    """Raises BadInput for limit.on_overrun='decay' if the schedule has no constant phase."""
     optim, limit = cfg.optim, cfg.limit
     if not limit.on or limit.on_overrun != "decay":
         return
@@ -295,7 +296,7 @@ def check_limit(cfg: RunConfig) -> None:
 
 
 def check_evals(cfg: RunConfig) -> None:
-    """Raises BadInput for an evaluator of a model that is not causal, or with an invalid name."""
+    """Raises BadInput for evaluators of a model that is not a decoder, or with an invalid name."""
     check_names(cfg.evals)
     if cfg.evals and cfg.model.kind != "decoder":
         decoders = or_list(names_of("decoder"))
@@ -306,7 +307,7 @@ def check_experts(cfg: RunConfig) -> None:
     """Raises BadInput for MoE settings of a dense model, and for settings that MoE models do not support."""
     experts, model = getattr(cfg.model, "experts", None), cfg.model
     if experts is None and cfg.mesh.expert != 1:
-        raise BadInput(f"mesh.expert={cfg.mesh.expert}: this model has no experts; use mesh.expert=1, and another axis")
+        raise BadInput(f"mesh.expert={cfg.mesh.expert}: this model has no experts; use mesh.expert=1, and a different axis")
     if experts is None:
         if lost := [name for name in cfg.train.aux_losses if name in EXPERT_LOSSES]:
             raise BadInput(f"train.aux_losses has {lost[0]!r}, but this model has no experts; remove it")
@@ -315,21 +316,21 @@ def check_experts(cfg: RunConfig) -> None:
     elif model.matmul_dtype != "none":
         raise BadInput(
             f"model.matmul_dtype={model.matmul_dtype!r} does not support model.experts; set it to 'none', for "
-            "matmuls in compute_dtype"
+            "matmuls in model.compute_dtype"
         )
 
 
 def check_qk_clip(cfg: RunConfig) -> None:
-    """Raises BadInput for optim.qk_clip with settings that it does not support."""
+    """Raises BadInput for settings that optim.qk_clip does not support."""
     model, optim = cfg.model, cfg.optim
     if optim.qk_clip is None:
         return
     reasons = {
         f"model.name={model.name!r}, which is not a decoder": model.kind != "decoder",
-        "model.qk_norm=true, which normalizes queries and keys, whatever the weights": getattr(model, "qk_norm", False),
-        f"lora.rank={cfg.lora.rank}, which freezes the weights that it would scale": cfg.lora.on,
-        "optim.offload_params=true, whose weights are not on the device after their update": optim.offload_params,
-        "optim.groups with frozen=true, whose weights it would scale": any(one.frozen for one in optim.groups),
+        "model.qk_norm=true, which normalizes queries and keys for any weights": getattr(model, "qk_norm", False),
+        f"lora.rank={cfg.lora.rank}, which freezes the weights that qk_clip scales": cfg.lora.on,
+        "optim.offload_params=true, with which updated weights are not on the device": optim.offload_params,
+        "optim.groups with frozen=true, whose weights qk_clip would scale": any(one.frozen for one in optim.groups),
         f"mesh.pipeline={cfg.mesh.pipeline}, whose stages do not record attention scores": cfg.mesh.pipeline != 1,
     }
     for what, is_so in reasons.items():
@@ -338,7 +339,7 @@ def check_qk_clip(cfg: RunConfig) -> None:
 
 
 def check_scales(cfg: RunConfig) -> None:
-    """Raises BadInput for muP with settings that it has no rule for."""
+    """Raises BadInput for settings for which muP has no rule."""
     mup: MupConfig | None = getattr(cfg.model, "mup", None)
     if mup is None:
         return
@@ -352,13 +353,13 @@ def check_scales(cfg: RunConfig) -> None:
     if cfg.lora.on:
         raise BadInput(
             "lora.rank cannot be combined with model.mup, which has no rule for adapters; export the model with "
-            "jaxscale convert, import it again without muP, and train adapters on that"
+            "jaxscale convert, import it again without muP, and train adapters for the imported model"
         )
 
 
-# Rules between settings of several packages, checked once, when a RunConfig is made. Rules of a single group are in its
-# __post_init__, those that need devices in device_checks, those that need files in runtime.data.checks.check_data, and
-# those that depend on the work folder in runtime.run.start.resolve_start.
+# Checks that involve settings of several packages, run when a RunConfig is made. Checks of a single group are in its
+# __post_init__, checks that need devices in program/device_checks.py, checks that need files in
+# runtime.data.checks.check_data, and checks that depend on the work folder in runtime.run.start.resolve_start.
 CHECKS = (
     check_experts, check_row_length, check_objective, check_clean_source, check_weights, check_evals, check_batch,
     check_ramp, check_seq_len_ramp, check_amounts, check_scales, check_limit, check_qk_clip,

@@ -1,9 +1,9 @@
 """Trains a language model, or resumes training.
 
-  jaxscale train --config=configs/quickstart.py --workdir=runs/first      python -m jaxscale.main is the same
+  jaxscale train --config=configs/quickstart.py --workdir=runs/first      or python -m jaxscale.main
 
-A run that has begun resumes from its newest checkpoint. On a Linux CPU the process restarts itself once, with huge
-pages for its memory; JAXSCALE_HUGE_PAGES=0 prevents that.
+A run that has begun resumes from its newest checkpoint. On a Linux CPU the process restarts itself once to use huge
+pages, unless JAXSCALE_HUGE_PAGES=0.
 """
 
 import dataclasses
@@ -22,44 +22,44 @@ from jaxscale.system.exits import BadInput
 class TrainFlags(RunOptions, HostFlags):
     """Flags of `jaxscale train`."""
 
-    config: str = flag("", "a file with get_config(); FILE.py:TEXT passes TEXT to it", "FILE")
+    config: str = flag("", "a Python file with get_config(); FILE.py:TEXT calls get_config(TEXT)", "FILE")
     settings: dict[str, str] = flag(
-        dict, "sets any setting by its dotted name, whether or not the file sets it", "VALUE", name="config.NAME"
+        dict, "overrides any setting by its dotted name, also if the file does not set it", "VALUE", name="config.NAME"
     )
     skip_data: str | None = flag(
         None,
-        "batches [A, B) and [C, D) are never trained on; the same as --config.data.skip_batches",
+        "skips batches [A, B) and [C, D) in training; same as --config.data.skip_batches",
         "A:B,C:D",
         name="skip-data",
     )
-    init_from: str | None = flag(None, "starts from another run's weights; the same as --config.init.from_path", "RUN")
+    init_from: str | None = flag(None, "starts from the weights of another run; same as --config.init.from_path", "RUN")
     branch_from: str | None = flag(
         None,
-        "starts a branch of another run, at its newest step or at WORKDIR/checkpoints/STEP, with all of its state and "
-        "its position in the data",
+        "starts a branch of another run, with its whole state and data position, at the newest step or at "
+        "WORKDIR/checkpoints/STEP",
         "RUN",
     )
     decay_tokens: str | None = flag(
         None,
-        "for a branch: decays the learning rate over this many tokens, or '2000 steps', and ends; optim.* sets the "
-        "shape and the final learning rate",
+        "for a branch: decays the learning rate over this number of tokens, or '2000 steps', then ends; optim.* sets "
+        "the shape and the final learning rate",
         "TOKENS",
     )
     budget_dollars: str | None = flag(None, "", "DOLLARS")
     deadline: str | None = flag(
         None,
-        "reports if the run will cost more or take longer, judging by its speed so far; the same as "
-        "--config.limit.dollars and limit.deadline, and limit.on_overrun=decay ends it in time",
+        "reports if the run will cost more or take longer, estimated from its speed; same as "
+        "--config.limit.dollars and limit.deadline; limit.on_overrun=decay ends the run in time",
         "12h",
     )
     workdir: str | None = flag(
-        None, "folder of checkpoints and metrics, from which a run resumes; default runs/<config>", "FOLDER"
+        None, "folder of checkpoints and metrics, from which a run resumes; default: runs/<config>", "FOLDER"
     )
 
 
 @command(TrainFlags, settings=RunConfig)
 def main(arguments: Arguments) -> None:
-    """Trains to the end."""
+    """Trains a model to the end of its run."""
     from jaxscale.api.training import load_train_config, train_in  # imports JAX, whose environment cli.main() has set
 
     flags = arguments.flags

@@ -1,9 +1,8 @@
-"""Converts a dict of settings to frozen dataclasses. The dict comes from a config file and a command line; an invalid
-one raises an error.
+"""Conversion of a dict of settings, from a config file and a command line, to frozen dataclasses.
 
-A setting is a dataclass field made with `setting(default, help)`. Types come from the annotations: bool, int, float,
-str, Literal, tuple[X, ...], dict[str, X], X | None, unions of those, nested dataclasses, and unions of dataclasses
-distinguished by their `name: Literal[...]`, or `kind: Literal[...]` if they have no name.
+A setting is a dataclass field made by `setting(default, help)`. Supported annotations are bool, int, float, str,
+Literal, tuple[X, ...], dict[str, X], X | None, unions of these types, nested dataclasses, and unions of dataclasses
+that are distinguished by `name: Literal[...]`, or by `kind: Literal[...]` if they have no name.
 """
 
 import ast
@@ -30,16 +29,16 @@ class SettingsGroup(Protocol):
 
 
 T = TypeVar("T", bound=SettingsGroup)
-MAX_INTEGER = 2**63 - 1  # of a setting: the largest int64
-MAX_SHOWN = 80  # characters of a value in an error
+MAX_INTEGER = 2**63 - 1  # largest int64
+MAX_SHOWN = 80  # maximum characters of a value in an error
 hints_of = functools.cache(typing.get_type_hints)
 
 
 def setting(default: Any = dataclasses.MISSING, help: str = "", *, may_change: bool = False, read_if: str = "") -> Any:
-    """Returns a dataclass field with help. may_change: a run that resumes from a checkpoint may have another value.
+    """Returns a dataclass field with help.
 
-    read_if: condition on other settings under which this one, or this group, is read (settings/conditions.py); '':
-    always.
+    may_change: whether a run that resumes may have a different value. read_if: condition on other settings under which
+    the setting or group is read (settings/conditions.py), or '' for always.
     """
     metadata = {"help": help, "may_change": may_change, "read_if": read_if}
     if isinstance(default, (dict, list)) or callable(default):
@@ -48,11 +47,11 @@ def setting(default: Any = dataclasses.MISSING, help: str = "", *, may_change: b
     return dataclasses.field(default=default, metadata=metadata)
 
 
-adjustable = functools.partial(setting, may_change=True)  # a resumed run may have another value
+adjustable = functools.partial(setting, may_change=True)
 
 
 def merge(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the nested dict `values` with dotted overrides ("optim.peak_lr": "1e-3"), which may add keys."""
+    """Returns the nested dict `values` with dotted overrides such as {"optim.peak_lr": "1e-3"}, which may add keys."""
     merged = {key: dict(value) if isinstance(value, Mapping) else value for key, value in values.items()}
     for dotted, value in overrides.items():
         head, _, tail = dotted.partition(".")
@@ -68,7 +67,7 @@ def merge(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, 
 
 
 def from_dict(cls: type[T], values: object, path: str = "") -> T:
-    """Builds the dataclass `cls` from `values`. Raises BadInput that names the setting, the value and the rule."""
+    """Returns the dataclass `cls` with these values. Raises BadInput with setting, value and rule."""
     if not isinstance(values, Mapping):
         fix = dict_syntax(path) if path and isinstance(values, str) else ""
         raise BadInput(f"{path or cls.__name__} must be a group of settings of {cls.__name__}, not {values!r}{fix}")
@@ -89,12 +88,12 @@ def from_dict(cls: type[T], values: object, path: str = "") -> T:
             raise BadInput(f"{join(path, name)} must be given: {field.metadata.get('help') or hints[name]}")
     try:
         return cls(**built)
-    except BadInput as error:  # a rule between two settings of this group: add its path
+    except BadInput as error:  # from __post_init__, which does not know the path
         raise BadInput(f"{path}: {error}" if path else str(error)) from None
 
 
 def to_dict(config: Any) -> Any:
-    """Returns the dataclass as nested JSON data; from_dict(type(config), to_dict(config)) == config."""
+    """Returns the dataclass as nested JSON data. Inverse of from_dict()."""
     if dataclasses.is_dataclass(config):
         return {field.name: to_dict(getattr(config, field.name)) for field in dataclasses.fields(config)}
     if isinstance(config, Mapping):
@@ -105,19 +104,19 @@ def to_dict(config: Any) -> Any:
 
 
 def flatten(values: Any, path: str = "") -> dict[str, Any]:
-    """Returns nested plain data as one dict with dotted keys. An empty group stays an empty dict."""
+    """Returns nested plain data as one dict with dotted keys. Empty groups remain empty dicts."""
     if isinstance(values, Mapping) and values:
         return {key: leaf for name, value in values.items() for key, leaf in flatten(value, join(path, name)).items()}
     return {path: values}
 
 
 def keys_of(name: str) -> list[str | int]:
-    """'optim.groups[0].frozen' -> ['optim', 'groups', 0, 'frozen']."""
+    """Returns the keys of a dotted name: 'optim.groups[0].frozen' -> ['optim', 'groups', 0, 'frozen']."""
     return [int(index) if index else key for index, key in re.findall(r"\[(\d+)\]|([^.\[\]]+)", name)]
 
 
 def look_up(values: Any, name: str) -> Any:
-    """Returns the value of nested plain data under the name, or MISSING."""
+    """Returns the value under a dotted name in nested plain data, or MISSING."""
     try:
         return functools.reduce(operator.getitem, keys_of(name), values)
     except (LookupError, TypeError):  # TypeError: None instead of a group
@@ -125,19 +124,19 @@ def look_up(values: Any, name: str) -> Any:
 
 
 def put(values: Any, name: str, value: Any) -> None:
-    """Replaces the value of nested plain data under the name."""
+    """Replaces the value under a dotted name in nested plain data."""
     *parents, last = keys_of(name)
     functools.reduce(operator.getitem, parents, values)[last] = value
 
 
 def describe(cls: type, path: str = "") -> Iterator[tuple[str, str, str, str]]:
-    """Yields (dotted name, type, default, help) for every setting of `cls` and of the groups inside it."""
+    """Yields (dotted name, type, default, help) for every setting of `cls` and its groups."""
     for _, name, type_, default, text in describe_groups(cls, path):
         yield name, type_, default, text
 
 
 def read_conditions(cls: type, field: dataclasses.Field, path: str) -> list[str]:
-    """Returns the conditions of a field of the group at `path`, with full names of settings."""
+    """Returns the read_if conditions of a field in the group at `path`, with full names of settings."""
     from jaxscale.settings.conditions import whole_condition
 
     declared = [field.metadata.get("read_if", ""), getattr(cls, "inherited_read_if", {}).get(field.name, "")]
@@ -147,7 +146,7 @@ def read_conditions(cls: type, field: dataclasses.Field, path: str) -> list[str]
 def describe_groups(
     cls: type, path: str = "", chosen: str = "", only_if: tuple[str, ...] = ()
 ) -> Iterator[tuple[str, str, str, str, str]]:
-    """Yields describe()'s tuples after the group's name, '' without choices. only_if: conditions of the group."""
+    """Yields (name of the group or '', *tuple of describe()). only_if: conditions of the group."""
     from jaxscale.settings.conditions import in_words
 
     hints = hints_of(cls)
@@ -166,7 +165,7 @@ def describe_groups(
             default = repr(field.default_factory())
         else:
             default = "required"
-        needs = [text for text in conditions if text != join(path, field.name)]  # except that it is on itself
+        needs = [text for text in conditions if text != join(path, field.name)]  # without a condition on the field itself
         text = "; ".join(filter(None, [field.metadata.get("help", ""), in_words(needs)]))
         yield chosen, join(path, field.name), type_name(hints[field.name]), default, text
 
@@ -177,7 +176,7 @@ def named_hint(hint: Any) -> Any:
 
 
 def changeable(cls: type, path: str = "") -> set[str]:
-    """Returns dotted names of the settings, or groups, that may differ when a run resumes from a checkpoint."""
+    """Returns dotted names of the settings or groups that may differ when a run resumes."""
     names, hints = set(), hints_of(cls)
     for field in dataclasses.fields(cls):
         if field.metadata.get("may_change"):
@@ -188,19 +187,20 @@ def changeable(cls: type, path: str = "") -> set[str]:
 
 
 def difference(old: Any, new: Any) -> dict[str, tuple[Any, Any]]:
-    """Returns {dotted name: (old, new)} for leaves in which two nested plain dicts differ; None for missing ones."""
+    """Returns {dotted name: (old, new)} for leaves that differ between two nested dicts. Missing values are None."""
     old, new = flatten(old), flatten(new)
     return {key: (old.get(key), new.get(key)) for key in sorted(old | new) if old.get(key) != new.get(key)}
 
 
 def convert(value: Any, hint: Any, path: str) -> Any:
-    """Converts `value`, which may be command-line text, to the type `hint`. Raises BadInput with the path and type."""
+    """Returns `value`, which may be command-line text, converted to the type `hint`. Raises BadInput with path and
+    type."""
     candidates = options(hint)
     groups = group_types(hint)
     if isinstance(value, str):
         parsed = parse_text(value, candidates)
         if str not in candidates or any(match(parsed, option, path)[0] for option in candidates if option is not str):
-            value = parsed  # a list, number or none stays text only if no other type fits
+            value = parsed  # text of a list, number or none remains text only if no other type fits
     if groups:
         if value is None and type(None) in candidates:
             return None
@@ -217,7 +217,7 @@ def convert(value: Any, hint: Any, path: str) -> Any:
 
 
 def clipped(value: Any) -> str:
-    """Formats the value for an error, truncated to MAX_SHOWN."""
+    """Formats a value for an error, truncated to MAX_SHOWN characters."""
     text = repr(value)
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}... ({len(text)} characters)"
 
@@ -258,7 +258,7 @@ def match(value: Any, option: Any, path: str) -> tuple[bool, Any]:
 
 
 def parse_text(text: str, candidates: list[Any]) -> Any:
-    """Parses command-line text to a Python value. Words that are not literals stay text."""
+    """Parses command-line text to a Python value. Text that is not a literal is returned unchanged."""
     lowered = text.strip().lower()
     if lowered in ("true", "false") and bool in candidates:
         return lowered == "true"
@@ -275,8 +275,8 @@ def parse_text(text: str, candidates: list[Any]) -> Any:
 
 
 def literal(text: str) -> Any:
-    """Parses a Python literal or, for a dict or a list, JSON ('{"x": true}'); returns other text unchanged."""
-    with contextlib.suppress(ValueError, SyntaxError, TypeError, MemoryError, RecursionError):  # as ast documents
+    """Parses a Python literal, or JSON of a dict or list such as '{"x": true}'. Returns other text unchanged."""
+    with contextlib.suppress(ValueError, SyntaxError, TypeError, MemoryError, RecursionError):  # see ast.literal_eval
         return ast.literal_eval(text)
     if text.lstrip().startswith(("{", "[")):
         with contextlib.suppress(ValueError, RecursionError):
@@ -285,7 +285,7 @@ def literal(text: str) -> Any:
 
 
 def choose_group(groups: list[type], value: Any, path: str) -> type:
-    """Returns the dataclass with the value's `name` or `kind`, which a single group does not need."""
+    """Returns the dataclass that the `name` or `kind` in `value` selects. A single group needs neither."""
     if len(groups) == 1:
         return groups[0]
     named = {group_name(group): group for group in groups}
@@ -303,17 +303,17 @@ def choose_group(groups: list[type], value: Any, path: str) -> type:
 
 
 def group_name(group: type) -> str:
-    """Returns the text that its `name: Literal[...]`, or `kind`, allows."""
+    """Returns the value of `name: Literal[...]`, or of `kind`, of a group."""
     return typing.get_args(hints_of(group)[group_tag(group)])[0]
 
 
 def group_tag(group: type) -> str:
-    """Returns the setting that identifies a group among others: name, or kind."""
+    """Returns the setting that identifies a group, 'name' or 'kind'."""
     return "name" if "name" in hints_of(group) else "kind"
 
 
 def with_default_name(value: Any, field: dataclasses.Field, hint: Any) -> Any:
-    """Returns `value`, with the name of the field's default if it has no name and there are several dataclasses."""
+    """Returns `value`, with the default's name added if it has no name and the field allows several dataclasses."""
     several = len(group_types(hint)) > 1
     value = literal(value) if several and isinstance(value, str) else value
     if several and isinstance(value, Mapping) and "name" not in value:
@@ -324,18 +324,18 @@ def with_default_name(value: Any, field: dataclasses.Field, hint: Any) -> Any:
 
 
 def options(hint: Any) -> list[Any]:
-    """Returns the members of a union, or the hint alone; str last, so that narrower types match first."""
+    """Returns the members of a union, or the hint alone. str is last, so that narrower types match first."""
     members = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
     return sorted(members, key=lambda member: {bool: 0, int: 1, float: 2, str: 9}.get(member, 3))
 
 
 def group_types(hint: Any) -> list[type[Any]]:
-    """Returns the dataclasses among the members of a union, or the hint alone if it is one."""
+    """Returns the dataclasses among the members of a union, or the hint itself if it is a dataclass."""
     return [option for option in options(hint) if isinstance(option, type) and dataclasses.is_dataclass(option)]
 
 
 def suggestion(key: str, cls: type, path: str) -> str:
-    """Returns '; did you mean ...?' from the names of this group, else from full names in all groups below it."""
+    """Returns '; did you mean ...?' with a name of this group or, if none is close, of groups inside it."""
     names = [field.name for field in dataclasses.fields(cls)]
     full_names = [name for name, *_ in describe(cls, path)]
     leaf = {name.rsplit(".", 1)[-1]: name for name in reversed(full_names)}
@@ -346,7 +346,7 @@ def suggestion(key: str, cls: type, path: str) -> str:
 
 
 def value_hint(value: Any, candidates: list[Any], path: str) -> str:
-    """Returns '; did you mean ...?' for a misspelt choice, or the syntax of a dict for other text."""
+    """Returns '; did you mean ...?' for a misspelt choice, or the syntax of a dict if a dict is expected."""
     if isinstance(value, str) and any(typing.get_origin(option) is dict for option in candidates):
         return dict_syntax(path)
     choices = [arg for option in candidates if typing.get_origin(option) is Literal for arg in typing.get_args(option)]
@@ -356,7 +356,7 @@ def value_hint(value: Any, candidates: list[Any], path: str) -> str:
 
 def dict_syntax(path: str) -> str:
     """Returns the syntax of a dict or a group of settings on a command line."""
-    return f"""; write {path}='{{"NAME": VALUE}}', or {path}.NAME=VALUE for one of them"""
+    return f"""; write {path}='{{"NAME": VALUE}}', or {path}.NAME=VALUE for one key"""
 
 
 def type_name(hint: Any) -> str:

@@ -1,4 +1,4 @@
-"""Parses and formats amounts such as '2000 steps', '1%' or '1 epoch', and tables."""
+"""Parsers and formatters of amounts such as '2000 steps', '1%' or '1 epoch', of numbers and of tables."""
 
 import bisect
 import dataclasses
@@ -8,26 +8,26 @@ from typing import Any
 
 from jaxscale.system.exits import BadInput
 
-Tokens = int | str  # the type of settings with such an amount; an integer once resolved
+Tokens = int | str  # type of settings with an amount of training, which resolve() converts to an integer
 
 FORM = re.compile(r"\s*([0-9][0-9_]*\.?[0-9]*(?:[eE][+-]?[0-9]+)?)\s*(%|[a-zA-Z]*)\s*")
 UNITS = {"": "tokens", "token": "tokens", "tokens": "tokens", "step": "steps", "steps": "steps", "%": "%"}
 UNITS |= {"row": "rows", "rows": "rows", "epoch": "epochs", "epochs": "epochs"}
-MAX_AMOUNT = 1e18  # of any unit: below the largest int64, and more than there is text
+MAX_AMOUNT = 1e18  # maximum in any unit, below the largest int64
 YEAR = 365.25 * 86_400  # seconds
-INDENT = "  "  # of a table
+INDENT = "  "  # indentation of tables
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
-PART = r"(\d+(?:\.\d+)?)([smhdw])"  # of a duration
-ROUNDED = 0.9995  # of a unit: from here three digits round up to it
+PART = r"(\d+(?:\.\d+)?)([smhdw])"  # part of a duration
+ROUNDED = 0.9995  # fraction of a unit from which three digits round up to the unit
 
 
 def parse(name: str, amount: Tokens) -> tuple[float, str]:
-    """Returns (number, unit), unit one of tokens, steps, rows, epochs, %. Raises BadInput that names the setting."""
+    """Returns (number, unit). The unit is tokens, steps, rows, epochs or %. Raises BadInput with the setting `name`."""
     found = FORM.fullmatch(str(amount))
     if not found or found[2].lower() not in UNITS:
         raise BadInput(
-            f"{name}={str(amount)[:40]!r} is not an amount of training: write tokens as an integer, or '2000 steps', "
-            "'1%', '1 epoch'"
+            f"{name}={str(amount)[:40]!r} is not an amount of training; give an integer number of tokens, or text such as "
+            "'2000 steps', '1%' or '1 epoch'"
         )
     number = float(found[1].replace("_", ""))
     if number > MAX_AMOUNT:
@@ -56,7 +56,7 @@ def resolve(
     if size is None:
         needs = {"steps": "batch_tokens", "%": "train_tokens", "epochs": "a data set of known length"}[unit]
         other = "tokens or steps" if batch_tokens else "tokens or rows"
-        raise BadInput(f"{name}={amount!r} needs {needs}, which is unknown; write it in {other}")
+        raise BadInput(f"{name}={amount!r} needs {needs}, which is unknown; give the amount in {other}")
     if not (number * size).is_integer() and unit == "tokens":
         raise BadInput(f"{name}={amount!r} must be a whole number of tokens")
     return round(number * size)
@@ -69,24 +69,24 @@ def steps(tokens: int, batch_tokens: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class BatchSizes:
-    """Sizes of batches 0, 1, 2, ... of an endless stream, in rows or tokens: piecewise constant.
+    """Piecewise constant sizes, in rows or tokens, of batches 0, 1, 2, ... of an endless stream.
 
-    Maps batches to positions in the stream and back. For row lengths, only `size` is meaningful.
+    Maps batches to positions in the stream and back. For row lengths, only size() is meaningful.
     """
 
-    stages: tuple[tuple[int, int], ...]  # (first batch, size), in order; the first is of batch 0
+    stages: tuple[tuple[int, int], ...]  # (first batch, size) in order; the first stage begins at batch 0
 
     @classmethod
     def growing(cls, ends: Sequence[tuple[int, int]], last: int) -> "BatchSizes":
-        """Returns batches of each size up to position `until`, for (size, until) in `ends`; then of the size `last`.
+        """Returns batches of each size up to position `until`, for (size, until) in `ends`, then of size `last`.
 
-        Raises BadInput for a size that no batch would have.
+        Raises BadInput for a size that no batch has.
         """
         stages, batch, reached = [], 0, 0
         for size, until in ends:
             if until <= reached:
                 raise BadInput(
-                    f"no batch has size {size:,}: it ends at {until:,}, but the previous batches reach {reached:,}"
+                    f"no batch has size {size:,}, which ends at {until:,}, because previous batches reach {reached:,}"
                 )
             stages.append((batch, size))
             number = steps(until - reached, size)
@@ -95,7 +95,7 @@ class BatchSizes:
 
     @classmethod
     def of(cls, sizes: "BatchSizes | int") -> "BatchSizes":
-        """Returns the sizes; for a number, that size for all batches."""
+        """Returns `sizes`, or for a number the same size for all batches."""
         return sizes if isinstance(sizes, BatchSizes) else cls(((0, sizes),))
 
     @property
@@ -105,7 +105,7 @@ class BatchSizes:
 
     @property
     def vary(self) -> bool:
-        """True if there is more than one size."""
+        """True if there are several sizes."""
         return len(self.stages) > 1
 
     def starts(self) -> list[int]:
@@ -129,30 +129,30 @@ class BatchSizes:
         return self.starts()[at] + (n - first) * size
 
     def find(self, position: int) -> tuple[int, int]:
-        """Inverts begin(): returns (batch at this position of the stream, offset in the batch)."""
+        """Returns (batch at a position in the stream, offset in the batch). Inverse of begin()."""
         at = bisect.bisect_right(starts := self.starts(), position) - 1
         first, size = self.stages[at]
         batches, offset = divmod(position - starts[at], size)
         return first + batches, offset
 
     def holding(self, amount: int) -> int:
-        """Returns the smallest number of first batches with at least this amount."""
+        """Returns the smallest number of batches, counted from the first, that contain this amount."""
         batch, offset = self.find(amount)
         return batch + (offset > 0)
 
     def times(self, number: int) -> "BatchSizes":
-        """Returns the sizes multiplied by a number, to convert rows to tokens."""
+        """Returns the sizes multiplied by a number, for example to convert rows to tokens."""
         return BatchSizes(tuple((first, size * number) for first, size in self.stages))
 
 
 def recorded_sizes(budget: Mapping[str, Any], row_tokens: int = 1) -> BatchSizes:
-    """Returns the batch sizes in the "budget" of a run record, in rows of row_tokens tokens."""
+    """Returns the batch sizes in the budget of a run record, in rows of row_tokens tokens."""
     stages = tuple((int(first), int(tokens) // row_tokens) for first, tokens in budget.get("ramp") or ())
     return BatchSizes(stages or ((0, int(budget["batch_tokens"]) // row_tokens),))
 
 
 def digits(number: float) -> str:
-    """Formats three digits, without an exponent above 1: 12345.6 -> '12,346', 999.4 -> '999', 0.1234 -> '0.123'."""
+    """Formats a number with three digits: 12345.6 -> '12,346', 999.4 -> '999', 0.1234 -> '0.123'."""
     return f"{number:,.0f}" if abs(number) >= ROUNDED * 1000 else f"{number:.3g}"
 
 
@@ -188,7 +188,7 @@ def size(num_bytes: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Formats seconds: 3725 -> '1h02m', 65 -> '1m05s', 4.2 -> '4.2s', from two years '38.7 years'; 0 if negative."""
+    """Formats seconds: 3725 -> '1h02m', 65 -> '1m05s', 4.2 -> '4.2s', 1.22e9 -> '38.7 years'. Negative is 0."""
     seconds = max(seconds, 0.0)
     if seconds >= 2 * YEAR:
         return f"{digits(seconds / YEAR)} years"
@@ -202,19 +202,19 @@ def duration(seconds: float) -> str:
 
 
 def step_duration(seconds: float) -> str:
-    """Formats seconds that may be few: '12ms', '3.4s' or '1m20s'."""
+    """Formats seconds, also below one: '12ms', '3.4s' or '1m20s'."""
     return duration(seconds) if seconds >= 1 else f"{1000 * seconds:.3g}ms"
 
 
 def seconds_of(text: str) -> float | None:
-    """Parses '30d', '12h', '90m', '1h30m' to seconds; None for anything else and for zero."""
+    """Parses a duration such as '30d', '12h', '90m' or '1h30m' to seconds. Returns None for zero and other text."""
     found = re.fullmatch(rf"({PART})+", text.strip().lower())
     seconds = sum(float(number) * SECONDS[unit] for number, unit in re.findall(PART, text.lower())) if found else 0.0
     return seconds or None
 
 
 def divisors(number: int) -> list[int]:
-    """Returns all divisors in order. Costs at most the square root of the number: 0.1 s for a prime near 1e12."""
+    """Returns all divisors in order. Takes O(sqrt(number)) time, 0.1 s for a prime near 1e12."""
     found, remaining, factor = [1], number, 2
     while remaining > 1:
         while factor * factor <= remaining and remaining % factor:
@@ -227,7 +227,7 @@ def divisors(number: int) -> list[int]:
 
 
 def or_list(choices: Collection[Any]) -> str:
-    """Formats '1, 2 or 4'; 'none' if empty."""
+    """Formats choices as '1, 2 or 4', or 'none' if empty."""
     if not choices:
         return "none"
     *head, last = map(str, choices)
@@ -235,7 +235,7 @@ def or_list(choices: Collection[Any]) -> str:
 
 
 def table(rows: Sequence[Sequence[str]], right: Sequence[int] = (), indent: str = INDENT) -> list[str]:
-    """Formats rows as indented lines of aligned columns; those in `right` are right-aligned."""
+    """Formats rows as indented lines with aligned columns. Columns in `right` are right-aligned."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
     for row in rows:

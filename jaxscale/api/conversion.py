@@ -1,4 +1,4 @@
-"""convert: imports and exports Hugging Face models."""
+"""convert(): import and export of Hugging Face models."""
 
 import dataclasses
 import os
@@ -24,14 +24,14 @@ from jaxscale.tools.interop.source_model import SourceModel, open_source_model
 
 EXPORT_ONLY = ("step", "dtype", "shard_bytes", "push", "ema")
 SHARD_BYTES = 5_000_000_000  # the Hub's recommended file size
-MAX_SEQ_LEN = 4096  # of the written config, for models with a longer context
+MAX_SEQ_LEN = 4096  # maximum seq_len of the written config, for models with a longer context
 MakeProgress = Callable[[str], Callable[..., None]]
 
 no_progress: MakeProgress = lambda what: lambda *counts, **more: None
 
 
 def bytes_of(name: str, text: str) -> int:
-    """Returns a number of bytes. Raises BadInput if the text is not a number."""
+    """Parses a number of bytes. Raises BadInput if the text is not a number."""
     return int(number(f"--{name}", text, lambda found: 1 <= found < 1e15, "a number of bytes, such as 5e9"))
 
 
@@ -41,20 +41,20 @@ class ConvertOptions:
 
     from_: str | None = flag(
         None,
-        "a Hugging Face model, local or gs://: config.json and safetensors. Or a PEFT adapter: adapter_config.json and "
-        "adapter_model.safetensors. Or OWNER/NAME or its URL at huggingface.co: fetches the safetensors from the Hub "
-        "(extra: hub), with the HF_TOKEN variable for private models",
+        "a folder, local or gs://, with a Hugging Face model (config.json, safetensors) or a PEFT adapter "
+        "(adapter_config.json, adapter_model.safetensors); or OWNER/NAME, or its URL at huggingface.co, to download "
+        "safetensors from the Hub (extra: hub), with the variable HF_TOKEN for private models",
         "FOLDER",
         name="from",
     )
     revision: str | None = flag(None, "with OWNER/NAME: a commit, branch or tag; default: main", "NAME")
     base: str | None = flag(
         None,
-        "the adapter's base model; default: the local folder in its adapter_config.json. With --to: the name to write; "
-        "default: the model that the run started from",
+        "base model of the adapter; default: the local folder in adapter_config.json. With --to: the name to write; "
+        "default: the model from which the run started",
         "FOLDER",
     )
-    workdir: str = flag("", "with --from: the new work folder. With --to: the run to export", "FOLDER")
+    workdir: str = flag("", "with --from: new work folder. With --to: work folder of the run to export", "FOLDER")
     to: str | None = flag(None, "new folder of the Hugging Face model, local or gs://", "FOLDER")
     step: int | None = flag(None, "the step to export; default: the newest", "N", least=0)
     adapter: bool = flag(
@@ -69,9 +69,9 @@ class ConvertOptions:
 
 
 def convert(options: ConvertOptions, say: Say = silent, progress: MakeProgress = no_progress) -> dict[str, Any]:
-    """Imports or exports a Hugging Face model, resuming a killed one: `jaxscale convert`.
+    """Imports or exports a Hugging Face model, like `jaxscale convert`. Resumes an interrupted conversion.
 
-    progress: called for each part.
+    progress: called with the name of each part, returns a function that reports its progress.
     """
     if (options.from_ is None) == (options.to is None):
         raise BadInput("convert needs either --from=FOLDER, to import a model, or --to=FOLDER, to export one")
@@ -86,7 +86,7 @@ def convert(options: ConvertOptions, say: Say = silent, progress: MakeProgress =
 
 
 def import_model(source: str, flags: ConvertOptions, say: Say, progress: MakeProgress) -> dict[str, Any]:
-    """Converts a Hugging Face folder to a work folder and returns a record of it."""
+    """Converts a Hugging Face folder to a work folder. Returns a record of the import."""
     workdir = flags.workdir
     model = hub.fetch(source, flags.revision, "--from")
     base = hub.fetch(flags.base, None, "--base") if flags.base else None
@@ -117,7 +117,7 @@ def import_model(source: str, flags: ConvertOptions, say: Say, progress: MakePro
 
 
 def run_config(found: SourceModel, folder: Any) -> RunConfig:
-    """Returns the config of the work folder: the model and its tokenizer; a training run sets the rest."""
+    """Returns the config of the work folder, with only the model and its tokenizer set."""
     longest = found.cfg.max_seq_len or found.passthrough.get("max_position_embeddings") or MAX_SEQ_LEN
     seq_len = max(2, min(int(longest), MAX_SEQ_LEN))
     main = tokenizer_files.main_file(found.files)
@@ -134,10 +134,11 @@ def run_config(found: SourceModel, folder: Any) -> RunConfig:
 
 
 def export_model(to: str, flags: ConvertOptions, say: Say, progress: MakeProgress) -> dict[str, Any]:
-    """Exports a step's weights as a Hugging Face folder, or its adapters for PEFT, and returns a record of it."""
+    """Exports the weights of a step as a Hugging Face folder, or its adapters for PEFT. Returns a record of the
+    export."""
     adapter = flags.adapter
     if flags.base and not adapter:
-        raise BadInput("--base names the base model of an adapter; also give --adapter")
+        raise BadInput("--base is the base model of an adapter; also give --adapter")
     if flags.revision:
         raise BadInput("--revision applies only to an import from the Hub (--from=OWNER/NAME)")
     if adapter and flags.shard_bytes:

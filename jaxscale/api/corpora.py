@@ -1,4 +1,4 @@
-"""prepare: makes token shards from raw text."""
+"""prepare(): token shards from raw text."""
 
 import contextlib
 import errno
@@ -32,11 +32,12 @@ def prepare(
     executor: Executor | None = None,
     progress: PrepareProgress | None = None,
 ) -> dict[str, Any]:
-    """Makes the token shards of a recipe and returns their manifest: `jaxscale prepare`. Resumes after a kill.
+    """Makes the token shards of a recipe, like `jaxscale prepare`. Returns their manifest.
 
-    Args: output: a folder, or gs://BUCKET/FOLDER with work_dir, a local folder. keep_work: does not delete work_dir.
-    strict: raises BadInput if reading skips more than 1%, a file is broken, or the tokenizer loses more than 1% of the
-    characters of samples. executor: runs the tasks; default: all cores of this machine.
+    Resumes after an interruption. output: a folder, or gs://BUCKET/FOLDER, which also needs the local folder work_dir.
+    keep_work: whether to keep work_dir. strict: whether to raise BadInput if more than 1% of the text is skipped, a
+    file is broken, or the tokenizer loses more than 1% of the characters of samples. executor: runs the tasks; default:
+    all cores of this machine.
     """
     if is_remote(output) and work_dir is None:
         raise BadInput(f"output={output} is remote; give work_dir=FOLDER, a local folder with space for all shards")
@@ -56,7 +57,7 @@ def prepare(
 
 @contextlib.contextmanager
 def storage_errors(folder: pathlib.Path) -> Iterator[None]:
-    """Raises Stop (STORAGE) for a full disk, BadInput for missing permissions or a low limit of open files."""
+    """Converts OSError to Stop(STORAGE) for a full disk, or BadInput for permissions or too many open files."""
     try:
         yield
     except OSError as error:

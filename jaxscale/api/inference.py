@@ -1,4 +1,4 @@
-"""Opens a trained or converted model for inference: its weights on a mesh, its tokenizer, and generation.
+"""Trained or converted models for inference: weights on a mesh, tokenizer, and generation.
 
 Optimizer state and data are not read. B batch  T position
 """
@@ -37,19 +37,19 @@ DEFAULT_MESH = MeshConfig()
 
 @dataclasses.dataclass(frozen=True)
 class LoadedModel:
-    """A model with its weights. The tokenizer is None if the one of its training is unknown."""
+    """A model with its weights. The tokenizer is None if the tokenizer of the training is unknown."""
 
     cfg: AnyModelConfig
-    seq_len: int  # tokens of the rows it was trained on
+    seq_len: int  # tokens per row in training
     params: Any  # nested dicts of arrays, on the mesh
     mesh: Mesh
     tokenizer: Tokenizer | None
     step: int
-    path: str  # of the checkpoint
-    run: Mapping[str, Any]  # what the checkpoint records of its run: config, data, versions
+    path: str  # path of the checkpoint
+    run: Mapping[str, Any]  # the run's record in the checkpoint, such as config, data and versions
     sharded: ShardedModel
     saved_tokenizer: SavedTokenizer | None  # the tokenizer with its text settings
-    what: str = "params"  # or "ema"
+    what: str = "params"  # "params" or "ema"
 
     @property
     def kept(self) -> SavedTokenizer | None:
@@ -68,13 +68,14 @@ def open_model(
     say: Say = print,
     named: str = "--workdir",
 ) -> LoadedModel:
-    """Opens the model of a work folder, or of WORKDIR/checkpoints/STEP, with bit-exact weights.
+    """Returns the model of a work folder, or of WORKDIR/checkpoints/STEP, with bitwise equal weights.
 
-    Args: step: none: the newest. what: the weights or their EMA. compute_dtype: default: that of its training.
-    tokenizer: a file or 'bytes', for a folder without one. say: logs a line. named: the flag or setting that gave the
-    path, for errors.
-    Raises: BadInput for a path without a checkpoint, for a mesh that does not divide the model, and for a tokenizer
-    that cannot be read; Stop (CHECKPOINT_CORRUPT) for corrupted arrays.
+    step: default: the newest. what: the weights or their EMA. compute_dtype: default: that of the training. tokenizer:
+    a file or 'bytes', for a folder without a tokenizer. say: logs a line. named: flag or setting of the path, for
+    errors.
+
+    Raises BadInput for a path without a checkpoint, a mesh that does not divide the model, or a tokenizer that cannot
+    be read, and Stop(CHECKPOINT_CORRUPT) for corrupted arrays.
     """
     source = open_source(path, wanted=step, named=named, log=say)
     if step is not None and source.step != step:
@@ -90,15 +91,15 @@ def open_model(
     saved = open_saved(workdir, config.get("data", {}), converted=bool(run.get("converted")), named=tokenizer)
     if saved is not None and not fits(saved.tokenizer, cfg.vocab_size):
         raise BadInput(
-            f"{saved.tokenizer.name} has {saved.tokenizer.vocab_size} ids, but the model of {source} only "
-            f"{cfg.vocab_size}: this is not the model's tokenizer"
+            f"{saved.tokenizer.name} has {saved.tokenizer.vocab_size} ids, but the model of {source} has only "
+            f"{cfg.vocab_size}; give the model's tokenizer"
         )
     if saved is not None and (line := describe_unused(saved.tokenizer, cfg.vocab_size)):
         say(f"{saved.tokenizer.name} {line}")
         saved = dataclasses.replace(saved, tokenizer=limit_vocabulary(saved.tokenizer, cfg.vocab_size))
     average = ", EMA of the weights" if what == "ema" else ""
     adapters = f", with adapters of rank {lora.rank}" if lora.on else ""
-    say(  # before the arrays are read, which can take minutes
+    say(  # logged before the arrays are read, which can take minutes
         f"{source}: {kind_of(cfg, run)}, {units.count(cfg.num_params)} parameters, {cfg.compute_dtype}{average}"
         f"{adapters}; {mesh_layout(sharded.mesh)}"
     )
@@ -119,9 +120,9 @@ def open_model(
 
 
 def kind_of(cfg: AnyModelConfig, run: Mapping[str, Any]) -> str:
-    """Describes the model: 'llama', 'qwen3 (llama layout)', or 'llama with the settings of qwen3'.
+    """Describes a model as 'llama', 'qwen3 (llama layout)' or 'llama with the settings of qwen3'.
 
-    The second was converted; the third was trained with settings that only that family's files can express.
+    The second is for converted models. The third is for settings that only files of that family support.
     """
     if converted := (run.get("converted") or {}).get("model_type"):
         return converted if converted == cfg.name else f"{converted} ({cfg.name} layout)"
@@ -132,7 +133,7 @@ def kind_of(cfg: AnyModelConfig, run: Mapping[str, Any]) -> str:
 
 
 def tokenizer_of(model: LoadedModel) -> SavedTokenizer:
-    """Returns the model's tokenizer. Raises BadInput for a model that has none."""
+    """Returns the model's tokenizer. Raises BadInput for a model without tokenizer."""
     if model.saved_tokenizer is not None:
         return model.saved_tokenizer
     workdir = paths.as_path(model.path).parent.parent
@@ -146,7 +147,7 @@ def tokenizer_of(model: LoadedModel) -> SavedTokenizer:
 
 
 def stop_ids_of(model: LoadedModel) -> tuple[int, ...]:
-    """Returns the ids that end a text: the tokenizer's, else those of a converted model."""
+    """Returns the ids that end a text, from the tokenizer or, without a tokenizer, from a converted model."""
     if model.saved_tokenizer is not None:
         return model.saved_tokenizer.stop_ids
     eos = ((model.run.get("converted") or {}).get("generation") or {}).get("eos_token_id")
@@ -166,7 +167,7 @@ def read_model_config(source: Any, compute_dtype: str | None) -> AnyModelConfig:
 
 
 def restore_params(source: Any, sharded: ShardedModel, what: str, named: str) -> Any:
-    """Restores the parameters of a step in their saved dtypes. Raises as open_model does."""
+    """Restores the parameters of a step in their saved dtypes. Raises the same errors as open_model()."""
     checkpoints, step, leaves = source.checkpoints, source.step, source.record["leaves"]
     saved_names = weight_leaves(leaves, what)
     if not saved_names:
@@ -182,17 +183,17 @@ def restore_params(source: Any, sharded: ShardedModel, what: str, named: str) ->
 
 
 def at_step(model: LoadedModel, step: int, named: str = "--workdir") -> LoadedModel:
-    """Returns the model with another step's parameters, compiled already. Raises BadInput as open_model does."""
+    """Returns the model with the parameters of a different step. Reuses compiled programs. Raises like open_model()."""
     source = open_source(str(paths.as_path(model.path).parent), wanted=step, named=named)
     params = restore_params(source, model.sharded, model.what, named)
     return dataclasses.replace(model, params=params, step=source.step, path=str(source), run=source.record["run"])
 
 
 def make_generator(model: LoadedModel, *, batch: int, longest: int, say: Say = silent) -> Generator:
-    """Returns a generator for up to `batch` prompts and texts of at most `longest` tokens; compiled at first use.
+    """Returns a generator for up to `batch` prompts and texts of at most `longest` tokens, compiled on first use.
 
-    say: logs what is compiled, and the time taken.
-    Raises BadInput for a model that does not generate text, and for texts longer than its maximum.
+    say: logs compilations and their time. Raises BadInput for a model that does not generate text, or if `longest` is
+    above the model's maximum.
     """
     num_ids = model.tokenizer.vocab_size if model.tokenizer is not None else None
     return Generator(Engine(model.sharded, batch=batch, longest=longest, num_ids=num_ids, say=say), model.params)

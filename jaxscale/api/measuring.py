@@ -1,4 +1,4 @@
-"""evaluate: metrics of a model, and their record in a work folder."""
+"""evaluate(): metrics of a model, and their record in a work folder."""
 
 import dataclasses
 import datetime
@@ -32,17 +32,17 @@ from jaxscale.tools.reporting.page import make_evals_page
 
 LEAST = {"limit": 1, "context": 2, "stride": 1, "batch_tokens": 1, "num_fewshot": 0}
 BATCH_TOKENS = 16384
-GENERATE_BATCH = 8  # texts that lm-eval's tasks generate in parallel
+GENERATE_BATCH = 8  # number of texts that lm-eval's tasks generate in parallel
 Measure = Callable[[LoadedModel], dict[str, float]]
 Record = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class EvalRequest:
-    """The evaluators and tasks of one evaluation; None: the default of the model or its run."""
+    """Evaluators and tasks of an evaluation. None means the default of the model or its run."""
 
-    evals: Evals  # without any and without tasks: those of the run's config
-    tasks: tuple[str, ...] = ()  # of lm-eval
+    evals: Evals  # without evaluators and tasks, the evaluators of the run's config are used
+    tasks: tuple[str, ...] = ()  # tasks of lm-eval
     limit: int | None = None
     context: int | None = None
     stride: int | None = None
@@ -53,7 +53,7 @@ class EvalRequest:
 
 
 def check_request(request: EvalRequest, named: Callable[[str, NamedEval], str] | None = None) -> None:
-    """Raises BadInput for a number out of range, an invalid name, a missing file, and tasks without lm-eval."""
+    """Raises BadInput for a number out of range, an invalid name, a missing file, or tasks without lm-eval."""
     if request.tasks:
         check_installed()
     for name, least in LEAST.items():
@@ -76,12 +76,12 @@ def make_measure(request: EvalRequest, model: LoadedModel, say: Say) -> Measure:
     if context > model.seq_len:
         say(f"the context has {context} tokens, but the model was trained on rows of {model.seq_len}")
     evals, named = request.evals, flag_name
-    if not evals and not request.tasks:  # those of the run's config
+    if not evals and not request.tasks:  # use the evaluators of the run's config
         named, limit = setting_name, {"limit": request.limit} if request.limit else {}
         evals = schema.convert(model.run.get("config", {}).get("evals") or {}, Evals, GROUP)
         evals = {name: dataclasses.replace(settings, **limit) for name, settings in evals.items()}
         if not evals:
-            raise BadInput("nothing to evaluate: the config has no evals; give --text, --choice, --cloze or --lm_eval")
+            raise BadInput("the config has no evals; give --text, --choice, --cloze or --lm_eval")
     several = jax.process_count() > 1  # all processes must read the same text
     evaluators = open_evaluators(evals, reading, named, hold=several)
     check_same_evals(evaluators)
@@ -98,9 +98,9 @@ def make_measure(request: EvalRequest, model: LoadedModel, say: Say) -> Measure:
 
 
 def check_context(model: LoadedModel, context: int) -> None:
-    """Raises BadInput for a model that is not a decoder, and for a context longer than it can read."""
+    """Raises BadInput for a model that is not a decoder, or a context longer than its maximum."""
     if model.cfg.kind != "decoder":
-        raise BadInput(f"model.name={model.cfg.name!r} is not a decoder and cannot be evaluated; llama and gpt2 can")
+        raise BadInput(f"model.name={model.cfg.name!r} is not a decoder; evaluate needs a decoder, such as llama or gpt2")
     limit = model.cfg.max_seq_len
     if limit is not None and context > limit:
         raise BadInput(f"--context={context} is longer than model.max_seq_len={limit}")
@@ -109,7 +109,7 @@ def check_context(model: LoadedModel, context: int) -> None:
 def lm_eval_measure(
     request: EvalRequest, model: LoadedModel, reading: EvalReading, scorer: Scorer, say: Say
 ) -> Measure:
-    """Returns a function model -> metrics of lm-eval's tasks. All steps share the compiled programs."""
+    """Returns a function model -> metrics of lm-eval's tasks. All steps share compiled programs."""
     compiled = functools.cache(lambda rows, longest: make_generator(model, batch=rows, longest=longest))
 
     def measure(model: LoadedModel) -> dict[str, float]:
@@ -130,7 +130,7 @@ def lm_eval_measure(
 
 
 def record_of(model: LoadedModel, metrics: Mapping[str, float]) -> Record:
-    """Returns a record of evals.jsonl: step, weights, time and metrics; those of an EMA are under evals_ema/."""
+    """Returns a record of evals.jsonl with step, weights, time and metrics. Metrics of an EMA are under evals_ema/."""
     group = f"{GROUP}_ema" if model.what == "ema" else GROUP
     named = {f"{group}{name.removeprefix(GROUP)}": value for name, value in metrics.items()}
     time = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -138,7 +138,7 @@ def record_of(model: LoadedModel, metrics: Mapping[str, float]) -> Record:
 
 
 def as_line(record: Record) -> str:
-    """Returns the record as JSON, with null for values that are not finite or above 1e100."""
+    """Returns the record as JSON. Values that are not finite or above 1e100 are null."""
     return json.dumps(finite(record), allow_nan=False)
 
 
@@ -149,7 +149,7 @@ def save_record(workdir: Any, record: Record) -> None:
 
 
 def by_name(record: Record) -> dict[str, dict[str, float]]:
-    """Returns {evaluator: {metric: value}}; evaluators of an EMA are named 'NAME (average)'."""
+    """Returns {evaluator: {metric: value}}. Evaluators of an EMA are named 'NAME (average)'."""
     found: dict[str, dict[str, float]] = {}
     for full, value in record.items():
         group, _, path = full.partition("/")
@@ -170,19 +170,22 @@ def evaluate(
     save: bool = False,
     **how: Any,
 ) -> dict[str, dict[str, float]]:
-    """Returns {name: metrics} of a model: `jaxscale evaluate`. Without evaluators and tasks, those of the run's config.
+    """Returns {evaluator: metrics} of a model, like `jaxscale evaluate`. By default uses the evaluators of the run's
+    config.
 
-    Args: text: {name: files}, perplexity and bits per byte of each. choice, cloze: {name: file}. tokens: {name: token
-    files, or a list of documents as ids}, perplexity without a tokenizer. lm_eval: its tasks. save: also into the work
-    folder, for the report. how: fields of EvalRequest: limit, items per file, 0 for all; stride, context, batch_tokens:
-    tokens; damaged: 'skip' counts items that cannot be read or scored; chat: formats questions of lm_eval with the
-    model's chat template; num_fewshot, include_path.
+    text: {name: files} for perplexity and bits per byte. choice, cloze: {name: file}. tokens: {name: token files, or a
+    list of documents as ids} for perplexity without a tokenizer. lm_eval: tasks of lm-eval. save: whether to also save
+    metrics in the work folder, for the report.
+
+    how: damaged='skip' to count items that cannot be read or scored, or fields of EvalRequest: limit (items per file, 0
+    for all), stride, context and batch_tokens (in tokens), chat (format questions of lm_eval with the model's chat
+    template), num_fewshot, include_path.
     """
     if how.get("chat") and not lm_eval:
-        raise BadInput("chat=True applies only to tasks of lm_eval; also give lm_eval, or remove it")
+        raise BadInput("chat=True applies only to tasks of lm_eval; also give lm_eval, or remove chat")
     for name, given in dict(text=text, choice=choice, cloze=cloze, tokens=tokens).items():
         if given is not None and not isinstance(given, Mapping):
-            raise BadInput(f"{name}={given!r} must name what it measures: {name}={{'NAME': {given!r}}}")
+            raise BadInput(f"{name}={given!r} must be a dict with names; use {name}={{'NAME': {given!r}}}")
     limit, stride, damaged = how.get("limit") or 0, how.get("stride") or 0, how.pop("damaged", "stop")
     if damaged not in ("stop", "skip"):
         raise BadInput(f"damaged={damaged!r} must be 'stop' or 'skip'")
@@ -207,17 +210,17 @@ def evaluate(
 
 
 def measure_tokens(request: EvalRequest, model: LoadedModel, tokens: Mapping[str, Tokens]) -> dict[str, float]:
-    """Returns the metrics of token ids. Raises BadInput for other values and for names that are in use."""
+    """Returns metrics of token ids. Raises BadInput for invalid ids or names that are in use."""
     context = request.context or model.seq_len
     stride = request.stride or max(context // 2, 1)
     check_context(model, context)
     if stride > context:
-        raise BadInput(f"stride={stride} is more than the context of {context} tokens")
+        raise BadInput(f"stride={stride} must be at most the context of {context} tokens")
     found, scorer = {}, Scorer.of(model.sharded, request.batch_tokens)
     for name, given in tokens.items():
         label = f"tokens[{name!r}]"
         if name in request.evals or not eval_config.NAME.fullmatch(name):
-            raise BadInput(f"{label}: another evaluator has that name, or it is not of letters, digits, _ . and -")
+            raise BadInput(f"{label}: the name is in use, or has characters other than letters, digits, _ . and -; rename it")
         documents = open_documents(label, given, model.cfg.vocab_size, request.limit or 0)
         metrics = token_metrics(label, documents(), scorer, model.params, context, stride)
         found |= {f"{GROUP}/{name}/{metric}": value for metric, value in metrics.items()}

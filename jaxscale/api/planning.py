@@ -1,4 +1,4 @@
-"""plan and preflight: cost and memory of a run, without a device."""
+"""plan() and preflight(): cost and memory of a run, without a device."""
 
 import pathlib
 from collections.abc import Mapping
@@ -25,11 +25,11 @@ USUAL = PlanOptions()
 def plan(
     cfg: RunConfig, topology: str | None, options: PlanOptions = USUAL, say: Say = silent, *, workdir: str | None = None
 ) -> RunPlan:
-    """Returns the estimated cost of a run on a machine: `jaxscale plan`. Compiles nothing.
+    """Returns the estimated cost of a run on a machine, like `jaxscale plan`. Does not compile.
 
-    Args: topology: 'v5p:4x4x8', 'h100:32x8', ..., or 'here'. options: price, deadline, budget and what else is known.
-    say: takes a line for each dtype that was 'auto', and for a result of preflight that cannot be read. workdir: of a
-    run that resumes there.
+    topology: 'v5p:4x4x8', 'h100:32x8', ..., or 'here'. options: price, deadline, budget and other known values. say:
+    logs a line for each dtype that was 'auto', and for each preflight result that cannot be read. workdir: work folder
+    of a run that resumes.
     """
     machine, measured = machine_of(topology)
     position, recorded = run_to_resume(workdir)
@@ -41,7 +41,7 @@ def plan(
 
 
 def run_to_resume(workdir: str | None) -> tuple[Position, Mapping[str, Any]]:
-    """Returns (position, config) at which a run resumes; (BEGINNING, {}) for None. Raises BadInput if it has none."""
+    """Returns (position, config) of the run that resumes, or (BEGINNING, {}). Raises BadInput without a run."""
     if workdir is None:
         return BEGINNING, {}
     source = open_source(workdir, named="workdir")
@@ -49,7 +49,7 @@ def run_to_resume(workdir: str | None) -> tuple[Position, Mapping[str, Any]]:
 
 
 def machine_of(topology: str | None) -> tuple[Topology, list[Measured]]:
-    """Returns (the machine of a topology, measurements on it if it is this one, or on chips of its kind)."""
+    """Returns (machine of a topology, measurements on this machine for 'here', else on chips of its kind)."""
     if topology is None:
         raise BadInput("--topology must be given, such as --topology=v5p:4x4x8, --topology=h100:8x8 or here")
     if topology != THIS_MACHINE:
@@ -74,10 +74,10 @@ def preflight(
     say: Say = silent,
     workdir: str | None = None,
 ) -> PreflightReport:
-    """Compiles the training step for chips that need not be present, and reports its memory: `jaxscale preflight`.
+    """Compiles the training step without the target chips, and reports its memory, like `jaxscale preflight`.
 
-    Args: name: the config's name in the report. fresh: ignore earlier results. save_executable: a file for the compiled
-    step. workdir: of a run to resume: finished stages of its ramps need not fit.
+    name: name of the config in the report. fresh: whether to ignore earlier results. save_executable: file for the
+    compiled step. workdir: work folder of a run that resumes, whose finished ramp stages need not fit.
     """
     file = None if save_executable is None else pathlib.Path(save_executable)
     machine, (position, recorded) = open_topology(topology), run_to_resume(workdir)

@@ -1,4 +1,4 @@
-"""report: the HTML page about one or several runs."""
+"""report(): the HTML page about one or several runs."""
 
 import dataclasses
 import html
@@ -19,14 +19,14 @@ FRAME_PIXELS = 720  # height of a report in a notebook
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class ReportPage:
-    """The page of `jaxscale report`, which a notebook displays as the value of a cell."""
+    """The page of `jaxscale report`, which a notebook displays."""
 
     page: str  # self-contained HTML
     name: str
-    height: int = FRAME_PIXELS  # of the frame in a notebook, pixels
+    height: int = FRAME_PIXELS  # height in a notebook, in pixels
 
     def save(self, path: str) -> str:
-        """Writes the page to a file, local or gs://, and returns its path."""
+        """Writes the page to a local or gs:// file. Returns the path."""
         stop_if_unwritable(lambda: paths.write_text_atomic(path, self.page), path)
         return path
 
@@ -42,7 +42,8 @@ class ReportPage:
 
 
 def report(*runs: str | Trained, price: float | None = None, height: int = FRAME_PIXELS) -> ReportPage:
-    """Returns the page about runs: `jaxscale report`. price: dollars per chip hour. height: pixels in a notebook."""
+    """Returns the page about runs, like `jaxscale report`. price: dollars per chip hour. height: pixels in a
+    notebook."""
     if not runs:
         raise BadInput("report needs a work folder, or several to compare")
     workdirs, hourly = [str(run) for run in runs], None if price is None else price_of("price", str(price))
@@ -50,12 +51,13 @@ def report(*runs: str | Trained, price: float | None = None, height: int = FRAME
 
 
 def price_of(name: str, text: str) -> float:
-    """Returns dollars. Raises BadInput if the text is not an amount of money."""
+    """Parses dollars per chip hour. Raises BadInput for other text."""
     return number(name, text, lambda found: found >= 0, "dollars per chip hour, such as 4.20")
 
 
 def read_all(workdirs: Sequence[str]) -> list[History]:
-    """Reads the runs. Raises BadInput for a folder without a run, Stop (STORAGE) for an unreachable bucket."""
+    """Returns the histories of runs. Raises BadInput for a folder without a run, Stop(STORAGE) for an unreachable
+    bucket."""
     runs = []
     for workdir in workdirs:
         try:

@@ -1,4 +1,4 @@
-"""trace: the documents of a training step, or the steps that train on a document."""
+"""trace(): the documents of a training step, or the steps that train on a document."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -30,30 +30,30 @@ class TracedRun(NamedTuple):
 
     ledger: Ledger
     total_steps: int
-    done: int  # completed steps according to the last checkpoint and metrics.jsonl
+    done: int  # number of completed steps, from the last checkpoint and metrics.jsonl
     hashes: dict[int, str]  # {step: hash of its batch} from metrics.jsonl
     row_tokens: BatchSizes  # tokens per row of each batch in training
 
     def piece(self, step: int | None, batch: int, entry: DocumentPiece, text: str | None = None) -> "TracedPiece":
-        """Returns a piece of a batch. step: trains on it."""
+        """Returns a piece of a batch. step: step that trains on the batch, or None."""
         done = step is not None and step < self.done
         return TracedPiece(step, batch, done, entry, self.row_tokens.size(batch), text)
 
 
 def open_run_folder(workdir: str, overrides: dict[str, str]) -> TracedRun:
-    """Opens the run in a work folder.
+    """Returns the run in a work folder.
 
-    Raises BadInput without a run, Stop(CHECKPOINT_CORRUPT) without a valid checkpoint, and Stop(DATA_MISMATCH) for data
-    that differ from those of the run.
+    Raises BadInput if there is no run, Stop(CHECKPOINT_CORRUPT) if there is no valid checkpoint, and
+    Stop(DATA_MISMATCH) if data differ from the data of the run.
     """
     folder = paths.as_path(workdir)
     if not (folder / "config.json").exists():
-        raise BadInput(f"workdir={workdir} holds no config.json: it is not the folder of a run")
+        raise BadInput(f"workdir={workdir} has no config.json; give the work folder of a run")
     written = paths.read_json(folder / "config.json")
     cfg = schema.from_dict(RunConfig, schema.merge(written["config"], current_overrides(overrides)))
     checkpoints = Checkpoints(folder / "checkpoints", cfg.checkpoint)
     decisions = parse_decisions(read_events(folder))
-    pending = decisions.pending  # the next start moves later steps away
+    pending = decisions.pending  # the next start will move later steps to a different folder
     step = newest_readable_step(checkpoints, print_stderr, before=pending.to + 1 if pending else None)
     run = checkpoints.read_run(step) if step is not None else None
     corpus = open_data(
@@ -72,10 +72,10 @@ def open_run_folder(workdir: str, overrides: dict[str, str]) -> TracedRun:
 def plan_batches(
     cfg: RunConfig, corpus: Corpus, budget: dict[str, Any], run: dict[str, Any] | None, step: int, found: Decisions
 ) -> Ledger:
-    """Returns the documents of all batches, as training reads them: skipped batches and mixture are those of the last
-    checkpoint, `run` of `step`, with later changes by the newest start and by rewinds.
+    """Returns the documents of all batches as training reads them.
 
-    Raises Stop(DATA_MISMATCH) if these give other batches to the steps up to the checkpoint.
+    Skipped batches and mixture are those of the last checkpoint (`run` at `step`), with later changes by the newest
+    start and by rewinds. Raises Stop(DATA_MISMATCH) if the steps up to the checkpoint would have different batches.
     """
     total_steps, sizes = budget["total_steps"], recorded_sizes(budget, cfg.seq_len)
     recorded = run["data"] if run else None
@@ -92,8 +92,8 @@ def plan_batches(
     rows = sizes.begin(batch_index(step - 1, before) + 1) if step else 0
     if recorded and not same_prefix(recorded.get("mixture"), mixture.record() if mixture else None, rows):
         raise data_mismatch(
-            f"with data.mixture and data.max_epochs of config.json, the {step} completed steps have other rows than "
-            "the checkpoint recorded; restore the config.json of the run's last start (or its release)"
+            f"with data.mixture and data.max_epochs of config.json, the {step} completed steps have different rows than "
+            "recorded in the checkpoint; restore the config.json of the run's last start (or its release)"
         )
     return Ledger(corpus, corpus.batches(sizes, mixture), skipped)
 
@@ -101,11 +101,11 @@ def plan_batches(
 class TracedPiece(NamedTuple):
     """A part of a document in a batch."""
 
-    step: int | None  # that trains on the batch; None for a skipped batch
+    step: int | None  # step that trains on the batch; None for a skipped batch
     batch: int
     done: bool  # True if the step is completed
     entry: DocumentPiece
-    row_tokens: int  # row length in training, below seq_len if seq_len_ramp cuts the row
+    row_tokens: int  # tokens per row in training, below seq_len if seq_len_ramp splits the row
     text: str | None = None
 
     @property
@@ -123,7 +123,7 @@ class BatchTrace(NamedTuple):
     pieces: Iterator[TracedPiece]
     step: int | None = None  # None for a skipped batch or a document
     batch: int | None = None  # None for a document
-    hash_now: str = ""  # of the batch, if metrics.jsonl has another: the step trained on other data
+    hash_now: str = ""  # hash of the batch if metrics.jsonl has a different hash, from training on different data
 
 
 def trace(
@@ -136,14 +136,14 @@ def trace(
     characters: int = 200,
     moved: Mapping[str, str] | None = None,
 ) -> BatchTrace:
-    """Returns the documents of a training step, or the steps that train on a document: `jaxscale trace`.
+    """Returns the documents of a training step, or the steps that train on a document, like `jaxscale trace`.
 
-    Args: step, batch: counted from 0. document: ID, FILE:OFFSET or SHARD.bin:NUMBER. row: of the batch; default: all
-    rows. characters: of each text; 0: none. moved: data settings with new paths, {NAME: VALUE}.
-    Raises: BadInput, and Stop for checkpoints or data that are not those of the run.
+    step, batch: counted from 0. document: ID, FILE:OFFSET or SHARD.bin:NUMBER. row: row of the batch; default: all
+    rows. characters: maximum characters of each text; 0 for no text. moved: {data setting: new path}. Raises BadInput,
+    and Stop for checkpoints or data that differ from those of the run.
     """
     if sum(value is not None for value in (step, batch, document)) != 1:
-        raise BadInput("give one of step, batch and document (--doc)")
+        raise BadInput("give exactly one of step, batch and document (--doc)")
     for name, number in dict(step=step, batch=batch, row=row, characters=characters).items():
         if number is not None:
             whole_number(name, str(number), 0)
@@ -152,16 +152,16 @@ def trace(
         found = run.ledger.steps_of(document, run.total_steps)
         return BatchTrace(run, (run.piece(step, run.ledger.batch_of(step), entry) for step, entry in found))
     step, n = step_and_batch(run, step, batch, row or 0)
-    unchanged = not run.ledger.corpus.cfg.transforms  # hashes are of tokens before transforms
+    unchanged = not run.ledger.corpus.cfg.transforms  # recorded hashes are of tokens after transforms
     recorded = run.hashes.get(step) if unchanged and step is not None else None
     now = tokens_hash(run.ledger.batches.batch(n)) if recorded else ""
     return BatchTrace(run, batch_pieces(run, step, n, row, characters), step, n, now if now != recorded else "")
 
 
 def step_and_batch(run: TracedRun, step: int | None, batch: int | None, row: int) -> tuple[int | None, int]:
-    """Returns (step, batch) for a step or a batch; step is None if the batch was skipped.
+    """Returns (step, batch) for a step or a batch. The step is None if the batch was skipped.
 
-    Raises BadInput for a step after the end of the run, and for a row that the batch does not have.
+    Raises BadInput for a step after the end of the run, or a row that the batch does not have.
     """
     name, number = ("batch", batch) if step is None else ("step", step)
     assert number is not None, "one of step and batch is given"
@@ -173,12 +173,12 @@ def step_and_batch(run: TracedRun, step: int | None, batch: int | None, row: int
         )
     n = run.ledger.batch_of(number) if name == "step" else number
     if row >= (rows := run.ledger.batches.sizes.size(n)):
-        raise BadInput(f"row={row} is not among the {rows} rows of batch {n}; use 0 to {rows - 1}")
+        raise BadInput(f"row={row} is outside of the {rows} rows of batch {n}; use 0 to {rows - 1}")
     return step_of(n, run.ledger.skipped), n
 
 
 def batch_pieces(run: TracedRun, step: int | None, n: int, row: int | None, characters: int) -> Iterator[TracedPiece]:
-    """Yields the pieces of a batch, or of one row. step: trains on it."""
+    """Yields the pieces of a batch, or of one row. step: step that trains on the batch, or None."""
     tokens_BT = run.ledger.batches.text(n).tokens if characters else None
     for entry in run.ledger.batch(n):
         if row is None or entry.row == row:

@@ -1,4 +1,4 @@
-"""train: a run in a work folder, to completion."""
+"""train(): a run in a work folder, to completion."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -38,14 +38,14 @@ def train(
     allow_change: str | Sequence[str] = (),
     steal_lock: bool = False,
 ) -> Trained:
-    """Trains a run to its end in this process, like `jaxscale train`, and returns its folder.
+    """Trains a run to its end in this process, like `jaxscale train`. Returns its folder, last step and metrics.
 
-    Resumes a run from its newest checkpoint; a complete run is unchanged. Interrupting the cell saves and raises Stop
-    with exit code 10; the same call resumes. A notebook shows a progress bar.
+    Resumes from the newest checkpoint. A complete run is not changed. An interrupt of a notebook cell saves a
+    checkpoint and raises Stop with exit code 10, after which the same call resumes. A notebook shows a progress bar.
 
-    Args: cfg: from load_config. workdir: local or gs://. stop_after: stop after this step, without changing the
-    horizon. allow_change: settings that a resumed run may change.
-    Raises: BadInput and Stop where `jaxscale train` exits with their codes.
+    cfg: from load_config(). workdir: local or gs:// folder. stop_after: stop after this step, without changing the
+    schedule. allow_change: settings that a resumed run may change. Raises BadInput and Stop where `jaxscale train`
+    exits with their codes.
     """
     names = (allow_change,) if isinstance(allow_change, str) else allow_change
     options = RunOptions(
@@ -58,7 +58,7 @@ def train(
     train_in(str(workdir), cfg, options, {})
     rows = read_history(workdir).rows
     latest = {name: value for row in rows for name, value in row.items() if isinstance(value, int | float)}
-    latest.pop("step", None)  # of the last metrics line, which may be before the last step
+    latest.pop("step", None)  # the step of the last metrics line, which may be before the last step
     return Trained(str(workdir), open_source(str(workdir), named="workdir").step, latest)
 
 
@@ -67,8 +67,8 @@ def load_train_config(
 ) -> RunConfig:
     """Returns the config of a file for a run in this work folder.
 
-    branch: (the run to branch from, tokens of the learning rate decay or None); `overrides` take precedence over
-    settings of the branch.
+    branch: (run to branch from, tokens of the learning rate decay or None). `overrides` take precedence over settings
+    of the branch.
     """
     recorded = functools.partial(recorded_settings, workdir)
     if branch is not None:
@@ -79,7 +79,7 @@ def load_train_config(
 
 
 def train_in(workdir: str, cfg: RunConfig, options: RunOptions, flags: Mapping[str, str]) -> None:
-    """Trains in a work folder to completion. flags: cluster.FLAGS; default: process discovery by the cluster."""
+    """Trains in a work folder to completion. flags: values of cluster.FLAGS; by default processes are discovered."""
     process_info = cluster.discover_process(flags)
     facts = {"--workdir": workdir} | options.facts | schema.flatten(schema.to_dict(cfg))
     with raise_on_sigterm(), files_as(options.mode), cluster.joined(process_info, facts, flags) as team:

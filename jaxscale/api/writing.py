@@ -1,4 +1,4 @@
-"""sample: text generation, shared by the API and `jaxscale sample`."""
+"""sample(): text generation, shared by the API and `jaxscale sample`."""
 
 import dataclasses
 import datetime
@@ -17,21 +17,21 @@ from jaxscale.runtime.text.chat.spans import Message, open_prompts
 from jaxscale.settings.command_line import flag
 from jaxscale.system.exits import BadInput
 
-NUMBERS = {int: numbers.Integral, float: numbers.Real}  # of NumPy too
-LENGTH_MULTIPLE = 128  # tokens; lengths are rounded up to a multiple, so that fewer programs are compiled
+NUMBERS = {int: numbers.Integral, float: numbers.Real}  # include NumPy types
+LENGTH_MULTIPLE = 128  # lengths are rounded up to a multiple of this number of tokens, to compile fewer programs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SampleOptions(Sampling):
-    """Options of `sample`, and flags of `jaxscale sample`."""
+    """Options of sample(), and flags of `jaxscale sample`."""
 
     num_tokens: int = flag(100, "maximum number of new tokens", least=1)
-    repetition_penalty: float = flag(1.0, "above 1: tokens already in the text become less likely", "1")
+    repetition_penalty: float = flag(1.0, "above 1: makes tokens that are already in the text less likely", "1")
     stop: tuple[str, ...] = flag((), "ends a text before this string; may be repeated", "TEXT")
     seed: int = flag(0, "random seed; the text does not depend on the mesh or on other prompts", least=0)
     batch: int = flag(8, "texts generated in parallel", least=1)
-    chat: bool = flag(False, "a conversation in the model's chat template; with --prompt, one answer")
-    system: str | None = flag(None, "chat: the system message", "TEXT")
+    chat: bool = flag(False, "chats in the model's chat template; with --prompt: returns one answer")
+    system: str | None = flag(None, "system message of the chat", "TEXT")
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -40,7 +40,7 @@ class SampleOptions(Sampling):
                 raise BadInput(f"{field.name}={value!r} must be a {'whole ' * (field.type is int)}number")
         super().__post_init__()
         if min(self.num_tokens, self.batch) < 1:
-            raise BadInput(f"num_tokens={self.num_tokens} and batch={self.batch} must be whole numbers, 1 or more")
+            raise BadInput(f"num_tokens={self.num_tokens} and batch={self.batch} must be whole numbers of at least 1")
         if not 0 <= self.seed < 2**32:  # jax.random.key uses 32 bits of the seed
             raise BadInput(f"seed={self.seed} must be a whole number from 0 to {2**32 - 1}")
 
@@ -57,14 +57,14 @@ class SampleOptions(Sampling):
 
 @dataclasses.dataclass(frozen=True)
 class TextWriter:
-    """A model and its generation options."""
+    """A model with generation options."""
 
     model: LoadedModel
     options: SampleOptions
     say: Say
 
     def write_settings(self, stop_ids: Sequence[int], numbers: Sequence[int] | None = None) -> WriteSettings:
-        """Returns the settings of write_texts."""
+        """Returns the settings of write_texts()."""
         return WriteSettings(
             sampling=self.options.sampling,
             num_tokens=self.options.num_tokens,
@@ -75,7 +75,7 @@ class TextWriter:
         )
 
     def longest_for(self, prompts: Sequence[Sequence[int]], texts: Sequence[str]) -> int:
-        """Returns the tokens of the longest resulting text. Raises BadInput for a prompt that is too long."""
+        """Returns the number of tokens of the longest resulting text. Raises BadInput for a prompt that is too long."""
         limit = self.model.cfg.max_seq_len
         for text, prompt in zip(texts, prompts):
             if limit is not None and len(prompt) >= limit:
@@ -93,7 +93,7 @@ class TextWriter:
         return longest if limit is None else min(longest, limit)
 
     def log_speed(self, timing: Timing | None, written: Sequence[GeneratedText]) -> None:
-        """Logs the speed of prefill and decoding, without tokens after a stop string."""
+        """Logs the speed of prefill and decoding. Tokens after a stop string are not counted."""
         if timing is None:  # interrupted before the first token
             return
         text = f"prefill {timing.prompt_tokens} tokens, {timing.prefill_rate:,.0f} tokens/s"
@@ -104,7 +104,7 @@ class TextWriter:
 
 
 class TextPiece(NamedTuple):
-    """A part of a text, or its end."""
+    """A part of a text. `done` is set for the last part."""
 
     prompt: str
     sample: int
@@ -113,7 +113,8 @@ class TextPiece(NamedTuple):
 
 
 def open_chat_prompts(writer: TextWriter) -> tuple[Callable[[Sequence[Message]], list[int]], tuple[int, ...]]:
-    """Returns (messages -> token ids up to the model's answer, ids that end it). Raises as open_prompts does."""
+    """Returns (function from messages to token ids up to the answer, ids that end an answer). Raises like
+    open_prompts()."""
     chat_prompts = open_prompts(tokenizer_of(writer.model), datetime.date.today().isoformat())
     before = [{"role": "system", "content": writer.options.system}] if writer.options.system else []
     return lambda messages: chat_prompts.ids([*before, *messages]), chat_prompts.stop_ids
@@ -122,9 +123,9 @@ def open_chat_prompts(writer: TextWriter) -> tuple[Callable[[Sequence[Message]],
 def write_all(
     writer: TextWriter, texts: Sequence[str], *, num_samples: int = 1, chat: bool = False
 ) -> Iterator[TextPiece]:
-    """Yields the pieces of each text, all samples of a prompt first. chat: texts answer the prompts, user messages."""
+    """Yields the pieces of each text, in order of prompts. chat: prompts are user messages, and texts the answers."""
     model, loaded = writer.model, tokenizer_of(writer.model)
-    # an empty prompt is the end token, which a new document follows
+    # An empty prompt is replaced by the end token, after which a new document begins.
     ids_of = lambda text: [*loaded.tokenizer.begin_ids, *loaded.tokenizer.encode(text).tolist()]
     prompts, stop_ids = [ids_of(text) or [loaded.tokenizer.eos_id] for text in texts], loaded.stop_ids
     if chat:
@@ -140,7 +141,7 @@ def write_all(
         settings = writer.write_settings(stop_ids, numbers[first : first + rows_at_once])
         ids = [prompts[prompt] for prompt, _ in some]
         for row, piece in write_texts(generator, loaded.tokenizer.decode, ids, settings, written):
-            if len(some) == 1:  # pieces of parallel texts would interleave, so those are yielded whole
+            if len(some) == 1:  # parallel texts are yielded whole, because their pieces would interleave
                 prompt, number = some[row]
                 yield TextPiece(texts[prompt], number, piece)
         for (prompt, number), one in zip(some, written):
@@ -161,16 +162,17 @@ def sample(
     prompt: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] = "",
     **how: Any,
 ) -> str | list[str] | list[int] | list[list[int]]:
-    """Returns the text that the model generates after a prompt, or after each of several: `jaxscale sample`.
+    """Returns the text that the model generates after a prompt, or after each of several prompts, like `jaxscale
+    sample`.
 
-    Args: model: a work folder (or WORKDIR/checkpoints/STEP), the result of train, or that of open_model, which is read
-    once for many calls. prompt: text, or token ids for a result of token ids, without a tokenizer. how: fields of
-    SampleOptions: num_tokens, temperature, top_k, top_p, min_p, repetition_penalty, stop (one or several strings),
-    seed, batch, chat (prompts are user messages in the model's chat template, texts the answers), system.
+    model: a work folder, WORKDIR/checkpoints/STEP, the result of train(), or the result of open_model(), which avoids
+    reading the model in every call. prompt: text, or token ids, for which the result is token ids and no tokenizer is
+    needed. how: fields of SampleOptions: num_tokens, temperature, top_k, top_p, min_p, repetition_penalty, stop (one or
+    several strings), seed, batch, chat (prompts are user messages in the model's chat template), system.
     """
     options = SampleOptions(**how)
     if options.system is not None and not options.chat:
-        raise BadInput(f"system={options.system!r} is the first message of a conversation; also give chat=True")
+        raise BadInput(f"system={options.system!r} applies only to a conversation; also give chat=True")
     writer = TextWriter(as_loaded_model(model), options, silent)
     is_single = isinstance(prompt, str) or len(prompt) and all(isinstance(part, (int, np.integer)) for part in prompt)
     prompts = [prompt] if is_single else list(prompt)
@@ -207,5 +209,5 @@ def generate_ids(writer: TextWriter, given: Sequence[object]) -> list[list[int]]
 
 
 def as_loaded_model(model: str | Trained | LoadedModel) -> LoadedModel:
-    """Returns the model, opening a work folder."""
+    """Returns the model, which is opened if it is a work folder."""
     return model if isinstance(model, LoadedModel) else open_model(str(model), say=silent, named="model")

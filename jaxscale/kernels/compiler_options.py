@@ -87,7 +87,7 @@ TABLE = (
             name,
             True,
             "gathers the next layer's parameters and scatters the previous layer's gradients in a loop over layers",
-            "v5p:2x2x4, libtpu 0.0.51, 2026-11-23: matmuls of a layer are between start and done of every gather of the "
+            "v5p:2x2x4, libtpu 0.0.51, 2026-11-23: a layer's matmuls are between start and done of every gather of the "
             "forward loop and every scatter of the backward loop",
         )
         for name in PIPELINE

@@ -107,8 +107,8 @@ class RopeScaling:
     )
     mscale: float | None = setting(
         None,
-        "with mscale_all_dim, the attention factor is f(mscale) / f(mscale_all_dim), where f(m) = 0.1 m log(factor) + 1, "
-        "as in DeepSeek; model.latent multiplies scores by f(mscale_all_dim) squared",
+        "with mscale_all_dim, the attention factor is f(mscale) / f(mscale_all_dim), where f(m) is 0.1 m log(factor) + "
+        "1, as in DeepSeek; model.latent multiplies scores by f(mscale_all_dim) squared",
         read_if=".name=yarn and not .attention_factor",
     )
     mscale_all_dim: float | None = setting(None, "see mscale", read_if=".name=yarn and .mscale")

@@ -41,7 +41,7 @@ class Chip:
     hbm_bytes: int
     hbm_bandwidth: float  # bytes/s
     source: str
-    ici_bandwidth: float | None = None  # bytes/s sent by one device over all its fast links (ICI, NVLink); one direction
+    ici_bandwidth: float | None = None  # bytes/s sent by one device over all fast links (ICI, NVLink); one direction
     ici_dims: int = 0  # dimensions of the torus of fast links; 0 for a switch, which connects all pairs
     dcn_bandwidth: float | None = None  # bytes/s sent by one device to other slices (TPU) or hosts (GPU); one direction
     devices_per_host: int = 8
@@ -228,8 +228,7 @@ def choose_compute_dtype(
 ) -> DtypeChoice:
     """Returns bfloat16 if the hardware multiplies it, else float16 on GPUs with float16 matrix units, else float32.
 
-    device: an attached device, or a device of an ahead-of-time topology. cpu_features: None means those of this
-    machine.
+    device: an attached or ahead-of-time device. cpu_features: features of the CPU; None means those of this machine.
     """
     if device.platform == "tpu":
         return DtypeChoice("bfloat16", "the matrix units of TPUs multiply bfloat16")
@@ -281,8 +280,7 @@ def read_cpu_features(path: str = "/proc/cpuinfo") -> frozenset[str]:
 
 
 def host_memory_bytes() -> int:
-    """Returns the bytes of memory that this process may use: those of the machine, or the container's limit if
-    lower."""
+    """Returns the memory in bytes that this process may use, that of the machine or of its container."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:

@@ -17,8 +17,7 @@ HOST = "pinned_host"  # JAX's name for host memory with DMA access from the devi
 def check_host_memory(setting: str, mesh: Mesh) -> None:
     """Raises BadInput for the setting if the devices of the mesh cannot address host memory.
 
-    GPUs of an ahead-of-time topology have no list of memories, and jax 0.10.2 assumes that all arrays are on the
-    device.
+    GPUs of an ahead-of-time topology list no memories, and jax 0.10.2 assumes that all arrays are on the device.
     """
     device = mesh.devices.flat[0]
     kinds = sorted(memory.kind for memory in device.addressable_memories())

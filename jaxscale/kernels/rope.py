@@ -50,8 +50,7 @@ def llama3_ramp(freq_h: np.ndarray, scaling: RopeScaling) -> np.ndarray:
 
 
 def yarn_ramp(head_dim: int, base: float, scaling: RopeScaling) -> np.ndarray:
-    """Returns the unscaled fraction of each frequency in YaRN, linear in the pair index (arXiv:2309.00071, section
-    3.2)."""
+    """Returns the unscaled fraction of each frequency in YaRN, linear in the pair (arXiv:2309.00071, section 3.2)."""
 
     def pair_index(turns: float) -> float:
         """Returns the index of the pair with this number of rotations within the original context."""

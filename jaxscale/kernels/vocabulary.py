@@ -1,8 +1,8 @@
 """Embedding lookup, and exact next-token cross-entropy in chunks, without materialising all logits.
 
-Chunks split T, so that rows of a sharded batch stay on their devices.
+Chunks split T, so that the rows of a sharded batch remain on their devices.
 
-B batch  T position  D embed  V vocab  c positions of a chunk  M = B * c rows of a chunk's matmul
+B batch  T position  D embed  V vocab  c positions per chunk  M = B * c rows of a chunk's matmul
 """
 
 import dataclasses
@@ -23,9 +23,9 @@ F32 = jnp.float32
 
 
 class LossSums(NamedTuple):
-    """Sums over the weighted tokens, float32[]. Only `total` has a gradient."""
+    """Sums over weighted tokens, float32[]. Only `total` has a gradient."""
 
-    total: jax.Array  # nats + z_loss * z: the training loss before division by the token count
+    total: jax.Array  # nats + z_loss * z, the training loss before division by the token count
     nats: jax.Array  # weight * cross-entropy
     z: jax.Array  # weight * logsumexp**2 (arXiv:2204.02311, section 5), without the coefficient
     row_nats: jax.Array | None = None  # float32[B]: nats of each row, with LossSettings.per_row
@@ -35,11 +35,11 @@ class LossSums(NamedTuple):
 class LossSettings:
     """Static settings of a loss."""
 
-    chunk_tokens: int  # tokens per chunk; at least one position of every row
+    chunk_tokens: int  # maximum tokens per chunk, but at least one position of every row
     softcap: float | None = None  # c: logits become c * tanh(logits / c)
-    tensor: TensorAxis = NO_TENSOR_AXIS  # over which the columns of w are sharded
+    tensor: TensorAxis = NO_TENSOR_AXIS  # axis that shards the columns of w
     z_loss: float = 0.0  # coefficient of z in LossSums.total
-    per_row: bool = False  # returns LossSums.row_nats
+    per_row: bool = False  # whether to return LossSums.row_nats
 
 
 @jax.named_scope("loss")
@@ -48,7 +48,7 @@ def token_nats(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (cross-entropy in nats, logsumexp of the logits), each float32 [B, T].
 
-    w is cast to h.dtype for the matmul; everything after is float32.
+    w is cast to h.dtype for the matmul. All later operations are float32.
     """
     return map_chunks(functools.partial(chunk_nats, tensor=cfg.tensor), h_BTD, w_DV, targets_BT, cfg)
 
@@ -57,7 +57,7 @@ def token_nats(
 def token_nats_and_greedy(
     h_BTD: jax.Array, w_DV: jax.Array, targets_BT: jax.Array, cfg: LossSettings
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (cross-entropy in nats, float32; True where the target has the highest logit), each [B, T]."""
+    """Returns (float32 cross-entropy in nats, True where the target has the highest logit), each [B, T]."""
 
     def one_chunk(logits_BcV, local_ids_Bc):
         nats_Bc, _ = chunk_nats(logits_BcV, local_ids_Bc, cfg.tensor)
@@ -94,7 +94,7 @@ def summed_cross_entropy(
     """Returns sums over all tokens. targets and weights have no gradient.
 
     Under differentiation the forward pass computes the gradients of h and w from each chunk's logits, so that logits
-    are computed once; that of w is accumulated in float32. If w is sharded, the gradient of h is a partial sum.
+    are computed once. The gradient of w is accumulated in float32. If w is sharded, the gradient of h is a partial sum.
     """
     total, *sums = _summed(cfg, h_BTD, w_DV, targets_BT, weights_BT)
     return LossSums(total, *jax.tree.map(lax.stop_gradient, sums))
@@ -148,15 +148,15 @@ _summed.defvjp(_forward, _backward)
 
 
 def float16_scale(dtype: jnp.dtype) -> float:
-    """A power of two that keeps float16 gradients out of the subnormal range; 1 for other dtypes.
+    """Returns a power of two that scales float16 gradients out of the subnormal range, or 1 for other dtypes.
 
-    Gradients of the logits are computed before the loss scale is known and are at most about 1; 65504 is the maximum.
+    Gradients of logits are computed before the loss scale is known. They are at most about 1; float16 ends at 65504.
     """
     return 1024.0 if dtype == jnp.float16 else 1.0
 
 
 def chunk_logits(h_BcD: jax.Array, w_DV: jax.Array, softcap: float | None) -> jax.Array:
-    """Returns the logits of one chunk, float32 [B, c, V], by a matmul of two matrices, which is fast on a CPU."""
+    """Returns the logits of one chunk, float32 [B, c, V], by a matmul of two matrices, which is fast on CPUs."""
     B, c, D = h_BcD.shape
     logits_BcV = jnp.matmul(h_BcD.reshape(-1, D), w_DV, preferred_element_type=F32).reshape(B, c, -1)
     logits_BcV = barrier_on_cpu(logits_BcV)
@@ -164,7 +164,7 @@ def chunk_logits(h_BcD: jax.Array, w_DV: jax.Array, softcap: float | None) -> ja
 
 
 def chunk_nats(logits_BcV: jax.Array, local_ids_Bc: jax.Array, tensor: TensorAxis) -> tuple[jax.Array, jax.Array]:
-    """Returns (cross-entropy, logsumexp), each float32 [B, c]. local_ids: columns of the targets, V if remote."""
+    """Returns (cross-entropy, logsumexp), each float32 [B, c]. local_ids_Bc: columns of the targets, V if remote."""
     max_Bc1 = tensor.vocab_max(jnp.max(logits_BcV, axis=-1, keepdims=True))
     lse_Bc = jnp.log(tensor.vocab_sum(jnp.sum(jnp.exp(logits_BcV - max_Bc1), axis=-1))) + max_Bc1[..., 0]
     missing = 0.0 if tensor.vocab_axes else jnp.nan
@@ -173,22 +173,22 @@ def chunk_nats(logits_BcV: jax.Array, local_ids_Bc: jax.Array, tensor: TensorAxi
 
 
 def split_chunks(x_BT: jax.Array, chunk_tokens: int) -> jax.Array:
-    """Splits [B, T, ...] into [n, B, c, ...]; T is padded with zeros, c is at least 1, B * c at most chunk_tokens."""
+    """Splits [B, T, ...] into [n, B, c, ...], padded with zeros. B * c is at most chunk_tokens unless c is 1."""
     B, T = x_BT.shape[:2]
     num_chunks = -(-T // max(1, chunk_tokens // B))
-    size = -(-T // num_chunks)  # even chunks need little padding
+    size = -(-T // num_chunks)  # chunks of equal size need little padding
     padding = [(0, 0), (0, num_chunks * size - T)] + [(0, 0)] * (x_BT.ndim - 2)
     return jnp.pad(x_BT, padding).reshape(B, num_chunks, size, *x_BT.shape[2:]).swapaxes(0, 1)
 
 
 def merge_chunks(x_nBc: jax.Array, length: int) -> jax.Array:
-    """The inverse of split_chunks(), without the padding."""
+    """Inverse of split_chunks(), without the padding."""
     n, B, c = x_nBc.shape[:3]
     return x_nBc.swapaxes(0, 1).reshape(B, n * c, *x_nBc.shape[3:])[:, :length]
 
 
 def lookup_sharded(table_VD: jax.Array, ids_BT: jax.Array, dtype: Any, tensor: TensorAxis) -> jax.Array:
-    """lookup() of the local positions in a table whose rows are sharded over the tensor axis."""
+    """Returns lookup() of local positions in a table whose rows are sharded over the tensor axis."""
     if not tensor.vocab_axes:
         return lookup(table_VD, ids_BT, dtype)
     return tensor.reduce_scatter_lookup(lookup(table_VD, tensor.local_ids(ids_BT, table_VD.shape[0]), dtype, 0.0))
@@ -196,10 +196,7 @@ def lookup_sharded(table_VD: jax.Array, ids_BT: jax.Array, dtype: Any, tensor: T
 
 @functools.partial(custom_vjp, nondiff_argnums=(2, 3))
 def lookup(table_VD: jax.Array, ids_BT: jax.Array, dtype: Any, missing: float = math.nan) -> jax.Array:
-    """Returns dtype[B, T, D], rows of the table; `missing` for an id out of range.
-
-    The gradients of a row are summed in float32.
-    """
+    """Returns rows of the table, dtype[B, T, D], or `missing` for ids out of range. Gradients are summed in float32."""
     return jnp.take(table_VD.astype(dtype), ids_BT, axis=0, fill_value=missing)
 
 

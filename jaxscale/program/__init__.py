@@ -1,1 +1,1 @@
-"""Parts of a Program that need the whole RunConfig: budget, dtypes, checks, first state."""
+"""Parts of a Program that need the whole RunConfig: budget, dtypes, memory and checks."""

@@ -1,4 +1,4 @@
-"""Resolves dtypes that are 'auto', for a device or from an earlier run's record."""
+"""Resolution of dtypes that are 'auto', for a device or from the record of a run."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -26,17 +26,17 @@ class Resolved(NamedTuple):
 
 
 def is_auto(cfg: RunConfig) -> bool:
-    """True if a dtype of the config is 'auto'."""
+    """Returns True if a dtype of the config is 'auto'."""
     return cfg.model.compute_dtype == AUTO or (cfg.optim.name == "muon" and cfg.optim.muon_dtype == AUTO)
 
 
 def resolve_dtypes(
     cfg: RunConfig, choice: DtypeChoice, recorded: Mapping[str, Any] | None = None, source: str = ""
 ) -> tuple[RunConfig, tuple[Resolved, ...]]:
-    """Returns the config without 'auto', and the dtype of each setting that was 'auto'.
+    """Returns (config without 'auto', dtype of each setting that was 'auto').
 
-    choice: from choose_compute_dtype, for the devices that run the config. recorded: the config of a run, whose dtypes
-    take precedence. source: the name of that run, for the reason.
+    choice: result of choose_compute_dtype() for the devices. recorded: config of a run, whose dtypes take precedence.
+    source: name of that run, for the reason.
     """
     resolved = []
     if cfg.model.compute_dtype == AUTO:
@@ -55,7 +55,7 @@ def resolve_dtypes(
 def from_record(
     name: str, recorded: Mapping[str, Any] | None, source: str, choice: DtypeChoice | None = None
 ) -> Resolved | None:
-    """Returns the recorded dtype of a setting, or None. choice: the dtype for this hardware."""
+    """Returns the recorded dtype of a setting, or None. choice: default dtype on this hardware."""
     dtype = schema.look_up(recorded or {}, name)
     if dtype is dataclasses.MISSING or dtype == AUTO:
         return None
@@ -71,7 +71,7 @@ def from_record(
 def device_dtypes(
     cfg: RunConfig, device: Device, recorded: Mapping[str, Any] | None = None
 ) -> tuple[RunConfig, tuple[Resolved, ...]]:
-    """Resolves dtypes for a device, which may be a planned one. recorded: the config of a run that resumes."""
+    """Resolves dtypes for an attached or ahead-of-time device. recorded: config of a run that resumes."""
     return resolve_dtypes(cfg, choose_compute_dtype(device), recorded, "the run") if is_auto(cfg) else (cfg, ())
 
 

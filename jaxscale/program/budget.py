@@ -1,4 +1,4 @@
-"""Computes the tokens, steps, batch sizes and schedule of a run."""
+"""Resolution of tokens, steps, batch sizes and schedule steps of a run."""
 
 import dataclasses
 import math
@@ -12,12 +12,12 @@ from jaxscale.system.exits import BadInput
 
 
 class Position(NamedTuple):
-    """Position at which a run resumes, from runtime.run.resume_checks.recorded_position."""
+    """Position at which a run resumes, from runtime.run.resume_checks.recorded_position()."""
 
     steps_done: int = 0
     next_batch: int = 0
-    finished: Mapping[str, tuple[tuple[int, int], ...]] = {}  # stages of each completed ramp, by field of Budget
-    begun: Mapping[str, int] = {}  # first batch of each started stage of data.mixture, by its start as in the config
+    finished: Mapping[str, tuple[tuple[int, int], ...]] = {}  # {field of Budget: stages of a completed ramp}
+    begun: Mapping[str, int] = {}  # {start of a stage of data.mixture, as in the config: first batch}, if started
 
 
 BEGINNING = Position()
@@ -25,20 +25,20 @@ BEGINNING = Position()
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """Amounts of a run as numbers. Fields are written to run records."""
+    """Tokens and steps of a run. Fields are written to run records."""
 
-    batch_tokens: int  # of the largest batch, the only size without a ramp
-    train_tokens: int  # as requested; a run takes whole steps
+    batch_tokens: int  # tokens of the largest batch, which is the only size without a ramp
+    train_tokens: int  # tokens as requested; a run has whole steps
     total_steps: int
     warmup_steps: int
-    decay_start: int | None = None  # first step of the decay; None: from optim.decay_fraction
+    decay_start: int | None = None  # first step of the decay; None: determined by optim.decay_fraction
     factors: tuple[tuple[int, float], ...] = ()  # (step, factor) of optim.decay=piecewise
     ramp: tuple[tuple[int, int], ...] = ()  # (first batch, tokens) of each batch size; () for one size
-    seq_len_ramp: tuple[tuple[int, int], ...] = ()  # (first batch, tokens in a row), as ramp
+    seq_len_ramp: tuple[tuple[int, int], ...] = ()  # (first batch, tokens per row) of each length; () for one length
 
     @property
     def schedule_steps(self) -> dict[str, Any]:
-        """Arguments of optim_schedule() besides the settings."""
+        """Arguments of optim_schedule() in addition to the settings."""
         return schedule_steps(dataclasses.asdict(self))
 
     def __str__(self) -> str:
@@ -55,27 +55,27 @@ class Budget:
         )
 
     def batches(self, row_tokens: int) -> units.BatchSizes:
-        """Returns the number of rows of row_tokens tokens of each batch."""
+        """Returns the number of rows in each batch, for rows of row_tokens tokens."""
         return units.recorded_sizes(dataclasses.asdict(self), row_tokens)
 
     def row_tokens(self, seq_len: int) -> units.BatchSizes:
-        """Returns the tokens in a row of each batch, for rows of the data of seq_len tokens."""
+        """Returns the tokens per row of each batch. seq_len: tokens per row of the data."""
         return recorded_rows(dataclasses.asdict(self), seq_len)
 
     @property
     def without_ramps(self) -> "Budget":
-        """The budget with all batches as in the last stage."""
+        """The budget with all batches like those of the last stage."""
         return dataclasses.replace(self, ramp=(), seq_len_ramp=())
 
     def tokens_of(self, steps: int) -> int:
-        """Returns the tokens of the first steps if no batch is skipped."""
+        """Returns the number of tokens in the first `steps` steps, if no batch is skipped."""
         return self.batches(1).begin(steps)
 
 
 def resolve_budget(cfg: RunConfig, epoch_tokens: int | None, position: Position = BEGINNING) -> Budget:
-    """Returns the amounts as numbers. Raises BadInput for contradictory amounts.
+    """Returns the budget of a run. Raises BadInput for contradictory settings.
 
-    epoch_tokens: tokens of one pass over the data, None if unknown.
+    epoch_tokens: tokens of one pass over the data, or None if unknown. position: where the run resumes.
     """
     finished = position.finished
     batch = cfg.tokens_per_step
@@ -91,9 +91,9 @@ def resolve_budget(cfg: RunConfig, epoch_tokens: int | None, position: Position 
     if unit == "steps":
         warmup_steps = math.ceil(number)
     if total_steps < 1:
-        raise BadInput(f"train_tokens={cfg.train_tokens} is less than one token; a step has {batch} tokens")
+        raise BadInput(f"train_tokens={cfg.train_tokens} is less than one token; use at least a step, {batch} tokens")
     if warmup_steps > max(total_steps, position.steps_done):
-        raise BadInput(f"optim.warmup_tokens={cfg.optim.warmup_tokens} is longer than train_tokens={cfg.train_tokens}")
+        raise BadInput(f"optim.warmup_tokens={cfg.optim.warmup_tokens} must be at most train_tokens={cfg.train_tokens}")
     known |= dict(train_tokens=train_tokens)
     return Budget(
         batch,
@@ -108,7 +108,7 @@ def resolve_budget(cfg: RunConfig, epoch_tokens: int | None, position: Position 
 
 
 def resolve_sizes(cfg: RunConfig, **known: Any) -> units.BatchSizes:
-    """Returns the sizes of all batches in tokens. Raises BadInput for a size of batch_ramp that no batch would have."""
+    """Returns the sizes of all batches in tokens. Raises BadInput for a size in batch_ramp that no batch has."""
     ends = [units.resolve("batch_ramp", until, **known) for _, until in cfg.batch_ramp]
     try:
         return units.BatchSizes.growing(list(zip(cfg.ramp_tokens, ends)), cfg.tokens_per_step)
@@ -117,38 +117,38 @@ def resolve_sizes(cfg: RunConfig, **known: Any) -> units.BatchSizes:
 
 
 def resolve_rows(cfg: RunConfig, sizes: units.BatchSizes, **known: Any) -> tuple[tuple[int, int], ...]:
-    """Returns (first batch, tokens in a row) of each length of seq_len_ramp, rounded up to whole batches.
+    """Returns (first batch, tokens per row) of each length in seq_len_ramp, rounded up to whole batches.
 
-    sizes: batch sizes in tokens. Raises BadInput for a length that no batch would have.
+    sizes: batch sizes in tokens. Raises BadInput for a length that no batch has.
     """
     ends = [units.resolve("seq_len_ramp", until, **known) for _, until in cfg.seq_len_ramp]
     begins = [0, *map(sizes.holding, ends)]
     for (length, until), begin, end in zip(cfg.seq_len_ramp, begins, begins[1:]):
         if end <= begin:
             raise BadInput(
-                f"seq_len_ramp: no batch would have rows of {length} tokens: {until} is batch {end}, but the previous "
+                f"seq_len_ramp: no batch has rows of {length} tokens, because {until} is batch {end}, but the previous "
                 f"length ends at batch {begin}; use a later end, or remove that length"
             )
     return tuple(zip(begins, (*(length for length, _ in cfg.seq_len_ramp), cfg.seq_len))) if ends else ()
 
 
 def recorded_rows(budget: Mapping[str, Any], seq_len: int) -> units.BatchSizes:
-    """Returns the tokens in a row of each batch, from the "budget" of a run record; seq_len: of rows of the data."""
+    """Returns the tokens per row of each batch, from a recorded budget. seq_len: tokens per row of the data."""
     stages = tuple((int(first), int(length)) for first, length in budget.get("seq_len_ramp") or ())
     return units.BatchSizes(stages or ((0, seq_len),))
 
 
 class BatchStage(NamedTuple):
-    """A range of batches of one size and row length, between changes by batch_ramp and seq_len_ramp."""
+    """A range of batches of equal size and row length, between changes by batch_ramp and seq_len_ramp."""
 
-    first: int  # batch
-    stop: int | None  # the first batch of the next stage; None for the last
-    tokens: int  # of a batch
-    row_tokens: int
+    first: int  # first batch
+    stop: int | None  # first batch of the next stage; None for the last stage
+    tokens: int  # tokens per batch
+    row_tokens: int  # tokens per row
 
 
 def batch_stages(budget: Budget, seq_len: int) -> list[BatchStage]:
-    """Returns all stages of a run, in order. The last has the largest batches and the longest rows."""
+    """Returns all stages of a run in order. The last stage has the largest batches and the longest rows."""
     sizes, rows = budget.batches(1), budget.row_tokens(seq_len)
     firsts = sorted({first for first, _ in (*sizes.stages, *rows.stages)})
     stops = [*firsts[1:], None]
@@ -158,7 +158,7 @@ def batch_stages(budget: Budget, seq_len: int) -> list[BatchStage]:
 def remaining_stages(
     budget: Budget, seq_len: int, next_batch: int = 0, skipped: Sequence[tuple[int, int]] = ()
 ) -> list[BatchStage]:
-    """Returns the stages with batches left to train on from `next_batch`. skipped: ranges of skipped batches."""
+    """Returns the stages with batches to train on, beginning at `next_batch`. skipped: ranges of skipped batches."""
 
     def remains(stage: BatchStage) -> bool:
         batch = max(stage.first, next_batch)
@@ -170,9 +170,9 @@ def remaining_stages(
 
 
 def batch_sizes(configs: Sequence[RunConfig]) -> str:
-    """Describes several programs: '2 programs, each compiled when the run reaches it: 8 rows of 64 tokens in ...'.
+    """Returns '2 programs, each compiled when the run reaches it: 8 rows of 64 tokens in ...', or '' for one program.
 
-    configs: one per program of a run, in the order of its stages.
+    configs: config of each program of a run, in the order of stages.
     """
     sizes = [
         f"{cfg.rows_per_step} rows of {cfg.seq_len} tokens in {units.plural(cfg.train.num_microbatches, 'microbatch')}"
@@ -182,7 +182,7 @@ def batch_sizes(configs: Sequence[RunConfig]) -> str:
 
 
 def train_flops(cfg: RunConfig, budget: Budget) -> float:
-    """Floating-point operations of the run, with the row length of each batch."""
+    """Returns the floating-point operations of the run, for the row length of each batch."""
     stages = batch_stages(budget, cfg.seq_len)
     begins = [budget.tokens_of(min(stage.first, budget.total_steps)) for stage in stages]
     begins.append(budget.tokens_of(budget.total_steps))
@@ -191,12 +191,12 @@ def train_flops(cfg: RunConfig, budget: Budget) -> float:
 
 
 def schedule_steps(budget: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns arguments of optim_schedule() from a budget, which may be one recorded by an earlier version."""
+    """Returns arguments of optim_schedule() from a budget, which an earlier version may have recorded."""
     return {name: budget[name] for name in SCHEDULE_STEPS if name in budget}
 
 
 def resolve_decay_start(optim: OptimConfig, sizes: units.BatchSizes, total_steps: int, **known: Any) -> int | None:
-    """Returns the first step of a decay of optim.decay_tokens. Raises BadInput if the run is shorter."""
+    """Returns the first step of the decay set by optim.decay_tokens. Raises BadInput if the run is shorter."""
     if optim.decay != "wsd" or optim.decay_tokens is None:
         return None
     tokens = units.resolve("optim.decay_tokens", optim.decay_tokens, **known)
@@ -217,7 +217,7 @@ def decay_steps(optim: OptimConfig, total_steps: int, **known: Any) -> int:
 
 
 def decay_begin(optim: OptimConfig, total_steps: int, decay_start: int | None) -> int | None:
-    """Returns the first step of the decay of a stable rate; None without a decay. decay_start: that of the budget."""
+    """Returns the first step of the decay after a stable learning rate, or None. decay_start: from the budget."""
     if decay_start is not None or optim.decay != "wsd":
         return decay_start
     return total_steps - round(optim.decay_fraction * total_steps)
@@ -226,9 +226,9 @@ def decay_begin(optim: OptimConfig, total_steps: int, decay_start: int | None) -
 def resolve_factors(
     optim: OptimConfig, sizes: units.BatchSizes, steps_done: int, **known: Any
 ) -> tuple[tuple[int, float], ...]:
-    """Returns optim.factors of a piecewise schedule as (first step, factor).
+    """Returns (first step, factor) of optim.factors of a piecewise schedule.
 
-    Raises BadInput unless the steps after `steps_done` increase; of earlier ones, the last counts.
+    Raises BadInput unless the steps after `steps_done` increase. The last of the earlier steps applies.
     """
     if optim.decay != "piecewise":
         return ()
@@ -238,7 +238,7 @@ def resolve_factors(
     if ahead != sorted(set(ahead)):
         raise BadInput(
             f"optim.factors={', '.join(optim.factors)} start after {', '.join(map(str, begins))} steps of this run, "
-            "but each must start later than the one before; reorder them, or remove one"
+            "but must be in increasing order; reorder them, or remove one"
         )
     return tuple((begin, factor) for begin, (_, factor) in zip(begins, optim.parse_factors()))
 

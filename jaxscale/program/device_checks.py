@@ -1,6 +1,6 @@
-"""Checks a config against its devices before compilation.
+"""Checks of a config against its devices before compilation.
 
-Checks without devices are in config.CHECKS; shard_model checks that the mesh divides the parameters.
+Checks without devices are in config.CHECKS. shard_model() checks that the mesh divides the parameters.
 """
 
 import math
@@ -17,12 +17,12 @@ from jaxscale.system.exits import BadInput
 
 
 def check_options_known(cfg: RunConfig, model: ShardedModel) -> None:
-    """Raises BadInput for an option that XLA does not know."""
+    """Raises BadInput for a compiler option that XLA does not support."""
     check_options(cfg.compiler, model.mesh.devices.flat[0])
 
 
 def check_moments(cfg: RunConfig, model: ShardedModel) -> None:
-    """Raises BadInput unless the mesh divides every array of the optimizer; shard_model checks the parameters."""
+    """Raises BadInput unless the mesh divides every array of the optimizer. shard_model() checks the parameters."""
     check_fits(model, model.plan.rules.moments)
 
 
@@ -34,7 +34,7 @@ def check_offload(cfg: RunConfig, model: ShardedModel) -> None:
 
 
 def check_positions(cfg: RunConfig, model: ShardedModel) -> None:
-    """Raises BadInput unless the mesh divides the positions of a row."""
+    """Raises BadInput unless the mesh divides the positions of a sequence."""
     multiple, lengths = model.plan.position_multiple, cfg.row_lengths
     sharing = " and ".join(
         f"{'twice ' * (number > size)}mesh.{axis}={size}"
@@ -64,7 +64,7 @@ def check_positions(cfg: RunConfig, model: ShardedModel) -> None:
 def check_microbatches(cfg: RunConfig, model: ShardedModel) -> None:
     """Raises BadInput unless the mesh divides the rows of each microbatch.
 
-    XLA would compile uneven rows, with copies of whole activations between devices at every layer.
+    XLA would compile a program for uneven rows, but with copies of whole activations between devices at every layer.
     """
     rows, parts = cfg.rows_per_step, cfg.train.num_microbatches
     shards = axis_size("act_batch", model.plan.rules.params, model.mesh.shape)
@@ -78,7 +78,7 @@ def check_microbatches(cfg: RunConfig, model: ShardedModel) -> None:
 
 
 def check_vocabulary(cfg: RunConfig, model: ShardedModel) -> None:
-    """Raises BadInput unless the stages divide the vocabulary that they share; check_fits checks stored shards."""
+    """Raises BadInput unless the stages divide a sharded vocabulary. check_fits() checks stored shards."""
     parts = model.plan.pipeline.size * model.plan.tensor.size
     if model.plan.pipeline.shards_vocab and cfg.model.vocab_size % parts:
         raise BadInput(
@@ -88,12 +88,12 @@ def check_vocabulary(cfg: RunConfig, model: ShardedModel) -> None:
 
 
 def check_capacity(cfg: RunConfig, model: ShardedModel) -> None:
-    """Raises BadInput for an expert capacity with context parallelism, where no device has a whole row."""
+    """Raises BadInput for an expert capacity with context parallelism, where no device has a whole sequence."""
     factor = getattr(getattr(cfg.model, "experts", None), "capacity_factor", 0.0)
     if factor and model.plan.context.size > 1:
         raise BadInput(
             f"mesh.context={model.plan.context.size} does not support model.experts.capacity_factor={factor}, "
-            "because expert capacity is counted over whole rows; set capacity_factor=0, or use another mesh axis"
+            "because expert capacity is counted over whole sequences; set capacity_factor=0, or use another mesh axis"
         )
 
 
@@ -105,21 +105,21 @@ def check_statistics(cfg: RunConfig, model: ShardedModel) -> None:
     if cfg.rows_per_step % shards:
         raise BadInput(
             f"monitor.statistics_every_steps needs rows for all {shards} devices of pipeline x data x fsdp, but a "
-            f"batch has {cfg.rows_per_step}; use a multiple of {shards} rows, or set it to 0"
+            f"batch has {cfg.rows_per_step}; use a multiple of {shards} rows, or set the interval to 0"
         )
     moments = NO_PIPELINE_AXIS.rules(RULES[cfg.rules]).moments
     if uneven := check_divides(model.shapes, model.axes, moments, model.mesh.shape):
         raise BadInput(
-            f"monitor.statistics_every_steps needs arrays that divide over all devices, but {'; '.join(uneven)}; use "
-            "a mesh that divides them, or set it to 0"
+            f"monitor.statistics_every_steps needs a mesh that divides all arrays, but {'; '.join(uneven)}; use "
+            "a mesh that divides them, or set the interval to 0"
         )
 
 
 def check_ring(cfg: RunConfig, model: ShardedModel) -> None:
-    """Raises BadInput for optim.qk_clip with ring attention, where no device has all keys of a row."""
+    """Raises BadInput for optim.qk_clip with ring attention, where no device has all keys of a sequence."""
     if cfg.optim.qk_clip is not None and model.plan.context_exchange.name == "ring":
         raise BadInput(
-            f"optim.qk_clip={cfg.optim.qk_clip:g} needs all keys of a row on each device, but ring attention with "
+            f"optim.qk_clip={cfg.optim.qk_clip:g} needs all keys of a sequence on each device, but ring attention with "
             f"mesh.context={model.plan.context.size} shards them; use context.attention='gather' or 'ulysses', or "
             "optim.qk_clip=null"
         )

@@ -1,4 +1,4 @@
-"""Injects the numerical faults of system/faults.py for tests, by environment variables."""
+"""Injection of the numerical faults of system/faults.py, which environment variables select in tests."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -17,9 +17,9 @@ from jaxscale.system import faults
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class CorruptedGradients(Gradients):
-    """Sets a gradient to NaN at the step of the fault."""
+    """Gradients of which one leaf is NaN at one step."""
 
-    fault: tuple[int, str]  # step, and name of the leaf
+    fault: tuple[int, str]  # step and name of the leaf
 
     def compute(self, state: TrainState, batch: Batch) -> tuple[Metrics, Any]:
         """Returns (means, gradients)."""
@@ -30,13 +30,13 @@ class CorruptedGradients(Gradients):
 
 
 def make_gradients(**fields: Any) -> Gradients:
-    """Returns Gradients with these fields, and with the fault that JAXSCALE_SPOIL_GRADIENT names, if any."""
+    """Returns Gradients with these fields, and with the fault that JAXSCALE_SPOIL_GRADIENT selects, if any."""
     fault = faults.corrupt_gradient()
     return Gradients(**fields) if fault is None else CorruptedGradients(**fields, fault=fault)
 
 
 def corrupt_batches(read: ReadRows) -> ReadRows:
-    """Sets NaN weights or random tokens in the batches that JAXSCALE_SPOIL_BATCHES names."""
+    """Returns a reader with NaN weights or random tokens in the batches that JAXSCALE_SPOIL_BATCHES selects."""
     if (fault := faults.corrupt_batches()) is None:
         return read
     start, stop, kind = fault

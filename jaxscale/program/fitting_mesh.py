@@ -1,4 +1,4 @@
-"""Computes a valid mesh for a config whose mesh does not divide its model or batch."""
+"""Suggestion of a valid mesh for a config whose mesh does not divide its model or batch."""
 
 import dataclasses
 import itertools
@@ -18,19 +18,18 @@ from jaxscale.program.auto_dtype import for_device
 from jaxscale.program.budget import BEGINNING, Budget, Position, remaining_stages, resolve_budget
 from jaxscale.system.exits import BadInput
 
-MAX_TENSOR = 16  # beyond it activation all-reduces cost more than the matmuls
-MAX_BATCH_FACTOR = 2.0  # a batch further away is a different run
-MAX_TRIES = 3  # meshes: some are refused later, for example if they do not map to the torus
+MAX_TENSOR = 16  # on larger axes, all-reduces of activations would cost more than matmuls
+MAX_BATCH_FACTOR = 2.0  # maximum change of the batch size
+MAX_TRIES = 3  # number of meshes to try, because some are rejected later, for example if they do not map to the torus
 UNCOUNTED = 10**12  # tokens per epoch of data that is not read; the compiled step does not depend on it
 
 
 def fitting_program(
     cfg: RunConfig, devices: Sequence[Any], budget: Budget | None = None, position: Position = BEGINNING
 ) -> Program:
-    """Returns the program, with its remaining ramp stages. Errors suggest the flags of a mesh that works, if any.
+    """Returns the program with its remaining ramp stages. Raises BadInput that suggests flags of a valid mesh, if any.
 
-    Args: budget: the run's budget; None for data with unknown token counts. position: where the run resumes. Raises
-    BadInput.
+    budget: budget of the run, or None for data with unknown token counts. position: where the run resumes.
     """
     cfg = for_device(cfg, devices[0])
 
@@ -48,10 +47,10 @@ def fitting_program(
 
 
 def suggest_mesh(cfg: RunConfig, devices: Sequence[Any], make: Callable[[RunConfig], Program]) -> str:
-    """Returns the flags of a mesh that `make` accepts, as text; '' if none is found. Other axes are unchanged."""
+    """Returns text with the flags of a mesh that `make` accepts, or ''. Changes only data, fsdp and tensor."""
 
     def preference(candidate: RunConfig) -> tuple[float, ...]:
-        # the batch unchanged, the least tensor, the nearest batch, the most sharded state
+        # unchanged batch, smallest tensor axis, closest batch, most sharded state
         batch_change = abs(math.log(candidate.rows_per_step / cfg.rows_per_step))
         return batch_change > 0, candidate.mesh.tensor, batch_change, candidate.mesh.data
 
@@ -59,7 +58,7 @@ def suggest_mesh(cfg: RunConfig, devices: Sequence[Any], make: Callable[[RunConf
         mesh = make_mesh(MeshConfig(), devices[:1])
         alone = shard_model(cfg.model, resolve_plan(cfg.model, mesh, parallel_settings(cfg)), cfg.lora)
         candidates = sorted(candidate_configs(cfg, alone, len(devices)), key=preference)
-    except BadInput:  # refused for another reason than the mesh
+    except BadInput:  # the mesh is not the cause
         return ""
     for candidate in candidates[:MAX_TRIES]:
         try:
@@ -80,7 +79,7 @@ def suggest_mesh(cfg: RunConfig, devices: Sequence[Any], make: Callable[[RunConf
 
 
 def candidate_configs(cfg: RunConfig, alone: ShardedModel, num_devices: int) -> Iterator[RunConfig]:
-    """Yields the config on each mesh that divides it, with the nearest batch. alone: the model on one device."""
+    """Yields the config for each mesh that divides it, with the closest batch size. alone: model on one device."""
     others = {axis: getattr(cfg.mesh, axis) for axis in MESH_AXES if axis not in ("data", "fsdp", "tensor")}
     other_devices = math.prod(others.values())
     if other_devices < 1 or num_devices % other_devices:

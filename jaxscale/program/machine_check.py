@@ -1,4 +1,4 @@
-"""Checks mesh, kernels, data and memory before compilation."""
+"""Checks of mesh, kernels, data and memory before compilation. All problems are reported together."""
 
 import dataclasses
 import os
@@ -22,10 +22,11 @@ DATA = "data: "  # prefix of problems with the data
 
 
 def check_machine(cfg: RunConfig, begun: bool = False) -> None:
-    """Raises Stop if this config cannot run on the devices of this process: one line per problem, with the fix.
+    """Raises Stop if this config cannot run on the devices of this process. Has one line per problem, with the fix.
 
-    The code is NO_GO if memory is among the problems, else BAD_INPUT; DATA_MISMATCH if all are about data and the run
-    has `begun` (also for a branch). Ramps and warmup of such a run may be over; runtime.run.opening checks them.
+    The exit code is DATA_MISMATCH if all problems are about data and the run or its origin has `begun`, else NO_GO if
+    memory is among the problems, else BAD_INPUT. Ramps and warmup of a run that has begun may be over, so
+    runtime.run.opening checks them.
     """
     if begun or cfg.init.what == "run":
         cfg = dataclasses.replace(
@@ -46,11 +47,11 @@ def find_problems(cfg: RunConfig, devices: list[Device]) -> tuple[list[str], boo
     cfg = for_device(cfg, devices[0])
     findings = check_hosts() + missing_packages(cfg.monitor.writers)
     kernels = check_kernels(cfg.model, devices[0].platform, prefix=cfg.row_lengths.prefix)
-    if kernels:  # the other checks do not depend on the kernel
+    if kernels:  # other checks do not depend on the kernel
         cfg = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, attention="auto"))
     findings += kernels + [f"{DATA}{line}" for line in check_data(cfg.data, cfg.seq_len, cfg.model.vocab_size)]
     program = None
-    try:  # the number of steps may depend on uncounted data; shapes do not
+    try:  # the number of steps may depend on data of unknown size, but shapes do not
         program = fitting_program(cfg, devices)
     except BadInput as error:
         findings.append(str(error))
@@ -64,7 +65,7 @@ def find_problems(cfg: RunConfig, devices: list[Device]) -> tuple[list[str], boo
 
 
 def check_hosts() -> list[str]:
-    """Returns signs that this process is one of several but works alone: each would train into one folder."""
+    """Returns signs that this process is one of several but runs alone. All would train into the same folder."""
     if jax.process_count() > 1:
         return []
     for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
@@ -76,7 +77,7 @@ def check_hosts() -> list[str]:
 
 
 def check_kernels(model: AnyModelConfig, platform: str, *, prefix: bool = False) -> list[str]:
-    """Returns settings of the model that this platform does not support. prefix: its rows have a prefix."""
+    """Returns problems with settings of the model on this platform. prefix: whether sequences have a prefix."""
     findings = []
     if model.matmul_precision == "tf32" and platform != "gpu":
         findings.append(
@@ -90,7 +91,7 @@ def check_kernels(model: AnyModelConfig, platform: str, *, prefix: bool = False)
 
 
 def device_bytes(devices: list[Device]) -> int | None:
-    """Returns the memory of one device, or None; simulated CPU devices share the machine's."""
+    """Returns the memory of one device, or None. Simulated CPU devices share the memory of the machine."""
     device = next((device for device in devices if device in jax.local_devices()), devices[0])  # an addressable one
     if device.platform == "cpu":
         return host_memory_bytes() // len(jax.local_devices())
@@ -100,7 +101,7 @@ def device_bytes(devices: list[Device]) -> int | None:
 
 
 def memory_problem(need: MemoryNeed, available: int, devices: list[Device], smallest: int, remat: str) -> str:
-    """Returns required and available memory, and the fix. smallest: devices that the sharded state alone fills."""
+    """Returns a line with required and available memory and the fix. smallest: devices that the sharded state fills."""
     line = (
         f"memory: the state needs {units.size(need.state)} per device (parameters {units.size(need.params)}, moments "
         f"{units.size(need.moments)}, gradients {units.size(need.grads)})"

@@ -1,7 +1,7 @@
-"""Computes the bytes per device of a training step. Activations are estimates.
+"""Bytes per device of a training step. The state is exact, activations are an estimate.
 
-The axis objects of the plan answer what their collectives hold (core/axes); this adds them up. Routing is unknown
-before training, and assumed balanced: every expert gets as many rows, and one all-to-all round is enough.
+The axes of the plan return the bytes that their collectives need (core/axes), and this module adds them. Routing is
+assumed to be balanced: all experts get the same number of rows, and one all-to-all round is enough.
 """
 
 import dataclasses
@@ -41,14 +41,14 @@ from jaxscale.kernels.matmul.expert_all_to_all import round_capacity
 from jaxscale.program.residuals import element_bytes, residuals_by_stack, tiled_bytes
 
 F32 = 4
-NUM_MOMENTS = {"adamw": 2, "lion": 1, "sgd": 1, "muon": 1, "adafactor": 0, "lamb": 2}  # at least
+NUM_MOMENTS = {"adamw": 2, "lion": 1, "sgd": 1, "muon": 1, "adafactor": 0, "lamb": 2}  # lower bounds
 MOMENT_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 MATRIX, EXPERT_MATRIX = ("embed", "mlp"), (EXPERTS, "expert_embed", "mlp")  # logical axes of most weights
-# Peak over the sum of a block's arrays, since XLA:TPU does not reuse every buffer. Fitted to the ten TPU results in the
-# headers of configs/ (libtpu 0.0.51, 2026-11-21); tests/planning/test_plan_memory.py compares.
+# Ratio of peak memory to the sum of a block's arrays, because XLA:TPU does not reuse every buffer. Fitted to the ten
+# TPU results in the headers of configs/ (libtpu 0.0.51, 2026-11-21). tests/planning/test_plan_memory.py compares them.
 BLOCK_SLACK = 1.25
-# XLA:GPU uses about twice as much for the same arrays: three compilations in the same headers (jax 0.10.2), all with
-# remat="full". The cause is unknown, so the factor applies to remat only.
+# XLA:GPU needs about twice as much for the same arrays in three compilations in the same headers (jax 0.10.2), all with
+# remat="full". The cause is unknown, so the factor applies only with remat.
 GPU_SLACK = 2.15
 
 
@@ -57,12 +57,12 @@ class MemoryNeed:
     """Bytes on one device by purpose."""
 
     params: int
-    moments: int  # and the EMA of the parameters
+    moments: int  # including the EMA of the parameters
     grads: int
-    activations: int  # estimate
-    accumulated: int = 0  # gradients of earlier microbatches, in addition to the current one's
-    padding: int = 0  # of all but activations, to whole TPU tiles
-    weights: int = 0  # of a pipeline stage, gathered once a step
+    activations: int  # estimated
+    accumulated: int = 0  # accumulated gradients, in addition to those of the current microbatch
+    padding: int = 0  # padding of all arrays except activations to whole TPU tiles
+    weights: int = 0  # weights of a pipeline stage, gathered once per step
 
     @property
     def state(self) -> int:
@@ -75,15 +75,15 @@ class MemoryNeed:
 
 
 def memory_need(program: Program) -> MemoryNeed:
-    """Returns bytes on each device at the peak of a step: float32 parameters, moments, gradients, and activations."""
+    """Returns bytes per device at the peak of a step: float32 parameters, moments, gradients, and activations."""
     state = program.abstract_state
     params = shard_bytes(state.params)
-    # Upper bound: a microbatch's gradients are sharded like the parameters, or more finely, and are not offloaded.
+    # Upper bound. Gradients of a microbatch are sharded like the parameters or over more devices, and not offloaded.
     trainable = jax.tree.map(lambda p, g: p if jax.tree.leaves(g) else None, state.params, program.abstract_grads)
     grads = shard_bytes(trainable) + host_bytes(trainable)
     accumulated = shard_bytes(program.abstract_grads) if program.cfg.train.num_microbatches > 1 else 0
     weights = stage_weight_bytes(program)
-    if is_pipelined := bool(weights):  # a stage accumulates into one buffer
+    if is_pipelined := bool(weights):  # a stage accumulates gradients in one buffer
         grads, accumulated = F32 * sum(stage_elements(program, program.abstract_grads)), 0
     moments = shard_bytes((state.opt_state, state.ema))
     padding = 0
@@ -95,7 +95,7 @@ def memory_need(program: Program) -> MemoryNeed:
 
 
 def memory_lower_bound(cfg: RunConfig, num_devices: int) -> MemoryNeed:
-    """Returns a lower bound for a mesh that cannot be made: the state sharded evenly over all devices."""
+    """Returns a lower bound for an invalid mesh, the state sharded evenly over all devices."""
     params = F32 * cfg.model.num_params // num_devices
     has_momentum = cfg.optim.name != "sgd" or cfg.optim.b1 > 0
     if cfg.lora.on:
@@ -105,37 +105,37 @@ def memory_lower_bound(cfg: RunConfig, num_devices: int) -> MemoryNeed:
 
 
 def shard_shapes(abstract: Any, on_host: bool = False) -> list[tuple[tuple[int, ...], int]]:
-    """Returns (local shape, bytes of an element) of each array in a tree of ShapeDtypeStructs with shardings."""
+    """Returns (local shape, bytes per element) of each array in a tree of ShapeDtypeStructs with shardings."""
     leaves = [leaf for leaf in jax.tree.leaves(abstract) if (leaf.sharding.memory_kind == HOST) == on_host]
     return [(leaf.sharding.shard_shape(leaf.shape), leaf.dtype.itemsize) for leaf in leaves]
 
 
 def shard_bytes(abstract: Any, on_host: bool = False) -> int:
-    """Returns one device's bytes of such a tree: in its own memory, or in host memory."""
+    """Returns the bytes per device of a tree of ShapeDtypeStructs, in device memory or in host memory."""
     return sum(size * math.prod(shape) for shape, size in shard_shapes(abstract, on_host))
 
 
 def host_bytes(abstract: Any) -> int:
-    """Returns one device's bytes of such a tree in host memory."""
+    """Returns the bytes per device of a tree of ShapeDtypeStructs in host memory."""
     return shard_bytes(abstract, on_host=True)
 
 
 def padding_bytes(abstract: Any) -> int:
-    """Returns bytes that TPU tiling adds to one device's arrays of such a tree, without those in host memory."""
+    """Returns the bytes per device that TPU tiling adds to a tree of ShapeDtypeStructs, without host memory."""
     return sum(tiled_bytes(shape, size, tpu=True) - size * math.prod(shape) for shape, size in shard_shapes(abstract))
 
 
 class StageElements(NamedTuple):
-    """Elements that one device holds during a pipelined step: gathered, except over tensor, pipeline and experts that
-    receive rows."""
+    """Elements per device during a pipelined step. Arrays are gathered, except over tensor and pipeline, and over
+    experts to which rows are sent."""
 
-    layers: int  # without experts
+    layers: int  # elements of layers, without experts
     experts: int
     others: int
 
 
 def stage_elements(program: Program, tree: Any) -> StageElements:
-    """Returns the elements of a stage's arrays. tree: shaped like the parameters."""
+    """Returns the elements of a stage's arrays. tree: arrays with the structure of the parameters."""
     plan, sizes = program.plan, {"layers": 0, "experts": 0, "others": 0}
     vocab_shards = plan.pipeline.size if plan.pipeline.shards_vocab else 1
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -151,7 +151,7 @@ def stage_elements(program: Program, tree: Any) -> StageElements:
 
 
 def stage_weight_bytes(program: Program) -> int:
-    """Returns bytes of a pipeline stage's weights, gathered once a step in the compute dtype; 0 without a pipeline."""
+    """Returns bytes of a pipeline stage's weights, gathered in the compute dtype, or 0 without a pipeline."""
     if program.plan.pipeline.size == 1:
         return 0
     return compute_bytes(program) * sum(stage_elements(program, program.abstract_state.params))
@@ -163,29 +163,29 @@ def compute_bytes(program: Program) -> int:
 
 
 def device_rows(program: Program) -> int:
-    """Returns local rows of one microbatch."""
+    """Returns the number of rows per device and microbatch."""
     return program.cfg.rows_per_step // program.cfg.train.num_microbatches // program.batch_shards
 
 
 def device_tokens(program: Program) -> int:
-    """Returns tokens of one microbatch per device, all positions of the tensor group."""
+    """Returns the number of tokens per microbatch and device, with all positions of its tensor group."""
     cfg = program.cfg
     return cfg.tokens_per_step // cfg.train.num_microbatches // program.batch_shards // program.plan.context.size
 
 
 def hop_bytes(program: Program) -> int:
-    """Returns local bytes of one microbatch's residual stream, which stages send to each other."""
+    """Returns local bytes of the residual stream of a microbatch, which stages send to each other."""
     return device_tokens(program) * program.cfg.model.embed_dim // program.plan.tensor.size * compute_bytes(program)
 
 
 def attention_bytes(program: Program) -> AttentionBytes:
-    """Returns the local arrays of one layer's attention for one microbatch."""
+    """Returns bytes of the local arrays in the attention of one layer and microbatch."""
     cfg, model, needs, size = program.cfg, program.cfg.model, program.plan.needs, program.plan.context.size
     width, row, saved = compute_bytes(program), program.cfg.row_lengths.row, saved_names(model)
     bytes_per_feature = device_tokens(program) / program.plan.tensor.size * width
     keys = bytes_per_feature * (model.key_width + model.value_width)
     windowed, window = 0.0, needs.window or 1
-    if needs.window is not None and window - 1 <= row // (2 * size):  # it ends in the previous chunk
+    if needs.window is not None and window - 1 <= row // (2 * size):  # the window ends in the previous chunk
         windowed = needs.window_layers.windowed / needs.window_layers.total if needs.window_layers else 1.0
     return AttentionBytes(
         keys=keys,
@@ -204,20 +204,20 @@ def exchange_bytes(program: Program) -> float:
 
 
 def saved_input_bytes(program: Program) -> int:
-    """Returns bytes of the layer inputs that a pipeline stage saves, of all microbatches in flight."""
+    """Returns bytes of the layer inputs that a pipeline stage saves, for all microbatches in flight."""
     plan, num_leading = program.plan, program.cfg.model.layer_stacks.get(DENSE, 0)
     inputs = plan.schedule_size.num_slots * plan.pipeline.saved_inputs(num_leading)
     return inputs * hop_bytes(program) if plan.pipeline.size > 1 else 0
 
 
 def activation_bytes(program: Program) -> int:
-    """Returns bytes saved for the backward pass of one microbatch on one device, plus the largest working set.
+    """Returns bytes saved for the backward pass of a microbatch on one device, plus the largest working set.
 
-    Without remat: every array in program/residuals.py, of all blocks. With remat: the arrays that the policy saves, and
-    one whole block (or one of its row chunks): the residual stream twice and its normalised forms (4 D), attention's
-    inputs and output, and the MLP's inner arrays. Offloaded arrays do not count. The working set is the larger of one
-    block with its gathered weights, and the output projection with the logits of one loss chunk and their gradient.
-    A pipeline stage saves layer inputs of several microbatches; under context parallelism a block also holds remote
+    Without remat, all arrays of program/residuals.py are saved for every block. With remat, the policy's arrays are
+    saved without offloaded ones, and one block (or one of its row chunks) is computed at a time: the residual stream
+    twice and its normalised forms (4 D), inputs and output of attention, and inner arrays of the MLP. The working set
+    is the larger of a block with its gathered weights and the output projection with logits and gradients of a loss
+    chunk. A pipeline stage saves layer inputs of several microbatches. With context parallelism a block also has remote
     keys and values.
     """
     cfg, plan, model, rows = program.cfg, program.plan, program.cfg.model, device_rows(program)
@@ -234,18 +234,18 @@ def activation_bytes(program: Program) -> int:
         saved = tokens * width * model.num_layers * sum(sizes[name] for name in saved_activations)
         saved -= tokens * width * unsaved_elements(program, saved_activations)
         parts = math.gcd(model.row_parts, rows)
-        inout = 2 * model.embed_dim  # the block's input and output, of all rows
+        inout = 2 * model.embed_dim  # input and output of the block, for all rows
         block = tokens * width * (inout + (block - inout) // parts)
     vocab = model.vocab_size // tensor // (plan.pipeline.size if plan.pipeline.shards_vocab else 1)
     head = 2 * F32 * min(tokens, model.loss_chunk_tokens) * vocab + width * model.embed_dim * vocab
     if plan.pipeline.size > 1:
         elements = stage_elements(program, program.abstract_grads)
-        gathered = F32 * (elements.layers + elements.experts) // plan.pipeline.layer_slots  # not yet accumulated
+        gathered = F32 * (elements.layers + elements.experts) // plan.pipeline.layer_slots  # before accumulation
         num_leading = model.layer_stacks.get(DENSE, 0)
         saved = plan.pipeline.bytes_held(plan.schedule_size, hop_bytes(program), num_leading)
-        head += 2 * tokens * width * model.embed_dim  # the last stage's output and its gradient, on every stage
+        head += 2 * tokens * width * model.embed_dim  # output of the last stage and its gradient, on every stage
     elif parts > 1:
-        gathered *= 2  # weight gradients, until the last chunk's are added
+        gathered *= 2  # weight gradients exist until those of the last chunk are added
     if model.experts is None:
         block = gathered + round(BLOCK_SLACK * block + exchange_bytes(program))
     else:
@@ -256,7 +256,7 @@ def activation_bytes(program: Program) -> int:
 
 
 def block_elements(program: Program) -> int:
-    """Returns elements per token of one whole block's arrays."""
+    """Returns elements per token of the arrays of one whole block."""
     model, plan, lengths = program.cfg.model, program.plan, program.cfg.row_lengths
     tensor, sizes = plan.tensor.size, activation_sizes(model, plan.tensor.size)
     inner = sum(sizes[name] for name in sizes if name not in (BLOCK_INPUT, ATTENTION_ADDED)) + model.mlp_width // tensor
@@ -277,8 +277,8 @@ def activation_sizes(model: ModelConfig, tensor: int) -> dict[str, int]:
 
 
 def unsaved_elements(program: Program, activations: Collection[str]) -> int:
-    """Returns elements per token of these activations, over all layers, that are never saved: the experts' own, where
-    rows are sent to the experts."""
+    """Returns elements per token of these activations, over all layers, that are never saved, which are those of
+    experts to which rows are sent."""
     experts, plan = program.cfg.model.experts, program.plan
     if experts is None or plan.expert.size == 1:
         return 0
@@ -287,7 +287,7 @@ def unsaved_elements(program: Program, activations: Collection[str]) -> int:
 
 
 def gathered_weight_bytes(program: Program) -> int:
-    """Returns bytes of one block's weights while it is computed, where they are sharded and gathered."""
+    """Returns bytes of the gathered weights of a block while it is computed, or 0 if weights are not sharded."""
     sizes = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(program.abstract_state.params):
         if "blocks" in jax.tree_util.keystr(path):
@@ -297,9 +297,9 @@ def gathered_weight_bytes(program: Program) -> int:
 
 
 def cast_weight_bytes(program: Program) -> int:
-    """Returns bytes of the local weight shards cast to the compute dtype, where several microbatches gather them.
+    """Returns bytes of the local weight shards cast to the compute dtype, if several microbatches gather them.
 
-    XLA casts them once, before the first microbatch. With remat BLOCK_SLACK covers it.
+    XLA casts the shards once, before the first microbatch. With remat, BLOCK_SLACK includes these bytes.
     """
     cfg, shape = program.cfg, program.mesh.shape
     operand = element_bytes(cfg.model, on_tpu(program.mesh))["operand"]
@@ -308,28 +308,29 @@ def cast_weight_bytes(program: Program) -> int:
 
 
 def row_chunks(program: Program) -> int:
-    """Returns the number of row chunks in which a device computes a block: model.row_parts."""
+    """Returns the number of row chunks in which a device computes a block (model.row_parts)."""
     return 1 if program.cfg.model.remat == "none" else math.gcd(program.cfg.model.row_parts, device_rows(program))
 
 
 def rows_per_round(program: Program, experts: ExpertsConfig, parts: int) -> int:
-    """Returns rows that a device sends, and receives, in one round for one of `parts` chunks of its tokens."""
+    """Returns the rows that a device sends and receives per round, for one of `parts` chunks of its tokens."""
     devices = program.plan.expert.size
     return devices * round_capacity(device_tokens(program) * experts.chosen // parts, devices)
 
 
 def moe_block_bytes(program: Program, experts: ExpertsConfig) -> float:
-    """Returns the peak bytes of a block of experts, reached in its backward pass: weights and activations.
+    """Returns the peak bytes of weights and activations of a block with experts, reached in its backward pass.
 
-    From the live ranges of three programs (v5p:2x2x2 and v6e:2x4, libtpu 0.0.51, 2026-11-24), with no fitted number:
-    residuals of attention, with a kernel's logsumexp in 128 lanes; the block's residual stream, its normalised form and
-    the gradient; sorted rows and their gradients; three inner arrays of the experts (gate, up, the gradient between),
-    then one, together with the weight gradients. For experts narrower than a row the weight gradients come last, after
-    three row gradients. Where rows are sent, weight gradients add to their sum over rounds.
+    Derived from live ranges in three programs (v5p:2x2x2 and v6e:2x4, libtpu 0.0.51, 2026-11-24), without fitted
+    numbers: residuals of attention, with a kernel's logsumexp in 128 lanes; the residual stream of the block, its
+    normalised form and the gradient; sorted rows and their gradients; and three inner arrays of the experts (gate, up
+    and a gradient), or later one inner array together with the weight gradients. If experts are narrower than a row,
+    weight gradients are computed last, after three row gradients. If rows are sent, weight gradients are added to their
+    sum over rounds.
 
-    Unless weights are prefetched each matrix's gradient is reduce-scattered once complete, so one of three and one
-    row gradient are live, as in the peaks of compiled programs (docs/plan.md). The weights of a pipeline stage are
-    already gathered, and its gradients are float32.
+    Unless weights are prefetched, the gradient of each matrix is reduce-scattered when it is complete, so one of three
+    weight gradients and one row gradient are live, as in the peaks of compiled programs (docs/plan.md). The weights of
+    a pipeline stage are already gathered, and its gradients are float32.
     """
     cfg, plan, model, parts = program.cfg, program.plan, program.cfg.model, row_chunks(program)
     width, tensor = compute_bytes(program), plan.tensor.size
@@ -339,7 +340,7 @@ def moe_block_bytes(program: Program, experts: ExpertsConfig) -> float:
     sent_rows = rows_per_round(program, experts, parts) if sends else rows
     saved = model.query_width + model.key_width + model.value_width + model.result_width + 2 * embed
     saved = tokens * (saved / tensor + model.latent_width + embed + 3 * experts.shared_dim / tensor)
-    saved += 2 * parts * tokens * embed / tensor if parts > 1 else 0  # the block's input and output, of all rows
+    saved += 2 * parts * tokens * embed / tensor if parts > 1 else 0  # input and output of the block, for all rows
     lse_lanes = LANES * model.num_heads / tensor if plan.attention.name == "splash" else 0
     expert_params = 3 * experts.number * embed * experts.mlp_dim / tensor / plan.expert.size
     prefetches = any(plan.compiler_options.values.get(option) for option in (PIPELINE[0], PIPELINED_GATHER[0]))
@@ -357,7 +358,7 @@ def moe_block_bytes(program: Program, experts: ExpertsConfig) -> float:
 
 
 def block_weights(program: Program, expert_params: float, prefetches: bool) -> float:
-    """Returns the gathered weights of a block, with the next layer's where they are prefetched: number of elements."""
+    """Returns the number of elements in gathered weights of a block, including prefetched weights of the next layer."""
     plan, model = program.plan, program.cfg.model
     next_layer = lambda axes: (
         prefetches and program.cfg.rules == "zero3" and bool(plan.batch_axes.partition(axes, plan.rules.params))

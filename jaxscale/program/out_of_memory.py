@@ -1,4 +1,4 @@
-"""Reports out-of-memory errors in one line instead of XLA's traceback."""
+"""One-line reports of out-of-memory errors of devices, instead of XLA's traceback."""
 
 import contextlib
 import re
@@ -17,9 +17,9 @@ ASKED = re.compile(r"allocat\w*\s+(?:a buffer of\s+)?([\d.]+ ?(?:bytes|[KMGT]i?B
 
 @contextlib.contextmanager
 def out_of_memory_explained(help: Callable[[], tuple[str, Sequence[str]]]) -> Iterator[None]:
-    """Raises Stop with NO_GO instead of XLA's error if a device runs out of memory. Other errors pass.
+    """Converts XLA's error to Stop with code NO_GO if a device runs out of memory. Other errors are not changed.
 
-    Args: help: returns the estimate ('' without one), and the settings that lower the need most.
+    help: returns (estimate or '', settings that reduce the required memory most).
     """
     try:
         yield
@@ -34,12 +34,12 @@ def out_of_memory_explained(help: Callable[[], tuple[str, Sequence[str]]]) -> It
 
 
 def memory_help(program: Program | None) -> tuple[str, tuple[str, ...]]:
-    """Returns (estimate of a training step, the two settings that lower its largest part most)."""
+    """Returns (estimate for a training step, two settings that reduce its largest part)."""
     if program is None:
         return "", ("a smaller model", "more devices (mesh.fsdp)")
     need, cfg = memory_need(program), program.cfg
     estimate = (
-        f"; estimated need per device: {units.size(need.total)}, of which weights, gradients and moments take "
+        f"; estimated need per device: {units.size(need.total)}, of which weights, gradients and moments need "
         f"{units.size(need.state)} and activations {units.size(need.activations)}"
     )
     if need.state > need.activations:

@@ -1,9 +1,9 @@
 """Arrays that each block saves for the backward pass with remat="none".
 
-Derived from the model's code: the operands of each derivative, in their dtype. They match the arrays carried by the
-layer loops of quickstart, masked_lm, span_corruption and gpt2_124m as XLA:TPU compiled them (its buffer assignment,
-libtpu 0.0.42.1, 2026-11-22); dropout masks were predicted first, then found. Residuals of qk_norm, attention_softcap,
-latents, T5's ReLU, a tensor axis and GPUs are derived from the code only.
+They are the operands of each derivative in the model's code, in their dtype. They match the arrays carried by the layer
+loops of quickstart, masked_lm, span_corruption and gpt2_124m in XLA:TPU's buffer assignment (libtpu 0.0.42.1,
+2026-11-22). Residuals of qk_norm, attention_softcap, latents, T5's ReLU, a tensor axis and GPUs are derived from the
+code only.
 
 B local rows of a microbatch  T query positions  S key positions  D embed  N heads  K key-value heads
 H head dim  V value dim  F mlp
@@ -21,7 +21,7 @@ F32 = 4
 
 
 class Residual(NamedTuple):
-    """One array saved by every layer for the backward pass."""
+    """An array that every layer saves for the backward pass."""
 
     name: str
     shape: tuple[int, ...]
@@ -49,14 +49,15 @@ def residuals_by_stack(program: Program) -> dict[str, tuple[int, int]]:
 def block_residuals(
     model: ModelConfig, rows: int, length: int, read: int | None, *, keys: int, scores: bool, tensor: int, tpu: bool
 ) -> list[Residual]:
-    """Returns the residuals of one block on `length` positions of each row.
+    """Returns the residuals of one block for `length` positions per row.
 
-    read: encoder positions that a decoder attends to. keys: key positions, more than `length` where remote keys are
-    gathered. scores: attention saves its probabilities; a fused kernel saves one number per row of them.
+    read: number of encoder positions that a decoder attends to. keys: number of key positions, more than `length` if
+    remote keys are gathered. scores: whether attention saves probabilities; a fused kernel saves one number per query
+    instead.
     """
     sizes = element_bytes(model, tpu)
     B, T, D, local_length = rows, length, model.embed_dim, length // tensor
-    sublayers = 2 if read is None else 3  # attention, cross-attention, MLP: each with a norm and an output projection
+    sublayers = 2 if read is None else 3  # attention, cross-attention, MLP, each with a norm and an output projection
     residuals = [Residual("sublayer input", (B, T, D), sizes["operand"])] * sublayers
     residuals += [Residual("norm", (B, local_length, D), sizes[kind]) for kind in model.norm_residuals] * sublayers
     if model.dropout:
@@ -70,10 +71,9 @@ def block_residuals(
 def attention_residuals(
     model: ModelConfig, B: int, T: int, S: int, *, scores: bool, tensor: int, tpu: bool
 ) -> list[Residual]:
-    """Returns queries, keys, values, outputs, and probabilities in float32 and in the dtype of the matmul with the
-    values.
+    """Returns queries, keys, values, outputs, and probabilities in float32 and in the operand dtype of matmuls.
 
-    Kernel arrays have heads before positions, so a head dim of 64 is padded to the TPU's lanes; the output is saved
+    Kernel arrays have heads before positions, so a head dim of 64 is padded to the lanes of a TPU. The output is saved
     twice, in the layouts of the kernel and of the output projection.
     """
     sizes = element_bytes(model, tpu)
@@ -101,7 +101,7 @@ def attention_residuals(
 def element_bytes(model: ModelConfig, tpu: bool) -> dict[ResidualDtype, int]:
     """Returns bytes per element of each kind of array.
 
-    A TPU multiplies float32 as bfloat16 by default, and XLA saves the operands.
+    A TPU multiplies float32 arrays as bfloat16 by default, and XLA saves the bfloat16 operands.
     """
     if model.compute_dtype != "float32":
         return {"compute": 2, "operand": 2, "float32": F32}
@@ -111,16 +111,16 @@ def element_bytes(model: ModelConfig, tpu: bool) -> dict[ResidualDtype, int]:
 def tiled_bytes(shape: Sequence[int], itemsize: int, tpu: bool) -> int:
     """Returns bytes of an array with its last two axes padded to TPU tiles of 8 x 128.
 
-    XLA is free to choose the axis order, so the smallest is taken.
+    XLA can choose the order of axes, so the smallest size is returned.
     """
     sizes = [size for size in shape if size > 1]
-    if not tpu or len(sizes) < 2:  # vectors are tiled differently, and are small
+    if not tpu or len(sizes) < 2:  # vectors are small and have different tiles
         return itemsize * math.prod(shape)
     factors = []
     for lane_axis, lanes in enumerate(sizes):
         for sublane_axis, rows in enumerate(sizes):
             if lane_axis != sublane_axis:
-                tile = min(SUBLANES, 2 ** math.ceil(math.log2(rows)))  # smaller for few rows
+                tile = min(SUBLANES, 2 ** math.ceil(math.log2(rows)))  # tiles are smaller for few rows
                 factors.append(round_up(lanes, LANES) * round_up(rows, tile) / (lanes * rows))
     return round(itemsize * math.prod(shape) * min(factors))
 

@@ -1,1 +1,1 @@
-"""Settings as files and flags: their parser, help, conditions, old names and leftovers."""
+"""Settings in config files and flags: parsers, help, conditions, renamed and unread settings."""

@@ -1,4 +1,4 @@
-"""Flags of a verb, declared in a dataclass, and the parser of its command line."""
+"""Flags of a command (`jaxscale VERB`), declared in a dataclass, and the parser of its command line."""
 
 import contextlib
 import dataclasses
@@ -16,7 +16,7 @@ from jaxscale.system.exits import BadInput
 
 HIGHEST_PORT = 65_535
 GROUPED = re.compile(r"\d{1,3}(,\d{3})+(\.\d*)?")  # a number with thousands separated
-MAX_DIGITS = 18  # of a whole number; Python itself refuses to read more than 4,300
+MAX_DIGITS = 18  # maximum digits of a whole number; Python refuses to parse more than 4,300
 
 
 def flag(
@@ -30,11 +30,12 @@ def flag(
     name: str = "",
     keys: Collection[str] = (),
 ) -> Any:
-    """Returns a dataclass field for a flag. value: shown by --help after '=', by default the default.
+    """Returns a dataclass field for a flag.
 
-    The type gives the form: bool without a value, tuple[str, ...] repeated, dict[str, str] as --NAME.KEY=VALUE with one
-    of `keys`. A plain setting is a flag too. help: '' shares the line of the next flag, None is not listed. least: the
-    minimum of an integer. read: (name, text) -> value, a parser. bare: the value of the flag without '='.
+    The type determines the syntax: bool has no value, tuple[str, ...] may be repeated, and dict[str, str] is
+    --NAME.KEY=VALUE with one of `keys`. A plain setting is also a flag. help: '' to share the line of the next flag, or
+    None to hide the flag. value: text after '=' in --help; default: the default. least: minimum of an integer. read:
+    parser (name, text) -> value. bare: value of the flag without '='.
     """
     field = schema.setting(default, help or "")
     more = dict(value=value, least=least, read=read, bare=bare, name=name, keys=keys, listed=help is not None)
@@ -48,7 +49,7 @@ def flag_name(field: dataclasses.Field) -> str:
 
 
 def flags_of(cls: type, only: Collection[str] | None = None) -> dict[str, dataclasses.Field]:
-    """Returns {name: field} of a verb's flags, those of base classes last."""
+    """Returns {name: field} of the flags of a command. Flags of base classes are last."""
     names = [name for kind in cls.__mro__ for name in kind.__dict__.get("__annotations__", ())]
     fields = {field.name: field for field in dataclasses.fields(cls)}
     return {flag_name(fields[name]): fields[name] for name in names if only is None or name in only}
@@ -58,22 +59,22 @@ def flags_of(cls: type, only: Collection[str] | None = None) -> dict[str, datacl
 class Arguments:
     """A parsed command line."""
 
-    config: str  # path, with ':argument' if the file takes one
-    overrides: dict[str, str]  # dotted name to text
-    options: dict[str, str]  # the flags that were given, as text; the last value of a repeated flag
-    flags: Any = None  # of the verb's dataclass
+    config: str  # path of the config file, with ':argument' if there is an argument
+    overrides: dict[str, str]  # {dotted name: text}
+    options: dict[str, str]  # {flag: text} of the given flags, with the last value of a repeated flag
+    flags: Any = None  # instance of the command's dataclass
     help: bool = False
-    topic: str = ""  # the word after --help
-    subverb: str = ""  # the first word, for verbs with subverbs
-    words: tuple[str, ...] = ()  # the unparsed words
-    behind: tuple[str, ...] = ()  # words after --, for another program
+    topic: str = ""  # word after --help
+    subverb: str = ""  # first word, for commands with subcommands
+    words: tuple[str, ...] = ()  # unparsed words
+    behind: tuple[str, ...] = ()  # words after --, for a different program
 
 
 def parse(argv: Sequence[str], cls: type, only: Collection[str] | None = None) -> Arguments:
-    """Parses flags of `cls`, each as --name=value or --name value; '-' may be '_'.
+    """Parses flags of `cls`, written as --name=value or --name value. '-' and '_' are equivalent.
 
-    only: the fields of `cls` that are allowed. Raises BadInput for other flags, with the nearest name or, for a
-    --config that is not read, with `cls.no_config`; and for an invalid value.
+    only: fields of `cls` that are allowed. Raises BadInput for an invalid value or flag, with the closest name, or with
+    `cls.no_config` for --config if the command has no config.
     """
     known, given, remaining = flags_of(cls, only), {}, list(argv)
     while remaining:
@@ -102,7 +103,7 @@ def parse(argv: Sequence[str], cls: type, only: Collection[str] | None = None) -
 
 
 def make_arguments(given: dict[str, list[str]], flags: Any, **fields: Any) -> Arguments:
-    """Sorts the texts of a command line into config, overrides and options."""
+    """Returns the Arguments for the texts of each flag, sorted into config, overrides and options."""
     last = {name: texts[-1] for name, texts in given.items()}
     overrides = {name.removeprefix("config."): text for name, text in last.items() if name.startswith("config.")}
     options = {name: text for name, text in last.items() if name != "config" and not name.startswith("config.")}
@@ -110,7 +111,7 @@ def make_arguments(given: dict[str, list[str]], flags: Any, **fields: Any) -> Ar
 
 
 def known_flag(name: str, known: dict[str, dataclasses.Field]) -> tuple[str, Any]:
-    """Returns (declared name, field or None). --mesh.AXIS may also be written as in training, --config.mesh.AXIS."""
+    """Returns (declared name, field or None). --config.mesh.AXIS, as in training, also selects --mesh.AXIS."""
     for declared, field in known.items():
         family, dot, _ = declared.partition(".")
         plain = name.removeprefix("config.") if dot and family != "config" else name
@@ -123,7 +124,7 @@ def known_flag(name: str, known: dict[str, dataclasses.Field]) -> tuple[str, Any
 
 
 def hint_for(word: str, cls: type, only: Collection[str] | None) -> str:
-    """Returns a suggestion for a word that is not a flag."""
+    """Returns a suggestion to append to an error for a word that is not a flag."""
     name, known = word.removeprefix("--").partition("=")[0], flags_of(cls, only)
     settings = "; settings are written --config.NAME=VALUE" if "config.NAME" in known else ""
     if not word.startswith("--"):
@@ -131,13 +132,13 @@ def hint_for(word: str, cls: type, only: Collection[str] | None) -> str:
     if name == "config" or name.startswith("config."):
         return f"; {cls.no_config}" if hasattr(cls, "no_config") else ""
     if only is not None and known_flag(name, flags_of(cls))[1]:
-        return "; other verbs of this command accept it"
+        return "; other subcommands accept this flag"
     if "." in name:
         return settings
     if close := difflib.get_close_matches(name, known, n=1):
         return f"; did you mean --{close[0]}?"
     listed = sorted(known, key=lambda name: not name.startswith("config"))
-    return f"; flags: {', '.join(f'--{name}' for name in listed)}" if listed else "; it has no flags"
+    return f"; flags: {', '.join(f'--{name}' for name in listed)}" if listed else "; this command has no flags"
 
 
 def kind_of(cls: type, field: dataclasses.Field) -> Any:
@@ -146,7 +147,7 @@ def kind_of(cls: type, field: dataclasses.Field) -> Any:
 
 
 def convert_flags(cls: type, known: dict[str, dataclasses.Field], given: dict[str, list[str]]) -> Any:
-    """Returns the verb's dataclass with the given flags. Raises BadInput for a value of another type."""
+    """Returns the command's dataclass with the given flags. Raises BadInput for a value of the wrong type."""
     values = {}
     for name, field in known.items():
         kind, family = kind_of(cls, field), name.partition(".")[0]
@@ -174,16 +175,16 @@ def parse_value(kind: Any, field: dataclasses.Field, text: str) -> Any:
 
 
 def whole_number(name: str, text: str, least: int) -> int:
-    """Parses an integer. Raises BadInput naming `name` if the text is not one, or below `least`."""
+    """Parses an integer. Raises BadInput with `name` if the text is not an integer or is below `least`."""
     if not (text.isascii() and text.isdecimal() and len(text) <= MAX_DIGITS) or int(text) < least:
         raise BadInput(f"{name}={text} must be a whole number, {least} or more")
     return int(text)
 
 
 def number(name: str, text: str, holds: Callable[[float], bool], rule: str) -> float:
-    """Parses a finite number, such as '1e6', '1,000,000' or '$5'. Raises BadInput with the rule unless it holds."""
+    """Parses a finite number such as '1e6', '1,000,000' or '$5'. Raises BadInput with `rule` unless holds(number)."""
     plain = text.removeprefix("$")
-    plain = plain.replace(",", "") if GROUPED.fullmatch(plain) else plain  # '4,20' is a typing error
+    plain = plain.replace(",", "") if GROUPED.fullmatch(plain) else plain  # '4,20' is rejected
     with contextlib.suppress(ValueError):
         if math.isfinite(found := float(plain)) and holds(found):
             return found
@@ -191,7 +192,7 @@ def number(name: str, text: str, holds: Callable[[float], bool], rule: str) -> f
 
 
 def number_flag(holds: Callable[[float], bool], rule: str) -> Callable[[str, str], float]:
-    """Returns a reader (`read` of a flag) of numbers that obey the rule."""
+    """Returns a parser, for `read` of flag(), of numbers that satisfy the rule."""
     return lambda name, text: number(f"--{name}", text, holds, rule)
 
 
@@ -199,7 +200,7 @@ positive = number_flag(lambda found: found > 0, "a number above 0")
 
 
 def file_to_write(name: str, text: str) -> pathlib.Path:
-    """Returns the output file of --name. Raises BadInput, before anything is computed, if it cannot be written."""
+    """Returns the path of an output file. Raises BadInput early if the file cannot be written."""
     file = pathlib.Path(text).expanduser()
     if file.is_dir() or not file.parent.is_dir():
         raise BadInput(f"--{name}={file} must be a file in an existing folder")
@@ -207,7 +208,7 @@ def file_to_write(name: str, text: str) -> pathlib.Path:
 
 
 def port_of(name: str, text: str) -> int:
-    """Parses a port of this machine, 0 for any free one. Raises BadInput if the text is not a port."""
+    """Parses a port number, where 0 means any free port. Raises BadInput if the text is not a port."""
     port = whole_number(f"--{name}", text, 0)
     if port > HIGHEST_PORT:
         raise BadInput(f"--{name}={text} must be a port from 0 (any free port) to {HIGHEST_PORT}")

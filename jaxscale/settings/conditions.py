@@ -1,8 +1,8 @@
 """Conditions on other settings under which a setting has an effect (`read_if`).
 
-`data.name=files|hf and data.mixture or not data.val_files`: 'or' separates alternatives, 'and' their clauses. A clause
-is NAME=A|B (its value, or one of its values, is A or B), NAME!=A|B (none is), NAME (it is on: not 0, false, none or
-empty) or `not NAME`. A name that begins with a dot is of a setting in the same group.
+In `data.name=files|hf and data.mixture or not data.val_files`, 'or' separates alternatives and 'and' separates clauses.
+A clause is NAME=A|B (the value, or one of several values, is A or B), NAME!=A|B (no value is A or B), NAME (the value
+is not 0, false, none or empty) or `not NAME`. A name that begins with a dot is a setting in the same group.
 """
 
 import re
@@ -18,11 +18,11 @@ class Clause(NamedTuple):
     """One clause of a condition."""
 
     name: str
-    sign: str = "on"  # on, off, = or !=
+    sign: str = "on"  # "on", "off", "=" or "!="
     values: tuple[str, ...] = ()
 
     def holds(self, value: Any) -> bool:
-        """True if the setting's value satisfies the clause."""
+        """Returns True if the value satisfies the clause."""
         if self.sign in ("on", "off"):
             return bool(value) == (self.sign == "on")
         items = value if isinstance(value, (tuple, list)) else (value,)
@@ -34,12 +34,12 @@ class Clause(NamedTuple):
 
 
 def as_text(value: Any) -> str:
-    """Formats the value as in a condition: 'true', 'none', other values by str()."""
+    """Formats a value as in a condition: 'true', 'none', or str(value)."""
     return str(value).lower() if isinstance(value, bool) or value is None else str(value)
 
 
 def parse(condition: str) -> list[list[Clause]]:
-    """Returns the alternatives, each a list of clauses. Asserts that the syntax is correct."""
+    """Returns the alternatives of a condition, each a list of clauses. Asserts that the syntax is correct."""
 
     def clause(text: str) -> Clause:
         found = CLAUSE.fullmatch(text)
@@ -51,11 +51,11 @@ def parse(condition: str) -> list[list[Clause]]:
 
 
 def whole_condition(condition: str, path: str) -> str:
-    """Returns the condition with full names for those relative to the group at `path`."""
+    """Returns the condition with names relative to the group at `path` replaced by full names."""
     return re.sub(r"(?<![\w\]])\.(?=\w)", f"{path}." if path else "", condition)
 
 
 def in_words(conditions: Sequence[str]) -> str:
-    """Returns 'read if data.name=files or hf'; '' for a setting that is always read."""
+    """Returns text such as 'read if data.name=files or hf', or '' without conditions."""
     texts = [" or ".join(" and ".join(map(str, clauses)) for clauses in parse(text)) for text in conditions]
     return f"read if {' and '.join(dict.fromkeys(texts))}" if texts else ""

@@ -1,7 +1,4 @@
-"""Builds and checks a RunConfig from a config file and a command line.
-
-A config is executed, so it must be a local file.
-"""
+"""Construction of a checked RunConfig from a config file, which is executed, and a command line."""
 
 import contextlib
 import difflib
@@ -23,7 +20,7 @@ from jaxscale.settings.unread import as_read, refuse_unread
 from jaxscale.system.exits import BadInput
 from jaxscale.system.redact import is_secret, redacted
 
-MAX_NAME = 128  # characters of a run's name
+MAX_NAME = 128  # maximum characters of a run's name
 FLAG_SETTINGS = (
     ("skip-data", "data.skip_batches"), ("init_from", "init.from_path"), ("budget_dollars", "limit.dollars"),
     ("deadline", "limit.deadline"),
@@ -34,10 +31,10 @@ SKIPPED = re.compile(rf"([0-9]{{1,{MAX_DIGITS}}}):([0-9]{{1,{MAX_DIGITS}}})")
 def load_config(
     path: str, overrides: Mapping[str, Any] | None = None, recorded: Callable[[], Mapping[str, Any]] = dict
 ) -> RunConfig:
-    """Returns the RunConfig of a file with get_config(), which returns an ml_collections.ConfigDict, and overrides.
+    """Returns the RunConfig of a file whose get_config() returns an ml_collections.ConfigDict, with overrides.
 
-    'configs/auto.py:depth=8' calls get_config('depth=8'). A config is executed, so it must be a local file.
-    recorded: returns the settings of the run that resumes; settings that are not read are refused unless it has them.
+    'configs/auto.py:depth=8' calls get_config('depth=8'). The file is executed, so it must be local. recorded: returns
+    the settings of a run that resumes. Settings that are not read are rejected unless they are recorded.
     """
     overrides = current_overrides(overrides or {})
     values = with_current_names(config_values(path), RunConfig.renamed)
@@ -48,30 +45,31 @@ def load_config(
 
 
 def current_overrides(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns overrides of a RunConfig with the current names of settings."""
+    """Returns overrides of a RunConfig with current names of settings."""
     return {current_name(name, RunConfig.renamed): value for name, value in overrides.items()}
 
 
 def file_text(cfg: RunConfig) -> str:
-    """Returns the text of a config file for this config, without settings that are not read."""
+    """Returns the text of a config file for a config, without settings that are not read."""
     return f"import json\n\n\ndef get_config():\n    return json.loads({json.dumps(as_read(cfg))!r})\n"
 
 
 def check_no_secrets(settings: dict[str, Any]) -> None:
-    """Raises BadInput for a setting that contains a secret: every checkpoint and the command line would show it."""
-    cleaned = redacted([[value, name] for name, value in settings.items()])  # in one call: it reads the environment
+    """Raises BadInput for a setting that contains a secret, because checkpoints and the command line would show it."""
+    cleaned = redacted([[value, name] for name, value in settings.items()])  # a single call, because it reads the environment
     for (name, value), clean in zip(settings.items(), cleaned):
         fix = "pass secrets in environment variables"
-        # eos_token etc. are words of a vocabulary; an access token is recognized by its form
+        # eos_token etc. are words of a vocabulary. An access token is recognized by its format.
         if isinstance(value, str) and not name.endswith("_token") and is_secret(name.rpartition(".")[2], value):
-            raise BadInput(f"{name} contains a secret, judging by its name; {fix}")
+            raise BadInput(f"{name} has the name of a secret; {fix}")
         if clean != [value, name]:
             kinds = "a secret, or the value of an environment variable with the name of a secret"
             raise BadInput(f"{name}={value!r} contains {kinds}; {fix}")
 
 
 def with_flags(arguments: Arguments) -> dict[str, Any]:
-    """Returns the overrides with flags such as --skip-data=A:B,C:D. Raises BadInput for invalid or double ones."""
+    """Returns the overrides and flags such as --skip-data=A:B,C:D. Raises BadInput for invalid or duplicate
+    settings."""
     overrides: dict[str, Any] = dict(arguments.overrides)
     for flag, name in FLAG_SETTINGS:
         if text := arguments.options.get(flag):
@@ -82,11 +80,11 @@ def with_flags(arguments: Arguments) -> dict[str, Any]:
 
 
 def skipped_batches(text: str) -> tuple[tuple[int, int], ...]:
-    """Parses the ranges of --skip-data."""
+    """Parses the ranges in --skip-data."""
     found = []
     for part in text.split(","):
         if (ends := SKIPPED.fullmatch(part.strip())) is None:
-            raise BadInput(f"--skip-data={text} must be ranges of batches, FROM:TO without TO, such as 1200:1204")
+            raise BadInput(f"--skip-data={text} must be ranges FROM:TO of batches, excluding TO, such as 1200:1204")
         found.append((int(ends[1]), int(ends[2])))
     return tuple(found)
 
@@ -94,7 +92,7 @@ def skipped_batches(text: str) -> tuple[tuple[int, int], ...]:
 def config_values(path: str) -> dict[str, Any]:
     """Returns the values of the file's get_config() as nested dicts."""
     if "://" in path:
-        raise BadInput(f"--config={path} must be a local file: a config is code, and is never run from a bucket")
+        raise BadInput(f"--config={path} must be a local file, because a config is code, which is not run from a bucket")
     name, argument = split_argument(path)
     file = pathlib.Path(name)
     if not name:
@@ -105,18 +103,18 @@ def config_values(path: str) -> dict[str, Any]:
         raise BadInput(f"--config={name} is not a file{f'; did you mean {close[0]}?' if close else ''}")
     spec = importlib.util.spec_from_file_location(f"config_{file.stem}", file)
     if spec is None or spec.loader is None:
-        raise BadInput(f"--config={name} is not a Python file: a config is code, in a file whose name ends in .py")
+        raise BadInput(f"--config={name} must be a Python file, whose name ends in .py")
     module = importlib.util.module_from_spec(spec)
     try:
         with neighbours_first(file.parent):
             spec.loader.exec_module(module)
             if not hasattr(module, "get_config"):
-                raise BadInput("it has no get_config()")
+                raise BadInput("the file has no get_config()")
             values = module.get_config(argument) if argument else module.get_config()
         values = values.to_dict() if hasattr(values, "to_dict") else values
         if not isinstance(values, dict):
             raise BadInput(f"get_config() must return a ConfigDict or a dict, but returned {values!r}")
-    except (Exception, SystemExit) as error:  # user code: report whatever it raises in one line
+    except (Exception, SystemExit) as error:  # report any error of user code in one line
         kind = "" if type(error) in (ValueError, BadInput) else f"{type(error).__name__}: "
         message = " ".join(str(error).split())
         raise BadInput(f"--config={path} cannot be read: {kind}{message}{line_of(error, str(file))}") from None
@@ -124,14 +122,14 @@ def config_values(path: str) -> dict[str, Any]:
 
 
 def split_argument(path: str) -> tuple[str, str]:
-    """Splits 'configs/auto.py:depth=8' into (file, argument). A colon elsewhere belongs to the file's name."""
+    """Splits 'configs/auto.py:depth=8' into (file, argument). Other colons are part of the file name."""
     name, mark, argument = path.partition(".py:")
     return (f"{name}.py", argument) if mark else (path, "")
 
 
 @contextlib.contextmanager
 def neighbours_first(folder: pathlib.Path) -> Iterator[None]:
-    """Lets a config import modules from its folder, as a script can. Restores sys.path and sys.modules."""
+    """Allows a config to import modules from its folder, like a script. Restores sys.path and sys.modules."""
     path, known = str(folder.resolve()), set(sys.modules)
     sys.path.insert(0, path)
     try:
@@ -139,14 +137,14 @@ def neighbours_first(folder: pathlib.Path) -> Iterator[None]:
     finally:
         with contextlib.suppress(ValueError):  # removed by the config itself
             sys.path.remove(path)
-        for name in set(sys.modules) - known:  # a config in another folder may import the same name
+        for name in set(sys.modules) - known:  # a config in a different folder may import the same name
             file = getattr(sys.modules[name], "__file__", None)
-            if file and os.path.dirname(file) == path:  # not subfolders, which may hold an environment
+            if file and os.path.dirname(file) == path:  # excludes subfolders, which may contain an environment
                 del sys.modules[name]
 
 
 def line_of(error: BaseException, file: str) -> str:
-    """Returns ' (line 7)', the last line of `file` in the traceback; '' if it is not in it."""
+    """Returns ' (line 7)' with the last line of `file` in the traceback, or '' if the traceback does not contain it."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     return f" (line {lines[-1]})" if lines else ""
 

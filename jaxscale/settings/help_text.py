@@ -18,7 +18,7 @@ from jaxscale import schema
 from jaxscale.settings.command_line import Arguments, flags_of, parse
 from jaxscale.system.exits import BadInput, put
 
-DEFAULT_SIZE = (120, 24)  # without a terminal and COLUMNS
+DEFAULT_SIZE = (120, 24)  # size without a terminal and COLUMNS
 MIN_WIDTH = 40
 FLAG_WIDTH = 22
 UNGROUPED = "run"  # settings outside of groups
@@ -26,25 +26,26 @@ SUMMARIES = {
     UNGROUPED: "settings outside of groups", "model": "the model: its family and sizes",
     "evals": "evaluations during training", "sources": "the raw text, by name",
 }  # fmt: skip
-FLAG = re.compile(r"( *--.*?\S {2,})\S")  # of a line, up to the flag's description
+FLAG = re.compile(r"( *--.*?\S {2,})\S")  # beginning of a line, up to the description of a flag
 HELP_WORDS = ("help", "-h", "--help", "--helpfull")
 
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """main(argv) of a verb."""
+    """The main(argv) of a command."""
 
-    work: Callable[[Arguments], int | None]  # returns an exit code; None: 0
-    flags: type  # of `flag` fields; may also have no_config, a hint for --config, and moved: {old subverb: command}
+    work: Callable[[Arguments], int | None]  # returns an exit code; None means 0
+    flags: type  # dataclass of flags; may have no_config, a hint for --config, and moved, {old subcommand: command}
     page: str
-    settings: type | None = None  # a dataclass whose groups --help lists
-    subverbs: Mapping[str, Collection[str]] = dataclasses.field(default_factory=dict)  # {first word: its flags' fields}
-    alone: str = ""  # the word that an empty command line stands for
-    instead: Mapping[str, "Command"] = dataclasses.field(default_factory=dict)  # by the flags that select them
-    passes_on: bool = False  # words after -- are for another program
+    settings: type | None = None  # dataclass whose groups --help lists
+    subverbs: Mapping[str, Collection[str]] = dataclasses.field(default_factory=dict)  # {subcommand: fields of its flags}
+    alone: str = ""  # default word for an empty command line
+    instead: Mapping[str, "Command"] = dataclasses.field(default_factory=dict)  # {flag: command that it selects}
+    passes_on: bool = False  # whether words after -- are for a different program
 
     def __call__(self, argv: Sequence[str]) -> int:
-        """Parses argv, runs the verb and returns its exit code, or prints the page. Raises BadInput as `parse` does."""
+        """Runs the command with argv and returns its exit code, or prints the help page. Raises BadInput like
+        parse()."""
         for word, other in self.instead.items():
             if {word, f"{word}=true"} & set(argv):
                 return other(argv)
@@ -62,7 +63,7 @@ class Command:
                 verb = self.work.__module__.rpartition(".")[2]
                 if now := getattr(self.flags, "moved", {}).get(subverb):
                     raise BadInput(f"jaxscale {verb} {subverb} has moved; run `{now}` in a checkout of jaxscale")
-                raise BadInput(f"jaxscale {verb} has no verb {subverb!r}; verbs: {', '.join(self.subverbs)}")
+                raise BadInput(f"jaxscale {verb} has no subcommand {subverb!r}; subcommands: {', '.join(self.subverbs)}")
         arguments = parse(words, self.flags, self.subverbs.get(subverb))
         if arguments.help:
             page, topic = self.page, arguments.topic
@@ -79,10 +80,10 @@ class Command:
 def command(
     flags: type, more: str = "", *, without: type | None = None, **how: Any
 ) -> Callable[[Callable[[Arguments], int | None]], Command]:
-    """Decorates a function of Arguments that returns an exit code (None: 0) to make the Command of a verb.
+    """Returns a decorator that converts a function of Arguments, which returns an exit code or None, to a Command.
 
-    The docstring of the function's module is its page, with a line for each flag after the examples.
-    Args: more: appended to the page. without: flags that the page describes. how: other fields of Command.
+    The help page is the docstring of the function's module, with a line for each flag after the examples. more: text
+    appended to the page. without: dataclass of flags to omit from the page. how: other fields of Command.
     """
 
     def decorate(work: Callable[[Arguments], int | None]) -> Command:
@@ -99,20 +100,20 @@ def command(
 
 
 def docstring(owner: types.ModuleType | type) -> str:
-    """Returns the docstring of a module or a class; from the source file under -OO, where Python drops it."""
+    """Returns the docstring of a module or class. Reads it from the source file under -OO, which removes docstrings."""
     if sys.flags.optimize < 2:
         return owner.__doc__ or ""
     module = owner if isinstance(owner, types.ModuleType) else sys.modules[owner.__module__]
     try:
         tree = ast.parse(inspect.getsource(module))
     except OSError:
-        return "This text is missing: Python ran with -OO, and the source files are not installed."
+        return "Help is not available, because Python ran with -OO and the source files are not installed."
     classes = (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == owner.__name__)
     return ast.get_docstring(tree if owner is module else next(classes), clean=False) or ""
 
 
 def flag_lines(flags: type, without: Collection[str] = ()) -> str:
-    """Returns a line for each listed flag: its value or default, and its help."""
+    """Returns a line for each listed flag with its value or default and its help."""
     lines, labels = [], []
     for name, field in flags_of(flags).items():
         metadata = field.metadata
@@ -128,7 +129,7 @@ def flag_lines(flags: type, without: Collection[str] = ()) -> str:
 
 
 def list_groups(cls: type) -> str:
-    """Returns a line for each group of settings, and a line on --help GROUP."""
+    """Returns a line for each group of settings, and a line about --help GROUP."""
     hints, docs = typing.get_type_hints(cls), {}
     for field in dataclasses.fields(cls):
         kind = hints[field.name]
@@ -142,7 +143,8 @@ def list_groups(cls: type) -> str:
 
 
 def describe_settings(cls: type, group: str = "") -> str:
-    """Describes the settings of `cls` or of a group: type, default, help, model kind. Raises BadInput for no group."""
+    """Returns type, default, help and model kind of the settings of `cls`, or of a group. Raises BadInput without
+    match."""
     groups = by_group(cls)
     if group and group not in groups:
         close = difflib.get_close_matches(group, groups, n=1)
@@ -152,7 +154,7 @@ def describe_settings(cls: type, group: str = "") -> str:
 
 
 def by_group(cls: type) -> dict[str, list[str]]:
-    """Returns {group: the lines of its settings}, in the order of the fields."""
+    """Returns {group: lines of its settings} in the order of fields."""
     groups: dict[str, list[str]] = {UNGROUPED: []}
     for kind, name, type_, default, text in schema.describe_groups(cls):
         owner = f" ({kind})" if kind else ""
@@ -162,7 +164,7 @@ def by_group(cls: type) -> dict[str, list[str]]:
 
 
 def fit_width(text: str, width: int = 0) -> str:
-    """Wraps the text to a width, by default the terminal's: flags' help keeps its column, paragraphs are refilled."""
+    """Wraps text to a width, by default that of the terminal. Help of flags remains in its column."""
     width = width or max(shutil.get_terminal_size(DEFAULT_SIZE).columns, MIN_WIDTH)
     fitted = []
     for is_text, lines in itertools.groupby(text.split("\n"), lambda line: bool(line) and line[0] not in " -"):
@@ -172,7 +174,7 @@ def fit_width(text: str, width: int = 0) -> str:
 
 
 def wrap(lines: list[str], width: int) -> list[str]:
-    """Returns the lines unchanged if they fit, else refilled."""
+    """Returns the lines unchanged if they fit, else rewrapped."""
     if max(map(len, lines)) <= width:
         return lines
     flag = FLAG.match(lines[0])

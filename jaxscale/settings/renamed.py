@@ -1,5 +1,4 @@
-"""Renamed settings whose old names are still accepted. This covers configs, command lines and records of older
-runs."""
+"""Renamed settings, whose old names are accepted in configs, command lines and records of older runs."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -9,7 +8,7 @@ from jaxscale.system.exits import print_stderr
 
 
 def current_name(name: str, table: Mapping[str, str]) -> str:
-    """Returns the current dotted name of a setting or group. table: old name -> new name, inner names first."""
+    """Returns the current dotted name of a setting or group. table: {old name: new name}, inner names first."""
     for old, new in table.items():
         if name == old or name.startswith(f"{old}."):
             log_renamed(f"{old} is now {new}")
@@ -18,7 +17,7 @@ def current_name(name: str, table: Mapping[str, str]) -> str:
 
 
 def with_current_names(values: Mapping[str, Any], table: Mapping[str, str]) -> Mapping[str, Any]:
-    """Returns nested settings under their current names. If both names are there, the current one counts."""
+    """Returns nested settings with current names. If both names are present, the current name takes precedence."""
     renamed = []
     for old, new in table.items():
         names, found = old.split("."), values
@@ -39,14 +38,14 @@ def log_renamed(text: str) -> None:
 
 
 def remove(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Returns nested settings without the one under these names."""
+    """Returns nested settings without the setting under these names."""
     head, *tail = names
     others = {name: value for name, value in values.items() if name != head}
     return others | ({head: remove(values[head], tail)} if tail else {})
 
 
 def put_default(values: Mapping[str, Any], names: Sequence[str], value: Any) -> dict[str, Any]:
-    """Returns nested settings with this one, or group, added where they have none under these names."""
+    """Returns nested settings with a setting or group added, if they have none under these names."""
     head, *tail = names
     before = values.get(head)
     if before is not None and not isinstance(before, Mapping):

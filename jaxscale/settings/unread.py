@@ -1,4 +1,4 @@
-"""Rejects settings that have no effect with the other settings of a config.
+"""Rejection of settings that have no effect with the other settings of a config.
 
 The condition under which a setting is read is its `read_if` (settings/conditions.py).
 """
@@ -16,7 +16,7 @@ from jaxscale.units import or_list
 
 
 class Leaf(NamedTuple):
-    """A setting of a config."""
+    """A setting of a config, with its value and read_if conditions."""
 
     name: str
     value: Any
@@ -44,12 +44,12 @@ def leaves(config: Any, path: str = "", conditions: tuple[str, ...] = ()) -> Ite
 
 
 def unread(config: Any) -> dict[str, tuple[Leaf, list[Clause]]]:
-    """Returns {name: (setting, unsatisfied clauses)} of unread settings. A clause on an unread one is not satisfied."""
+    """Returns {name: (setting, unsatisfied clauses)} of unread settings. Clauses on unread settings are unsatisfied."""
     known = {leaf.name: leaf for leaf in leaves(config)}
 
     @functools.cache
     def missing(name: str) -> tuple[Clause, ...]:
-        """Returns the unsatisfied clauses: for each condition, of the alternative with the fewest."""
+        """Returns the unsatisfied clauses. For each condition, uses the alternative with the fewest."""
         unsatisfied: list[Clause] = []
         for condition in known[name].conditions:
             alternatives = [[*failing(clauses, name)] for clauses in parse(condition)]
@@ -59,7 +59,7 @@ def unread(config: Any) -> dict[str, tuple[Leaf, list[Clause]]]:
     def failing(clauses: list[Clause], setting: str) -> Iterator[Clause]:
         for clause in clauses:
             if clause == Clause(setting):
-                continue  # the switch of the setting's group
+                continue  # this setting switches its group on
             if not clause.holds(known[clause.name].value):
                 yield clause
             elif clause.sign in ("on", "=") and clause.name != setting:
@@ -73,7 +73,7 @@ def as_read(config: Any) -> dict[str, Any]:
     left_out = unread(config)
 
     def read_part(value: Any, name: str) -> Any:
-        """Returns the part of the value that is read, or MISSING."""
+        """Returns the part of a value that is read, or MISSING."""
         if dataclasses.is_dataclass(value):
             inner = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         elif isinstance(value, Mapping) and value and all(map(dataclasses.is_dataclass, value.values())):
@@ -90,11 +90,10 @@ def as_read(config: Any) -> dict[str, Any]:
 
 
 def refuse_unread(config: Any, given: Collection[str] = (), recorded: Callable[[], Mapping[str, Any]] = dict) -> None:
-    """Raises BadInput, one line, for settings that differ from their defaults and are not read.
+    """Raises BadInput with one line for settings that differ from their defaults and are not read.
 
-    given: names on the command line. A setting of the file is allowed if the command line changes the choice that would
-    read it. recorded: called if there are such settings; returns the settings of the run that resumes, whose values
-    are allowed.
+    given: names on the command line. A setting of the file is allowed if the command line changes the settings in its
+    condition. recorded: returns the settings of the run that resumes, whose values are allowed; called only if needed.
     """
     typed = lambda name: any(name == other or name.startswith(f"{other}.") for other in given)
     switched = lambda clauses: all(typed(clause.name) for clause in clauses)
@@ -122,7 +121,7 @@ def refuse_unread(config: Any, given: Collection[str] = (), recorded: Callable[[
 
 
 def fix_clause(clause: Clause, value: Any) -> str:
-    """Returns 'set data.name to files or hf', a change that satisfies the clause."""
+    """Returns a change that satisfies the clause, such as 'set data.name to files or hf'."""
     several = isinstance(value, (tuple, list))
     match clause.sign:
         case "on":
@@ -130,7 +129,7 @@ def fix_clause(clause: Clause, value: Any) -> str:
                 return f"set {clause.name} to true"
             return f"set {clause.name} above 0" if isinstance(value, (int, float)) else f"also give {clause.name}"
         case "off":
-            return f"leave {clause.name} empty"
+            return f"remove {clause.name}"
         case "=":
             if several:
                 return f"add {or_list(clause.values)} to {clause.name}"
@@ -141,7 +140,7 @@ def fix_clause(clause: Clause, value: Any) -> str:
 
 
 def remove_settings(settings: list[Leaf], typed: Callable[[str], bool]) -> str:
-    """Returns 'remove --config.a, and add --config.b=0', which sets all of them to their defaults."""
+    """Returns changes that set settings to their defaults, such as 'remove --config.a, and add --config.b=0'."""
     extra = [leaf for leaf in settings if typed(leaf.name)]
     steps = [f"remove {', '.join(f'--config.{leaf.name}' for leaf in extra)}"] if extra else []
     listed = [leaf for leaf in settings if leaf not in extra and "[" in leaf.name]
@@ -152,6 +151,6 @@ def remove_settings(settings: list[Leaf], typed: Callable[[str], bool]) -> str:
 
 
 def as_flag(value: Any) -> str:
-    """Formats the value for a flag, quoted for a shell."""
+    """Formats a value for a flag, quoted for a shell."""
     text = "none" if value is None else str(schema.to_dict(value))
     return shlex.quote(text) if text.isprintable() else f"${ascii(text)}"

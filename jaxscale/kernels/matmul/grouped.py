@@ -132,8 +132,8 @@ def weighted_activation(activate: Callable, gate_RF: jax.Array, up_RF: jax.Array
 def resolve_expert_kernels(platform: str, device: Device | None, dtype: Any) -> tuple[ExpertKernels, Choice]:
     """Returns (kernels, choice). Choice.reason is why a GPU has no grouped kernel, or "".
 
-    TPUs, and Hopper GPUs with 16-bit dtypes, use grouped kernels. Others use slots, because XLA has no grouped matmul
-    that skips other groups.
+    TPUs, and Hopper GPUs with 16-bit dtypes, use grouped kernels. Others use slots, because XLA's grouped matmuls on
+    them do not skip other groups.
     """
     if platform == "cpu":
         return ExpertKernels(), Choice(name="slots")

@@ -52,8 +52,7 @@ def transpose_tile(tile: Any) -> Any:
 
 
 def group_tiles(counts_E: jax.Array, rows: int) -> tuple[jax.Array, int]:
-    """Returns (int32[4, T] with group, tile, first and end row of the group in the tile; maximum T). Padding has begin
-    == end."""
+    """Returns (int32[4, T] of group, tile of rows, begin and end of the rows; maximum T). Padding has begin == end."""
     max_tiles = -(-rows // TILE_R) + len(counts_E) - 1
     ends_E = jnp.cumsum(counts_E)
     starts_E = ends_E - counts_E

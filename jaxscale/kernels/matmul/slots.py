@@ -27,8 +27,7 @@ MAX_UNROLLED = 16  # maximum number of experts with separate matmuls; more use o
 
 
 class SlotSizes(NamedTuple):
-    """Sizes of slots and overflow chunks. Unused slots cost time in every step, overflow chunks only if rows
-    overflow."""
+    """Sizes of slots and overflow chunks. Unused slots always cost time, overflow chunks only if rows overflow."""
 
     spare: Callable[[int], int]  # mean rows of an expert -> number of additional slots
     max_chunk: int  # maximum rows of an overflow chunk
@@ -38,7 +37,7 @@ class SlotSizes(NamedTuple):
     # of 512 x 768 in bfloat16 with 128 to 1,024 rows on average and at most 1.1 and 1.4 times as many. Chunks of 32 and
     # 128 were not faster.
 ON_CPU = SlotSizes(lambda average: 0 if average >= 1024 else TILE, 64)
-ON_GPU = SlotSizes(lambda average: average // 16, 128)  # about enough for random routing of 4,096 tokens; no other sizes timed
+ON_GPU = SlotSizes(lambda average: average // 16, 128)  # about fits random routing of 4,096 tokens; nothing else timed
 
 # (x_RC, w_ECO, counts_E) -> y_RO in the dtype of x. The gradient of w has the dtype of w. Rows after the last group are
 # undefined, also in gradients. transposed=True means that the memory layout of w is [E, O, C].
