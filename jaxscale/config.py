@@ -41,8 +41,8 @@ class RunConfig:
     batch_tokens: units.Tokens = setting(help="tokens per step, over all devices: an integer or '512 rows'")
     batch_ramp: tuple[tuple[units.Tokens, units.Tokens], ...] = setting(
         (),
-        "smaller batches at the beginning: [(batch size, end), ...], such as [('8 rows', '10%')]; the size is in tokens "
-        "or rows, the end in tokens, rows or percent of the run; neither may be in steps",
+        "smaller batches at the beginning: [(batch size, end), ...], such as [('8 rows', '10%')]; sizes are in tokens "
+        "or rows, ends in tokens, rows or percent of the run; neither may be in steps",
     )
     seq_len_ramp: tuple[tuple[int, units.Tokens], ...] = setting(
         (),
@@ -70,7 +70,7 @@ class RunConfig:
     lora: LoraConfig = setting(LoraConfig, read_if="lora.rank")
     data: DataConfig = setting(DataConfig)
     eval: EvalConfig = setting(EvalConfig)
-    evals: Evals = setting({}, "{name: evaluator} of further evaluations, each with a separate interval", may_change=True)
+    evals: Evals = setting({}, "{name: evaluator} of more evaluations, each with a separate interval", may_change=True)
     checkpoint: CheckpointConfig = setting(CheckpointConfig)
     lock: LockConfig = setting(LockConfig, may_change=True)
     monitor: MonitorConfig = setting(MonitorConfig)
@@ -175,8 +175,7 @@ def check_ramp(cfg: RunConfig) -> None:
 
 
 def check_seq_len_ramp(cfg: RunConfig) -> None:
-    """Raises BadInput unless the lengths of seq_len_ramp increase and divide seq_len, and the objective allows a
-    ramp."""
+    """Raises BadInput unless lengths of seq_len_ramp increase and divide seq_len, and the objective allows a ramp."""
     lengths = [length for length, _ in cfg.seq_len_ramp]
     for before, length in zip((1, *lengths), (*lengths, cfg.seq_len) if lengths else ()):
         if length <= before:
@@ -195,7 +194,7 @@ def check_seq_len_ramp(cfg: RunConfig) -> None:
         )
     if lengths and cfg.data.name == "chat":
         raise BadInput(
-            "seq_len_ramp would split the conversations of data.name='chat' and separate answers from their questions; "
+            "seq_len_ramp would split the conversations of data.name='chat' and separate answers from questions; "
             "remove seq_len_ramp"
         )
 
@@ -254,8 +253,8 @@ def check_weights(cfg: RunConfig) -> None:
     """Raises BadInput for an EMA, an export or adapters that the other settings do not support."""
     if cfg.train.ema.on and cfg.optim.offload_params:
         raise BadInput(
-            "train.ema.decay and optim.offload_params cannot be combined, because the average is updated on devices, but "
-            "parameters are in host memory; disable one of them"
+            "train.ema.decay and optim.offload_params cannot be combined, because the average is updated on devices "
+            "and parameters are in host memory; disable one of them"
         )
     if cfg.sample.ema and not cfg.train.ema.on:
         raise BadInput("sample.ema=true needs an average of the weights; set train.ema.decay above 0")
@@ -273,7 +272,7 @@ def check_weights(cfg: RunConfig) -> None:
     if every and cfg.export.ema and not cfg.train.ema.on:
         raise BadInput("export.ema=true needs an average of the weights; set train.ema.decay above 0")
     if cfg.lora.on and cfg.model.kind != "decoder":
-        decoders = " and ".join(names_of("decoder"))
+        decoders = " or ".join(names_of("decoder"))
         raise BadInput(
             f"lora.rank={cfg.lora.rank}: model.name={cfg.model.name!r} does not support adapters; use {decoders}"
         )
@@ -307,7 +306,7 @@ def check_experts(cfg: RunConfig) -> None:
     """Raises BadInput for MoE settings of a dense model, and for settings that MoE models do not support."""
     experts, model = getattr(cfg.model, "experts", None), cfg.model
     if experts is None and cfg.mesh.expert != 1:
-        raise BadInput(f"mesh.expert={cfg.mesh.expert}: this model has no experts; use mesh.expert=1, and a different axis")
+        raise BadInput(f"mesh.expert={cfg.mesh.expert}: this model has no experts; use mesh.expert=1, and another axis")
     if experts is None:
         if lost := [name for name in cfg.train.aux_losses if name in EXPERT_LOSSES]:
             raise BadInput(f"train.aux_losses has {lost[0]!r}, but this model has no experts; remove it")

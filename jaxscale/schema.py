@@ -165,7 +165,7 @@ def describe_groups(
             default = repr(field.default_factory())
         else:
             default = "required"
-        needs = [text for text in conditions if text != join(path, field.name)]  # without a condition on the field itself
+        needs = [text for text in conditions if text != join(path, field.name)]  # except on the field itself
         text = "; ".join(filter(None, [field.metadata.get("help", ""), in_words(needs)]))
         yield chosen, join(path, field.name), type_name(hints[field.name]), default, text
 
@@ -193,8 +193,7 @@ def difference(old: Any, new: Any) -> dict[str, tuple[Any, Any]]:
 
 
 def convert(value: Any, hint: Any, path: str) -> Any:
-    """Returns `value`, which may be command-line text, converted to the type `hint`. Raises BadInput with path and
-    type."""
+    """Converts `value`, which may be command-line text, to the type `hint`. Raises BadInput with path and type."""
     candidates = options(hint)
     groups = group_types(hint)
     if isinstance(value, str):

@@ -26,8 +26,8 @@ def parse(name: str, amount: Tokens) -> tuple[float, str]:
     found = FORM.fullmatch(str(amount))
     if not found or found[2].lower() not in UNITS:
         raise BadInput(
-            f"{name}={str(amount)[:40]!r} is not an amount of training; give an integer number of tokens, or text such as "
-            "'2000 steps', '1%' or '1 epoch'"
+            f"{name}={str(amount)[:40]!r} is not an amount of training; give tokens as an integer, or '2000 steps', "
+            "'1%' or '1 epoch'"
         )
     number = float(found[1].replace("_", ""))
     if number > MAX_AMOUNT:

@@ -134,8 +134,7 @@ def run_config(found: SourceModel, folder: Any) -> RunConfig:
 
 
 def export_model(to: str, flags: ConvertOptions, say: Say, progress: MakeProgress) -> dict[str, Any]:
-    """Exports the weights of a step as a Hugging Face folder, or its adapters for PEFT. Returns a record of the
-    export."""
+    """Exports the weights of a step as a Hugging Face folder, or its adapters for PEFT. Returns a record."""
     adapter = flags.adapter
     if flags.base and not adapter:
         raise BadInput("--base is the base model of an adapter; also give --adapter")

@@ -71,8 +71,7 @@ def open_model(
     """Returns the model of a work folder, or of WORKDIR/checkpoints/STEP, with bitwise equal weights.
 
     step: default: the newest. what: the weights or their EMA. compute_dtype: default: that of the training. tokenizer:
-    a file or 'bytes', for a folder without a tokenizer. say: logs a line. named: flag or setting of the path, for
-    errors.
+    a file or 'bytes', for a folder without a tokenizer. say: logs a line. named: name of the path in errors.
 
     Raises BadInput for a path without a checkpoint, a mesh that does not divide the model, or a tokenizer that cannot
     be read, and Stop(CHECKPOINT_CORRUPT) for corrupted arrays.

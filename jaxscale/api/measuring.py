@@ -100,7 +100,7 @@ def make_measure(request: EvalRequest, model: LoadedModel, say: Say) -> Measure:
 def check_context(model: LoadedModel, context: int) -> None:
     """Raises BadInput for a model that is not a decoder, or a context longer than its maximum."""
     if model.cfg.kind != "decoder":
-        raise BadInput(f"model.name={model.cfg.name!r} is not a decoder; evaluate needs a decoder, such as llama or gpt2")
+        raise BadInput(f"model.name={model.cfg.name!r} is not a decoder; use one, such as llama or gpt2")
     limit = model.cfg.max_seq_len
     if limit is not None and context > limit:
         raise BadInput(f"--context={context} is longer than model.max_seq_len={limit}")
@@ -170,8 +170,7 @@ def evaluate(
     save: bool = False,
     **how: Any,
 ) -> dict[str, dict[str, float]]:
-    """Returns {evaluator: metrics} of a model, like `jaxscale evaluate`. By default uses the evaluators of the run's
-    config.
+    """Returns {evaluator: metrics} of a model, like `jaxscale evaluate`. The default evaluators are those of its run.
 
     text: {name: files} for perplexity and bits per byte. choice, cloze: {name: file}. tokens: {name: token files, or a
     list of documents as ids} for perplexity without a tokenizer. lm_eval: tasks of lm-eval. save: whether to also save
@@ -220,7 +219,7 @@ def measure_tokens(request: EvalRequest, model: LoadedModel, tokens: Mapping[str
     for name, given in tokens.items():
         label = f"tokens[{name!r}]"
         if name in request.evals or not eval_config.NAME.fullmatch(name):
-            raise BadInput(f"{label}: the name is in use, or has characters other than letters, digits, _ . and -; rename it")
+            raise BadInput(f"{label}: use a name that is not in use, of letters, digits, _ . and -")
         documents = open_documents(label, given, model.cfg.vocab_size, request.limit or 0)
         metrics = token_metrics(label, documents(), scorer, model.params, context, stride)
         found |= {f"{GROUP}/{name}/{metric}": value for metric, value in metrics.items()}

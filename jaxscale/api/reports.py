@@ -42,8 +42,8 @@ class ReportPage:
 
 
 def report(*runs: str | Trained, price: float | None = None, height: int = FRAME_PIXELS) -> ReportPage:
-    """Returns the page about runs, like `jaxscale report`. price: dollars per chip hour. height: pixels in a
-    notebook."""
+    """Returns the page about runs, like `jaxscale report`. price: dollars per chip hour. height: pixels, in
+    notebooks."""
     if not runs:
         raise BadInput("report needs a work folder, or several to compare")
     workdirs, hourly = [str(run) for run in runs], None if price is None else price_of("price", str(price))
@@ -56,8 +56,7 @@ def price_of(name: str, text: str) -> float:
 
 
 def read_all(workdirs: Sequence[str]) -> list[History]:
-    """Returns the histories of runs. Raises BadInput for a folder without a run, Stop(STORAGE) for an unreachable
-    bucket."""
+    """Returns the histories of runs. Raises BadInput for a folder without a run, Stop(STORAGE) without connection."""
     runs = []
     for workdir in workdirs:
         try:

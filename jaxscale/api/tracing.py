@@ -92,7 +92,7 @@ def plan_batches(
     rows = sizes.begin(batch_index(step - 1, before) + 1) if step else 0
     if recorded and not same_prefix(recorded.get("mixture"), mixture.record() if mixture else None, rows):
         raise data_mismatch(
-            f"with data.mixture and data.max_epochs of config.json, the {step} completed steps have different rows than "
+            f"with data.mixture and data.max_epochs of config.json, the {step} completed steps have other rows than "
             "recorded in the checkpoint; restore the config.json of the run's last start (or its release)"
         )
     return Ledger(corpus, corpus.batches(sizes, mixture), skipped)
@@ -152,7 +152,7 @@ def trace(
         found = run.ledger.steps_of(document, run.total_steps)
         return BatchTrace(run, (run.piece(step, run.ledger.batch_of(step), entry) for step, entry in found))
     step, n = step_and_batch(run, step, batch, row or 0)
-    unchanged = not run.ledger.corpus.cfg.transforms  # recorded hashes are of tokens after transforms
+    unchanged = not run.ledger.corpus.cfg.transforms  # trace hashes tokens before transforms
     recorded = run.hashes.get(step) if unchanged and step is not None else None
     now = tokens_hash(run.ledger.batches.batch(n)) if recorded else ""
     return BatchTrace(run, batch_pieces(run, step, n, row, characters), step, n, now if now != recorded else "")

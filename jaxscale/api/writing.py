@@ -162,8 +162,7 @@ def sample(
     prompt: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] = "",
     **how: Any,
 ) -> str | list[str] | list[int] | list[list[int]]:
-    """Returns the text that the model generates after a prompt, or after each of several prompts, like `jaxscale
-    sample`.
+    """Returns the text that the model generates after a prompt, or after each of several, like `jaxscale sample`.
 
     model: a work folder, WORKDIR/checkpoints/STEP, the result of train(), or the result of open_model(), which avoids
     reading the model in every call. prompt: text, or token ids, for which the result is token ids and no tokenizer is

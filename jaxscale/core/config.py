@@ -138,9 +138,7 @@ class GuardConfig:
         if self.max_skipped_in_row < 0:
             raise BadInput(f"max_skipped_in_row={self.max_skipped_in_row} must be at least 0")
         if self.window_steps < MIN_WINDOW_STEPS:
-            raise BadInput(
-                f"window_steps={self.window_steps} must be at least {MIN_WINDOW_STEPS}, for a stable median"
-            )
+            raise BadInput(f"window_steps={self.window_steps} must be at least {MIN_WINDOW_STEPS}, for a stable median")
         for name in ("spike_sigma", "grad_ratio", "max_spikes_in_row"):
             if getattr(self, name) < 0:
                 raise BadInput(f"{name}={getattr(self, name)} must be at least 0 (0: off)")

@@ -108,9 +108,8 @@ def make_init_params(
 ) -> Callable[[np.ndarray], list[jax.Array]]:
     """Returns a jitted function that initializes the leaves of the parameters from a key, uint32[2].
 
-    Compilation takes 0.3 to 0.8 s for models of the tests, as long as that of the step (jax 0.10.2, 2 cores,
-    2026-11-26). Runs with a different seed or other different settings share the function, in a process and in a
-    compilation cache.
+    It takes 0.3 to 0.8 s to compile for models of the tests, like their step (jax 0.10.2, 2 cores, 2026-11-26). Runs
+    that differ only in the seed or other settings share it, within a process and in a compilation cache.
     """
     from jaxscale.kernels.compiler_options import fast_compile_options
 

@@ -56,7 +56,7 @@ def file_text(cfg: RunConfig) -> str:
 
 def check_no_secrets(settings: dict[str, Any]) -> None:
     """Raises BadInput for a setting that contains a secret, because checkpoints and the command line would show it."""
-    cleaned = redacted([[value, name] for name, value in settings.items()])  # a single call, because it reads the environment
+    cleaned = redacted([[value, name] for name, value in settings.items()])  # reads the environment once
     for (name, value), clean in zip(settings.items(), cleaned):
         fix = "pass secrets in environment variables"
         # eos_token etc. are words of a vocabulary. An access token is recognized by its format.
@@ -68,8 +68,7 @@ def check_no_secrets(settings: dict[str, Any]) -> None:
 
 
 def with_flags(arguments: Arguments) -> dict[str, Any]:
-    """Returns the overrides and flags such as --skip-data=A:B,C:D. Raises BadInput for invalid or duplicate
-    settings."""
+    """Returns the overrides, with flags such as --skip-data=A:B,C:D. Raises BadInput for invalid or double settings."""
     overrides: dict[str, Any] = dict(arguments.overrides)
     for flag, name in FLAG_SETTINGS:
         if text := arguments.options.get(flag):
@@ -92,7 +91,7 @@ def skipped_batches(text: str) -> tuple[tuple[int, int], ...]:
 def config_values(path: str) -> dict[str, Any]:
     """Returns the values of the file's get_config() as nested dicts."""
     if "://" in path:
-        raise BadInput(f"--config={path} must be a local file, because a config is code, which is not run from a bucket")
+        raise BadInput(f"--config={path} must be a local file: a config is code, and is not run from a bucket")
     name, argument = split_argument(path)
     file = pathlib.Path(name)
     if not name:

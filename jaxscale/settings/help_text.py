@@ -1,4 +1,4 @@
-"""The main(argv) of a verb: parses its flags and prints its --help page."""
+"""The main(argv) of a command, which parses its flags and prints its --help page."""
 
 import ast
 import dataclasses
@@ -38,7 +38,7 @@ class Command:
     flags: type  # dataclass of flags; may have no_config, a hint for --config, and moved, {old subcommand: command}
     page: str
     settings: type | None = None  # dataclass whose groups --help lists
-    subverbs: Mapping[str, Collection[str]] = dataclasses.field(default_factory=dict)  # {subcommand: fields of its flags}
+    subverbs: Mapping[str, Collection[str]] = dataclasses.field(default_factory=dict)  # {subcommand: its fields}
     alone: str = ""  # default word for an empty command line
     instead: Mapping[str, "Command"] = dataclasses.field(default_factory=dict)  # {flag: command that it selects}
     passes_on: bool = False  # whether words after -- are for a different program
@@ -63,7 +63,7 @@ class Command:
                 verb = self.work.__module__.rpartition(".")[2]
                 if now := getattr(self.flags, "moved", {}).get(subverb):
                     raise BadInput(f"jaxscale {verb} {subverb} has moved; run `{now}` in a checkout of jaxscale")
-                raise BadInput(f"jaxscale {verb} has no subcommand {subverb!r}; subcommands: {', '.join(self.subverbs)}")
+                raise BadInput(f"jaxscale {verb} has no subcommand {subverb!r}; use one of {', '.join(self.subverbs)}")
         arguments = parse(words, self.flags, self.subverbs.get(subverb))
         if arguments.help:
             page, topic = self.page, arguments.topic
@@ -143,8 +143,7 @@ def list_groups(cls: type) -> str:
 
 
 def describe_settings(cls: type, group: str = "") -> str:
-    """Returns type, default, help and model kind of the settings of `cls`, or of a group. Raises BadInput without
-    match."""
+    """Returns type, default, help and model kind of all settings, or of a group. Raises BadInput for unknown groups."""
     groups = by_group(cls)
     if group and group not in groups:
         close = difflib.get_close_matches(group, groups, n=1)

@@ -129,7 +129,7 @@ def fix_clause(clause: Clause, value: Any) -> str:
                 return f"set {clause.name} to true"
             return f"set {clause.name} above 0" if isinstance(value, (int, float)) else f"also give {clause.name}"
         case "off":
-            return f"remove {clause.name}"
+            return f"leave {clause.name} empty"
         case "=":
             if several:
                 return f"add {or_list(clause.values)} to {clause.name}"

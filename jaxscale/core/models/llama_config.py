@@ -98,9 +98,7 @@ class LlamaConfig(ModelConfig):
         if self.qk_norm_over == "all_heads" and not self.qk_norm:
             raise BadInput("qk_norm_over='all_heads' needs qk_norm=true")
         if self.global_every is not None and (self.global_every < 2 or self.attention_window is None):
-            raise BadInput(
-                f"global_every={self.global_every} needs attention_window, and must be at least 2, or none"
-            )
+            raise BadInput(f"global_every={self.global_every} needs attention_window, and must be at least 2, or none")
         if not 0 <= self.global_first < self.num_layers or (self.global_first and self.attention_window is None):
             raise BadInput(
                 f"global_first={self.global_first} needs attention_window, and must be at least 0 and below "

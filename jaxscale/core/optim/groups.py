@@ -44,8 +44,7 @@ def assign_groups(
 
     Weight decay applies to matrices, and with weight_decay_all also to norms, biases and embeddings. Parameters for
     which is_trainable(name) is False are frozen in every group. base_multiplier(name) multiplies the learning rate and
-    divides the weight decay, so that the decay per step is unchanged (muP). Raises BadInput for a pattern without a
-    match.
+    divides the weight decay, so that the decay per step is unchanged (muP). Raises BadInput for unmatched patterns.
     """
     matched = {index: False for index in range(len(groups))}
 

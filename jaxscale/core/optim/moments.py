@@ -108,8 +108,7 @@ def block_length(length: int) -> int:
 def scale_axes(axes: tuple[str, ...], codes: Any, scales: Any, axis_size: Any, unsharded: str) -> tuple[str, ...]:
     """Returns the logical axes of a moment's scales.
 
-    axis_size: returns the number of shards of a logical axis. unsharded: axis to use if shards do not divide the
-    blocks.
+    axis_size: returns the number of shards of an axis. unsharded: axis to use if shards do not divide the blocks.
     """
     d = block_dim(axes)
     if scales.ndim < codes.ndim:

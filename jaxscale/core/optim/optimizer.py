@@ -106,8 +106,7 @@ def make_optimizer(
 
     groups: a tree of ParamGroup like the parameters. is_stacked: see offload_moments(). layout: required by update
     rules that need whole tensors. ok is used only with offloading; if False, offloaded moments and parameters do not
-    change. Updates of offloaded parameters are the new parameters (see offload_params()). Updates of frozen parameters
-    are zeros.
+    change. Updates of offloaded parameters are the new parameters (see offload_params()), of frozen parameters zeros.
     """
     cast = lambda tx: tx if cfg.moment_dtype == "float32" else cast_moments(tx, cfg.moment_dtype, required(layout).axes)
     adam = lambda: cast(optax.scale_by_adam(cfg.b1, cfg.b2, cfg.eps))

@@ -2,8 +2,7 @@
 
 Each device attends to a shard of keys and values while it sends the shard to the next device. The softmax is
 accumulated over shards. The backward pass sends keys and values around the ring again, together with their gradients,
-which finally return to the device of the keys. A RingKernel attends to one shard: ring_flash.py on any platform,
-ring_splash.py on TPUs.
+which return to the device of the keys. RingKernels attend to one shard: ring_flash.py, and ring_splash.py on TPUs.
 
 B batch  T local position of queries and keys  K key-value heads  H head dim
 """
@@ -35,8 +34,7 @@ class RingKernel(Protocol):
     """Attention of local queries to the keys of one device. The order of dimensions depends on the implementation.
 
     step: distance to the device of the keys, which is `step` positions before this device; a Python int if static, 0
-    for local keys. state: state of the softmax over the keys processed so far. logsumexp and delta, sum(out * dout) of
-    each query, are float32.
+    for local keys. state: softmax over the keys so far. logsumexp and delta, the sum of out * dout, are float32.
     """
 
     def init(self, q: jax.Array, /) -> Any:

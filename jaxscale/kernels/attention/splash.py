@@ -110,8 +110,9 @@ class Blocks:
     dkv: tuple[int, int]  # backward kernel for keys and values
     dq: tuple[int, int]  # backward kernel for queries
 
-
     # MaxText's default (base.yml), which fits the default VMEM limit of a kernel on any chip.
+
+
 DEFAULT_BLOCKS = Blocks((512, 512), (512, 512), (512, 512))
 # Selected by the compiler's schedule of each kernel, which docs/attention_blocks.py prints: the fewest instruction
 # bundles for a causal head of 4,096 positions among sizes of 512, 1024 and 2048 (libtpu 0.0.51, 2026-11-24; not timed).

@@ -32,10 +32,11 @@ class SlotSizes(NamedTuple):
     spare: Callable[[int], int]  # mean rows of an expert -> number of additional slots
     max_chunk: int  # maximum rows of an overflow chunk
 
-
     # The fastest sizes in `python -m benchmarks.experts` on 2 cores of an EPYC, jax 0.10.2, 2026-11-26, for 8 experts
     # of 512 x 768 in bfloat16 with 128 to 1,024 rows on average and at most 1.1 and 1.4 times as many. Chunks of 32 and
     # 128 were not faster.
+
+
 ON_CPU = SlotSizes(lambda average: 0 if average >= 1024 else TILE, 64)
 ON_GPU = SlotSizes(lambda average: average // 16, 128)  # about fits random routing of 4,096 tokens; nothing else timed
 
