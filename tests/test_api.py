@@ -119,7 +119,7 @@ def test_evaluate_measures_what_the_verb_measures(workdir, model, tmp_path, caps
     [
         (lambda model: jaxscale.evaluate(model, text={"a": "missing/*.txt"}), r"text\['a'\].*missing"),
         (lambda model: jaxscale.evaluate(model, text={"a": "x"}, cloze={"a": "y"}), "'a' is the name of two"),
-        (lambda model: jaxscale.evaluate(model), "nothing to evaluate"),
+        (lambda model: jaxscale.evaluate(model), "the config has no evals"),
         (lambda model: jaxscale.sample(model, num_tokens=0), "num_tokens=0 and batch=8 must be whole numbers"),
         (lambda model: jaxscale.sample(model, num_tokens=np.int64(5), seed="a"), "seed='a' must be a whole number"),
         (lambda model: jaxscale.sample(model, temperature="hot"), "temperature='hot' must be a number"),
@@ -150,7 +150,7 @@ def test_evaluate_measures_what_the_verb_measures(workdir, model, tmp_path, caps
             (lambda model, name=name: jaxscale.trace("nowhere", **{"step": 1} | {name: -1}), f"^{name}=-1 must be a")
             for name in ("step", "row", "characters")
         ],
-        (lambda model: jaxscale.evaluate(model, text="a.txt"), "text='a.txt' must name what it measures"),
+        (lambda model: jaxscale.evaluate(model, text="a.txt"), "text='a.txt' must be a dict with names"),
     ],
 )
 def test_what_a_person_got_wrong_is_one_line(call, told, model):

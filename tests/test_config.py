@@ -190,7 +190,7 @@ def test_an_impossible_horizon_is_one_line(overrides, told):
     [
         ("def get_config(:\n", "SyntaxError"),
         ("import nothing_of_this_name\n", "ModuleNotFoundError: No module named 'nothing_of_this_name'"),
-        ("x = 1\n", "it has no get_config()"),
+        ("x = 1\n", "the file has no get_config()"),
         ("def get_config():\n    pass\n", "must return"),
         ("def get_config():\n    return 3\n", "must return"),
         ("def get_config():\n    return undefined\n", "NameError: name 'undefined' is not defined"),
@@ -216,7 +216,7 @@ def test_a_missing_file_is_told_with_the_nearest_there_is(path, tmp_path):
     assert "is not a file" in complaint(load_config, str(tmp_path / "nowhere" / "x.py"))
     assert "is not a file" in complaint(load_config, str(tmp_path))
     (tmp_path / "notes.txt").write_text("def get_config(): ...")
-    assert "notes.txt is not a Python file" in complaint(load_config, str(tmp_path / "notes.txt"))
+    assert "notes.txt must be a Python file" in complaint(load_config, str(tmp_path / "notes.txt"))
     assert "--config must be given" in complaint(load_config, "")
 
 

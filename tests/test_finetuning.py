@@ -143,7 +143,7 @@ def test_merged_weights_are_a_plain_work_folder_with_the_same_logits(base, adapt
         convert.main([f"--workdir={tmp_path}/tuned", f"--to={tmp_path}/hf"])
     assert convert.main([f"--workdir={tmp_path}/merged", f"--to={tmp_path}/hf"]) == 0
     assert (tmp_path / "hf/chat_template.jinja").exists()
-    with pytest.raises(ValueError, match="export.every_steps=2 would export weights without their adapters"):
+    with pytest.raises(ValueError, match="export.every_steps=2 would export weights without adapters"):
         config(4, LORA | {"export.every_steps": 2})
 
     on = tuned(tmp_path / "on", tmp_path / "merged", steps=2)  # a full run begins with them

@@ -128,7 +128,7 @@ def test_a_model_may_compute_in_another_type_and_be_saved_in_another(workdir, tm
         ({"path": "{}/nowhere"}, "--workdir=.*nowhere holds no checkpoint: .* has no complete one$"),
         ({"step": 5}, "no checkpoint of step 5; .* has 3 or 7"),
         ({"path": "{}/checkpoints/3", "step": 7}, "is step 3, but step 7 is requested"),
-        ({"mesh": MeshConfig(tensor=8)}, "model and mesh do not fit: .*kv_heads=2"),
+        ({"mesh": MeshConfig(tensor=8)}, "the mesh does not divide the model: .*kv_heads=2"),
     ],
 )
 def test_what_cannot_be_opened_is_told_in_a_line(workdir, how, told):

@@ -109,7 +109,7 @@ def test_what_is_no_token_file_is_one_line(model, tmp_path):
             jaxscale.evaluate(model, tokens={"x": given})
     first_two = open_documents("x", [[1], [2], [300]], 257, limit=2)()
     assert list(map(list, first_two)) == [[1], [2]]  # what lies beyond the limit is neither read nor checked
-    with pytest.raises(BadInput, match="tokens=.* must name what it measures"):
+    with pytest.raises(BadInput, match="tokens=.* must be a dict with names"):
         jaxscale.evaluate(model, tokens=[[1, 2]])
 
 

@@ -85,7 +85,8 @@ def test_stages_are_told_in_the_head_of_the_report_and_at_the_start_of_a_run(rep
         for chunks in (1, 2)
     )
     line = (
-        "pipeline: 1f1b, 4 stages, 4 microbatches: bubble 42.9%, at most 4 passes of a stage wait for their gradients"
+        "pipeline: 1f1b, 4 stages, 4 microbatches: bubble 42.9%, at most 4 passes per stage wait for their backward "
+        "pass"
     )
     assert report_lines(make_report("tiny", one, topology, compiled))[2].strip() == line  # the bubble is 3/7
     said = []

@@ -101,7 +101,7 @@ DIGITS = "9" * 5000  # more than Python reads as a number
     [
         ("sample workdir=runs/x", "; write --workdir=runs/x"),
         ("ckpt list workdir=runs/x", "; write --workdir=runs/x"),
-        ("ckpt list --workdir=x --keep-last=1", "; other verbs of this command accept it"),
+        ("ckpt list --workdir=x --keep-last=1", "; other subcommands accept this flag"),
         ("sample --workdir=x --config.seed=1", "; the settings are read from the work folder"),
         ("trace --workdir=x --step=3 --config=x.py", "; the settings are read from the work folder"),
         ("completion bash --config=x.py", "--config=x.py is not a flag"),
@@ -112,7 +112,7 @@ DIGITS = "9" * 5000  # more than Python reads as a number
         ("bench data --config.stages=x", "also set --recipe=FILE or --input=GLOB"),
         ("prepare --config=RECIPE --input=*.txt --output=w", "sources.web must be a group of settings"),
         (f"train --stop_after={DIGITS}", "must be a whole number, 1 or more"),
-        (f"train --config=configs/quickstart.py --skip-data={DIGITS}:1", "must be ranges of batches"),
+        (f"train --config=configs/quickstart.py --skip-data={DIGITS}:1", "must be ranges FROM:TO of batches"),
     ],
     ids=lambda text: text[:40],
 )

@@ -146,8 +146,8 @@ def test_a_document_lists_its_steps(home, run, capsys):
     ("flags", "message"),
     [
         (["--step=1"], "--workdir must be given"),
-        (["--workdir={run}"], "give one of step, batch and document"),
-        (["--workdir={run}", "--step=1", "--doc=x"], "give one of step, batch and document"),
+        (["--workdir={run}"], "give exactly one of step, batch and document"),
+        (["--workdir={run}", "--step=1", "--doc=x"], "give exactly one of step, batch and document"),
         (["--workdir={run}", "--step=-1"], "--step=-1 must be a whole number"),
         (["--workdir={run}", "--doc=x"], "no document of the corpus has this id or location"),
         (["--workdir=nowhere", "--step=1"], "holds no config.json"),
@@ -318,7 +318,7 @@ def test_skip_data_is_shorthand_for_the_setting():
     assert overrides("--skip-data=3:5,9:10")["data.skip_batches"] == ((3, 5), (9, 10))
     assert overrides() == {}
     for flags, message in (
-        (["--skip-data=3-5"], "must be ranges of batches"),
+        (["--skip-data=3-5"], "must be ranges FROM:TO of batches"),
         (["--skip-data=3:5", "--config.data.skip_batches=((1,2),)"], "set the same setting"),
     ):
         with pytest.raises(ValueError, match=message):

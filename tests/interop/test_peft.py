@@ -243,7 +243,7 @@ def test_flags_that_mean_nothing_here_are_refused(tmp_path, llama):
     for flags, told in (
         ([base.replace("base", "from", 1), run, "--adapter"], "--adapter needs a PEFT adapter"),
         ([base.replace("base", "from", 1), run, base], "--base needs a PEFT adapter"),
-        ([run, f"--to={tmp_path / 'out'}", base], "--base names the base model of an adapter; also give --adapter"),
+        ([run, f"--to={tmp_path / 'out'}", base], "--base is the base model of an adapter; also give --adapter"),
         ([run, f"--to={tmp_path / 'out'}", "--adapter", "--shard_bytes=9"], "PEFT reads from one"),
         ([adapter, adapter.replace("from", "base", 1), run], "--base=.*adapter has no config.json"),
     ):

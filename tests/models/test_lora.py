@@ -141,7 +141,7 @@ def test_weight_decay_groups_and_the_table_know_adapters():
     assert table["blocks.attention.wq"] == table["embedding"] == "frozen"
     assert table["blocks.attention.wq_lora_a"] == "decay 0.1"
     assert table["blocks.attention.wq_lora_b"] == "decay 0, lr x16 (_lora_b$)"
-    with pytest.raises(ValueError, match="matches no parameter; there are blocks.attention.wk_lora_a"):
+    with pytest.raises(ValueError, match="matches no parameter; use names among blocks.attention.wk_lora_a"):
         uncached(LORA | {"optim.groups": ({"pattern": "embedding"},)})
 
 

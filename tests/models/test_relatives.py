@@ -97,10 +97,10 @@ def test_flops_are_counted_over_the_keys_that_each_layer_sees():
 @pytest.mark.parametrize(
     "changes, told",
     [
-        (dict(global_every=1), "global_every=1 needs an attention_window, and must be at least 2"),
-        (dict(attention_window=None), "global_every=2 needs an attention_window"),
+        (dict(global_every=1), "global_every=1 needs attention_window, and must be at least 2"),
+        (dict(attention_window=None), "global_every=2 needs attention_window"),
         (dict(global_every=None), "local_rope_base=100.0 needs global_every or global_first"),
-        (dict(global_first=3), "global_first=3 needs an attention_window, and must be at least 0 and below num_layers"),
+        (dict(global_first=3), "global_first=3 needs attention_window, and must be at least 0 and below num_layers"),
         (dict(global_every=None, local_rope_base=None, attention_window=None, global_first=1), "global_first=1 needs"),
         (dict(rope_scaling=RopeScaling(name="longrope", short_factor=(1.0,), long_factor=(2.0,))),
          "rope_scaling.long_factor has 1 numbers, and head_dim=8 needs 4"),

@@ -141,11 +141,11 @@ def test_neither_what_is_kept_nor_where_changes_values_or_gradients(model, chang
         ("llama", {"remat": "save", "remat_save": ("qery",)}, "did you mean 'query'?"),
         ("llama", {"remat": "full", "remat_offload": ("zzz",)}, "use block_input, query, key"),
         ("gpt2", {"remat": "save", "remat_save": ("mlp_gate",)}, "of this model; did you mean 'mlp_up'?"),
-        ("llama", {"remat": "full", "remat_save": ("query",)}, "remat_save needs remat='save', and remat='full'"),
+        ("llama", {"remat": "full", "remat_save": ("query",)}, "remat_save needs remat='save', but remat='full'"),
         ("llama", {"remat": "save"}, "needs remat_save or remat_offload"),
         ("llama", {"remat": "none", "remat_offload": ("query",)}, "cannot be combined with remat='none'"),
         ("llama", {"remat": "dots", "remat_offload": ("query",)}, "use full, attention, qkv, minimal, save"),
-        ("llama", {"remat": "save", "remat_save": ("key",), "remat_offload": ("key",)}, "name it in one of them"),
+        ("llama", {"remat": "save", "remat_save": ("key",), "remat_offload": ("key",)}, "remove it from one of them"),
         ("llama", {"remat": "save", "remat_save": ("key", "key")}, "'key' twice"),
     ],
 )

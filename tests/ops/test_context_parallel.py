@@ -264,11 +264,11 @@ LONG = ContextLoad(devices=8, kv_heads=8, rows=1, row_length=1 << 20, memory_byt
         ("auto", "splash", NEEDS, LONG._replace(kv_heads=20), "ring", "20 key-value heads per device cannot"),
         ("auto", "splash", NEEDS, LONG._replace(devices=64), "gather", "take 8.0 GiB per device"),
         ("auto", "splash", NEEDS, LONG._replace(devices=64, memory_bytes=32 << 30), "ring", "1/8 of its 32.0 GiB"),
-        ("auto", "cudnn", NEEDS, LONG, "ulysses", "cudnn supports only whole rows"),
+        ("auto", "cudnn", NEEDS, LONG, "ulysses", "cudnn needs whole sequences"),
         ("ring", "splash", NEEDS, LONG, "ring", "set by context.attention"),
         ("auto", "splash", NEEDS, LONG._replace(kv_heads=20, in_pipeline=True), "gather", "take 20.0 GiB per device"),
         ("auto", "splash", AttentionNeeds(head_dim=128, dtype="bfloat16", window=4096), LONG, "gather", "4095"),
-        ("auto", "blockwise", NEEDS, LONG._replace(rows=None), "gather", "very long rows"),
+        ("auto", "blockwise", NEEDS, LONG._replace(rows=None), "gather", "very long sequences"),
     ],
 )
 def test_the_rule_chooses_and_says_why(wish, attention, needs, work, form, told):
@@ -286,7 +286,7 @@ def test_the_rule_chooses_and_says_why(wish, attention, needs, work, form, told)
             LONG._replace(kv_heads=4),
             "4 key-value heads per device cannot be split over 8",
         ),
-        ("gather", "cudnn", NEEDS, LONG, "context.attention='gather': cudnn supports only whole rows; use context"),
+        ("gather", "cudnn", NEEDS, LONG, "context.attention='gather': cudnn needs whole sequences; use context"),
         ("auto", "cudnn", NEEDS, LONG._replace(kv_heads=4), "model.attention='blockwise'"),
         (
             "auto",

@@ -75,7 +75,7 @@ def test_the_bound_is_the_longest_query_times_the_longest_key_of_a_head():
 
 
 def test_a_bound_with_a_bias_is_refused():
-    with pytest.raises(ValueError, match="logits with a bias have no such bound"):
+    with pytest.raises(ValueError, match="the bound does not support an attention bias"):
         attention_logit_bound(draw(B, T, N, H), draw(B, T, K, H), jnp.asarray(IDS_BT), bias_NTS=draw(N, T, T))
 
 

@@ -83,13 +83,15 @@ def test_a_pattern_that_matches_nothing_is_an_error_with_the_names_there_are():
     with pytest.raises(ValueError) as error:
         assigned(GroupConfig(pattern="head"), GroupConfig(pattern="w_q"))
     told = (
-        "optim.groups[1].pattern='w_q' matches no parameter; there are blocks.attention.bias_q, blocks.attention.q_norm"
+        "optim.groups[1].pattern='w_q' matches no parameter; use names among blocks.attention.bias_q, "
+        "blocks.attention.q_norm"
     )
     assert told in str(error.value)
 
 
 def test_a_pattern_that_only_finds_what_is_taken_is_an_error():
-    with pytest.raises(ValueError, match=r"optim.groups\[1\].*only matches what earlier groups took; move it up"):
+    told = r"optim.groups\[1\].*matches only parameters of earlier groups; move it before them"
+    with pytest.raises(ValueError, match=told):
         assigned(GroupConfig(pattern="attention"), GroupConfig(pattern="wq"))
 
 

@@ -154,7 +154,7 @@ def test_moments_in_8_bits_are_saved_and_a_run_goes_on_from_them(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (dict(name="sgd", b1=0.0), "moment_dtype='int8': sgd with b1=0 has no moments"),
+        (dict(name="sgd", b1=0.0), "moment_dtype='int8' needs moments, but sgd with b1=0 has none"),
         (dict(offload_moments=True), "moment_dtype='int8' cannot be combined with offload_moments=true"),
     ],
 )

@@ -41,7 +41,7 @@ def test_all_reasons_are_told_together_each_with_what_to_change():
     kernel, data, mesh, memory = lines[1:]
     assert "kernel: model.matmul_precision='tf32' needs an NVIDIA GPU, but the platform is cpu; use 'default'" in kernel
     assert "data: " in data and "nothing/*.txt" in data
-    assert "mesh={'fsdp': -1, 'tensor': 3} needs a multiple of 3 devices, and there are 8" in mesh
+    assert "mesh={'fsdp': -1, 'tensor': 3} needs a multiple of 3 devices, but there are 8" in mesh
     assert "memory: " in memory and "TiB per device" in memory and "use more than" in memory
 
 
@@ -49,8 +49,8 @@ def test_all_reasons_are_told_together_each_with_what_to_change():
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        ({"mesh.tensor": 3}, "needs a multiple of 3 devices, and there are 8"),
-        ({"mesh.fsdp": 2}, "multiplies to 2 devices, and there are 8"),
+        ({"mesh.tensor": 3}, "needs a multiple of 3 devices, but there are 8"),
+        ({"mesh.fsdp": 2}, "multiplies to 2 devices, but there are 8"),
         ({"mesh.tensor": 4}, "kv_heads=2 is not a multiple of the 4 devices of mesh tensor"),
         ({"model.vocab_size": 65, "mesh.tensor": 2}, "vocab=65 is not a multiple of the 2 devices of mesh tensor"),
         ({"model.embed_dim": 20}, "embed=20 is not a multiple of the 8 devices of mesh fsdp"),

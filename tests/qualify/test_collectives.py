@@ -160,7 +160,7 @@ def test_sizes_are_mebibytes():
     [
         (["--config.seed=3"], "--config.seed needs --config=FILE"),
         (["--config.mesh.tensr=2"], "mesh.tensr is not a setting of MeshConfig; did you mean 'tensor'?"),
-        (["--config.mesh.tensor=3"], "needs a multiple of 3 devices, and there are 8; use tensor=2"),
+        (["--config.mesh.tensor=3"], "needs a multiple of 3 devices, but there are 8; use tensor=2"),
         (["--repeats=0"], "--repeats=0 must be a whole number, 1 or more"),
         (["--steps=3"], "--steps=3 is not a flag of this command"),
     ],

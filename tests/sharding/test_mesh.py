@@ -40,16 +40,16 @@ def test_one_free_axis_takes_the_devices_that_are_left(sizes, num_devices, expec
 @pytest.mark.parametrize(
     ("sizes", "told"),
     [
-        ({"tensor": 3}, "mesh={'fsdp': -1, 'tensor': 3} needs a multiple of 3 devices, and there are 8; use tensor=2"),
-        ({"fsdp": 4}, "mesh={'fsdp': 4} multiplies to 4 devices, and there are 8; make one axis -1"),
-        ({"fsdp": 1}, "mesh=all 1 multiplies to 1 devices, and there are 8; make one axis -1"),
-        ({"fsdp": 4, "tensor": 4}, "multiplies to 16 devices, and there are 8"),
-        ({"tensor": 16}, "needs a multiple of 16 devices, and there are 8; use tensor=8"),
+        ({"tensor": 3}, "mesh={'fsdp': -1, 'tensor': 3} needs a multiple of 3 devices, but there are 8; use tensor=2"),
+        ({"fsdp": 4}, "mesh={'fsdp': 4} multiplies to 4 devices, but there are 8; set one axis to -1"),
+        ({"fsdp": 1}, "mesh=all 1 multiplies to 1 devices, but there are 8; set one axis to -1"),
+        ({"fsdp": 4, "tensor": 4}, "multiplies to 16 devices, but there are 8"),
+        ({"tensor": 16}, "needs a multiple of 16 devices, but there are 8; use tensor=8"),
         (
             {"data": 3, "tensor": 5},
-            "needs a multiple of 15 devices, and there are 8; sizes that divide are 1, 2, 4 or 8",
+            "needs a multiple of 15 devices, but there are 8; use sizes among 1, 2, 4 or 8",
         ),
-        ({"data": 2, "tensor": 5}, "needs a multiple of 10 devices, and there are 8; use tensor=4"),
+        ({"data": 2, "tensor": 5}, "needs a multiple of 10 devices, but there are 8; use tensor=4"),
     ],
 )
 def test_sizes_that_do_not_multiply_to_the_devices_are_refused(sizes, told):
@@ -142,8 +142,8 @@ def test_tensor_stays_inside_a_gpu_node_and_fsdp_crosses(numbered_by):
     with pytest.raises(ValueError) as error:
         blocks({"tensor": 8}, found)
     assert str(error.value) == (
-        "mesh={'tensor': 8} does not divide the 4 devices of a node, and only pipeline, data or fsdp may cross between "
-        "nodes; use tensor=4 and let fsdp=-1 take the remaining devices"
+        "mesh={'tensor': 8} does not divide the 4 devices of a node, and only pipeline, data or fsdp may span several "
+        "nodes; use tensor=4 and fsdp=-1 for the remaining devices"
     )
 
 
@@ -153,7 +153,7 @@ def test_an_axis_that_would_leave_a_slice_is_refused_with_the_nearest_that_stays
 
 
 def test_slices_of_unequal_size_are_refused():
-    with pytest.raises(ValueError, match="the 2 slices have 2 or 4 devices; all need as many"):
+    with pytest.raises(ValueError, match="the 2 slices have 2 or 4 devices; all need equally many"):
         blocks({}, devices(2, 4)[:6])
 
 

@@ -116,7 +116,7 @@ def test_tokens_seen_are_those_of_the_batches_that_were_trained_on():
             {"batch_ramp": (("8 rows", "3 steps"),)},
             "batch_ramp='3 steps': with batch_ramp, steps differ",
         ),
-        ({"train_tokens": "30 steps"}, "train_tokens='30 steps': with batch_ramp, steps differ in their tokens"),
+        ({"train_tokens": "30 steps"}, "train_tokens='30 steps': with batch_ramp, steps differ in tokens"),
         ({"data.mixture": {"0": {"a": 1.0}, "4 steps": {"b": 1.0}}}, "data.mixture's start='4 steps': with batch_ramp"),
     ],
 )

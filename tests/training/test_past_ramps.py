@@ -327,8 +327,6 @@ def test_a_transform_is_tried_on_the_batch_that_comes_next(resumed, tmp_path):
 def test_factors_of_the_rate_that_lie_behind_a_run_refuse_nothing():
     factors = ("31%=>0.5", "34%=>0.4", "80%=>0.1")  # of 20 steps: the first two begin with step 7
     cfg = tiny.config({"optim.decay": "piecewise", "optim.factors": factors, "train_tokens": "20 steps"})
-    with pytest.raises(
-        BadInput, match="start after 7, 7, 16 steps of this run, but each must start later than the one before"
-    ):
+    with pytest.raises(BadInput, match="start after 7, 7, 16 steps of this run, but must be in increasing order"):
         resolve_budget(cfg, None, Position(steps_done=6))
     assert resolve_budget(cfg, None, Position(steps_done=7)).factors == ((7, 0.5), (7, 0.4), (16, 0.1))

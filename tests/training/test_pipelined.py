@@ -199,9 +199,9 @@ def test_no_other_document_moves_when_a_token_of_one_does(programs):
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"model.remat": "none"}, "model.remat='none': a stage keeps the inputs of its layers"),
+        ({"model.remat": "none"}, "model.remat='none', because stages save layer inputs"),
         ({"model.scan_layers": False}, "model.scan_layers=false"),
-        ({"model.num_layers": 1}, "model.num_layers=1 with pipeline.chunks=1, which need a layer for each of 2"),
+        ({"model.num_layers": 1}, "model.num_layers=1 with pipeline.chunks=1, because each of 2 chunks needs a layer"),
         (
             {"pipeline.chunks": 2, "model.num_layers": 4, "train.num_microbatches": 1},
             "use a multiple of 2, or chunks=1",

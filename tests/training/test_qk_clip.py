@@ -124,5 +124,5 @@ def test_what_it_cannot_go_with_is_refused_in_one_line(overrides, line):
 
 def test_a_ring_is_refused():
     own = {"optim.qk_clip": 100.0, "mesh.context": 2, "context.attention": "ring"}
-    with pytest.raises(BadInput, match="qk_clip=100 needs all keys of a row on each device, but ring attention"):
+    with pytest.raises(BadInput, match="qk_clip=100 needs all keys of a sequence on each device, but ring attention"):
         program(own, 2)

@@ -71,7 +71,7 @@ def test_a_ramp_that_cannot_be_is_refused_in_one_line(overrides, line):
 
 def test_what_the_amounts_or_the_mesh_do_not_allow_is_named():
     cfg = tiny.config(RAMP | {"seq_len_ramp": ((4, 24 * ROW), (8, 20 * ROW))})
-    with pytest.raises(BadInput, match="no batch would have rows of 8 tokens: 320 is batch 3, but the previous"):
+    with pytest.raises(BadInput, match="no batch has rows of 8 tokens, because 320 is batch 3, but the previous"):
         resolve_budget(cfg, None)
     shared = tiny.config(RAMP | {"mesh.context": 4, "mesh.data": 2})
     with pytest.raises(BadInput, match="^seq_len_ramp, rows of 4 tokens, batches of 32 rows: seq_len=4 is not a mult"):
