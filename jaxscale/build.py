@@ -1,4 +1,4 @@
-"""Construction of the mesh, sharded model, optimizer and compiled step from a RunConfig.
+"""Builds the mesh, sharded model, optimizer and compiled step of a RunConfig.
 
 Needs no data and no work folder, so that other tools can compile the same program. runtime/run/opening.py adds them.
 """

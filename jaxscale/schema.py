@@ -1,4 +1,4 @@
-"""Conversion of a dict of settings, from a config file and a command line, to frozen dataclasses.
+"""Converts a dict of settings, from a config file and a command line, to frozen dataclasses.
 
 A setting is a dataclass field made by `setting(default, help)`. Supported annotations are bool, int, float, str,
 Literal, tuple[X, ...], dict[str, X], X | None, unions of these types, nested dataclasses, and unions of dataclasses

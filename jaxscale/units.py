@@ -1,4 +1,4 @@
-"""Parsers and formatters of amounts such as '2000 steps', '1%' or '1 epoch', of numbers and of tables."""
+"""Parses and formats amounts such as '2000 steps', '1%' or '1 epoch', numbers and tables."""
 
 import bisect
 import dataclasses

@@ -1,4 +1,4 @@
-"""Checks in the compiled step, against losses and norms of earlier good steps, that decide if a gradient is applied.
+"""Decides in the compiled step whether gradients are applied, by comparing with losses and norms of earlier steps.
 
 Every comparison with NaN is False, so `norm > limit` alone would accept NaN. Therefore the loss and norm must also be
 finite. Rejected steps do not enter the window, so they cannot raise later limits. A loss that stays above the limits,

@@ -75,7 +75,7 @@ def dynamic_ntk_base(head_dim: int, base: float, scaling: RopeScaling) -> float:
 
 
 def longrope_factors(scaling: RopeScaling) -> tuple[float, ...]:
-    """Returns longrope's divisors for sequences of longest_row tokens. transformers uses the longest in each batch."""
+    """Returns longrope's divisors for longest_row tokens. transformers uses the longest sequence of each batch."""
     assert scaling.longest_row is not None  # longrope is in BY_LENGTH
     return scaling.long_factor if scaling.longest_row > scaling.original_max_len else scaling.short_factor
 

@@ -150,7 +150,7 @@ _summed.defvjp(_forward, _backward)
 def float16_scale(dtype: jnp.dtype) -> float:
     """Returns a power of two that scales float16 gradients out of the subnormal range, or 1 for other dtypes.
 
-    Gradients of logits are computed before the loss scale is known. They are at most about 1; float16 ends at 65504.
+    Gradients of logits are computed before the loss scale is known and are at most about 1. float16's maximum is 65504.
     """
     return 1024.0 if dtype == jnp.float16 else 1.0
 

@@ -1,4 +1,4 @@
-"""Resolution of dtypes that are 'auto', for a device or from the record of a run."""
+"""Resolves dtypes that are 'auto', for a device or from the record of a run."""
 
 import dataclasses
 from collections.abc import Mapping

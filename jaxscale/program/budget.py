@@ -1,4 +1,4 @@
-"""Resolution of tokens, steps, batch sizes and schedule steps of a run."""
+"""Resolves tokens, steps, batch sizes and schedule steps of a run."""
 
 import dataclasses
 import math

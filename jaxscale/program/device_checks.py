@@ -1,4 +1,4 @@
-"""Checks of a config against its devices before compilation.
+"""Checks a config against its devices before compilation.
 
 Checks without devices are in config.CHECKS. shard_model() checks that the mesh divides the parameters.
 """

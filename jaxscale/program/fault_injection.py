@@ -1,4 +1,4 @@
-"""Injection of the numerical faults of system/faults.py, which environment variables select in tests."""
+"""Injects the numerical faults of system/faults.py, which environment variables select in tests."""
 
 import dataclasses
 from collections.abc import Sequence

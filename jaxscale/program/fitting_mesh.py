@@ -1,4 +1,4 @@
-"""Suggestion of a valid mesh for a config whose mesh does not divide its model or batch."""
+"""Suggests a valid mesh for a config whose mesh does not divide its model or batch."""
 
 import dataclasses
 import itertools
@@ -27,7 +27,7 @@ UNCOUNTED = 10**12  # tokens per epoch of data that is not read; the compiled st
 def fitting_program(
     cfg: RunConfig, devices: Sequence[Any], budget: Budget | None = None, position: Position = BEGINNING
 ) -> Program:
-    """Returns the program with its remaining ramp stages. Raises BadInput that suggests flags of a valid mesh, if any.
+    """Returns the program with its remaining ramp stages. Raises BadInput, with the flags of a valid mesh if any.
 
     budget: budget of the run, or None for data with unknown token counts. position: where the run resumes.
     """

@@ -1,4 +1,4 @@
-"""Checks of mesh, kernels, data and memory before compilation. All problems are reported together."""
+"""Checks mesh, kernels, data and memory before compilation, and reports all problems together."""
 
 import dataclasses
 import os

@@ -1,4 +1,4 @@
-"""One-line reports of out-of-memory errors of devices, instead of XLA's traceback."""
+"""Reports out-of-memory errors of devices in one line instead of XLA's traceback."""
 
 import contextlib
 import re

@@ -1,4 +1,4 @@
-"""Construction of a checked RunConfig from a config file, which is executed, and a command line."""
+"""Builds a checked RunConfig from a config file, which is executed, and a command line."""
 
 import contextlib
 import difflib

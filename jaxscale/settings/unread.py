@@ -1,4 +1,4 @@
-"""Rejection of settings that have no effect with the other settings of a config.
+"""Rejects settings that have no effect with the other settings of a config.
 
 The condition under which a setting is read is its `read_if` (settings/conditions.py).
 """

@@ -276,7 +276,7 @@ def stage_weights(
 ) -> Any:
     """Returns the parameters of the device's stage, gathered over fsdp and cast to the dtype of matmuls.
 
-    chunked: name of the stack that is split over stages. Other parameters are on every stage, unless sharded by
+    chunked: name of the stack that is split over stages. Every stage has all other parameters, except a sharded
     vocabulary.
     """
 

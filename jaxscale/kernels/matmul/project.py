@@ -24,7 +24,8 @@ PRODUCT = "product"  # checkpoint_name of every projection, for remat policies
 def einsum_project(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
     """Returns the einsum of x and w, cast to x.dtype, in x.dtype.
 
-    The gradient of w is accumulated and returned in w's dtype. JAX would round it to x.dtype before summing devices.
+    The gradient of w is accumulated and returned in w's dtype. JAX would round the gradient to x.dtype, before it is
+    summed over devices.
     """
     return checkpoint_name(_einsum(spec, x, w), PRODUCT)
 
