@@ -2,14 +2,16 @@
 
 For use in a notebook or a Python program (docs/python_api.md):
 
-import jaxscale
+    import jaxscale
 
-cfg = jaxscale.load_config("configs/quickstart.py", {"train_tokens": 1_000_000}) jaxscale.train(cfg, "runs/first")
-print(jaxscale.sample("runs/first", "def main")) jaxscale.evaluate("runs/first", text={"docs": "docs/*.md"})
-jaxscale.report("runs/first")
+    cfg = jaxscale.load_config("configs/quickstart.py", {"train_tokens": 1_000_000})
+    jaxscale.train(cfg, "runs/first")
+    print(jaxscale.sample("runs/first", "def main"))
+    jaxscale.evaluate("runs/first", text={"docs": "docs/*.md"})
+    jaxscale.report("runs/first")
 
-The package also has convert, plan, preflight, prepare, open_model and trace. Importing the package does not import jax,
-which the first call imports.
+The package also has convert, plan, preflight, prepare, open_model and trace. The first call imports jax; importing the
+package does not.
 """
 
 import importlib
