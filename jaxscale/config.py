@@ -235,8 +235,8 @@ def check_objective(cfg: RunConfig) -> None:
         raise BadInput(f"data.objective.name={objective.name!r} cannot train model.name={model.name!r}; use {way_out}")
     if cfg.row_lengths.prefix and model.attention_window is not None:
         raise BadInput(
-            f"data.objective.name={objective.name!r} lets each token attend to the whole prefix of its document, but "
-            f"model.attention_window={model.attention_window} does not; set model.attention_window to none"
+            f"data.objective.name={objective.name!r} needs attention to the whole prefix of a document, but "
+            f"model.attention_window={model.attention_window} limits attention; set model.attention_window to none"
         )
 
 

@@ -56,7 +56,7 @@ def price_of(name: str, text: str) -> float:
 
 
 def read_all(workdirs: Sequence[str]) -> list[History]:
-    """Returns the histories of runs. Raises BadInput for a folder without a run, Stop(STORAGE) without connection."""
+    """Returns run histories. Raises BadInput for a folder without a run, Stop(STORAGE) for an unreachable bucket."""
     runs = []
     for workdir in workdirs:
         try:

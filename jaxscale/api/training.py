@@ -44,8 +44,8 @@ def train(
     checkpoint and raises Stop with exit code 10, after which the same call resumes. A notebook shows a progress bar.
 
     cfg: from load_config(). workdir: local or gs:// folder. stop_after: stop after this step, without changing the
-    schedule. allow_change: settings that a resumed run may change. Raises BadInput and Stop where `jaxscale train`
-    exits with their codes.
+    schedule. allow_change: settings that a resumed run may change. Raises BadInput or Stop where `jaxscale train` would
+    exit with an error code.
     """
     names = (allow_change,) if isinstance(allow_change, str) else allow_change
     options = RunOptions(

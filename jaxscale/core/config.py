@@ -65,8 +65,8 @@ class ExpertConfig:
 
     exchange: ExchangeName = setting(
         "auto",
-        "gather: all-gather the experts of a layer; send: all-to-all of tokens to their experts and back, in as many "
-        "rounds as needed; auto prints its choice and reason",
+        "gather: all-gather the experts of a layer; send: all-to-all of tokens to their experts and back, in the "
+        "required number of rounds; auto prints its choice and reason",
     )
 
 
@@ -120,8 +120,8 @@ class GuardConfig:
     )
     spike_sigma: float = setting(
         0.0,
-        "skips steps whose loss or gradient norm is this many robust standard deviations above its median; OLMo 2 uses "
-        "6 (arXiv:2501.00656); 0: none",
+        "skips steps whose loss or gradient norm is this number of robust standard deviations above its median; OLMo 2 "
+        "uses 6 (arXiv:2501.00656); 0: none",
         may_change=True,
     )
     grad_ratio: float = setting(

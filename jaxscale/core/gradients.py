@@ -203,5 +203,5 @@ def reduce_and_divide(
 
 
 def split_microbatches(rows: jax.Array, number: int) -> jax.Array:
-    """Reshapes [B, ...] to [number, B / number, ...]. Row i goes to microbatch i % number on any number of devices."""
+    """Reshapes [B, ...] to [number, B / number, ...]. Row i is in microbatch i % number on any number of devices."""
     return jnp.swapaxes(rows.reshape(rows.shape[0] // number, number, *rows.shape[1:]), 0, 1)

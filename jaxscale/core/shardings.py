@@ -28,7 +28,7 @@ TENSOR: dict[str, MeshAxes] = ACTIVATIONS | {
     "vocab": "tensor",
     "experts": "expert",
     "layers": None,
-    "norm": None,  # scales and biases [D]; sharding would save little memory and need an all-gather each
+    "norm": None,  # scales and biases [D]; sharding would save little memory, and each array would need an all-gather
     "position": None,
     "lora_rank": None,
     ROUTER: None,

@@ -117,7 +117,7 @@ def make_gradient_norms(gradients: Gradients) -> Callable[[TrainState, Batch], d
 def gated_rows(batch: Batch) -> jax.Array:
     """Returns the number of rows of the global batch with text and zero weight, int32[].
 
-    These are rows rejected by the row filter, and the few rows without targets (documents of one token, or no mask).
+    These are rows rejected by the row filter, and the few without targets (documents of one token, or nothing to mask).
     """
     return jnp.sum(jnp.any(batch.segment_ids > 0, axis=1) & ~jnp.any(batch.weights > 0, axis=1), dtype=jnp.int32)
 

@@ -190,7 +190,7 @@ Partition = tuple[tuple[int, tuple[str, ...]], ...]  # (dimension, mesh axes tha
 class Communication:
     """Settings of weight and gradient collectives.
 
-    dtype: dtype of gradient sums. stages: link_stages() of each mesh axis. tiled: whether TPUs tile arrays in memory.
+    dtype: dtype of gradient sums. stages: link_stages() of each mesh axis. tiled: whether arrays have TPU tiles.
     """
 
     dtype: Any

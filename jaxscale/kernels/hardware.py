@@ -54,7 +54,7 @@ class Chip:
     fp32_flops: float | None = None  # FLOP/s of vector units, not TF32
     bfloat16: bool = True  # False: the card computes in float16 or float32
     architecture: str = ""  # published MFU is compared only within an architecture
-    devices_per_chip: int = 1  # JAX devices per chip, for which the price is
+    devices_per_chip: int = 1  # JAX devices per chip, the unit of prices
     watts: float | None = None  # power of one chip or board at full load
     watts_source: str = ""
     price: Price | None = None  # price of one chip

@@ -51,13 +51,13 @@ def check_positions(cfg: RunConfig, model: ShardedModel) -> None:
         raise BadInput(
             f"data.objective makes rows of {' and '.join(str(length) for length in lengths[:2] if length)} tokens, "
             f"not multiples of {sharing}, over which positions are sharded; use data.objective.multiple_of={multiple}, "
-            "or another mesh"
+            "or a different mesh"
         )
     if not made_rows and cfg.seq_len % multiple:
         fitting = cfg.seq_len // multiple * multiple
         raise BadInput(
             f"seq_len={cfg.seq_len} is not a multiple of {sharing}, over which positions are sharded; "
-            f"use seq_len={fitting or multiple}, or another mesh"
+            f"use seq_len={fitting or multiple}, or a different mesh"
         )
 
 
@@ -93,7 +93,7 @@ def check_capacity(cfg: RunConfig, model: ShardedModel) -> None:
     if factor and model.plan.context.size > 1:
         raise BadInput(
             f"mesh.context={model.plan.context.size} does not support model.experts.capacity_factor={factor}, "
-            "because expert capacity is counted over whole sequences; set capacity_factor=0, or use another mesh axis"
+            "because expert capacity is counted over whole sequences; set capacity_factor=0, or mesh.context=1"
         )
 
 

@@ -5,7 +5,7 @@ every stage runs at most one forward pass of a chunk, then at most one backward 
 and the next stage reads a result at the next tick.
 
 So 1F1B (arXiv:1806.03377), interleaved 1F1B (arXiv:2104.04473) and GPipe (arXiv:1811.06965) are one program with three
-tables. Each has M V + P - 1 ticks with forward passes and as many with backward passes; a stage works in M V of each.
+tables. Each has M V + P - 1 ticks with forward and M V + P - 1 with backward passes. A stage works in M V of each.
 
 Zero bubble (arXiv:2401.10241) is 1F1B in which the passes of the first P - 1 backward ticks skip the weight gradients.
 Stage s has s such passes. In the last P - 1 ticks, where stage s would idle s times, it runs a second backward pass for
@@ -63,7 +63,7 @@ class Costs(NamedTuple):
     """Relative times of the parts of a chunk's passes. A backward pass consists of all parts except `forward`."""
 
     forward: float = 1.0
-    recompute: float = 1.0  # of the forward pass
+    recompute: float = 1.0  # recomputation of the forward pass
     input_grads: float = 1.0
     weight_grads: float = 1.0
 

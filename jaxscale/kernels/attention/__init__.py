@@ -110,7 +110,7 @@ def windowed_or_full(windowed: Callable, full: Callable, layers: WindowLayers) -
 
     `local` is traced if layers are scanned. The compiled layer then contains both branches.
     """
-    scope = f"taken_{layers.windowed}_of_{layers.total}"  # from which tools.preflight.hlo_trips counts runs of branches
+    scope = f"taken_{layers.windowed}_of_{layers.total}"  # tools.preflight.hlo_trips reads how often each branch runs
 
     def run(*arrays: jax.Array, local: bool | np.bool_ | jax.Array) -> Any:
         if isinstance(local, (bool, np.bool_)):

@@ -241,7 +241,7 @@ class FlashAttention:
         return dq_BKTGH, grads.dk_BKSH.astype(k_BKSH.dtype), grads.dv_BKSH.astype(v_BKSH.dtype)
 
     def rows(self, q_BKTGH):
-        """Returns q_BKRH."""
+        """Returns queries with positions and groups merged, q_BKRH."""
         B, K, T, G, H = q_BKTGH.shape
         return q_BKTGH.reshape(B, K, T * G, H)
 
