@@ -126,7 +126,7 @@ def test_evaluate_measures_what_the_verb_measures(workdir, model, tmp_path, caps
         (lambda model: jaxscale.sample(model, num_tokens=2.5), "num_tokens=2.5 must be a whole number"),
         (
             lambda model: jaxscale.sample(model, system="Be brief."),
-            "system='Be brief.' is the first .* also give chat=True",
+            "system='Be brief.' applies only to .* also give chat=True",
         ),
         (lambda model: jaxscale.sample(model, "hi", chat=True), "bytes has no chat template"),
         (lambda model: jaxscale.sample(model, top_p=2.0), "top_p"),

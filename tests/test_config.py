@@ -119,9 +119,9 @@ def test_a_wrong_name_or_type_is_one_line_with_the_nearest_right_name(path, over
         ({"batch_tokens": "2 steps"}, "batch_tokens='2 steps' needs batch_tokens"),
         ({"train.num_microbatches": 3}, "does not divide the 16 rows of a batch; use 1, 2, 4, 8 or 16"),
         ({"train.num_microbatches": 0}, "train: num_microbatches=0 must be at least 1"),
-        ({"train.aux_losses": {"y_loss": 1.0}}, "train: aux_losses has 'y_loss'; there is z_loss"),
+        ({"train.aux_losses": {"y_loss": 1.0}}, "train: aux_losses has 'y_loss', which is not a loss; use z_loss"),
         ({"seq_len": 1}, "seq_len=1 must be at least 2"),
-        ({"model": tiny.GPT2, "seq_len": 64}, "seq_len=64 is longer than model.max_seq_len=32; raise model"),
+        ({"model": tiny.GPT2, "seq_len": 64}, "seq_len=64 is longer than model.max_seq_len=32; increase model"),
         ({"model": tiny.LLAMA | {"rope_scaling": {"name": "dynamic", "original_max_len": 32}}, "seq_len": 64},
          "is longer than the 32 tokens per row of model.rope_scaling; set model.rope_scaling.row_len=64"),
         ({"model": tiny.GPT2 | {"num_heads": 3}}, "model: embed_dim=16 must be a multiple of num_heads=3"),
@@ -175,7 +175,7 @@ def test_an_epoch_is_the_data_s_and_steps_round_up():
         ({"train_tokens": "1 epoch"}, "train_tokens='1 epoch' needs a data set of known length"),
         ({"train_tokens": "1%"}, "train_tokens='1%' needs train_tokens"),
         ({"train_tokens": 0}, "train_tokens=0 is less than one token"),
-        ({"optim.warmup_tokens": "21 steps"}, "optim.warmup_tokens=21 steps is longer than train_tokens=20 steps"),
+        ({"optim.warmup_tokens": "21 steps"}, "optim.warmup_tokens=21 steps must be at most train_tokens=20 steps"),
     ],
 )
 def test_an_impossible_horizon_is_one_line(overrides, told):

@@ -25,7 +25,7 @@ def config(model, objective, **more):
         (tiny.T5, dict(name="prefix_lm"), "use a decoder: llama or gpt2"),
         (tiny.GPT2, SPANS, "use model.name='t5', or data.objective.layout='one_row' with a decoder"),
         (tiny.T5, ONE_ROW, "or data.objective.layout='encoder_decoder' with model.name='t5'"),
-        (tiny.LLAMA | dict(attention_window=4), dict(name="prefix_lm"), "model.attention_window=4 does not"),
+        (tiny.LLAMA | dict(attention_window=4), dict(name="prefix_lm"), "model.attention_window=4 limits attention"),
         (tiny.GPT2 | dict(max_seq_len=18), ONE_ROW, "which makes rows of 20, is longer than model.max_seq_len=18"),
     ],
 )

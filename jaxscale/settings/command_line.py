@@ -132,7 +132,7 @@ def hint_for(word: str, cls: type, only: Collection[str] | None) -> str:
     if name == "config" or name.startswith("config."):
         return f"; {cls.no_config}" if hasattr(cls, "no_config") else ""
     if only is not None and known_flag(name, flags_of(cls))[1]:
-        return "; other subcommands accept this flag"
+        return "; other verbs of this command accept this flag"
     if "." in name:
         return settings
     if close := difflib.get_close_matches(name, known, n=1):

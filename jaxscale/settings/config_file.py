@@ -61,7 +61,7 @@ def check_no_secrets(settings: dict[str, Any]) -> None:
         fix = "pass secrets in environment variables"
         # eos_token etc. are words of a vocabulary. An access token is recognized by its format.
         if isinstance(value, str) and not name.endswith("_token") and is_secret(name.rpartition(".")[2], value):
-            raise BadInput(f"{name} has the name of a secret; {fix}")
+            raise BadInput(f"{name} contains a secret, judging by its name; {fix}")
         if clean != [value, name]:
             kinds = "a secret, or the value of an environment variable with the name of a secret"
             raise BadInput(f"{name}={value!r} contains {kinds}; {fix}")

@@ -63,7 +63,7 @@ class Command:
                 verb = self.work.__module__.rpartition(".")[2]
                 if now := getattr(self.flags, "moved", {}).get(subverb):
                     raise BadInput(f"jaxscale {verb} {subverb} has moved; run `{now}` in a checkout of jaxscale")
-                raise BadInput(f"jaxscale {verb} has no subcommand {subverb!r}; use one of {', '.join(self.subverbs)}")
+                raise BadInput(f"jaxscale {verb} has no verb {subverb!r}; verbs: {', '.join(self.subverbs)}")
         arguments = parse(words, self.flags, self.subverbs.get(subverb))
         if arguments.help:
             page, topic = self.page, arguments.topic

@@ -101,7 +101,7 @@ DIGITS = "9" * 5000  # more than Python reads as a number
     [
         ("sample workdir=runs/x", "; write --workdir=runs/x"),
         ("ckpt list workdir=runs/x", "; write --workdir=runs/x"),
-        ("ckpt list --workdir=x --keep-last=1", "; other subcommands accept this flag"),
+        ("ckpt list --workdir=x --keep-last=1", "; other verbs of this command accept this flag"),
         ("sample --workdir=x --config.seed=1", "; the settings are read from the work folder"),
         ("trace --workdir=x --step=3 --config=x.py", "; the settings are read from the work folder"),
         ("completion bash --config=x.py", "--config=x.py is not a flag"),

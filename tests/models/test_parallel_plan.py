@@ -46,7 +46,7 @@ def test_without_stages_only_axes_and_microbatches_change():
         ({"mesh.context": 2, "seq_len": 32, "context.attention": "ulysses"}, "(ulysses): set by context.attention"),
         (
             {"mesh.expert": 2, "model.experts": dict(number=4, chosen=2, mlp_dim=16), "expert.exchange": "send"},
-            "expert: tokens are sent to their experts (send): as expert.exchange says",
+            "expert: tokens are sent to their experts (send): set by expert.exchange",
         ),
     ],
 )

@@ -103,7 +103,7 @@ def test_flops_are_counted_over_the_keys_that_each_layer_sees():
         (dict(global_first=3), "global_first=3 needs attention_window, and must be at least 0 and below num_layers"),
         (dict(global_every=None, local_rope_base=None, attention_window=None, global_first=1), "global_first=1 needs"),
         (dict(rope_scaling=RopeScaling(name="longrope", short_factor=(1.0,), long_factor=(2.0,))),
-         "rope_scaling.long_factor has 1 numbers, and head_dim=8 needs 4"),
+         "rope_scaling.long_factor has 1 numbers, but head_dim=8 needs 4"),
         (dict(rope_scaling=RopeScaling(name="dynamic"), head_dim=2), "head_dim=2 must be at least 4"),
         (dict(rope_scaling=RopeScaling(name="yarn"), rope_base=1.0), "rope_base=1.0 must be above 1"),
         (dict(query_scalar=0.0), "query_scalar=0.0 must be above 0, or none"),

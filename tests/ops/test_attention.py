@@ -250,10 +250,10 @@ def needs(**settings):
         ("cpu", needs(dtype="float32", softcap=3.0, window=9), ("blockwise", "")),
         ("tpu", needs(softcap=3.0, window=9), ("splash", "")),
         ("tpu", needs(dtype="float32", head_dim=80), ("splash", "")),
-        ("tpu", needs(dtype="float16"), ("xla", "splash computes in bfloat16 or float32, not in float16")),
+        ("tpu", needs(dtype="float16"), ("xla", "splash supports bfloat16 or float32, not float16")),
         ("gpu", needs(window=9), ("cudnn", "")),
         ("gpu", needs(dtype="float16", head_dim=64), ("cudnn", "")),
-        ("gpu", needs(dtype="float32"), ("xla", "cudnn computes in bfloat16 or float16, not in float32")),
+        ("gpu", needs(dtype="float32"), ("xla", "cudnn supports bfloat16 or float16, not float32")),
         ("gpu", needs(softcap=3.0), ("xla", "cudnn does not support softcap")),
         (
             "gpu",

@@ -179,7 +179,7 @@ def test_the_plan_says_what_it_takes_for_granted_and_which_parameters_it_counts(
     assert max(map(len, plan_lines(plan))) <= WIDTH
     assert set(plan.time.speed.sent_bytes) == {"fsdp", "expert"}
     assert re.search(r"per device and step: expert [0-9.]+ GiB, fsdp [0-9.]+ GiB", text)
-    assert "expert: tokens are sent to their experts (send): a layer gathers" in text
+    assert "expert: tokens are sent to their experts (send): per device and microbatch a layer gathers" in text
     assert "routing: balanced: every expert has the same number of rows, and one all-to-all round with 1.25 x" in text
     for words in (
         "46,702,792,704 total, 12,879,925,248 active per token (for FLOPs and MFU)",

@@ -139,9 +139,12 @@ def test_the_config_goes_over_the_table_and_the_environment():
     [
         (
             {"xla_no_such_thing": True},
-            "compiler.xla_no_such_thing=True: XLA for cpu rejects it: No such compile option",
+            "compiler.xla_no_such_thing=True: XLA for cpu rejects the option: No such compile option",
         ),
-        ({"xla_cpu_enable_fast_math": "perhaps"}, "compiler.xla_cpu_enable_fast_math=perhaps: XLA for cpu rejects it"),
+        (
+            {"xla_cpu_enable_fast_math": "perhaps"},
+            "compiler.xla_cpu_enable_fast_math=perhaps: XLA for cpu rejects the option",
+        ),
     ],
 )
 def test_an_option_that_xla_does_not_know_is_one_line_before_anything_is_compiled(extra, told):

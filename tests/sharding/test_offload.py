@@ -189,5 +189,5 @@ def test_devices_without_host_memory_are_refused_before_anything_is_compiled():
         check_host_memory("optim.offload_moments=true", mesh)
     assert str(error.value) == (
         "optim.offload_moments=true needs devices with pinned_host memory, but Chip has device, unpinned_host; "
-        "remove it"
+        "remove the setting"
     )

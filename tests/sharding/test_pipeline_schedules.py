@@ -76,14 +76,14 @@ def spoilt(schedule, passes, field, t, s, value):
         ("forward", "microbatch", 3, 0, IDLE, "a pass is missing"),
         ("forward", "microbatch", 3, 0, 0, "microbatch 0 runs twice through chunk 0"),
         ("forward", "slot", 3, 0, 0, "stage 0 overwrites slot 0"),
-        ("backward", "slot", 6, 0, 1, "stage 0 reads slot 1 wrongly"),
+        ("backward", "slot", 6, 0, 1, "stage 0 reads the wrong slot 1"),
         ("backward", "pending", 6, 1, 0, "stage 1 starts from the wrong cotangent"),
         ("backward", "pending", 6, 3, IDLE, "stage 3 starts from the wrong cotangent"),
         ("backward", "defer_to", 6, 3, 1, "a pass is missing"),  # that has the gradients of weights
         ("backward", "microbatch", 13, 3, IDLE, "a pass is missing"),  # the last of those
         ("backward", "defer_to", 3, 3, IDLE, "microbatch 0 runs twice through chunk 3"),
         ("backward", "defer_to", 5, 3, 2, "a cotangent is overwritten"),
-        ("backward", "pending", 12, 3, 3, "stage 3 reads cotangent 3 wrongly"),
+        ("backward", "pending", 12, 3, 3, "stage 3 reads the wrong cotangent 3"),
         ("backward", "pending", 12, 3, 4, "a cotangent has no buffer"),
         ("backward", "pending", 11, 3, 0, "microbatch 0 runs twice through chunk 3"),
     ],

@@ -129,7 +129,7 @@ def test_a_ramp_that_cannot_be_is_refused_in_one_line(overrides, line):
 def test_a_size_that_no_batch_would_have_is_refused():
     cfg = tiny.config(RAMP | {"batch_ramp": (("8 rows", 24 * ROW), ("16 rows", 20 * ROW))})
     with pytest.raises(
-        BadInput, match="batch_ramp, in tokens: no batch has size 256: it ends at 320, but the previous"
+        BadInput, match="batch_ramp, in tokens: no batch has size 256, which ends at 320, because previous"
     ):
         resolve_budget(cfg, None)
 
@@ -234,5 +234,5 @@ def test_a_document_of_a_mixture_is_traced_to_the_steps_whose_rows_have_it(tmp_p
         back = [p for p in trace(str(tmp_path / "run"), document=name).pieces if p.step < 5]
         key = lambda p: (p.step, p.batch, p.entry.row, p.entry.begin, p.entry.tokens)
         assert sorted(map(key, back)) == sorted(key(p) for p in found if p.entry.name == name)
-    with pytest.raises(BadInput, match="row=8 is not among the 8 rows of batch 0; use 0 to 7"):
+    with pytest.raises(BadInput, match="row=8 is outside of the 8 rows of batch 0; use 0 to 7"):
         trace(str(tmp_path / "run"), step=0, row=8)
