@@ -121,7 +121,7 @@ def open_model(
 def kind_of(cfg: AnyModelConfig, run: Mapping[str, Any]) -> str:
     """Describes a model as 'llama', 'qwen3 (llama layout)' or 'llama with the settings of qwen3'.
 
-    The second is for converted models. The third is for settings that only files of that family support.
+    Converted models have the second form. The third form is for settings that only files of that family support.
     """
     if converted := (run.get("converted") or {}).get("model_type"):
         return converted if converted == cfg.name else f"{converted} ({cfg.name} layout)"
