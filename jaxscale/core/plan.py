@@ -302,8 +302,9 @@ def context_parallel_attend(
 
 
 def scans_layers(cfg: ModelConfig, mesh: Mesh) -> bool:
-    """Returns True if layers are scanned. On one CPU device, slicing weights and writing gradients back takes up to
-    half of a step in bfloat16 and a tenth in float32 (4 layers, 2 cores, jax 0.10.2, 2026-11-25)."""
+    """Returns True if layers are scanned. Few layers on one CPU device are unrolled, because slicing weights and
+    writing gradients takes up to half of a step in bfloat16, a tenth in float32 (4 layers, 2 cores, jax 0.10.2,
+    2026-11-25)."""
     return mesh.size > 1 or mesh.devices.flat[0].platform != "cpu" or cfg.num_layers > MAX_UNROLLED_LAYERS
 
 

@@ -39,8 +39,8 @@ class QuantizedMoment(NamedTuple):
     """A moment in 8 bits with a scale per block.
 
     A code represents (code / max code) ** 4 times the largest value of the block, or ** 8 for second moments. Adjacent
-    values differ by about 3% near the largest value, and by 31% at 1e-4 times it (for second moments, 1e-4 in the
-    root). With evenly spaced codes most values would be rounded to 0.
+    values differ by about 3% near the largest value, and by 31% at 1e-4 of that value (for second moments, of
+    its root). With evenly spaced codes most values would be rounded to 0.
     """
 
     codes: jax.Array  # int8, or uint8 for non-negative moments; has the shape and axes of the parameter
