@@ -143,8 +143,9 @@ class Bucket:
     ) -> Iterator[bytes]:
         """Yields the bytes [start, stop) of an object with this size. Resumes after a broken connection.
 
-        Args: stop: by default its end. generation: that must still exist. Raises: Unreachable after too many
-        consecutive failures, FileNotFoundError, BadInput if the object has another size or may not be read.
+        Args: stop: by default its end. generation: that must still exist.
+        Raises: Unreachable after too many consecutive failures, FileNotFoundError, BadInput if the object has another
+        size or may not be read.
         """
         stop, failures = size if stop is None else stop, 0
         where = self.object_url(url, alt="media", **({} if generation is None else {"generation": generation}))
