@@ -285,3 +285,23 @@ def has_equal_groups(tiles: int) -> bool:
     """Returns True if this number of tiles fits in one group or can be divided into equal groups."""
     fits = lambda group: SMALLEST_GROUP <= group <= LARGEST_GROUP
     return tiles <= LARGEST_GROUP or any(map(fits, divisors(tiles)))
+
+
+@jax.custom_vjp
+def order_on_cpu(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns (x, w) unchanged. On CPUs, w waits for x. In the backward pass, x's gradient waits for w's gradient.
+
+    Otherwise XLA:CPU may start w's collective while the loop over the layers runs collectives. jax gives all of them
+    the same id, and simulated devices hang or abort (jax 0.10.2). XLA:CPU removes optimization barriers before it
+    orders collectives, but respects data dependencies.
+    """
+    return x, wait_on_cpu(w, x)
+
+
+def wait_on_cpu(x: jax.Array, other: jax.Array) -> jax.Array:
+    """Returns x. On CPUs, x depends on the first element of `other` and is NaN if that element is NaN."""
+    nan = jnp.isnan(other.ravel()[0])
+    return lax.platform_dependent(x, nan, cpu=lambda x, nan: jnp.where(nan, jnp.nan, x), default=lambda x, _: x)
+
+
+order_on_cpu.defvjp(lambda x, w: ((x, wait_on_cpu(w, x)), None), lambda _, grads: (wait_on_cpu(*grads), grads[1]))

@@ -22,7 +22,7 @@ from jaxscale.core.models.layers import (
     StackedModel,
     constant,
     dropout,
-    grad_barrier,
+    gather_after,
     make_stack,
     param,
     split_keys,
@@ -104,8 +104,9 @@ class Gpt2(LearnedPositionsModel):
 
     def unembedding(self, h_BTD):
         """Returns (h_BTD, output projection [D, V]). The output projection is the embedding table, gathered once."""
-        h_BTD, table_VD = grad_barrier(h_BTD, self.embedding[...])
-        return h_BTD, self.plan.gather(table_VD, ("vocab", "embed"), self.cfg.embed_dtype).T
+        table, dtype = self.embedding[...], self.cfg.embed_dtype
+        h_BTD, table_VD = gather_after(self.plan.gather, h_BTD, table, ("vocab", "embed"), dtype)
+        return h_BTD, table_VD.T
 
 
 class EncoderBlock(Block):
@@ -183,9 +184,9 @@ class Encoder(LearnedPositionsModel):
     def unembedding(self, h_BTD):
         """Returns (hidden states with 1 appended, embedding table [D, V] with the bias of logits appended as a row).
         Their product includes the bias, so the loss needs no bias argument."""
-        h_BTD, table_VD = grad_barrier(h_BTD, self.embedding[...])
+        table, dtype = self.embedding[...], self.cfg.embed_dtype
+        h_BTD, table_VD = gather_after(self.plan.gather, h_BTD, table, ("vocab", "embed"), dtype)
         h_BTD = self.head(h_BTD).astype(self.cfg.embed_dtype)
         ones = jnp.ones((*h_BTD.shape[:-1], 1), h_BTD.dtype)
-        w_DV = self.plan.gather(table_VD, ("vocab", "embed"), self.cfg.embed_dtype).T
-        bias_1V = self.bias_vocab[...].astype(w_DV.dtype)[None]
-        return jnp.concatenate([h_BTD, ones], axis=-1), jnp.concatenate([w_DV, bias_1V])
+        bias_1V = self.bias_vocab[...].astype(dtype)[None]
+        return jnp.concatenate([h_BTD, ones], axis=-1), jnp.concatenate([table_VD.T, bias_1V])

@@ -32,6 +32,7 @@ from jaxscale.core.models.lora import join_adapters
 from jaxscale.core.plan import ParallelPlan
 from jaxscale.core.recorder import NO_RECORDER
 from jaxscale.core.shardings import Gather, no_gather
+from jaxscale.kernels.collectives import order_on_cpu
 from jaxscale.kernels.config import ATTENTION_OUT
 from jaxscale.kernels.gradient import custom_vjp
 from jaxscale.kernels.host_memory import HOST
@@ -275,6 +276,12 @@ def grad_barrier(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 grad_barrier.defvjp(lambda x, w: ((x, w), None), lambda _, grads: lax.optimization_barrier(grads))
+
+
+def gather_after(gather: Gather, x: jax.Array, w: jax.Array, axes: tuple[str, ...], dtype: Any):
+    """Returns (x, the gathered weight w), with a gradient barrier. axes: logical axes of w."""
+    x, w = grad_barrier(x, w) if gather is no_gather else order_on_cpu(*grad_barrier(x, w))
+    return x, gather(w, axes, dtype)
 
 
 def split_model(model: M) -> tuple[nnx.GraphDef[M], dict, dict]:

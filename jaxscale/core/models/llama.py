@@ -21,7 +21,7 @@ from jaxscale.core.models.layers import (
     Block,
     StackedModel,
     constant,
-    grad_barrier,
+    gather_after,
     make_stack,
     param,
     with_bias,
@@ -239,8 +239,8 @@ class Llama(StackedModel):
 
     def unembedding(self, h_BTD):
         """Returns (h_BTD, output projection [D, V]). The projection is gathered once for all chunks of a loss."""
+        dtype, gather = self.cfg.embed_dtype, self.plan.gather
         if self.head is None:
-            h_BTD, table_VD = grad_barrier(h_BTD, self.embedding[...])
-            return h_BTD, self.plan.gather(table_VD, ("vocab", "embed"), self.cfg.embed_dtype).T
-        h_BTD, w_DV = grad_barrier(h_BTD, self.head[...])
-        return h_BTD, self.plan.gather(w_DV, ("embed", "vocab"), self.cfg.embed_dtype)
+            h_BTD, table_VD = gather_after(gather, h_BTD, self.embedding[...], ("vocab", "embed"), dtype)
+            return h_BTD, table_VD.T
+        return gather_after(gather, h_BTD, self.head[...], ("embed", "vocab"), dtype)

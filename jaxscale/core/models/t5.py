@@ -22,7 +22,7 @@ from jaxscale.core.models.layers import (
     Stack,
     constant,
     dropout,
-    grad_barrier,
+    gather_after,
     make_stack,
     param,
     run_stack,
@@ -184,11 +184,12 @@ class T5(nnx.Module):
 
     def unembedding(self, h_BTD):
         """Returns (h_BTD, output projection [D, V]). h_BTD is scaled if the embedding table is shared."""
+        dtype, gather = self.cfg.embed_dtype, self.plan.gather
         if self.head is None:
-            h_BTD, table_VD = grad_barrier(h_BTD * self.cfg.embed_dim**-0.5, self.embedding[...])
-            return h_BTD, self.plan.gather(table_VD, ("vocab", "embed"), self.cfg.embed_dtype).T
-        h_BTD, w_DV = grad_barrier(h_BTD, self.head[...])
-        return h_BTD, self.plan.gather(w_DV, ("embed", "vocab"), self.cfg.embed_dtype)
+            h_BTD = h_BTD * self.cfg.embed_dim**-0.5
+            h_BTD, table_VD = gather_after(gather, h_BTD, self.embedding[...], ("vocab", "embed"), dtype)
+            return h_BTD, table_VD.T
+        return gather_after(gather, h_BTD, self.head[...], ("embed", "vocab"), dtype)
 
 
 def relative_buckets(length: int, num_buckets: int, max_distance: int, bidirectional: bool) -> np.ndarray:
