@@ -102,7 +102,7 @@ OTHER = {
 # row; or in the step, but behind what is never true there (max_spikes_in_row: no verdict is the window's).
 NEVER_ANOTHER = {
     "global_every", "local_rope_base", "qk_norm_over", "remat_save", "remat_offload", "bos_token", "mixture", "on",
-    "max_spikes_in_row",
+    "ids_field", "max_spikes_in_row",
 }  # fmt: skip
 
 

@@ -300,8 +300,8 @@ def order_on_cpu(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def wait_on_cpu(x: jax.Array, other: jax.Array) -> jax.Array:
     """Returns x. On CPUs, x depends on the first element of `other` and is NaN if that element is NaN."""
-    nan = jnp.isnan(other.ravel()[0])
-    return lax.platform_dependent(x, nan, cpu=lambda x, nan: jnp.where(nan, jnp.nan, x), default=lambda x, _: x)
+    depend = lambda x, other: jnp.where(jnp.isnan(other.ravel()[0]), jnp.nan, x)
+    return lax.platform_dependent(x, other, cpu=depend, default=lambda x, _: x)
 
 
 order_on_cpu.defvjp(lambda x, w: ((x, wait_on_cpu(w, x)), None), lambda _, grads: (wait_on_cpu(*grads), grads[1]))

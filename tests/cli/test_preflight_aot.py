@@ -38,7 +38,7 @@ def run(tmp_path, capsys):
 def test_a_tpu_slice_is_compiled_for_kept_and_its_executable_written(run, tmp_path):
     code, out, found = run("v5litepod-8", f"--save-executable={tmp_path / 'step.bin'}")
     report = found["report"]
-    assert code is Exit.DONE and "tiny_run on v5e:2x4: 8 x TPU v5e on 2 hosts; mesh fsdp=8" in out
+    assert code is Exit.DONE and "tiny_run on v5e:2x4: 8 x TPU v5e on 1 host; mesh fsdp=8" in out
     assert sum(row["num_bytes"] for row in report["memory"]) == report["peak_bytes"] < report["usable_bytes"] == 2**34
     assert report["compiled_flops"] >= report["model_flops"]
     kinds = {row["kind"] for row in report["traffic"] if row["axes"] == ["fsdp"]}

@@ -37,7 +37,7 @@ import os, sys
 from jaxscale.runtime.checkpoint import array_store
 from jaxscale.cli import convert
 from jaxscale.tools.interop import chunking
-chunking.PIECE_BYTES = 32 << 10  # as if the model were larger
+chunking.CHUNK_BYTES = 32 << 10  # as if the model were larger
 array_store.COMMIT_BYTES = 64 << 10
 
 def start(point, argv):

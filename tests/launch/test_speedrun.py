@@ -126,7 +126,7 @@ def test_a_small_one_is_killed_goes_on_and_writes_its_card(tmp_path):
     assert "== tokenizer: already done" in done.stdout and "resuming from step" in done.stdout
     assert {path.name for path in (folder / "stages").iterdir()} == set(STAGES)
     card = (folder / "card.md").read_text()
-    assert "| held: bits per byte" in card and "| questions: accuracy" in card and "all steps are done" in card
+    assert "| held: bits per byte" in card and "| questions: accuracy" in card and "completed all steps" in card
     assert "<html" in (folder / "report.html").read_text()
     told = [json.loads(line) for line in (folder / "chat" / "evals.jsonl").read_text().splitlines()]
     assert 0 <= told[-1]["evals/questions/acc"] <= 1 and told[-1]["evals/held/bits_per_byte"] > 0

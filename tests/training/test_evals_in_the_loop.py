@@ -54,7 +54,7 @@ def test_a_run_that_is_measured_is_the_same_and_its_numbers_are_in_the_metrics(t
     assert history.evaluated("evals_ema/wiki/bits_per_byte")[0] == steps
     assert history.series("evals_seconds")[0] == steps
     scorer = run.evaluators[0].evaluate.args[0]
-    assert scorer.step._cache_size() == 1  # rows of 16 and of 32 tokens would be two
+    assert scorer.step.__wrapped__._cache_size() == 1  # rows of 16 and of 32 tokens would be two
     events = b"".join(path.read_bytes() for path in (tmp_path / "run" / "tensorboard").iterdir())
     assert b"evals/wiki/bits_per_byte" in events
 

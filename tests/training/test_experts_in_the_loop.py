@@ -42,14 +42,14 @@ def test_counts_are_of_every_step_once_also_where_steps_are_run_again_and_a_sick
     counted = []
     for stop_after in (40, 70, None):  # saved at 40 and 80; at 70 because it stops there
         run = open_mixture(tmp_path)
-        run.experts.every = run.experts.smallest = 20  # so that the statistics' program need not be compiled
+        run.experts.interval = run.experts.every_steps = 20  # so that the statistics' program need not be compiled
         if stop_after == 70:  # lost: as if it had been killed
             counts = [record for record in lines(tmp_path / "experts.jsonl")]
             assert [(record["step"], record["steps"]) for record in counts] == [(20, 20), (40, 20)]
             run.writer.experts(60, {"steps": 20, "first_layer": 1, "counts": [[7] * 8] * 2})
             run.writer.close()
             run = open_mixture(tmp_path)
-            run.experts.every = run.experts.smallest = 20
+            run.experts.interval = run.experts.every_steps = 20
         loop.train(dataclasses.replace(run, stop_after=stop_after))
         counted.append(lines(tmp_path / "experts.jsonl"))
     found = [(record["step"], record["steps"], record["first_layer"]) for record in counted[-1]]

@@ -142,4 +142,4 @@ def test_trace_says_in_rows_of_which_length_a_text_was_seen(tmp_path):
         pieces = list(found.pieces)
         assert not found.hash_now and {piece.row_tokens for piece in pieces} == {length}
         assert pieces[0].record["row_tokens"] == length
-        assert (f"in rows of {length})" in piece_line(pieces[0], ROW, of_document=True)) == (length < ROW)
+        assert (f"in rows of {length})" in piece_line(pieces[0], ROW, with_step=True)) == (length < ROW)

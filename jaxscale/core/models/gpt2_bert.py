@@ -188,5 +188,5 @@ class Encoder(LearnedPositionsModel):
         h_BTD, table_VD = gather_after(self.plan.gather, h_BTD, table, ("vocab", "embed"), dtype)
         h_BTD = self.head(h_BTD).astype(self.cfg.embed_dtype)
         ones = jnp.ones((*h_BTD.shape[:-1], 1), h_BTD.dtype)
-        bias_1V = self.bias_vocab[...].astype(dtype)[None]
+        bias_1V = self.bias_vocab[...].astype(table_VD.dtype)[None]
         return jnp.concatenate([h_BTD, ones], axis=-1), jnp.concatenate([table_VD.T, bias_1V])
