@@ -301,7 +301,7 @@ def test_from_a_damaged_checkpoint_it_falls_back_aloud_and_ends_as_if_it_never_w
         command(home, workdir, f"--config.train_tokens={STEPS + 2} steps")
         out = capsys.readouterr().out
         assert (f"resuming from step 12, {STEPS - 12} steps before it" in out) == (workdir == copy)
-        assert (f"step {STEPS}, the last complete one" in out) == (workdir == without)
+        assert (f"step {STEPS}, the last complete step" in out) == (workdir == without)
     names = "loss", "tokens_hash"
     assert metrics(copy, *names) == metrics(without, *names)
     tiny.assert_same_bits(final_state(home, copy), final_state(home, without))

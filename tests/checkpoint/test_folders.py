@@ -87,7 +87,7 @@ def test_a_newest_step_that_is_not_whole_is_never_gone_on_from(saved, how, goes_
     assert_same_bits(state, make_state(seed=step // 10))
     assert all(path.exists() for path in before)
     assert notes == told and len(lines) == bool(told)
-    wanted = "resuming from step 10, 10 steps before it" if told == MOVED else "the last complete one"
+    wanted = "resuming from step 10, 10 steps before it" if told == MOVED else "the last complete step"
     assert all(wanted in line for line in lines)
     names = [path.name for path in saved.directory.iterdir()]
     assert any(name.startswith("damaged-20-2") for name in names) == (told == MOVED)

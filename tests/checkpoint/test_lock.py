@@ -253,7 +253,7 @@ def test_a_lock_that_was_deleted_is_lost(workdir):
         else:
             held.store.path.unlink()
         for _ in range(2):
-            with pytest.raises(Stop, match="or deleted; this process has stopped without writing") as stop:
+            with pytest.raises(Stop, match="or deleted while this process was suspended; this process has") as stop:
                 held.check()
         with pytest.raises(Stop):
             held.poll()

@@ -191,7 +191,7 @@ def test_the_last_good_step_that_is_gone_is_missed(run):
     shutil.rmtree(run.directory / "30")
     found, notes = gone_on(run, lines)
     assert (found, notes) == (20, [("alarm", 30)])
-    assert "step 30, the last complete one" in lines[0]
+    assert "step 30, the last complete step" in lines[0]
     for step in (10, 20):
         shutil.rmtree(run.directory / str(step))
     error = stop_of(restore_newest, run, lambda step: step)
@@ -220,7 +220,7 @@ def test_another_run_in_the_place_of_the_last_good_step_is_told(run, tmp_path):
     lines = []
     found, notes = gone_on(run, lines)
     assert (found, notes) == (30, [("alarm", 30)])
-    assert "is not the step that was last saved here" in lines[0]
+    assert "differs from the step that this run saved last" in lines[0]
 
 
 @pytest.mark.slow

@@ -83,7 +83,7 @@ def test_another_run_is_never_written_over(kept, tmp_path):
 
     twin = kept_run.copy_of(kept, tmp_path / "twin")  # the same config and data, but other numbers
     kept_run.reseal(twin, 10, health="suspect")
-    with pytest.raises(ValueError, match="has another step 10 than"):
+    with pytest.raises(ValueError, match="has a different step 10 than"):
         copy_step(kept, 20, tmp_path / "twin")
 
     copy_step(other, 10, tmp_path / "begun")
@@ -95,7 +95,7 @@ def test_another_run_is_never_written_over(kept, tmp_path):
     (tmp_path / "fresh" / "config.json").write_text(json.dumps({"config": {}}))  # started, and not yet saved
     with pytest.raises(ValueError, match="holds a run that shares no step"):
         copy_step(kept, 20, tmp_path / "fresh")
-    with pytest.raises(ValueError, match="is the run itself"):
+    with pytest.raises(ValueError, match="is the folder of the copied run"):
         copy_step(kept, 20, kept.directory.parent)
 
 

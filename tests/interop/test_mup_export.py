@@ -69,5 +69,5 @@ def test_a_run_with_other_factors_does_not_begin_with_its_weights(run):
     folder, _ = run
     for other in ({"model.mup": None}, {"model.mup": MUP | {"base_dim": 4}}):
         program = tiny.make_program(cfg := tiny.config(OVERRIDES | other), tiny.resolve_budget(cfg, None))
-        with pytest.raises(BadInput, match="were trained with other model.mup factors than"):
+        with pytest.raises(BadInput, match="were trained with different model.mup factors than"):
             branch_state(program, InitConfig(from_path=str(folder)), print)

@@ -1,8 +1,8 @@
-"""Reads and writes the arrays of a step in their files, chunk by chunk and without a device.
+"""Reads and writes the arrays of a checkpoint step in chunks, without a device.
 
-TensorStore stores each array as the chunks in which it was written, one per device that held a part, below an OCDBT
-index (a B-tree with checksums) of byte ranges in files. Training reads saved steps back with this module, `ckpt verify`
-checks them, and `ckpt average` and `convert` write with it.
+TensorStore stores each array as chunks, one for each device that had a part of the array. An OCDBT index (a B-tree with
+checksums) maps the chunks to byte ranges in files. Training and `ckpt verify` use this module to read saved steps, and
+`ckpt average` and `convert` use it to write arrays.
 """
 
 import collections
@@ -24,24 +24,24 @@ from jaxscale.runtime.checkpoint.storage_errors import is_storage_error, short_r
 from jaxscale.system import paths
 from jaxscale.system.exits import Exit, Stop
 
-READ_AHEAD_BYTES = 64 << 20  # in flight: hides the latency of a bucket, and bounds the memory of a read
-CACHE_BYTES = 16 << 20  # for the index; without it every chunk requests the index from a bucket again
+READ_AHEAD_BYTES = 64 << 20  # bytes in flight: enough to hide the latency of a bucket with bounded memory
+CACHE_BYTES = 16 << 20  # cache of the index; without this cache every chunk requests the index from a bucket again
 STATE, TREE_METADATA = "state", "state/_METADATA"
 DIFFERS = "its bits differ from those that were saved"
-PYTHON_SCALARS = {"int": int, "float": float, "bool": bool, "complex": complex}  # Python scalars: saved as 0-d arrays
-KEY_DTYPE_PREFIX = "key<"  # prefix of the dtype of random keys, which are saved as words along one more axis
-COMMIT_BYTES = 64 << 20  # per transaction: each commit rewrites the index, and buffers this much memory
-# Size of an index node. A commit rewrites the nodes that it changes, and all their versions stay in the files;
-# TensorStore's default of 8 MB would put the whole index of 10,000 chunks into one node.
+PYTHON_SCALARS = {"int": int, "float": float, "bool": bool, "complex": complex}  # saved as 0-d arrays
+KEY_DTYPE_PREFIX = "key<"  # prefix of the dtype of random keys, which are saved as uint32 words along an extra axis
+COMMIT_BYTES = 64 << 20  # bytes buffered per transaction; each commit rewrites the index
+# Size of an index node. A commit rewrites the nodes that it changes, and the old versions stay in the files. With
+# TensorStore's default of 8 MB, one node would contain the whole index of 10,000 chunks.
 NODE_BYTES = 128 << 10
 DICT_KEY = 2  # Orbax's key type for a dict level of the tree
 MANIFEST = "manifest.ocdbt"
 DATA_FILE = re.compile(r"(?:ocdbt\.process_\d+/)?(?:d/[0-9a-f]{16,}|manifest\.ocdbt)")
-ARRAY_METADATA = (".zarray", "zarr.json")  # metadata of an array; all other entries below it are its chunks
+ARRAY_METADATA = (".zarray", "zarr.json")  # metadata files of an array; all other entries below the array are chunks
 
 
 def compare_leaf(arrays: "ArrayReader", name: str, shape: list[int], dtype: str, fingerprint: int) -> tuple[str, int]:
-    """Returns ('' or how the leaf differs from its record, bytes read)."""
+    """Returns (difference between the leaf and its record, '' if they match; number of bytes read)."""
     array = arrays.open(name)
     if wrong := format_mismatch(array, shape, dtype):
         return wrong, 0
@@ -55,7 +55,7 @@ def compare_leaf(arrays: "ArrayReader", name: str, shape: list[int], dtype: str,
 
 
 def format_mismatch(array: Any, shape: list[int], dtype: str) -> str:
-    """Returns how an array in the files differs from a recorded shape and dtype, '' if it does not."""
+    """Returns how an array in the files differs from a recorded shape and dtype, or '' if both match."""
     is_key, found = dtype.startswith(KEY_DTYPE_PREFIX), list(array.shape)
     if (found[:-1] if is_key else found) != shape:
         return f"its shape is {found}, but {shape} was saved"
@@ -65,7 +65,7 @@ def format_mismatch(array: Any, shape: list[int], dtype: str) -> str:
 
 
 class ArrayReader:
-    """The arrays of one step, opened by name and read by chunk."""
+    """Opens the arrays of one step by name."""
 
     def __init__(self, folder: Any):
         self.folder = folder
@@ -75,27 +75,27 @@ class ArrayReader:
         self.context = tensorstore.Context({"cache_pool": {"total_bytes_limit": CACHE_BYTES}})
 
     def open(self, name: str) -> Any:
-        """Returns the leaf as a tensorstore.TensorStore. Raises ValueError (several lines) if it is missing."""
+        """Returns the leaf as a tensorstore.TensorStore. Raises ValueError (several lines) if the leaf is missing."""
         return self.open_async(name).result()
 
     def open_async(self, name: str) -> Any:
-        """Returns the future of `open`, so that many leaves of a bucket are opened concurrently."""
+        """Returns a future of the result of `open`, so that many leaves in a bucket can be opened concurrently."""
         spec = {"driver": self.driver, "kvstore": leaf_kvstore(self.folder, name), "recheck_cached_data": False}
         return tensorstore.open(spec, open=True, read=True, context=self.context)
 
 
 def stored_name(leaf: str) -> str:
-    """Returns Orbax's name of a leaf: 'params/w' -> 'params.w'."""
+    """Returns Orbax's name for a leaf: 'params/w' -> 'params.w'."""
     return leaf.replace("/", ".")
 
 
 def leaf_kvstore(folder: Any, leaf: str) -> dict[str, Any]:
-    """Returns TensorStore's spec of the metadata and chunks of a leaf."""
+    """Returns TensorStore's spec of the key-value store that contains the metadata and chunks of a leaf."""
     return {"driver": "ocdbt", "base": kvstore_spec(folder / STATE), "path": f"{stored_name(leaf)}/"}
 
 
 def kvstore_spec(folder: Any) -> dict[str, str]:
-    """Returns TensorStore's spec of a folder, safe for any name."""
+    """Returns TensorStore's spec of a folder; works for folder names with special characters."""
     if paths.is_remote(folder):
         bucket, _, path = os.fspath(folder).removeprefix("gs://").partition("/")
         return {"driver": "gcs", "bucket": bucket, "path": f"{path}/"}
@@ -107,18 +107,18 @@ Region = tuple[tuple[int, int], ...]  # (begin, end) along each axis
 
 
 def chunk_boxes(array: Any, region: Region | None = None) -> list[Box]:
-    """Returns the chunks in which the array was written, as slices that cover it, or its part in the region."""
+    """Returns the array's chunks as slices, clipped to the region if one is given."""
     sizes = array.chunk_layout.read_chunk.shape or array.shape
     return grid_boxes(array.shape, sizes) if region is None else region_boxes(region, sizes)
 
 
 def grid_boxes(shape: Sequence[int], sizes: Sequence[int]) -> list[Box]:
-    """Returns boxes of these sizes, clipped at the ends, that cover an array."""
+    """Returns boxes of the given sizes that cover an array; the last boxes are clipped to its shape."""
     return region_boxes(tuple((0, length) for length in shape), sizes)
 
 
 def region_boxes(region: Region, sizes: Sequence[int]) -> list[Box]:
-    """Returns the intersections of a region with a grid of boxes of these sizes."""
+    """Returns the intersections of a region with a grid of boxes of the given sizes."""
     cuts = [
         [slice(max(at, begin), min(at + size, end)) for at in range(begin - begin % size, end, size)]
         for (begin, end), size in zip(region, (max(size, 1) for size in sizes), strict=True)
@@ -127,12 +127,12 @@ def region_boxes(region: Region, sizes: Sequence[int]) -> list[Box]:
 
 
 def box_bytes(array: Any, box: Box) -> int:
-    """Returns the bytes of a box in memory."""
+    """Returns the size of a box in memory, in bytes."""
     return math.prod(part.stop - part.start for part in box) * array.dtype.numpy_dtype.itemsize
 
 
 def read_ahead(requests: Iterable[tuple[Any, Box]], limit: int = READ_AHEAD_BYTES) -> Iterator[np.ndarray]:
-    """Yields the values of the boxes in order, with at most `limit` bytes in flight, or one box that is larger."""
+    """Yields the values of the boxes in order, with at most `limit` bytes, or one larger box, in flight."""
     pending: collections.deque = collections.deque()
     in_flight = 0
     for array, box in requests:
@@ -149,7 +149,7 @@ def read_ahead(requests: Iterable[tuple[Any, Box]], limit: int = READ_AHEAD_BYTE
 
 
 def sum_boxes(array: Any, boxes: Sequence[Box]) -> tuple[int, int]:
-    """Returns (sum of the fingerprints of the array's boxes, number of their elements)."""
+    """Returns (sum of the fingerprints of the given boxes, number of elements in the boxes)."""
     total = numbers = 0
     for box, value in zip(boxes, read_ahead((array, box) for box in boxes)):
         total += host_fingerprint(value, start=[part.start for part in box], shape=array.shape)
@@ -158,21 +158,21 @@ def sum_boxes(array: Any, boxes: Sequence[Box]) -> tuple[int, int]:
 
 
 def array_format(array: Any) -> dict[str, Any]:
-    """Returns the part of TensorStore's spec of an existing array that does not depend on its location."""
+    """Returns TensorStore's spec of an existing array without the location."""
     spec = array.spec().to_json()
     config = {key: value for key, value in spec["kvstore"].get("config", {}).items() if key != "uuid"}
     return {"driver": spec["driver"], "metadata": spec["metadata"], "kvstore": {"config": config}}
 
 
 def orbax_array_format(shape: Sequence[int], chunks: Sequence[int], dtype: np.dtype) -> dict[str, Any]:
-    """Returns the format in which Orbax creates an array: zarr 2, uncompressed."""
+    """Returns TensorStore's spec of an array as created by Orbax: zarr 2, uncompressed, without a location."""
     metadata = {"zarr_format": 2, "shape": list(shape), "chunks": list(chunks), "dtype": np.dtype(dtype).str}
     metadata |= {"compressor": None, "fill_value": None, "filters": None, "order": "C", "dimension_separator": "."}
     return {"driver": "zarr", "metadata": metadata, "kvstore": {"config": {"max_decoded_node_bytes": NODE_BYTES}}}
 
 
 def orbax_tree_metadata(shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-    """Returns Orbax's `_METADATA` of a tree of nested dicts, for arrays of these names and shapes."""
+    """Returns Orbax's `_METADATA` for a tree of nested dicts. `shapes`: {name of an array: shape}."""
     entries = {}
     for name, shape in shapes.items():
         keys = name.split("/")
@@ -190,7 +190,7 @@ def orbax_tree_metadata(shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
 
 
 class StepArrayWriter:
-    """Writes arrays below a step's folder, many boxes per transaction."""
+    """Writes arrays into a step's folder, with many boxes per transaction."""
 
     def __init__(self, folder: Any):
         self.folder = folder
@@ -198,7 +198,7 @@ class StepArrayWriter:
         self.context = tensorstore.Context()
 
     def create(self, formats: Mapping[str, dict[str, Any]]) -> list[Any]:
-        """Returns the arrays, created or opened, in order; the index is written once. Raises Stop (STORAGE)."""
+        """Creates or opens arrays and returns them in order; writes the index once. Raises Stop (STORAGE)."""
         transaction = tensorstore.Transaction()
         options: dict[str, Any] = dict(open=True, create=True, context=self.context, transaction=transaction)
         try:
@@ -212,11 +212,11 @@ class StepArrayWriter:
     def spec(self, name: str, fmt: dict[str, Any]) -> dict[str, Any]:
         """Returns TensorStore's spec of a new array."""
         store = leaf_kvstore(self.folder, name) | fmt["kvstore"]
-        # otherwise a chunk of zeros is not stored, and a lost chunk reads as zeros
+        # without this option chunks of zeros are not stored, so a lost chunk would be read as zeros
         return fmt | {"kvstore": store, "store_data_equal_to_fill_value": True}
 
     def write(self, array: Any, box: Box, value: np.ndarray) -> bool:
-        """Queues a box, stored at the latest by `commit`; True if it and all before it are stored now."""
+        """Queues a box for writing; returns True if all queued boxes are now stored. `commit` stores the rest."""
         if self.transaction is None:
             self.transaction = tensorstore.Transaction()
         self.pending.append(array.with_transaction(self.transaction)[box].write(value))
@@ -226,7 +226,7 @@ class StepArrayWriter:
         return self.transaction is None
 
     def commit(self) -> None:
-        """Returns when all queued boxes are stored. Raises Stop (STORAGE)."""
+        """Waits until all queued boxes are stored. Raises Stop (STORAGE)."""
         if self.transaction is None:
             return
         try:
@@ -243,7 +243,7 @@ class StepArrayWriter:
 
 
 def leaf_files(folder: Any) -> dict[str, set[str]]:
-    """Returns {stored name of a leaf: its data files below the step's folder}, as far as the index can be read."""
+    """Returns {stored name of a leaf: its data files in the step's folder}, up to the first damaged index node."""
     found: dict[str, set[str]] = {}
     with contextlib.suppress(Exception):  # the index itself may be damaged
         base = open_kvstore(folder / STATE)
@@ -256,7 +256,7 @@ def leaf_files(folder: Any) -> dict[str, set[str]]:
 
 
 def index_damages(folder: Any) -> Iterator[tuple[str, str, tuple[str, ...]]]:
-    """Yields (file, cause, files in the error) of each process's index that has any unreadable version."""
+    """Yields (index file, cause, data files named in the error) for each process's index with an unreadable version."""
     for name in files_under(folder / STATE):
         if name.rpartition("/")[2] == MANIFEST:
             subfolder = name.removesuffix(MANIFEST).rstrip("/")
@@ -274,12 +274,12 @@ def index_damages(folder: Any) -> Iterator[tuple[str, str, tuple[str, ...]]]:
 
 
 def open_kvstore(folder: Any) -> Any:
-    """Opens the folder of an index."""
+    """Opens a folder that contains an OCDBT index."""
     return tensorstore.KvStore.open(kvstore_spec(folder)).result()
 
 
 def index_roots(base: Any, node: dict[str, Any]) -> Iterator[str | None]:
-    """Yields the root location of every version that a manifest, or a node of its version tree, refers to."""
+    """Yields the location of the root node of every version listed in a manifest or a node of its version tree."""
     for version in node["versions"] if "versions" in node else node["entries"]:
         if "root" in version:
             yield version["root"].get("location")
@@ -292,7 +292,7 @@ def index_roots(base: Any, node: dict[str, Any]) -> Iterator[str | None]:
 def index_entries(
     base: Any, location: str | None, prefix: bytes = b"", seen: set[str] | None = None
 ) -> Iterator[tuple[bytes, str]]:
-    """Yields (key, location of its value) below a node; skips locations in `seen`, and adds those visited."""
+    """Yields (key, location of the value) for all entries below a node. Skips nodes in `seen` and adds visited ones."""
     if location is None or seen is not None and location in seen:
         return
     if seen is not None:
@@ -305,5 +305,5 @@ def index_entries(
 
 
 def named_files(text: str) -> tuple[str, ...]:
-    """Returns the data files that an error of TensorStore names."""
+    """Returns the data files named in a TensorStore error message."""
     return tuple(sorted({f"{STATE}/{name}" for name in DATA_FILE.findall(text)}))

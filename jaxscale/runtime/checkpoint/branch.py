@@ -1,4 +1,4 @@
-"""Starts a new run with the weights of another: selects, renames and resizes leaves of its checkpoint."""
+"""Starts a new run with weights from a different run: selects, renames and resizes leaves of that run's checkpoint."""
 
 import dataclasses
 import difflib
@@ -34,31 +34,31 @@ from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, print_stderr
 
 SHOWN_PROBLEMS = 4
-# files of a Hugging Face folder that a work folder does not have
+# files that occur in Hugging Face model folders but not in work folders
 HUGGING_FACE = ("model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors")
-# leaf groups by init.what; 'run' restores the whole state instead (resume_branch)
+# leaf groups for each value of init.what, except 'run', which restores the whole state (resume_branch)
 LEAF_GROUPS = {"params": ("params",), "ema": ("ema",), "state": ("params", "opt_state", "ema")}
 
 
 @dataclasses.dataclass(frozen=True)
 class InitSource:
-    """A checkpoint of another run, with whose weights this one starts."""
+    """A checkpoint of a different run that provides the initial weights of this run."""
 
     checkpoints: Checkpoints
     step: int
     record: Mapping[str, Any]
-    experts: str = "none"  # init.experts of the new run
-    whole: bool = False  # init.what=run: the new run resumes the whole state
+    experts: str = "none"  # value of init.experts in the new run
+    whole: bool = False  # True for init.what=run: the new run resumes the whole state
 
     def __str__(self) -> str:
         return str(self.checkpoints.directory / str(self.step))
 
     @property
     def ancestry(self) -> list[dict[str, Any]]:
-        """Checkpoints from which its weights derive, itself first, as recorded in a branch."""
+        """Record entries of this checkpoint and of those from which its weights derive, newest first."""
         run = self.record["run"]
         entry = {"path": str(self.checkpoints.directory), "step": self.step, "sha256": self.record["sha256"]}
-        converted = run.get("converted") or {}  # fields of the imported config.json, for exporting a descendant
+        converted = run.get("converted") or {}  # fields of the imported config.json, which later exports need
         entry |= {name: converted[name] for name in ("model_type", "kept", "from") if converted.get(name)}
         if self.experts != "none":
             entry["upcycled"] = self.experts
@@ -69,13 +69,13 @@ class InitSource:
 
 @dataclasses.dataclass(frozen=True)
 class BranchPlan:
-    """The checkpoint's leaf for each leaf of the new state."""
+    """The checkpoint leaf from which each leaf of the new state is made."""
 
     loaded: dict[str, str] = dataclasses.field(default_factory=dict)  # new name -> name in the checkpoint
-    resized: dict[str, int] = dataclasses.field(default_factory=dict)  # new name -> vocabulary axis; in `loaded`
-    fresh: list[str] = dataclasses.field(default_factory=list)
-    left_out: list[str] = dataclasses.field(default_factory=list)  # names in the checkpoint
-    upcycled: dict[str, Origin] = dataclasses.field(default_factory=dict)  # experts; in `loaded`
+    resized: dict[str, int] = dataclasses.field(default_factory=dict)  # new name -> vocabulary axis; subset of `loaded`
+    fresh: list[str] = dataclasses.field(default_factory=list)  # new names that are initialized as in a new model
+    left_out: list[str] = dataclasses.field(default_factory=list)  # names in the checkpoint that are not used
+    upcycled: dict[str, Origin] = dataclasses.field(default_factory=dict)  # converted leaves; subset of `loaded`
     upcycling: Upcycling | None = None
 
 
@@ -87,12 +87,12 @@ def open_source(
     named: str = "init.from_path",
     log: Callable[[str], None] = print_stderr,
 ) -> InitSource:
-    """Returns the checkpoint at `path`: that step, or the newest of a work folder. The same in all processes.
+    """Returns the checkpoint at `path`, or the newest checkpoint if `path` is a work folder; the same in all processes.
 
-    Args: ancestor: the checkpoint from which the run started before, which this must equal in step and content.
-    wanted: the step, if the path names none. named: the setting or flag that gave the path, for errors. log: receives
-    warnings about unreadable newer steps and changed files.
-    Raises: BadInput if there is none, Stop (CHECKPOINT_CORRUPT) if it cannot be read.
+    ancestor: entry of the checkpoint from which this run first started. The result must have the same step and content.
+    wanted: the step to open if the path does not name a step. named: the setting or flag that contained the path, for
+    error messages. log: receives warnings about unreadable newer steps and changed files.
+    Raises: BadInput if there is no checkpoint, Stop (CHECKPOINT_CORRUPT) if the checkpoint cannot be read.
     """
     folder, step = parse_checkpoint_path(path)
     step = wanted if step is None else step
@@ -101,7 +101,7 @@ def open_source(
     if not steps:
         foreign = any((folder.parent / name).exists() for name in HUGGING_FACE)
         how = f"; convert a Hugging Face model first: jaxscale convert --from={path} --workdir=NEW" if foreign else ""
-        raise BadInput(f"{named}={path} holds no checkpoint: {folder} has no complete one{how}")
+        raise BadInput(f"{named}={path} holds no checkpoint: {folder} has no complete step{how}")
     if step is not None and step not in steps:
         near = sorted(sorted(steps, key=lambda other: abs(other - step))[:3])
         raise BadInput(f"{named}={path}: no checkpoint of step {step}; {folder} has {units.or_list(near)}")
@@ -120,7 +120,7 @@ def open_source(
 
 
 def parse_checkpoint_path(path: str) -> tuple[Any, int | None]:
-    """Returns (the folder of checkpoints for `path`, the step that it names or None). Uses no device."""
+    """Returns (folder of checkpoints, step) for a path; the step is None if the path does not name a step."""
     folder = paths.as_path(path)
     if folder.name.isdecimal() and not (folder / "checkpoints").exists():  # a work folder may be named 2026
         return folder.parent, int(folder.name)
@@ -128,11 +128,11 @@ def parse_checkpoint_path(path: str) -> tuple[Any, int | None]:
 
 
 def branch_state(program: Any, cfg: InitConfig, log: Callable[[str], None], source: InitSource | None = None) -> Any:
-    """Returns the state before step 0 of a run that starts with another's weights, sharded as the program requires.
+    """Returns the initial state of a run that starts with weights from a checkpoint of a different run.
 
-    Each array is read straight into its sharding, and the random one that it replaces is freed first, so that at most
-    one state is in memory. step, random key, guard and loss scale are those of a new run.
-    Args: program: from build.py (init, abstract_state, cfg.model, cfg.lora). source: from open_source, if already open.
+    Each array is read directly into the sharding of the program, after the random array that it replaces was freed, so
+    at most one state is in memory. The step, random key, guard and loss scale have the values of a new run.
+    program: the Program from build.py. source: the open checkpoint; None opens init.from_path.
     Raises: BadInput with one line for all mismatches, Stop (CHECKPOINT_CORRUPT) if a bit of the checkpoint has changed.
     """
     assert source or cfg.from_path, "a run that begins with another one's weights names it"
@@ -151,7 +151,7 @@ def branch_state(program: Any, cfg: InitConfig, log: Callable[[str], None], sour
     wanted = {old: targets[name] for name, old in unchanged.items()}
     found = source.checkpoints.restore(source.step, wanted, partial=True) if wanted else {}
     leaves |= {name: found[old] for name, old in unchanged.items()}
-    for name, axis in plan.resized.items():  # one at a time: each is briefly in memory twice
+    for name, axis in plan.resized.items():  # one at a time, because two copies of each are in memory
         leaves[name] = resize_leaf(source, plan.loaded[name], leaves[name], targets[name], axis, cfg.new_rows)
     for name, origin in plan.upcycled.items():  # one at a time, for the same reason
         assert plan.upcycling is not None, "upcycled leaves have a plan"
@@ -168,10 +168,10 @@ def branch_state(program: Any, cfg: InitConfig, log: Callable[[str], None], sour
 
 
 def resume_branch(program: Any, source: InitSource, log: Callable[[str], None]) -> Any:
-    """Returns the whole state of the source, for init.what=run. Raises as restore does."""
+    """Returns the whole state of the source, for init.what=run. Raises the errors of Checkpoints.restore."""
     state = source.checkpoints.restore(source.step, program.abstract_state)
     if int(state.step) != source.step:
-        raise source.checkpoints.corrupt(source.step, "state", f"it has done {int(state.step)} steps")
+        raise source.checkpoints.corrupt(source.step, "state", f"its step counter is {int(state.step)}")
     health = source.record.get("health", "clean")
     marked = "" if health == "clean" else f", a checkpoint marked {health!r}"
     log(f"init: a branch of {source}{marked}: continues from step {source.step}, with its state and its data")
@@ -179,7 +179,7 @@ def resume_branch(program: Any, source: InitSource, log: Callable[[str], None]) 
 
 
 def plan_branch(cfg: InitConfig, source: InitSource, targets: Mapping[str, Any], model: Any) -> BranchPlan:
-    """Matches leaves. Raises BadInput, one line, if a leaf on either side is neither used nor skipped."""
+    """Returns the checkpoint leaf for each new leaf. Raises BadInput for leaves on either side that have no match."""
     leaves = source.record["leaves"]
     saved = {leaf: leaves[leaf] for part in LEAF_GROUPS[cfg.what] for leaf in weight_leaves(leaves, part).values()}
     check_rules(cfg, source, saved, targets)
@@ -191,7 +191,7 @@ def plan_branch(cfg: InitConfig, source: InitSource, targets: Mapping[str, Any],
     available = {new: old for old, new in renamed.items() if not is_skipped(new) and not is_skipped(old)}
     vocab_sizes = source.record["run"].get("config", {}).get("model", {}).get("vocab_size"), model.vocab_size
     groups = ["params"]
-    if cfg.what == "state":  # an average that is missing starts as the weights
+    if cfg.what == "state":  # a missing average is initialized with the weights
         groups += ["opt_state", *(["ema"] * has_average(available))]
     upcycling = None
     if cfg.experts != "none":
@@ -205,12 +205,12 @@ def plan_branch(cfg: InitConfig, source: InitSource, targets: Mapping[str, Any],
             plan.loaded[name] = available[origin.name]
             found = saved[available[origin.name]][:2]
             problems += match_leaf(cfg, plan, name, origin, found, describe_leaf(targets[name]), vocab_sizes)
-        elif not is_adapter(name):  # which is initialized as in a new model
+        elif not is_adapter(name):  # adapters are initialized as in a new model
             near = nearest(origin.name, [old for new, old in available.items() if new not in targets] or available)
             problems.append(f"{name} is not in the checkpoint (nearest: {near})")
     used = set(plan.loaded.values())
     for new, name in available.items():
-        if name not in used and (leaf_group(new) != "ema" or has_average(targets)):  # else it may stay unused
+        if name not in used and (leaf_group(new) != "ema" or has_average(targets)):  # a run without ema ignores it
             near = nearest(name, targets)
             merge = "; jaxscale ckpt merge_lora merges adapters into the weights" * is_adapter(name)
             problems.append(f"{name} is in the checkpoint, but not in this config (nearest: {near}){merge}")
@@ -218,7 +218,7 @@ def plan_branch(cfg: InitConfig, source: InitSource, targets: Mapping[str, Any],
         more = f"; and {len(problems) - SHOWN_PROBLEMS} more" if len(problems) > SHOWN_PROBLEMS else ""
         raise BadInput(
             f"init.from_path: {source} does not fit this config: {'; '.join(problems[:SHOWN_PROBLEMS])}{more}; "
-            "use init.rename or init.skip, or the model it was trained with"
+            "use init.rename or init.skip, or the model config of the checkpoint"
         )
     plan.fresh.extend(name for name in targets if name not in plan.loaded)
     plan.left_out.extend(name for name in saved if name not in used)
@@ -228,7 +228,7 @@ def plan_branch(cfg: InitConfig, source: InitSource, targets: Mapping[str, Any],
 def match_leaf(
     cfg: InitConfig, plan: BranchPlan, name: str, origin: Origin, found: list, new: list, vocab_sizes: tuple
 ) -> list[str]:
-    """Plans how a leaf is made of an array ([shape, dtype] of both: new, found); returns the problem, if any."""
+    """Adds to the plan how to make a leaf, [shape, dtype] `new`, from an array `found`; returns a list of problems."""
     old = [plan.upcycling.shape(origin, found[0]), found[1]] if plan.upcycling else found
     axis = vocab_axis(old, new, *vocab_sizes)
     if old == new:
@@ -244,7 +244,7 @@ def match_leaf(
 
 
 def check_lora_scale(source: InitSource, plan: BranchPlan, lora: LoraConfig) -> None:
-    """Raises BadInput if the adapters' scale differs between the checkpoint and this config."""
+    """Raises BadInput if the scale of the LoRA adapters differs between the checkpoint and this config."""
     saved = from_dict(LoraConfig, source.record["run"].get("config", {}).get("lora") or {}, f"{source}: lora")
     if any(map(is_adapter, plan.loaded)) and saved.scale != lora.scale:
         raise BadInput(
@@ -259,13 +259,13 @@ def check_mup_scales(source: InitSource, model: Any) -> None:
     saved = folding_factors(convert(recorded, AnyModelConfig, f"{source}: model")) if recorded.get("mup") else {}
     if saved != folding_factors(model):
         raise BadInput(
-            f"init.from_path: the weights of {source} were trained with other model.mup factors than those of this "
-            "config; set model.mup as in that run, or remove it if that run has none"
+            f"init.from_path: the weights of {source} were trained with different model.mup factors than this config "
+            "has; set model.mup as in that run, or remove it if that run has none"
         )
 
 
 def check_rules(cfg: InitConfig, source: InitSource, saved: Mapping[str, Any], targets: Mapping[str, Any]) -> None:
-    """Raises BadInput for a rule that matches nothing, and for a group of leaves that the checkpoint lacks."""
+    """Raises BadInput if a rule matches no leaf, or if the checkpoint lacks the leaves requested by init.what."""
     first = LEAF_GROUPS[cfg.what][0]
     if not any(leaf_group(name) == first for name in saved):
         has = sorted({leaf_group(name) for name in source.record["leaves"]})
@@ -281,12 +281,12 @@ def check_rules(cfg: InitConfig, source: InitSource, saved: Mapping[str, Any], t
 
 
 def leaf_group(name: str) -> str:
-    """'params' of 'params/head'."""
+    """Returns the first part of a leaf's name: 'params' for 'params/head'."""
     return name.partition("/")[0]
 
 
 def renamed_leaf(cfg: InitConfig, name: str) -> str:
-    """Returns the name that a leaf of this run has in the source."""
+    """Applies init.rename to the name of a checkpoint leaf. With init.what=ema, 'ema/w' becomes 'params/w' first."""
     if cfg.what == "ema" and leaf_group(name) == "ema":
         name = "params" + name.removeprefix("ema")
     for rule in cfg.rename:
@@ -296,12 +296,12 @@ def renamed_leaf(cfg: InitConfig, name: str) -> str:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """Returns up to two of the names that are most similar to this one."""
+    """Returns up to two of `names` that are most similar to `name`, or 'none'."""
     return " or ".join(difflib.get_close_matches(name, list(names), n=2, cutoff=0.3)) or "none"
 
 
 def vocab_axis(old: list, new: list, old_size: int | None, new_size: int) -> int | None:
-    """Returns the axis in which two [shape, dtype] differ, if nothing but the vocabulary's size does; else None."""
+    """Returns the axis with the vocabulary, if two [shape, dtype] differ only in the vocabulary size; else None."""
     if len(old[0]) != len(new[0]) or old[1] != new[1]:
         return None
     differing = [(axis, *sizes) for axis, sizes in enumerate(zip(old[0], new[0])) if sizes[0] != sizes[1]]
@@ -309,7 +309,7 @@ def vocab_axis(old: list, new: list, old_size: int | None, new_size: int) -> int
 
 
 def resize_leaf(source: InitSource, name: str, fresh: jax.Array, target: Any, axis: int, new_rows: str) -> jax.Array:
-    """Returns the checkpoint's leaf `name` with as many rows as `target` has along the vocabulary axis."""
+    """Returns the checkpoint's leaf `name`, truncated or extended along the vocabulary axis to the shape of target."""
     spec = spec_of(target)
     spec[axis] = None  # the old vocabulary size need not be divisible by the devices that shard it
     whole = NamedSharding(target.sharding.mesh, PartitionSpec(*spec), memory_kind=target.sharding.memory_kind)
@@ -328,13 +328,13 @@ def resize_leaf(source: InitSource, name: str, fresh: jax.Array, target: Any, ax
 
 
 def read_leaf(source: InitSource, name: str, dtype: Any, sharding: NamedSharding) -> jax.Array:
-    """Returns one leaf of the checkpoint."""
+    """Returns one leaf of the checkpoint with the given dtype and sharding."""
     wanted = {name: jax.ShapeDtypeStruct(tuple(source.record["leaves"][name][0]), dtype, sharding=sharding)}
     return source.checkpoints.restore(source.step, wanted, partial=True)[name]
 
 
 def init_ema(leaves: dict[str, Any], targets: Mapping[str, Any]) -> None:
-    """Sets the average in `leaves` to a copy of the parameters: a copy, because both are donated."""
+    """Sets the moving average in `leaves` to a copy of the parameters; a copy, because both arrays are donated."""
     names = [name for name in targets if leaf_group(name) == "ema"]
     params = [leaves["params" + name.removeprefix("ema")] for name in names]
     shardings = [targets[name].sharding for name in names]
@@ -343,7 +343,7 @@ def init_ema(leaves: dict[str, Any], targets: Mapping[str, Any]) -> None:
 
 
 def describe_plan(cfg: InitConfig, source: InitSource, plan: BranchPlan, targets: Mapping[str, Any]) -> list[str]:
-    """Returns log lines: what was loaded, resized and initialized, by group, and what was left out."""
+    """Returns log lines that list the loaded, resized, initialized and unused leaves."""
     health = source.record.get("health", "clean")
     lines = [f"init: {cfg.what} of {source}" + ("" if health == "clean" else f", a checkpoint marked {health!r}")]
     lines += [f"init: loaded   {line}" for line in summarize_leaves(plan.loaded, targets)]
@@ -363,7 +363,7 @@ def describe_plan(cfg: InitConfig, source: InitSource, plan: BranchPlan, targets
 
 
 def summarize_leaves(names: Iterable[str], targets: Mapping[str, Any]) -> list[str]:
-    """Returns a line for each folder of arrays, layers as one: 'params/blocks/*/mlp: down, gate, up; 12.6M numbers'."""
+    """Returns a line for each group of arrays, such as 'params/blocks/*/mlp: down, gate, up; 12.6M numbers'."""
     names, folders = list(names), {}
     whole = {group for group in ("opt_state", "ema") if all(n in names for n in targets if leaf_group(n) == group)}
     for name in names:

@@ -1,4 +1,4 @@
-"""Settings of checkpoints, exports, the run lock, and the weights that a new run starts with."""
+"""Settings of checkpoints, exports, the run lock, and the initial weights of a run."""
 
 import dataclasses
 import re
@@ -12,7 +12,7 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASC
 
 
 def check_not_negative(config: Any, *names: str) -> None:
-    """Raises BadInput if one of these settings is below 0."""
+    """Raises BadInput if one of the named settings is negative."""
     for name in names:
         if getattr(config, name) < 0:
             raise BadInput(f"{name}={getattr(config, name)} must be 0 or more")
@@ -20,17 +20,17 @@ def check_not_negative(config: Any, *names: str) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LocalConfig:
-    """Copies of the state on each host, made every few seconds, for a restart after a kill."""
+    """Copies of the train state on the hosts, made every few seconds, for restarts after a crash."""
 
     folder: str | None = adjustable(
         None,
-        "folder of each host for its part of the newest states, such as /dev/shm/jaxscale; $VARIABLES are expanded on "
-        "each host; none: no local copies",
+        "folder on each host for copies of its part of the state, such as /dev/shm/jaxscale; $VARIABLES are expanded "
+        "on each host; none: no local copies",
     )
     every_seconds: float = adjustable(5.0, "seconds between two local copies", read_if=".folder")
-    every_steps: int = adjustable(0, "steps between two local copies; 0: by every_seconds", read_if=".folder")
+    every_steps: int = adjustable(0, "steps between two local copies; 0: use every_seconds", read_if=".folder")
     neighbour: bool = adjustable(
-        True, "each host also stores the copies of another host, so that one host can be replaced", read_if=".folder"
+        True, "true: each host also stores a different host's copies, so that one host can be lost", read_if=".folder"
     )
 
     def __post_init__(self):
@@ -43,22 +43,22 @@ class LocalConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """When the state is saved, and which checkpoints are kept."""
+    """Schedule and retention policy of checkpoints."""
 
     save_every_steps: int = adjustable(500, "steps between two checkpoints; 0: only at the end")
-    keep_last: int = adjustable(3, "newest checkpoints that are kept")
-    keep_every_steps: int = adjustable(0, "checkpoints of steps divisible by this are never deleted; 0: none")
-    keep_best: int = adjustable(0, "checkpoints with the lowest validation loss that are kept", read_if="eval.num_rows")
-    verify_saved: bool = adjustable(True, "read every checkpoint back after writing it, and compare it bitwise")
+    keep_last: int = adjustable(3, "number of newest checkpoints to keep")
+    keep_every_steps: int = adjustable(0, "checkpoints of steps divisible by this number are never deleted; 0: none")
+    keep_best: int = adjustable(
+        0, "number of checkpoints with the lowest validation loss to keep", read_if="eval.num_rows"
+    )
+    verify_saved: bool = adjustable(True, "true: read every checkpoint back after writing, and compare it bitwise")
     on_corrupt: Literal["fallback", "stop"] = adjustable(
-        "fallback", "if a checkpoint cannot be read: fallback resumes from the one before it, stop ends the run"
+        "fallback", "if a checkpoint cannot be read: fallback resumes from the previous checkpoint, stop ends the run"
     )
-    wait_seconds: float = adjustable(
-        30.0, "how long a step waits for the previous save; after that, its own save is postponed"
-    )
-    max_failed_saves: int = adjustable(3, "consecutive failed saves after which the run stops")
+    wait_seconds: float = adjustable(30.0, "seconds to wait for the previous save before a new save is postponed")
+    max_failed_saves: int = adjustable(3, "number of consecutive failed saves after which the run stops")
     max_save_seconds: float = adjustable(
-        1800.0, "how long a save may take, including waits for storage, before the run stops"
+        1800.0, "the run stops if a save takes longer than this, including waits for storage"
     )
     local: LocalConfig = setting(LocalConfig)
 
@@ -77,7 +77,7 @@ class LockConfig:
     """Time limits of the run lock and of unreachable storage."""
 
     lease_seconds: float = adjustable(
-        20.0, "the lock of the work folder is renewed this often, and expires after three times that"
+        20.0, "seconds between renewals of the work folder's lock; the lock expires after three times this period"
     )
     outage_seconds: float = adjustable(
         3600.0, "the run stops (exit code 14) if its work folder cannot be reached for this long; 0: never"
@@ -91,33 +91,35 @@ class LockConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InitConfig:
-    """Source of a new run's weights. Read once, before step 0: a run that has a checkpoint resumes from it."""
+    """Source of a new run's weights. Ignored by a run that resumes from its own checkpoint."""
 
     from_path: str | None = setting(
         None,
-        "work folder of another run, or WORKDIR/checkpoints/STEP, for the initial weights; none: random weights",
+        "work folder of a different run, or WORKDIR/checkpoints/STEP, for the initial weights; none: random weights",
     )
     what: Literal["params", "ema", "state", "run"] = setting(
         "params",
-        "params: its weights; ema: their moving average; state: its weights, optimizer state and average; run: the "
-        "whole run, so that this run continues from that step and data position as a branch",
+        "parts to load; params: weights; ema: moving average of the weights; state: weights, optimizer state and "
+        "average; run: the whole run, which this run continues as a branch from the same step and data position",
     )
     rename: tuple[str, ...] = setting(
-        (), "'REGEX=>REPLACEMENT', applied in order to names of leaves of the checkpoint that differ from this config"
+        (), "rules 'REGEX=>REPLACEMENT', applied in order to the names of the checkpoint's leaves"
     )
     skip: tuple[str, ...] = setting(
-        (), "regexes of leaves: in this config they keep their random values, in the checkpoint they are ignored"
+        (), "regexes of leaves that are ignored in the checkpoint and keep their random initial values in this config"
     )
     resize_vocab: bool = setting(
-        False, "true: the vocabulary may have another size; rows are added or removed at its end"
+        False, "true: the vocabulary size may differ; rows are added or removed at the end of the vocabulary"
     )
     new_rows: Literal["mean", "init"] = setting(
-        "mean", "values of added rows: the mean of the old rows, or as in a new model", read_if="init.resize_vocab"
+        "mean",
+        "values of added vocabulary rows; mean: the mean of the old rows; init: initialized as in a new model",
+        read_if="init.resize_vocab",
     )
     experts: Literal["none", "copy", "split"] = setting(
         "none",
-        "how a dense model is converted to model.experts: each expert is a copy of its MLP (copy, arXiv:2212.05055), "
-        "or one of the equal parts of its MLP (split, arXiv:2410.07524); none: the model already has experts",
+        "conversion of a dense model to model.experts; copy: each expert is a copy of the MLP (arXiv:2212.05055); "
+        "split: each expert is one of the equal parts of the MLP (arXiv:2410.07524); none: no conversion",
     )
 
     def __post_init__(self):
@@ -131,31 +133,31 @@ class InitConfig:
                 raise BadInput(f"{pattern!r} is not a regular expression: {error}") from None
         if self.experts != "none" and self.what == "state":
             raise BadInput(
-                f"what='state' has no moments for the experts of experts={self.experts!r}; use 'params' or 'ema'"
+                f"what='state' has no optimizer moments for experts={self.experts!r}; use what='params' or 'ema'"
             )
         changed = [field.name for field in dataclasses.fields(self) if getattr(self, field.name) != field.default]
         lost = [name for name in ("rename", "skip", "resize_vocab", "experts") if name in changed]
         if self.what == "run" and lost:
-            raise BadInput(f"what='run' resumes all arrays unchanged, but {lost[0]} changes some; use 'params'")
+            raise BadInput(f"what='run' resumes all arrays unchanged, but {lost[0]} changes some; use what='params'")
         if self.from_path is None and changed:
-            raise BadInput(f"{changed[0]} applies only to a run that starts from another's weights; also set from_path")
+            raise BadInput(f"{changed[0]} applies only to initial weights from a checkpoint; also set from_path")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExportConfig:
-    """Weights as a Hugging Face model in WORKDIR/export/STEP, written in the background after a save."""
+    """Exports of the weights as Hugging Face models to WORKDIR/export/STEP, written in the background after saves."""
 
     every_steps: int = adjustable(
         0,
-        "steps between two exports, made from checkpoints, so a multiple of checkpoint.save_every_steps; the last "
-        "step is exported too; 0: none",
+        "steps between two exports, a multiple of checkpoint.save_every_steps because exports are made from "
+        "checkpoints; the last step is also exported; 0: no exports",
     )
     dtype: Literal["bfloat16", "float32"] = adjustable("bfloat16", "dtype of the exported weights")
-    ema: bool = adjustable(False, "true: export the moving average of train.ema")
-    keep: int = adjustable(1, "newest exports that are kept; 0: all")
+    ema: bool = adjustable(False, "true: export the moving average of the weights (train.ema)")
+    keep: int = adjustable(1, "number of newest exports to keep; 0: all")
     push_to: str | None = adjustable(
         None,
-        "OWNER/NAME on the Hugging Face Hub to which each export is pushed, with the token in HF_TOKEN; none: no push",
+        "Hugging Face Hub repository OWNER/NAME to which each export is pushed with the token HF_TOKEN; none: no push",
     )
 
     def __post_init__(self):
@@ -169,4 +171,4 @@ class ExportConfig:
 def check_hub_name(setting_name: str, name: str) -> None:
     """Raises BadInput unless the name is a valid Hub repository name."""
     if not HUB_NAME.fullmatch(name) or ".." in name or "--" in name:
-        raise BadInput(f"{setting_name}={name!r} must be a repository on the Hub, written as OWNER/NAME")
+        raise BadInput(f"{setting_name}={name!r} must be a Hugging Face Hub repository, written as OWNER/NAME")

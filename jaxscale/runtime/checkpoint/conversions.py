@@ -1,9 +1,9 @@
-"""Weights of one model as those of another: experts of a dense MLP, and a muP model without muP.
+"""Converts weights of a dense model to experts, and weights of a muP model to a model without muP.
 
-Upcycling makes a mixture of experts of a dense model (arXiv:2212.05055, arXiv:2410.07524). Each expert starts as the
-dense MLP (copy), or as one of the equal parts into which its columns are interleaved (split). The router is initialized
-as in a new model. If the weights of a token's experts add up to the number of parts, the mixture computes the same
-function as the dense model.
+Upcycling converts a dense model to a mixture of experts (arXiv:2212.05055, arXiv:2410.07524). Each expert starts as a
+copy of the dense MLP (copy), or as one of G equal parts of the dense MLP, where part g has the columns i with i % G = g
+(split). The router is initialized as in a new model. If the weights of a token's experts sum to G, the mixture computes
+the same function as the dense model.
 
 L layers  E experts  D embed  F width of an expert  G parts  M width of the dense MLP, G * F
 """
@@ -26,7 +26,7 @@ from jaxscale.system.exits import BadInput
 from jaxscale.units import divisors, or_list
 
 STACKED_LEAF = re.compile(rf"params/(?P<stack>{BLOCKS}|{DENSE})/(?:(?P<layer>[0-9]+)/)?(?P<leaf>.+)")
-COLUMNS = {"mlp/gate": -1, "mlp/up": -1, "mlp/down": -2}  # the axis of an MLP's width in each of its matrices
+COLUMNS = {"mlp/gate": -1, "mlp/up": -1, "mlp/down": -2}  # axis of the MLP width in each matrix
 EXPERT_LEAVES = re.compile("mlp/(router|router_bias|router_load|shared/.+)")  # leaves that a dense model lacks
 ROUTER, SHARED_DOWN = re.compile("mlp/router"), re.compile("mlp/shared/down")
 
@@ -36,8 +36,8 @@ class Origin:
     """The array of the dense model from which a leaf is made."""
 
     name: str
-    layers: tuple[int, int] | None = None  # range of the stacked layers, if not all
-    columns: int | None = None  # axis of the dense MLP's width, if experts are made of it
+    layers: tuple[int, int] | None = None  # selected range of stacked layers; None: all
+    columns: int | None = None  # axis of the dense MLP's width; None: the leaf is not a matrix of experts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,11 +45,11 @@ class Upcycling:
     """Conversion of a dense model to a mixture of experts."""
 
     experts: ExpertsConfig
-    parts: int  # of the dense MLP; 1: each expert is a copy of it
-    layers: int  # total number
+    parts: int  # number of parts of the dense MLP; 1: each expert is a copy of the whole MLP
+    layers: int  # total number of layers
 
     def origin(self, name: str) -> Origin | None:
-        """Returns the origin of a leaf; None if it is initialized, by a new model or by init_leaf()."""
+        """Returns the dense array from which a leaf is made; None if init_leaf() initializes the leaf instead."""
         found, first = STACKED_LEAF.fullmatch(name), self.experts.first_dense
         if found is None:
             return Origin(name)
@@ -63,7 +63,7 @@ class Upcycling:
         return Origin(f"params/{BLOCKS}/{leaf}", layers, columns)
 
     def shape(self, origin: Origin, old: list[int]) -> list[int]:
-        """Returns the shape of the leaf made of an array of this shape."""
+        """Returns the shape of the leaf that is made from an array of the shape `old`."""
         new = list(old)
         if origin.layers is not None:
             new[0] = min(origin.layers[1], old[0]) - origin.layers[0]
@@ -73,10 +73,10 @@ class Upcycling:
         return new
 
     def make(self, origin: Origin, read: Callable[[NamedSharding], jax.Array], target: Any) -> jax.Array:
-        """Returns the leaf, sharded as `target`. read: (sharding) -> the dense array.
+        """Returns the leaf with the sharding of `target`. read: (sharding) -> the dense array.
 
-        Each device makes its experts from its part of the dense array without communication, and only these two are in
-        memory.
+        Each device makes its experts from its shard of the dense array without communication. Only the dense array and
+        the new leaf are in memory.
         """
         spec = spec_of(target)
         if origin.columns is not None:
@@ -85,7 +85,7 @@ class Upcycling:
         return self.program(origin, sharding, target)(read(sharding))
 
     def program(self, origin: Origin, sharding: NamedSharding, target: Any) -> Callable[[jax.Array], jax.Array]:
-        """Returns the compiled function that makes the leaf of an array with this sharding."""
+        """Returns the jitted function that makes the leaf from an array with the given sharding."""
         mesh = sharding.mesh
         axes = mesh_axis_names(spec_of(target)[-3]) if origin.columns is not None else ()
 
@@ -104,18 +104,18 @@ class Upcycling:
         return jax.jit(mapped, out_shardings=target.sharding)
 
     def init_leaf(self, name: str, fresh: jax.Array, target: Any) -> jax.Array:
-        """Returns a leaf without an origin, made of its initial value in a new model."""
+        """Returns the initial value of a leaf without an origin. fresh: value of the leaf in a new model."""
         found = STACKED_LEAF.fullmatch(name)
         leaf = found["leaf"] if found else ""
         if SHARED_DOWN.fullmatch(leaf):  # zeros, so that shared experts contribute nothing at first
             return jax.jit(jnp.zeros_like, out_shardings=target.sharding, donate_argnums=0)(fresh)
-        if ROUTER.fullmatch(leaf) and self.parts > 1:  # equal columns, so that the parts of one MLP are chosen together
+        if ROUTER.fullmatch(leaf) and self.parts > 1:  # equal columns: selects all parts of an MLP together
             share = lambda x: jnp.repeat(x[..., :: self.parts], self.parts, axis=-1)
             return jax.jit(share, out_shardings=target.sharding, donate_argnums=0)(fresh)
         return fresh
 
     def describe(self) -> list[str]:
-        """Returns log lines: what was made, and whether the first loss equals that of the dense model."""
+        """Returns log lines about the new experts and about whether the first loss equals the dense model's loss."""
         cfg, what = self.experts, "each is a copy of the dense MLP"
         if self.parts > 1:
             what = f"{cfg.number // self.parts} copies of the dense MLP, each split into {self.parts} parts"
@@ -125,7 +125,7 @@ class Upcycling:
         return [made, "init: the first loss equals that of the dense model, except for rounding"]
 
     def loss_changes(self) -> list[str]:
-        """Returns reasons for which the first loss differs from that of the dense model."""
+        """Returns the reasons why the first loss differs from the dense model's loss."""
         cfg, reasons = self.experts, []
         if not cfg.normalised:
             reasons.append("with model.experts.normalised=false the sum of a token's weights varies")
@@ -144,9 +144,9 @@ class Upcycling:
 
 
 def interleaved_parts(old: jax.Array, columns: int, parts: int) -> jax.Array:
-    """Returns [..., G, D, F] of [..., D, M], or [..., G, F, D] of [..., M, D]: column i is in part i % G.
+    """Splits [..., D, M] into [..., G, D, F], or [..., M, D] into [..., G, F, D]. Part g has columns i with i % G = g.
 
-    So each device of the tensor axis, which has contiguous columns, splits its own without communication.
+    Each device of the tensor axis splits its contiguous columns without communication.
     """
     axis = old.ndim + columns
     split = old.reshape(*old.shape[:axis], -1, parts, *old.shape[axis + 1 :])
@@ -156,7 +156,7 @@ def interleaved_parts(old: jax.Array, columns: int, parts: int) -> jax.Array:
 def plan_upcycling(
     mode: Literal["copy", "split"], model: ModelConfig, shapes: Mapping[str, list[int]], source: Any
 ) -> Upcycling:
-    """Returns the conversion of the arrays of `source` to the model's. Raises BadInput for numbers that do not fit."""
+    """Returns the conversion of a dense checkpoint to the experts of `model`. Raises BadInput if sizes do not match."""
     assert model.experts is not None, "RunConfig refuses init.experts for a model without experts"
     cfg, gates = model.experts, [name for name in shapes if re.fullmatch(rf"params/{BLOCKS}/(0/)?mlp/gate", name)]
     if any(re.fullmatch(rf"params/{BLOCKS}/(0/)?mlp/router", name) for name in shapes):
@@ -184,19 +184,19 @@ def plan_upcycling(
 
 
 def is_dense_mlp(old: list[int], new: list[int], name: str) -> bool:
-    """True for the shapes of a dense MLP's array in the checkpoint and of experts' in the new model."""
+    """Returns True if `old` is the shape of a dense MLP's matrix, and `new` that of the same matrix with experts."""
     found = STACKED_LEAF.fullmatch(name)
     return found is not None and found["leaf"] in COLUMNS and len(new) == len(old) + 1
 
 
 def spec_of(array: Any) -> list[Any]:
-    """Returns the mesh axes of each axis of an array."""
+    """Returns the mesh axes over which each axis of an array is sharded."""
     spec = list(array.sharding.spec)
     return spec + [None] * (len(array.shape) - len(spec))
 
 
 def folding_factors(model: ModelConfig) -> dict[str, float]:
-    """Returns {parameter, relative to its layer: factor of its weights} that give the same model without muP.
+    """Returns {name of a parameter in its layer: factor}; multiplying the parameters by these factors removes muP.
     Factors of 1 are omitted."""
     if getattr(model, "mup", None) is None:
         return {}
@@ -212,10 +212,10 @@ def folding_factors(model: ModelConfig) -> dict[str, float]:
 
 
 def without_mup(model: ModelConfig) -> ModelConfig:
-    """Returns the config of the model whose weights are multiplied by folding_factor()."""
+    """Returns the model config without muP, for weights multiplied by folding_factor()."""
     return model if getattr(model, "mup", None) is None else dataclasses.replace(model, mup=None)
 
 
 def folding_factor(model: ModelConfig, name: str) -> float:
-    """Returns the factor of a parameter ('blocks/attention/wq') that gives the same model without muP."""
+    """Returns the factor by which to multiply a parameter ('blocks/attention/wq') to get the same model without muP."""
     return folding_factors(model).get(STACKED.sub("", name.replace("/", "."), count=1), 1.0)

@@ -1,8 +1,8 @@
-"""Writes weights computed from steps of a run, chunk by chunk: the mean of several, or one with its adapters merged.
+"""Writes weights computed from steps of a run: the mean of several steps, or one step with its LoRA adapters merged.
 
-The result has the arrays and chunks of its sources, a `_METADATA` with the weights' entries of the newest source, and a
-sealed record. The record and config.json list the sources under "average" or "merged". Sources are checked while they
-are read, and the result once it is written.
+The result is a checkpoint in a new run folder, with the array formats and chunks of the newest source. Its record and
+config.json list the sources under "average" or "merged". The sources are verified while they are read, chunk by chunk,
+and the result is verified before the commit.
 """
 
 import dataclasses
@@ -31,19 +31,19 @@ from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Exit, Stop
 from jaxscale.system.faults import crash_point
 
-UNFINISHED_PREFIX = "averaging-"  # prefix of the unfinished folder, which is not a number and so never counts as a step
-WEIGHTS = "params"  # group of the written leaves, as a run that starts from them expects
+UNFINISHED_PREFIX = "averaging-"  # prefix of the unfinished folder; with this prefix the folder is not listed as a step
+WEIGHTS = "params"  # group of the written leaves
 AVERAGE, MERGED = "average", "merged"  # keys of the sources in the record and config.json
-TOKENIZER = "tokenizer"  # folder of a work folder with the tokenizer's files
+TOKENIZER = "tokenizer"  # subfolder of a work folder with the tokenizer's files
 LEAVE_OUT = "leave it out"
 DAMAGED = "step {} is damaged: {}: {}; exclude that step"
 
-Combine = Callable[[Box, Iterator[np.ndarray]], np.ndarray]  # (box, its values in each source) -> the value to write
+Combine = Callable[[Box, Iterator[np.ndarray]], np.ndarray]  # (box, values of the box in each source) -> value to write
 
 
 @dataclasses.dataclass(frozen=True)
 class WrittenWeights:
-    """The step, leaves and bytes that were written."""
+    """The step, number of leaves and number of bytes that were written."""
 
     step: int
     num_leaves: int
@@ -52,26 +52,26 @@ class WrittenWeights:
 
 @dataclasses.dataclass(frozen=True)
 class DerivedWeights:
-    """Weights to compute from steps of a run, and to write as the newest of them into a new run folder."""
+    """Weights to compute from steps of a run, and to write into a new run folder as the newest of these steps."""
 
     source: Checkpoints
-    records: Mapping[int, Mapping[str, Any]]  # by step
-    what: str  # group of the sources' leaves, as for record.weight_leaves
+    records: Mapping[int, Mapping[str, Any]]  # records of the source steps, by step
+    what: str  # group of the sources' leaves, such as 'params' or 'ema'
     leaves: Mapping[str, list]  # {'w' for 'params/w': [shape, dtype]}
-    combine: Callable[[str], Combine]  # by leaf
+    combine: Callable[[str], Combine]  # (name of a leaf) -> function that computes the leaf
     sources_key: str  # key of the sources in config.json
-    record: Mapping[str, Any]  # sealed together with the written leaves
+    record: Mapping[str, Any]  # record to write, without the leaves
     config: Mapping[str, Any] | None  # content of config.json; None: not written
-    copied: tuple[str, ...] = ()  # folders of the run to copy, if it has them
+    copied: tuple[str, ...] = ()  # subfolders of the run folder to copy if they exist
 
     @property
     def step(self) -> int:
-        """The newest source step."""
+        """Newest source step."""
         return max(self.records)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the written arrays."""
+        """Size of the written arrays in bytes."""
         return sum(leaf_bytes(*described) for described in self.leaves.values())
 
 
@@ -82,14 +82,13 @@ def average_steps(
     what: str = WEIGHTS,
     on_bytes: Callable[[int, int], None] = lambda done, total: None,
 ) -> WrittenWeights:
-    """Writes the mean of the leaves below `what` into a new run folder, as the step of the newest source.
+    """Writes the mean of the weights of several steps into a new run folder, as the newest of these steps.
 
-    The sum is taken in float64 in the order of the steps and rounded once to the leaves' dtype. Integer leaves must be
-    equal in all steps.
-    Args: what: 'params', or another group of the state with the same leaves, such as 'ema': frozen leaves have no
-    average, and the mean of the parameters replaces it.
-    Raises: BadInput if the steps do not match or the folder is in use; Stop (CHECKPOINT_CORRUPT) naming the leaf of a
-    damaged source, (STORAGE) if it cannot be written.
+    The mean is computed in float64 and rounded once to the leaf's dtype. Integer leaves must be equal in all steps.
+    what: 'params', or 'ema' for the mean of the moving averages; frozen parameters have no moving average, so their
+    parameter values are averaged. on_bytes: called with (bytes written, total bytes).
+    Raises: BadInput if the steps do not match or the folder is in use; Stop (CHECKPOINT_CORRUPT) naming the damaged
+    leaf of a source, Stop (STORAGE) if the result cannot be written.
     """
     records = {step: require_step(source.directory / str(step), LEAVE_OUT) for step in sorted(set(steps))}
     leaves, newest, run = common_leaves(records, what), records[max(records)], source.directory.parent
@@ -106,7 +105,7 @@ def average_steps(
 
 
 def mean(pieces: Iterator[np.ndarray], name: str) -> np.ndarray:
-    """Returns the mean in the dtype of the pieces, read one at a time. Raises BadInput for integers that differ."""
+    """Returns the mean of the pieces in their dtype. Raises BadInput if integer pieces differ."""
     total, dtype, exact, count = None, None, True, 0
     for count, piece in enumerate(pieces, 1):
         dtype, exact = piece.dtype, piece.dtype.kind in "iub"
@@ -129,12 +128,12 @@ def merge_lora(
     what: str = WEIGHTS,
     on_bytes: Callable[[int, int], None] = lambda done, total: None,
 ) -> WrittenWeights:
-    """Writes the weights of a step with its adapters merged, W + scale A B, summed in float64 and rounded once.
+    """Writes a step with merged LoRA adapters, W + scale A B, computed in float64 and rounded once.
 
     The config in the new run folder has no adapters.
-    Args: what: 'params', or 'ema' for the average of the adapters, if the run has one.
-    Raises: BadInput for a run without adapters or a folder in use; Stop (CHECKPOINT_CORRUPT) naming the leaf of a
-    damaged source, (STORAGE) if it cannot be written.
+    what: 'params', or 'ema' to merge the moving average of the adapters. on_bytes: called with (bytes written, total).
+    Raises: BadInput if the run has no adapters or the folder is in use; Stop (CHECKPOINT_CORRUPT) naming the damaged
+    leaf, Stop (STORAGE) if the result cannot be written.
     """
     folder, run = source.directory / str(step), source.directory.parent
     record = require_step(folder, LEAVE_OUT)
@@ -174,15 +173,15 @@ def merge_lora(
 
 
 def with_adapter(piece: np.ndarray, box: Box, a: np.ndarray, b: np.ndarray, scale: float) -> np.ndarray:
-    """Returns the box's piece of a matrix, or of a stack of them, plus scale A B, in the piece's dtype.
+    """Returns one box of W + scale A B in the dtype of W. piece: the values of W in the box.
 
-    A stack (of layers, experts or both) shows in the number of axes: A and B share its axes and the adapter's rank.
+    W may be a stack of matrices (of layers, experts or both). A and B then have the same leading stack axes.
     """
     stacked = a.ndim + b.ndim - piece.ndim - 2
     count = a.ndim - stacked - 1
     a_slices, b_slices = box[stacked : stacked + count], box[stacked + count :]
     merged = np.empty_like(piece)
-    for index in np.ndindex(*piece.shape[:stacked]):  # one matrix in float64 at a time
+    for index in np.ndindex(*piece.shape[:stacked]):  # converts only one matrix at a time to float64
         matrix = tuple(part.start + offset for part, offset in zip(box, index))
         rows, columns = a[matrix][a_slices].astype(np.float64), b[matrix][:, *b_slices].astype(np.float64)
         merged[index] = piece[index] + scale * np.tensordot(rows, columns, axes=1)
@@ -190,12 +189,12 @@ def with_adapter(piece: np.ndarray, box: Box, a: np.ndarray, b: np.ndarray, scal
 
 
 def without_lora(run: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the run's part of a record with a config that has no adapters."""
+    """Returns the `run` data of a record with LoRA disabled in its config."""
     return {**run, "config": {**run.get("config", {}), "lora": to_dict(NO_LORA)}}
 
 
 def write_weights(recipe: DerivedWeights, workdir: Any, on_bytes: Callable[[int, int], None]) -> WrittenWeights:
-    """Writes the run folder: arrays, which are verified, config.json, the commit. Raises as average_steps does."""
+    """Writes and verifies the new run folder, and commits the step. Raises the errors of average_steps."""
     run, destination = recipe.source.directory.parent, prepare_folder(workdir, recipe.sources_key, recipe.copied)
     final = destination / str(recipe.step)
     unfinished = final if paths.is_remote(destination) else destination / f"{UNFINISHED_PREFIX}{recipe.step}"
@@ -226,7 +225,7 @@ def write_weights(recipe: DerivedWeights, workdir: Any, on_bytes: Callable[[int,
 
 
 def common_leaves(records: Mapping[int, Mapping[str, Any]], what: str) -> dict[str, list]:
-    """Returns {'w' for 'params/w': [shape, dtype]}. Raises BadInput if steps differ in them, or have none."""
+    """Returns {'w' for 'params/w': [shape, dtype]}. Raises BadInput if this differs between steps, or is empty."""
     newest = max(records)
     below = {step: weight_formats(record, what) for step, record in records.items()}
     if not below[newest]:
@@ -239,13 +238,13 @@ def common_leaves(records: Mapping[int, Mapping[str, Any]], what: str) -> dict[s
 
 
 def weight_formats(record: Mapping[str, Any], what: str) -> dict[str, list]:
-    """Returns [shape, dtype] of the leaves of a group of the state, by their name in it."""
+    """Returns {'w' for 'params/w': [shape, dtype]} of one record, for the leaves of the group `what`."""
     leaves = record["leaves"]
     return {name: leaves[leaf][:2] for name, leaf in weight_leaves(leaves, what).items()}
 
 
 def prepare_folder(workdir: Any, sources_key: str, copied: Sequence[str]) -> Any:
-    """Returns the checkpoint folder of a new run. Raises BadInput if it holds more than a killed attempt left."""
+    """Makes and returns the checkpoint folder of a new run. Raises BadInput if the run folder has unrelated files."""
     folder = paths.absolute(workdir)
     if used := foreign_entry(folder, sources_key, copied):
         raise BadInput(f"--to={workdir} is not empty, it contains {used}; choose a new folder")
@@ -255,7 +254,7 @@ def prepare_folder(workdir: Any, sources_key: str, copied: Sequence[str]) -> Any
 
 
 def foreign_entry(folder: Any, sources_key: str, copied: Sequence[str]) -> str | None:
-    """Returns the name of an entry of the folder that a killed attempt would not have left, or None."""
+    """Returns the name of an entry in the folder that is not from a killed attempt, or None."""
     checkpoints, config = folder / "checkpoints", folder / "config.json"
     if not folder.exists():
         return None
@@ -271,7 +270,7 @@ def foreign_entry(folder: Any, sources_key: str, copied: Sequence[str]) -> str |
 
 
 def write_leaves(recipe: DerivedWeights, folder: Any, on_bytes: Callable[[int, int], None]) -> dict[str, int]:
-    """Writes the combined leaves; returns {leaf: fingerprint}. Raises as average_steps does."""
+    """Writes the combined leaves; returns {leaf: fingerprint}. Raises the errors of average_steps."""
     inputs = {step: ArrayReader(recipe.source.directory / str(step)) for step in recipe.records}
     named = {step: weight_leaves(record["leaves"], recipe.what) for step, record in recipe.records.items()}
     newest = {name: open_leaf(inputs[recipe.step], recipe.step, named[recipe.step][name]) for name in recipe.leaves}
@@ -299,7 +298,7 @@ def write_leaves(recipe: DerivedWeights, folder: Any, on_bytes: Callable[[int, i
 def add_fingerprints(
     pieces: Iterator[np.ndarray], sums: dict[int, int], name: str, position: Mapping[str, Any]
 ) -> Iterator[np.ndarray]:
-    """Yields the piece of each step, and adds its fingerprint at this position to the step's sum."""
+    """Yields each step's piece, and adds the fingerprint of the piece to the sum of that step."""
     for step in sums:
         piece = read_source(lambda: next(pieces), step, name)
         sums[step] += host_fingerprint(piece, **position)
@@ -312,7 +311,7 @@ def open_leaf(arrays: ArrayReader, step: int, name: str) -> tensorstore.TensorSt
 
 
 def read_source(read: Callable[[], Any], step: int, name: str) -> Any:
-    """Returns read(). Raises Stop: CHECKPOINT_CORRUPT, or STORAGE if the storage does not answer."""
+    """Returns read(). Raises Stop (STORAGE) if the storage cannot be reached, Stop (CHECKPOINT_CORRUPT) otherwise."""
     try:
         return read()
     except Exception as error:  # TensorStore raises several types for corrupt bytes
@@ -327,7 +326,7 @@ def check_fingerprint(found: int, record: Mapping[str, Any], step: int, name: st
 
 
 def write_metadata(recipe: DerivedWeights, folder: Any, final: Any, fingerprints: Mapping[str, int]) -> None:
-    """Writes the metadata of a step, all but its arrays, into the folder that will be renamed to `final`."""
+    """Writes all files of a step except the arrays into `folder`, which will be renamed to `final`."""
     newest = recipe.source.directory / str(recipe.step)
     named = weight_leaves(recipe.records[recipe.step]["leaves"], recipe.what)
     sources = {named[name]: name.count("/") + 1 for name in recipe.leaves}  # leaf -> number of keys in its name

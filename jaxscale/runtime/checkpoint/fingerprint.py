@@ -1,11 +1,11 @@
-"""Fingerprints of arrays, and copies of the state with their fingerprints.
+"""Fingerprints of arrays, and copies of the train state with fingerprints.
 
-A fingerprint is an integer that changes if any bit of the array does, on any mesh; computed on device or by numpy.
+A fingerprint is a 32-bit checksum of an array that does not depend on the sharding. It is computed on device or by
+numpy.
 
-The state is copied, so that the next step may overwrite it, and fingerprinted in one compiled program. The caller only
-dispatches it: the step thread continues at once, the devices copy between two steps, and the next step may donate the
-old buffers. If the platform has host memory that devices can write (TPU, GPU), the copy goes there and uses no device
-memory; on a CPU both are the same memory.
+One compiled program copies the state and computes the fingerprints. The caller only dispatches this program, so
+training continues at once: the devices copy between two steps, and the next step may donate the old buffers. If devices
+can write to host memory (TPU, GPU), the copy is in host memory and uses no device memory.
 """
 
 import dataclasses
@@ -22,18 +22,18 @@ import numpy as np
 from jaxscale.kernels.compiler_options import fast_compile_options
 
 HOST = "pinned_host"
-GOLDEN = 0x9E3779B9  # 2**32 / golden ratio: neighbours land far apart
-FINALISER = ((16, 0x85EBCA6B), (13, 0xC2B2AE35))  # of MurmurHash3, 32 bits, Appleby 2011
-WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32}  # by itemsize; wider elements are several words
-BLOCK_WORDS = 1 << 16  # fits the second-level cache together with its two temporaries (one core, 2026-11)
+GOLDEN = 0x9E3779B9  # 2**32 / golden ratio: spreads consecutive positions over all bits
+FINALISER = ((16, 0x85EBCA6B), (13, 0xC2B2AE35))  # finalizer of MurmurHash3, 32 bits, Appleby 2011
+WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32}  # word type by itemsize; larger elements consist of several words
+BLOCK_WORDS = 1 << 16  # a block and its two temporaries fit the second-level cache (one core, 2026-11)
 
 
 def fingerprints(leaves: Sequence[Any]) -> list[int]:
-    """Returns a uint32 for every leaf: equal arrays give equal numbers, a changed or moved element another one.
+    """Returns a uint32 checksum of every leaf, which depends on the value and position of each element.
 
-    Each word is mixed with its position by a bijection, and the results are summed modulo 2**32, so the order of the
-    sum, and with it the sharding, does not matter. A single flipped bit is always detected, any other change missed
-    once in about 4e9. The cost is one pass over memory without a copy. Python numbers are hashed as text.
+    Each word is mixed with its position by a bijection, and the results are summed modulo 2**32, so the checksum does
+    not depend on the sharding. A single flipped bit is always detected; any other change is missed with a probability
+    of about 1 in 4e9. The cost is one pass over memory without a copy. Python numbers are hashed as text.
     """
     arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
     sums = iter(np.asarray(make_fingerprints(replicated_sharding(arrays))(arrays)).tolist() if arrays else ())
@@ -41,7 +41,7 @@ def fingerprints(leaves: Sequence[Any]) -> list[int]:
 
 
 def fingerprint_on_host(leaf: Any) -> int:
-    """Returns the fingerprint of a numpy array or Python number; JAX would first truncate 64-bit types to 32."""
+    """Returns the fingerprint of a numpy array or Python number. Uses numpy, because JAX truncates 64-bit types."""
     return host_fingerprint(leaf) if hasattr(leaf, "dtype") else zlib.crc32(repr(leaf).encode())
 
 
@@ -54,14 +54,14 @@ def replicated_sharding(arrays: Sequence[Any]) -> Any:
     return None
 
 
-@functools.lru_cache(maxsize=8)  # without it every save compiles
+@functools.lru_cache(maxsize=8)  # without this cache every save would compile
 def make_fingerprints(out_sharding: Any) -> Any:
-    """Returns the compiled function (arrays) -> uint32[number of arrays]."""
+    """Returns the jitted function (arrays) -> uint32[number of arrays]."""
     return jax.jit(lambda arrays: jnp.stack([fingerprint(array) for array in arrays]), out_shardings=out_sharding)
 
 
 def fingerprint(array: jax.Array) -> jax.Array:
-    """Returns uint32[]: the sum of the array's words, each mixed with its position."""
+    """Returns the sum, as uint32[], of the array's words, each mixed with its position."""
     words = as_words(on_device(array))
     position = jnp.zeros(words.shape, jnp.uint32)
     for axis, size in enumerate(words.shape):
@@ -81,7 +81,7 @@ def on_device(array: jax.Array) -> jax.Array:
 
 
 def as_words(array: jax.Array) -> jax.Array:
-    """Returns the bits of the array as uint32, one word per element (two for 64-bit types, in a new last axis)."""
+    """Returns the bits of the array as uint32, one word per element. 64-bit types give two words in a new last axis."""
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         array = jax.random.key_data(array)
     if array.dtype == jnp.bool_:
@@ -97,18 +97,18 @@ def as_words(array: jax.Array) -> jax.Array:
 def host_fingerprint(array: Any, *, start: Sequence[int] = (), shape: Sequence[int] | None = None) -> int:
     """Returns the fingerprint of an array, computed by numpy without a device and with a few MB of memory.
 
-    Args: start, shape: position of a part in a larger array, and that array's shape. The fingerprints of parts that
-    cover an array sum, modulo 2**32, to the fingerprint of the array, so a checkpoint is checked chunk by chunk.
+    If `array` is a part of a larger array, `start` is the index of its first element in the larger array, and `shape`
+    the larger array's shape. The fingerprints of all parts sum, modulo 2**32, to the fingerprint of the larger array.
     """
     array = np.asarray(array)
     size = array.dtype.itemsize
-    view = np.ascontiguousarray(array).reshape(-1).view(WORDS.get(size, np.uint32))  # as as_words does
+    view = np.ascontiguousarray(array).reshape(-1).view(WORDS.get(size, np.uint32))  # the words of as_words()
     words = view.reshape(array.shape + (() if size in WORDS else (size // 4,)))
     extra = words.shape[array.ndim :]  # words per element
     whole = tuple(array.shape if shape is None else shape) + extra
     begin = tuple(start or (0,) * array.ndim) + (0,) * len(extra)
     strides = [math.prod(whole[axis + 1 :]) for axis in range(len(whole))]
-    run_axes = 0  # trailing axes over which positions are contiguous, in this part as in the whole array
+    run_axes = 0  # number of trailing axes over which the part is contiguous in the larger array
     while run_axes < len(whole) and (run_axes == 0 or words.shape[-run_axes:] == whole[len(whole) - run_axes :]):
         run_axes += 1
     split = len(whole) - run_axes
@@ -117,13 +117,13 @@ def host_fingerprint(array: Any, *, start: Sequence[int] = (), shape: Sequence[i
         steps = np.arange(words.shape[axis], dtype=np.uint64) * np.uint64(strides[axis] % 2**32)
         bases += steps.reshape([-1 if other == axis else 1 for other in range(split)])
     rows_RN = words.reshape(bases.size, math.prod(words.shape[split:]))
-    return sum(mixed_sums(rows_RN, bases.reshape(-1).astype(np.uint32))) % 2**32  # the low 32 bits of the positions
+    return sum(mixed_sums(rows_RN, bases.reshape(-1).astype(np.uint32))) % 2**32  # uint32 positions wrap as on device
 
 
 def mixed_sums(rows_RN: np.ndarray, bases_R: np.ndarray) -> Iterator[int]:
-    """Yields the sums that `fingerprint` computes, over cache-sized blocks of rows with contiguous positions.
+    """Yields the sum of mixed words, as in `fingerprint`, for each cache-sized block.
 
-    bases_R: uint32 position of each row's first word.
+    rows_RN: words, contiguous within a row. bases_R: uint32 position of each row's first word.
     """
     num_rows, width = rows_RN.shape
     tall = max(1, BLOCK_WORDS // max(width, 1))
@@ -146,10 +146,10 @@ def mixed_sums(rows_RN: np.ndarray, bases_R: np.ndarray) -> Iterator[int]:
 
 @dataclasses.dataclass
 class Snapshot:
-    """Copies of leaves, which may still be computed."""
+    """Copies of leaves. The devices may still be computing the copies."""
 
     leaves: dict[str, Any]
-    device_fingerprints: jax.Array | None  # fingerprints of the device arrays, in order
+    device_fingerprints: jax.Array | None  # fingerprints of the device arrays, in the order of `leaves`
 
     def fingerprints(self) -> dict[str, int]:
         """Returns {name: fingerprint}; waits for the devices."""
@@ -161,7 +161,7 @@ class Snapshot:
 
 
 def take_snapshot(leaves: Mapping[str, Any]) -> Snapshot:
-    """Dispatches the copy of all arrays. Python numbers and numpy arrays are copied at once."""
+    """Dispatches the copy of all device arrays. Python numbers and numpy arrays are copied immediately."""
     arrays = [leaf for leaf in leaves.values() if isinstance(leaf, jax.Array)]
     copies, fingerprints = copy_program(array_formats(arrays))(arrays) if arrays else ((), None)
     made = iter(copies)
@@ -173,7 +173,7 @@ def take_snapshot(leaves: Mapping[str, Any]) -> Snapshot:
 
 
 def array_formats(arrays: Sequence[Any]) -> tuple:
-    """Returns the key of the compiled program, which holds no reference to the arrays."""
+    """Returns (shape, dtype, sharding) of each array, as the cache key of copy_program()."""
     return tuple((tuple(array.shape), array.dtype, array.sharding) for array in arrays)
 
 
@@ -192,4 +192,4 @@ def copy_program(described: tuple) -> Any:
 
     program = jax.jit(copy, out_shardings=(shardings, replicated_sharding(abstract)))
     options = fast_compile_options(device.platform) or None
-    return program.lower(abstract).compile(options)  # now, in any thread: jit would compile at its first call
+    return program.lower(abstract).compile(options)  # compiles here, in any thread, and not at the first call

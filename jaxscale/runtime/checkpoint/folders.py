@@ -1,8 +1,8 @@
-"""Folders of checkpoints and their files: committed steps, leftovers, moves, removals and copies.
+"""Lists, commits, moves, copies and removes the folders of checkpoint steps.
 
-On a disk a step is written under a temporary name, and one rename commits it. An object store has no rename: a step is
-written under its final name, and the file commit_success.txt, written last, commits it. Removals start with the commit,
-so that a crash leaves no partial checkpoint that looks complete.
+On a disk, a step is written under a temporary name and committed by a rename. An object store has no rename, so a step
+is written under its final name and committed by the file commit_success.txt, which is written last. A removal first
+undoes the commit, so a crash never leaves a partial checkpoint that looks complete.
 """
 
 import base64
@@ -23,16 +23,16 @@ from jaxscale.system.faults import crash_point
 from jaxscale.system.storage import objects_under, open_bucket
 
 READ_BYTES = 1 << 20
-COMMITTED, COMMIT_TEXT = "commit_success.txt", "committed"  # a fixed text, so that its md5 is listed before it exists
+COMMITTED, COMMIT_TEXT = "commit_success.txt", "committed"  # fixed text: the file list contains its md5 in advance
 STEP_ENTRIES = ("_CHECKPOINT_METADATA", COMMITTED, "state", "run")
 REMOVED_SUFFIX = ".orbax-checkpoint-tmp-removed"  # suffix of a step that is being removed
-UNFINISHED_SUFFIX = ".orbax-checkpoint-tmp"  # Orbax's suffix, so that its tools do not take such a folder for a step
+UNFINISHED_SUFFIX = ".orbax-checkpoint-tmp"  # Orbax's own suffix, so that Orbax's tools do not list such folders
 SET_ASIDE = re.compile(r"(rewound|damaged)-\d+-\d{8}T\d{6}Z(-\d+)?")
 LEFTOVER = re.compile(r"\d+\.orbax-checkpoint-tmp.*")
 
 
 def all_steps(directory: Any) -> list[int]:
-    """Returns all committed steps, ascending, also damaged ones: resuming from an older one would lose work."""
+    """Returns all committed steps in ascending order, including damaged steps, which must not be skipped silently."""
     if not directory.exists():
         return []
     if not directory.is_dir():
@@ -41,7 +41,7 @@ def all_steps(directory: Any) -> list[int]:
 
 
 def is_committed(folder: Any) -> bool:
-    """True if the folder is named after a step and contains a checkpoint."""
+    """Returns True if the folder has the name of a step and contains a checkpoint."""
     if not is_step_name(folder.name):
         return False
     if paths.is_remote(folder):
@@ -50,7 +50,7 @@ def is_committed(folder: Any) -> bool:
 
 
 def is_step_name(name: str) -> bool:
-    """True for '7', not for '07' or '²'."""
+    """Returns True for step names such as '7', False for '07' or '²'."""
     return name.isascii() and name.isdecimal() and name == str(int(name))
 
 
@@ -61,7 +61,7 @@ def mark_committed(folder: Any, content: bytes = COMMIT_TEXT.encode()) -> None:
 
 
 def recreate_folder(folder: Any) -> None:
-    """Makes an empty folder to write a step into, and removes what a killed process has left there."""
+    """Makes an empty folder for writing a step; removes existing files of a killed process."""
     remove_tree(folder)
     if not paths.is_remote(folder):
         paths.make_private(folder)
@@ -70,7 +70,7 @@ def recreate_folder(folder: Any) -> None:
 
 
 def commit(unfinished: Any, final: Any, content: bytes = COMMIT_TEXT.encode()) -> None:
-    """Commits a written step: by a rename, or in a bucket, where it has its final name, by the commit file alone."""
+    """Commits a written step with the commit file and, on a disk, a rename to its final name."""
     mark_committed(unfinished, content)
     if paths.is_remote(final):
         return
@@ -84,12 +84,12 @@ def commit(unfinished: Any, final: Any, content: bytes = COMMIT_TEXT.encode()) -
 
 
 def unfinished_folder(directory: Any, step: int) -> Any:
-    """Returns the folder in which a step is written before it is committed."""
+    """Returns the folder into which a step is written before the commit."""
     return directory / (str(step) if paths.is_remote(directory) else f"{step}{UNFINISHED_SUFFIX}")
 
 
 def remove_leftovers(directory: Any) -> None:
-    """Removes what killed saves and removals have left. Call only while no save is in progress."""
+    """Removes files of killed saves and removals. Call only while no save is in progress."""
     for child in list(directory.iterdir()) if directory.exists() else ():
         is_unfinished = paths.is_remote(child) and is_step_name(child.name) and not (child / COMMITTED).exists()
         if LEFTOVER.fullmatch(child.name) or is_unfinished and any((child / name).exists() for name in STEP_ENTRIES):
@@ -97,7 +97,7 @@ def remove_leftovers(directory: Any) -> None:
 
 
 def remove_step(directory: Any, step: int) -> None:
-    """Removes a committed step. A crash leaves a leftover, never a step."""
+    """Removes a committed step. After a crash during the removal, the remaining files do not count as a step."""
     folder = directory / str(step)
     crash_point("delete/before")
     fence.ask(folder)
@@ -115,7 +115,7 @@ def remove_step(directory: Any, step: int) -> None:
 
 
 def set_aside(directory: Any, step: int, reason: str) -> Any:
-    """Moves a step to '<reason>-<step>-<UTC time>' next to it, where it no longer counts; returns that folder."""
+    """Moves a step to the folder '<reason>-<step>-<UTC time>', which is not listed as a step; returns that folder."""
     now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
     names = (f"{reason}-{step}-{now}{f'-{number}' * (number > 1)}" for number in itertools.count(1))
     target = next(directory / name for name in names if not (directory / name).exists())
@@ -136,15 +136,15 @@ def set_aside(directory: Any, step: int, reason: str) -> Any:
 
 
 def set_aside_folders(directory: Any) -> list[Any]:
-    """Returns the folders that set_aside has made, by name."""
+    """Returns the folders of set-aside steps, sorted by name."""
     return sorted(child for child in directory.iterdir() if SET_ASIDE.fullmatch(child.name))
 
 
 def remove_tree(folder: Any) -> None:
-    """Removes a folder or file. One that is missing is not an error."""
+    """Removes a folder or file if it exists."""
 
     def failed(function: Any, path: str, caught: Any) -> None:
-        if not isinstance(caught[1], FileNotFoundError):  # which another process has removed
+        if not isinstance(caught[1], FileNotFoundError):  # another process may have removed the file
             raise caught[1]
 
     fence.ask(folder)
@@ -158,30 +158,30 @@ def remove_tree(folder: Any) -> None:
 
 
 def sync_tree(folder: pathlib.Path) -> None:
-    """Syncs all files below a local folder, and the directories, to the disk."""
+    """Syncs a local folder to the disk, including all files and subfolders."""
     for parent, _, files in os.walk(folder):
         for path in (*(os.path.join(parent, name) for name in files), parent):
             paths.sync_folder(path)
 
 
 def files_under(folder: Any) -> dict[str, int]:
-    """Returns {"state/d/abc": bytes} of every file below a folder; in a bucket one request lists 1,000 of them."""
+    """Returns {relative path: bytes} for all files below a folder. In a bucket, each request lists 1,000 files."""
     if paths.is_remote(folder):
         return dict(objects_under(os.fspath(folder)))
     found = {}
     for root, _, names in os.walk(folder):
         for name in names:
             path = os.path.join(root, name)
-            with contextlib.suppress(FileNotFoundError):  # training deletes old steps meanwhile
+            with contextlib.suppress(FileNotFoundError):  # training may delete old steps during the listing
                 found[os.path.relpath(path, folder).replace(os.sep, "/")] = os.stat(path).st_size
     return dict(sorted(found.items()))
 
 
 def copy_file(source: Any, target: Any) -> None:
-    """Copies one file atomically. Raises as translate_read_errors, or Stop (STORAGE) if it cannot be written."""
+    """Copies one file atomically. Raises Stop (STORAGE) if writing fails, and the errors of translate_read_errors."""
 
     def pieces() -> Iterator[bytes]:
-        with translate_read_errors(source):  # so that they are not reported as errors of the target
+        with translate_read_errors(source):  # otherwise read errors would be reported as errors of the target
             yield from read_chunks(source, size)
 
     with translate_read_errors(source):
@@ -195,7 +195,7 @@ def copy_file(source: Any, target: Any) -> None:
         if not paths.is_remote(target):
             drop_page_cache(target)
     except BadInput:
-        raise  # from a bucket; it is an OSError too
+        raise  # errors of a bucket are both BadInput and OSError
     except OSError as error:
         raise Stop(
             Exit.STORAGE, f"{target} cannot be written: {error.strerror or error}; run the command again"
@@ -204,11 +204,11 @@ def copy_file(source: Any, target: Any) -> None:
 
 @contextlib.contextmanager
 def translate_read_errors(path: Any) -> Iterator[None]:
-    """Translates errors of reading a file to one line: BadInput if it is gone, else Stop (STORAGE)."""
+    """Converts errors of reading a file to BadInput if the file is missing, else to Stop (STORAGE)."""
     try:
         yield
     except BadInput:
-        raise  # from a bucket; it is an OSError too
+        raise  # errors of a bucket are both BadInput and OSError
     except FileNotFoundError:
         raise BadInput(f"{path} no longer exists: training deletes old steps; pin the step first") from None
     except OSError as error:
@@ -217,7 +217,7 @@ def translate_read_errors(path: Any) -> Iterator[None]:
 
 
 def read_chunks(path: Any, size: int | None = None) -> Iterator[bytes]:
-    """Yields at most `size` bytes of a file in pieces; reading an object resumes after a lost connection."""
+    """Yields at most `size` bytes of a file in pieces. Resumes reading an object after a lost connection."""
     if paths.is_remote(path):
         yield from open_bucket().pieces(os.fspath(path), 0, path.stat().st_size if size is None else size)
         return
@@ -229,18 +229,18 @@ def read_chunks(path: Any, size: int | None = None) -> Iterator[bytes]:
 
 
 def drop_page_cache(path: pathlib.Path) -> None:
-    """Drops the pages of a synced file from the page cache, so that reading it back reads the disk."""
+    """Drops the pages of a synced file from the page cache, so that the next read is from the disk."""
     if hasattr(os, "posix_fadvise"):  # Linux
         with open(path, "rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def size_and_md5(path: Any) -> tuple[int, str] | None:
-    """Returns (bytes, md5 in hexadecimal) of a file or object, by the service's record if any; None if absent."""
+    """Returns (bytes, md5 in hexadecimal) of a file or object, from object metadata if available; None if missing."""
     try:
         if paths.is_remote(path) and "md5Hash" in (about := path.metadata()):
             return int(about["size"]), base64.b64decode(about["md5Hash"]).hex()
-        size, md5 = 0, hashlib.md5(usedforsecurity=False)  # the one hash that object stores provide too
+        size, md5 = 0, hashlib.md5(usedforsecurity=False)  # md5, because object stores report it
         for piece in read_chunks(path):
             md5.update(piece)
             size += len(piece)

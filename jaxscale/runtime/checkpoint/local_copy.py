@@ -1,13 +1,12 @@
-"""Local copies of the state, on the hosts: FOLDER/RUN/OWNER/STEP-TOKEN, a file for each process's part of a step.
+"""Local copies of the train state on the hosts: a file FOLDER/RUN/OWNER/STEP-TOKEN for each process's part of a step.
 
-A file has the pieces of the arrays on the process's devices, followed by a sealed description. Nothing is synced: it
-must outlive the process, not the machine. A file that a crash left incomplete has no end mark, and every piece is
-compared with its fingerprint before it is used.
+A file contains the pieces of the arrays on the process's devices, and a description with a checksum. Files are not
+synced to the disk, because a copy must survive the end of the process but not of the machine. An incomplete file has no
+end mark. Every piece is compared with its fingerprint before it is used.
 
-A thread copies the state to the host's own folder, and to a neighbour's, every few seconds of training. All processes
-copy the same steps; the first process chooses them by its clock, once the previous copy is complete everywhere. A copy
-is valid once the metrics of its step have been read and passed the checks. A failure costs that copy and is logged;
-training and the checkpoints of the work folder are not affected.
+Every few seconds of training, a thread copies the state to a folder of the local host and of a neighbour host. All
+processes copy the same steps, which the first process selects after the previous copy is complete in all processes. A
+copy is valid if the metrics of its step passed the checks. A failed copy is logged and does not affect training.
 """
 
 import concurrent.futures
@@ -44,21 +43,21 @@ from jaxscale.system.exits import BadInput
 from jaxscale.system.faults import crash_point
 from jaxscale.system.foreign import parse_json
 
-END_MARK = b"jaxscale local 1"  # last bytes of a complete file, preceded by the description's length in eight bytes
-ALIGNMENT_BYTES = 64  # bytes: alignment with which XLA:CPU uses a buffer without a copy
-READ_THREADS = min(8, os.cpu_count() or 1)  # threads that read and compare; numpy releases the GIL
+END_MARK = b"jaxscale local 1"  # last bytes of a complete file, preceded by the length of the description (8 bytes)
+ALIGNMENT_BYTES = 64  # XLA:CPU uses a buffer with this alignment without a copy
+READ_THREADS = min(8, os.cpu_count() or 1)  # threads that read and verify pieces; numpy releases the GIL
 UNFINISHED_SUFFIX = ".growing"
 COPY_NAME = re.compile(r"(\d+)-([0-9a-f]{16})")
-WRITE_SECONDS = 600.0  # seconds for the slowest process to write its part; after that the copy has failed
-JOIN_SECONDS = 10.0  # for a copy in progress when the run ends
-KEYS_IN_USE = 6  # keys that a process one step behind may still read
-MAX_SHOWN = 3  # processes whose failures are listed
+WRITE_SECONDS = 600.0  # timeout for the slowest process to write its part
+JOIN_SECONDS = 10.0  # timeout of a copy in progress when the run ends
+KEYS_IN_USE = 6  # number of newest keys that a process one step behind may still read
+MAX_SHOWN = 3  # largest number of processes whose failures are listed
 
 PieceKey = tuple[tuple[int, ...], tuple[int, ...]]  # (start of a piece in its array, shape of the piece)
 
 
 def write_copy(path: pathlib.Path, leaves: Mapping[str, jax.Array], description: Mapping[str, Any]) -> None:
-    """Writes this process's pieces and the description atomically. Raises OSError."""
+    """Writes this process's pieces and the description to a file, atomically. Raises OSError."""
     unfinished = path.with_name(f"{path.name}.{secrets.token_hex(4)}{UNFINISHED_SUFFIX}")
     try:
         with open(unfinished, "xb", opener=paths.open_private) as file:
@@ -67,7 +66,7 @@ def write_copy(path: pathlib.Path, leaves: Mapping[str, jax.Array], description:
                 for (start, shape), data in local_pieces(leaf).items():
                     file.write(bytes(-file.tell() % ALIGNMENT_BYTES))
                     piece = np.ascontiguousarray(np.asarray(data))
-                    # None for an array that is whole here: the sum of its pieces is compared with the record
+                    # None for a fully addressable array: the sum over its pieces is compared with the record
                     whole = leaf.is_fully_addressable
                     fingerprint = None if whole else host_fingerprint(piece, start=start, shape=leaf.shape)
                     pieces.append([name, list(start), list(shape), str(leaf.dtype), file.tell(), fingerprint])
@@ -88,13 +87,13 @@ def local_pieces(leaf: jax.Array) -> dict[PieceKey, jax.Array]:
 
 
 def piece_key(index: tuple[slice, ...], shape: tuple[int, ...]) -> PieceKey:
-    """Returns (start, shape) of a shard's index."""
+    """Returns (start, shape) of a shard from its index in an array of the given shape."""
     ends = [part.indices(size) for part, size in zip(index, shape, strict=True)]
     return tuple(start for start, *_ in ends), tuple(stop - start for start, stop, _ in ends)
 
 
 def read_description(path: pathlib.Path) -> dict[str, Any]:
-    """Returns the description of a copy; reads no piece. Raises DamagedCheckpoint or OSError."""
+    """Returns the description of a copy without reading its pieces. Raises DamagedCheckpoint or OSError."""
     with path.open("rb") as file:
         size, tail = file.seek(0, os.SEEK_END), 8 + len(END_MARK)
         file.seek(max(0, size - tail))
@@ -113,7 +112,7 @@ def read_description(path: pathlib.Path) -> dict[str, Any]:
 
 
 def read_pieces(path: pathlib.Path, description: Mapping[str, Any]) -> dict[str, dict[PieceKey, np.ndarray]]:
-    """Returns {leaf: its pieces}, verified. Raises DamagedCheckpoint naming the first leaf that differs, or OSError."""
+    """Returns the verified pieces of each leaf. Raises OSError, or DamagedCheckpoint naming the first damaged leaf."""
 
     def read(entry: list) -> tuple[np.ndarray, int]:
         name, start, shape, dtype, offset, _ = entry
@@ -140,10 +139,10 @@ def read_pieces(path: pathlib.Path, description: Mapping[str, Any]) -> dict[str,
 
 
 def array_from_pieces(pieces: Mapping[PieceKey, np.ndarray], wanted: Any) -> jax.Array:
-    """Returns an array of a shape, dtype and sharding. Raises KeyError if its shards were not saved as pieces."""
+    """Returns an array with the shape, dtype and sharding of `wanted`. Raises KeyError if a shard was not saved."""
 
     def piece(index: tuple[slice, ...] | None) -> np.ndarray:
-        assert index is not None, "jax passes the index of each shard"
+        assert index is not None, "JAX passes the index of each shard"
         return pieces[piece_key(index, wanted.shape)]
 
     return jax.make_array_from_callback(wanted.shape, wanted.sharding, piece, dtype=wanted.dtype)
@@ -151,21 +150,21 @@ def array_from_pieces(pieces: Mapping[PieceKey, np.ndarray], wanted: Any) -> jax
 
 @dataclasses.dataclass(frozen=True, order=True)
 class LocalCopy:
-    """A complete copy of one process's part, from its description."""
+    """Facts from the description of a complete copy of one process's part."""
 
     step: int
-    token: str  # of the start that made it
-    state_digest: str  # of the step, and of name, shape, dtype and fingerprint of all arrays
-    base: int  # the newest step of the work folder when the copy was made, -1: none
-    owner: int
+    token: str  # token of the start that made the copy
+    state_digest: str  # digest of the step and of the name, shape, dtype and fingerprint of all arrays
+    base: int  # newest step of the work folder when the copy was made; -1: none
+    owner: int  # index of the process whose part was copied
     parts: int  # number of processes
 
 
 class LocalStore:
-    """The copies of one run in a host's folder. Raises BadInput if the folder cannot be used."""
+    """Local copies of one run in a folder of the host. The constructor raises BadInput if the folder is not usable."""
 
     def __init__(self, folder: str, checkpoints: Any):
-        """checkpoints: the folder of the run's checkpoints, which identifies the run."""
+        """folder: checkpoint.local.folder. checkpoints: folder of the run's checkpoints, which identifies the run."""
         given = pathlib.Path(os.path.expandvars(os.path.expanduser(folder)))
         self.folder = given.absolute() / digest(os.fspath(checkpoints))[:16]
         self.neighbour: Sequence | None = None  # address of the process that stores second copies
@@ -182,25 +181,25 @@ class LocalStore:
 
     @property
     def identity(self) -> str:
-        """A value equal for processes that share this folder, and so lose it together."""
+        """Identifier of the folder, equal in all processes that share the folder."""
         found = self.folder.stat()
         return f"{first_line(BOOT_ID) or os.uname().nodename}:{found.st_dev}:{found.st_ino}"
 
     def files(self) -> Iterator[tuple[int, int, str, pathlib.Path]]:
-        """Yields (owner, step, token, path) of every copy, complete or not."""
+        """Yields (owner, step, token, path) for every complete or incomplete copy."""
         for owner in sorted(self.folder.iterdir()) if self.folder.is_dir() else ():
             for path in sorted(owner.iterdir()) if owner.name.isdecimal() and owner.is_dir() else ():
                 if found := COPY_NAME.fullmatch(path.name):
                     yield int(owner.name), int(found[1]), found[2], path
 
     def copies(self) -> tuple[list[LocalCopy], list[str]]:
-        """Returns (the readable copies, the errors of the others). Reads descriptions, no pieces."""
+        """Returns (readable copies, errors of unreadable copies). Reads only the descriptions."""
         found, unreadable = [], []
         for owner, step, token, path in self.files():
             try:
                 copy = read_description(path)
                 if (copy["owner"], copy["record"]["step"], copy["token"]) != (owner, step, token):
-                    raise DamagedCheckpoint(f"{path} has another name than when it was written")
+                    raise DamagedCheckpoint(f"{path} was renamed or moved after it was written")
                 state = digest([step, copy["record"]["leaves"]])
                 found.append(LocalCopy(step, token, state, copy["base"], owner, copy["parts"]))
             except (DamagedCheckpoint, OSError, KeyError, TypeError) as error:
@@ -209,7 +208,7 @@ class LocalStore:
         return found, unreadable
 
     def keep_only(self, names: Collection[str], owner: int | None = None) -> None:
-        """Removes other copies, and incomplete files of killed processes: of one owner, new or not, or of all."""
+        """Removes all files except the named copies. owner: remove only this owner's files, and create its folder."""
         if owner is not None:
             (self.folder / str(owner)).mkdir(mode=0o700, parents=True, exist_ok=True)
         folders = self.folder.iterdir() if owner is None else [self.folder / str(owner)]
@@ -224,7 +223,7 @@ class LocalStore:
 
 
 def copy_name(owner: int, step: int, token: str) -> str:
-    """Returns the path of a copy below the folder of the run."""
+    """Returns the path of a copy relative to the folder of the run."""
     return f"{owner}/{step}-{token}"
 
 
@@ -233,35 +232,35 @@ class PendingCopy(NamedTuple):
 
     job: SaveJob
     base: int
-    confirmed: concurrent.futures.Future[bool]  # once its step's metrics are read: whether they passed the checks
+    confirmed: concurrent.futures.Future[bool]  # whether the step's metrics passed the checks; set when they are read
 
 
 @dataclasses.dataclass(eq=False)
 class LocalSaver:
-    """The local copies of one start of a run. All processes construct it at the same point of the program."""
+    """Writes the local copies of one start of a run. All processes construct it at the same point of the program."""
 
     cfg: LocalConfig
     store: LocalStore
-    token: str  # of this start
+    token: str  # token of this start
     _: dataclasses.KW_ONLY
-    newest: str | None  # name of the newest copy, at first of the one that this start resumed from
+    newest: str | None  # name of the newest copy; initially the copy from which this start resumed
     base: Callable[[], int]  # returns the newest step in the work folder, -1 for none
     note: Note
-    prepared: Callable[[], bool] = lambda: True  # True once the copying program is compiled
+    prepared: Callable[[], bool] = lambda: True  # returns True when the copy program is compiled
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
         self.owner, self.root, self.next_step = jax.process_index(), next_key("local"), 0
-        self.published_keys: list[str] = []  # of the first process; all have read them by the time of the next copy
+        self.published_keys: list[str] = []  # keys of the first process; all processes read them before the next copy
         self.last_copy_time, self.last_copy_step = self.clock(), None
         self.pending: PendingCopy | None = None
-        self.cause = ""  # of the last failure
+        self.cause = ""  # cause of the last failure
         self.jobs: queue.Queue[PendingCopy | None] = queue.Queue()
         self.thread = threading.Thread(target=self.work, name="local-copies", daemon=True)
         self.thread.start()
 
     def offer(self, step: int, state: Any, run: Callable[[int], Mapping[str, Any]], health: str) -> bool:
-        """Dispatches a copy of the state if one is due after this step; True if so. Call in all processes."""
+        """Dispatches a copy of the state if due after this step; returns True if dispatched. Call in all processes."""
         if step < self.next_step:
             return False
         key = f"{self.root}/at/{step}"
@@ -278,7 +277,7 @@ class LocalSaver:
         return True
 
     def decide(self, step: int) -> tuple[bool, int, int]:
-        """Returns (copy now, steps until the next decision, base), by the first process's clock."""
+        """Returns (copy now, steps until the next decision, base). Runs in the first process only."""
         now, cfg = self.clock(), self.cfg
         if self.last_copy_step is None:
             self.last_copy_time, self.last_copy_step = now, step  # the time before includes compilation
@@ -290,22 +289,22 @@ class LocalSaver:
             return False, 1, -1
         if due:
             self.last_copy_time, self.last_copy_step = now, step
-            for key in self.published_keys[:-KEYS_IN_USE]:  # all processes have read them: they wrote the last copy
+            for key in self.published_keys[:-KEYS_IN_USE]:  # read by all processes, since they wrote the last copy
                 forget(key)
             self.published_keys = self.published_keys[-KEYS_IN_USE:]
             return True, cfg.every_steps or 1, self.base()
-        # steps are dispatched ahead of the devices, so the first few say little about the time of the next
+        # the first steps are dispatched ahead of the devices, so their times do not predict the time of later steps
         left = cfg.every_steps - passed if cfg.every_steps else min((cfg.every_seconds - since) / pace, passed)
         return False, max(1, int(left)), -1
 
     def confirm(self, step: int, good: bool) -> None:
-        """Accepts or rejects the copy in progress. Call when the metrics of a step have been read."""
+        """Accepts (good) or rejects the copy in progress. Call after the metrics of a step were read."""
         if self.pending is not None and self.pending.job.step <= step:
             self.pending.confirmed.set_result(good)
             self.pending = None
 
     def close(self) -> None:
-        """Ends the thread after the copy in progress; one whose metrics are not read is dropped."""
+        """Ends the thread after the copy in progress; drops a copy that is not confirmed yet."""
         self.confirm(2**62, False)
         self.jobs.put(None)
         self.thread.join(JOIN_SECONDS)
@@ -321,7 +320,7 @@ class LocalSaver:
                 self.jobs.task_done()
 
     def make(self, pending: PendingCopy) -> None:
-        """Writes a copy and exchanges the result with all processes. Raises nothing."""
+        """Writes a copy and exchanges the result with all processes. Never raises."""
         job, cause = pending.job, None
         name = copy_name(self.owner, job.step, self.token)
         try:
@@ -333,7 +332,7 @@ class LocalSaver:
         crash_point("local/here")
         try:
             failed = gathered(job.key, cause, WRITE_SECONDS, join_causes)
-        except Exception as error:  # another process has died, and this one will be stopped
+        except Exception as error:  # a different process has died, and this process will be stopped
             failed = short_reason(error)
         if not failed:
             self.newest = name
@@ -345,7 +344,7 @@ class LocalSaver:
         crash_point("local/everywhere")
 
     def write(self, pending: PendingCopy, name: str) -> None:
-        """Writes this process's part, locally and at the neighbour. Raises the cause of a failure."""
+        """Writes this process's part to the local folder and sends it to the neighbour. Raises errors unchanged."""
         job, protected = pending.job, [self.newest] if self.newest else []
         record = make_record(job)
         self.store.keep_only(protected, self.owner)
@@ -358,7 +357,7 @@ class LocalSaver:
 
 
 def join_causes(found: list[str | None]) -> str:
-    """Returns the failures by process in one line, '' if there are none."""
+    """Returns one line with the failures of the processes, or '' if there are none. found: cause or None by process."""
     failed = [(process, cause) for process, cause in enumerate(found) if cause]
     shown = [f"process {process}: {cause}" if len(found) > 1 else cause for process, cause in failed[:MAX_SHOWN]]
     return "; ".join(shown) + (f"; and {len(failed) - MAX_SHOWN} more" if len(failed) > MAX_SHOWN else "")

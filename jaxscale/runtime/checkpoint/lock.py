@@ -1,8 +1,8 @@
-"""One writer for a run's folder: a second process is refused, and one that has lost the lock writes no more.
+"""Lock of a work folder: only the process that has the lock writes to the folder.
 
-An owner renews its lock every lease_seconds. It is considered dead when the kernel reports so, or when nothing has been
-renewed for three leases. That time is measured by one monotonic clock, the observer's or the bucket's; clocks of two
-machines are never compared.
+The owner renews its lock every lease_seconds. The owner is considered dead if its kernel reports that the process has
+ended, or if the lock was not renewed for three leases. This time is measured by a single clock, of the observing
+process or of the bucket. Clocks of different machines are never compared.
 """
 
 import contextlib
@@ -28,23 +28,23 @@ from jaxscale.system import fence, paths
 from jaxscale.system.bucket_errors import Changed, Unreachable
 from jaxscale.system.exits import Exit, Stop
 
-LEASES = 3  # without a renewal, after which an owner is considered dead
-LOOKS_PER_LEASE = 8  # reads of a lock during one lease
-JOIN_SECONDS = 5.0  # for a renewal in progress when the run ends
+LEASES = 3  # leases without a renewal after which an owner is considered dead
+LOOKS_PER_LEASE = 8  # reads of the lock per lease while waiting for it to expire
+JOIN_SECONDS = 5.0  # timeout of a renewal in progress when the run ends
 
 
 @dataclasses.dataclass(eq=False)
 class RunLock:
     """The lock of a work folder, as a context manager.
 
-    Only the first process of a run enters it; in the others, and before it is entered, every check passes.
-    Raises: Stop (LOCK_HELD) if another run has the lock, BadInput if the folder cannot be made or written.
+    Only the first process of a run enters the context. Without entering, every check passes.
+    Raises: Stop (LOCK_HELD) if a different run has the lock, BadInput if the folder cannot be created or written.
     """
 
     workdir: Any
     cfg: LockConfig = LockConfig()
     _: dataclasses.KW_ONLY
-    steal: bool = False  # take the lock from any owner
+    steal: bool = False  # True: take the lock from any owner
     note: Callable[..., None] = ignore
     log: Callable[[str], None] = print
     clock: Callable[[], float] = time.monotonic
@@ -53,11 +53,11 @@ class RunLock:
 
     def __post_init__(self) -> None:
         self.me = dataclasses.replace(self.me, lease_seconds=self.cfg.lease_seconds)
-        self.store: Any = None  # FileLock or ObjectLock, once entered
+        self.store: Any = None  # FileLock or ObjectLock; None until the context is entered
         self.previous_owner: LockOwner | None = None
-        self.lost: tuple[Exit, str] | None = None  # exit code and message
-        self.reached, self.cause = self.clock(), ""  # time when the folder was last reached, and the error since then
-        self.request_lock = threading.Lock()  # one request at a time
+        self.lost: tuple[Exit, str] | None = None  # exit code and message after the lock was lost
+        self.reached, self.cause = self.clock(), ""  # time of the last successful access, and the error since then
+        self.request_lock = threading.Lock()  # serializes requests
         self.ended, self.thread = threading.Event(), None
         self.fence = contextlib.ExitStack()
 
@@ -81,11 +81,11 @@ class RunLock:
         self.fence.close()
         self.thread.join(JOIN_SECONDS)
         if not self.thread.is_alive() and self.lost is None and not self.cause:
-            with contextlib.suppress(OSError, ValueError, Moved):  # it expires anyway
+            with contextlib.suppress(OSError, ValueError, Moved):  # a lock that is not removed expires
                 self.store.remove(self.me)
 
     def acquire(self) -> None:
-        """Returns once this process has the lock. Raises Stop (LOCK_HELD) once its owner is known to be alive."""
+        """Waits until this process has the lock. Raises Stop (LOCK_HELD) if the current owner is alive."""
         first, since = None, self.clock()
         while True:
             state: LockState | None = self.store.read_state()
@@ -101,11 +101,11 @@ class RunLock:
                     first, since = state, self.clock()
                     if (left := self.expiry_seconds(state) - state.age) > 0:
                         self.log(
-                            f"{self.workdir} is locked by {state.owner or 'an unknown process'}, not visible from this "
-                            f"host: the lock is taken over if it is not renewed for {left:.0f} s (immediately with "
-                            "--steal_lock)"
+                            f"{self.workdir} is locked by {state.owner or 'an unknown process'}, which is not "
+                            f"visible from this host: the lock is taken over if it is not renewed for {left:.0f} s "
+                            "(immediately with --steal_lock)"
                         )
-                if state.version != first.version:  # renewed, or taken by another process
+                if state.version != first.version:  # renewed, or acquired by a different process
                     raise self.in_use_error(state)
                 if max(state.age, self.clock() - since) < self.expiry_seconds(state):
                     self.sleep(self.cfg.lease_seconds / LOOKS_PER_LEASE)
@@ -118,21 +118,21 @@ class RunLock:
                 return
 
     def is_owner_alive(self, state: LockState) -> bool | None:
-        """Returns True or False if the owner is known to be alive or dead, None if only a renewal can show it."""
+        """Returns True if the owner is known to be alive, False if it is known to be dead, None if unknown."""
         if state.owner is None:
             return None
         living = is_alive(state.owner, self.me)
         if state.owner.same_kernel(self.me) and state.is_flocked is False and living is not True:
-            return False  # the kernel releases the flock of any process that ends
-        return living  # an flock that is taken may belong to a child process that outlived its trainer
+            return False  # the kernel releases the flock when a process ends
+        return living  # the flock alone proves nothing: a child process may hold it after its parent has ended
 
     def expiry_seconds(self, state: LockState) -> float:
-        """Returns the seconds without a renewal after which the owner is considered dead, by the longer lease."""
+        """Returns the seconds without a renewal after which an owner is considered dead: three of the longer leases."""
         theirs = state.owner.lease_seconds if state.owner else None
         return LEASES * max(self.cfg.lease_seconds, theirs or 0.0)
 
     def in_use_error(self, state: LockState) -> Stop:
-        """Returns the error for a lock that another run owns."""
+        """Returns the error for a lock that a different run owns."""
         return Stop(
             Exit.LOCK_HELD,
             f"{self.workdir} is in use by {state.owner or 'an unknown process'}; stop that run, or choose another "
@@ -150,19 +150,19 @@ class RunLock:
             except (Changed, Moved) as error:
                 self.lose(error)
                 return
-            except Exception as error:  # of the disk or the network: the next renewal may succeed
+            except Exception as error:  # error of the disk or the network: the next renewal may succeed
                 self.cause = short_reason(error)
 
     def lose(self, error: Exception | None = None) -> None:
-        """Records once that the lock is lost. Writes no event: the event log belongs to the new owner."""
+        """Records that the lock is lost. Writes no event, because the event log now belongs to the new owner."""
         if self.lost is not None:
             return
         if isinstance(error, Moved):
             line = f"{self.workdir} was {error} while the run trained; no new folder was created"
             self.lost = Exit.STORAGE, f"{line}: restore the folder, or give its new path as --workdir"
             return
-        who = "while this process was stopped, or deleted"
-        with contextlib.suppress(Exception):  # the new owner is shown if known
+        who = "or deleted while this process was suspended"
+        with contextlib.suppress(Exception):  # names the new owner if known
             who = f"by {now}" if (now := self.store.read_state().owner) else who
         line = f"the lock of {self.workdir} was taken over {who}; this process has stopped without writing"
         self.lost = Exit.LOCK_HELD, line
@@ -184,23 +184,23 @@ class RunLock:
             raise Stop(
                 Exit.STORAGE,
                 f"{self.workdir} could not be reached for {silent:.0f} s (lock.outage_seconds="
-                f"{self.cfg.outage_seconds:g}): {self.cause}; the run resumes from its last checkpoint once it can",
+                f"{self.cfg.outage_seconds:g}): {self.cause}; restart the run when the folder can be reached",
             )
 
     def check_quickly(self) -> None:
-        """Checks the lock before the next step writes: the renewing thread was stopped too."""
+        """Checks the lock with one short request, after a suspension that also stopped the renewal thread."""
         if self.lost is not None or not self.request_lock.acquire(blocking=False):
             return
         try:
             self.look(quick=True)
             self.reached = self.clock()
-        except Exception as error:  # of the disk or the network
+        except Exception as error:  # error of the disk or the network
             self.cause = short_reason(error)
         finally:
             self.request_lock.release()
 
     def look(self, quick: bool = False) -> None:
-        """Looks at the lock in storage, and records if it is lost. Raises the errors of the storage."""
+        """Reads the lock from storage and records if the lock is lost. Raises the errors of the storage."""
         try:
             if self.lost is None and not self.store.is_owned_by(self.me, quick=quick):
                 self.lose()
@@ -208,15 +208,15 @@ class RunLock:
             self.lose(error)
 
     def check(self) -> None:
-        """Checks the lock in storage before a write to the folder: microseconds on a disk, a request to a bucket.
+        """Checks the lock in storage before a write. Takes microseconds on a disk, and one request to a bucket.
 
-        Raises: Stop (LOCK_HELD) if the lock is lost, Stop (STORAGE) if the folder was moved or deleted; OSError or
-        BadInput if the storage does not answer.
+        Raises: Stop (LOCK_HELD) if the lock is lost, Stop (STORAGE) if the folder was moved or deleted, OSError or
+        BadInput if the storage does not respond.
         """
         if self.store is None:
             return
         in_turn = self.request_lock if isinstance(self.store, ObjectLock) else contextlib.nullcontext()
-        with in_turn:  # not on a disk, where a renewal may take as long as an fsync
+        with in_turn:  # only for buckets: on a disk a renewal may hold request_lock for a whole fsync
             self.look()
         if self.lost is not None:
             raise Stop(*self.lost)

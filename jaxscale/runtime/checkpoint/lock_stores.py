@@ -1,7 +1,7 @@
-"""Stores of a run's lock: a file that is also flocked, or an object replaced only at a known generation.
+"""Storage of a run's lock: FileLock uses a file with an flock, ObjectLock a bucket object with generation checks.
 
-Both have read_state, create, replace, renew, is_owned_by and remove. The version of a file is its inode and content,
-that of an object its generation.
+Both classes have the methods read_state, create, replace, renew, is_owned_by and remove. The version of a FileLock is
+(inode, content), and the version of an ObjectLock is the object's generation.
 """
 
 import contextlib
@@ -24,45 +24,45 @@ from jaxscale.system.exits import BadInput
 from jaxscale.system.foreign import parse_json
 from jaxscale.system.storage import open_bucket
 
-SETTLE_SECONDS = 0.2  # if two processes take over at once without flock, the later rename wins
+SETTLE_SECONDS = 0.2  # wait after a takeover: if two processes take over at once without flock, the later rename wins
 LOOK_SECONDS = 0.01
-DELETING_SECONDS = 2.0  # between the deletion of the lock and of its folder, when both are being removed
-REMOVE_TRIES = 6  # waits 16 s at most: a lock that is not removed delays the next run by up to three leases
-SILENCE_SECONDS = 20.0  # timeout of a request to the service
-QUICK_SECONDS = 5.0  # the same for a request that a step waits for
-LOCK_BYTES = 512  # bytes: a renewal overwrites the last one in one call, so all have the same length
-DEAD_STATES, STOPPED_STATES = "ZXx", "Tt"  # states of a process in /proc
+DELETING_SECONDS = 2.0  # longest time between the deletion of the lock file and of its folder
+REMOVE_TRIES = 6  # waits at most 16 s; a lock that is not removed delays the next run by up to three leases
+SILENCE_SECONDS = 20.0  # timeout of a request to the bucket
+QUICK_SECONDS = 5.0  # timeout of a request that blocks a training step
+LOCK_BYTES = 512  # fixed length, so that one write call replaces the previous content
+DEAD_STATES, STOPPED_STATES = "ZXx", "Tt"  # process states in /proc/PID/stat
 BOOT_ID = "/proc/sys/kernel/random/boot_id"  # proc(5): differs between machines and boots
 
 
 @dataclasses.dataclass(frozen=True)
 class LockOwner:
-    """A process at one start. Times are for display: clocks of two machines are never compared."""
+    """The process that owns a lock. Times are only displayed: clocks of different machines are never compared."""
 
     token: str
     host: str
     pid: int
-    ticks: int | None  # start time of the process in kernel ticks, because pids are reused
+    ticks: int | None  # start time of the process in kernel ticks; distinguishes processes with a reused pid
     kernel: str  # boot id, which differs between machines and boots; '' if the system has none
-    namespace: str  # of pids: containers on one machine have separate pids
+    namespace: str  # pid namespace: containers on one machine have separate pids
     started: str
-    beats: int = 0  # renewals so far
-    lease_seconds: float | int | None = None  # between two renewals; None: written by an older version
+    beats: int = 0  # number of renewals
+    lease_seconds: float | int | None = None  # seconds between renewals; None: written by an older version
 
     def renewed(self) -> "LockOwner":
-        """Returns the owner after one more renewal."""
+        """Returns a copy with the renewal count increased by one."""
         return dataclasses.replace(self, beats=self.beats + 1)
 
     def content(self) -> bytes:
-        """Returns the content of the lock."""
+        """Returns the content of a lock file or object with this owner."""
         return json.dumps(dataclasses.asdict(self)).ljust(LOCK_BYTES - 1).encode() + b"\n"
 
     def is_same(self, found: "LockOwner | None") -> bool:
-        """True if a lock's owner is this one."""
+        """Returns True if the owner found in a lock is this owner."""
         return found is not None and found.token == self.token
 
     def same_kernel(self, other: "LockOwner") -> bool:
-        """True if both run under one kernel, which then knows both."""
+        """Returns True if both processes run under the same kernel."""
         return bool(self.kernel) and self.kernel == other.kernel
 
     def __str__(self) -> str:
@@ -84,7 +84,7 @@ def this_process() -> LockOwner:
 
 
 def read_owner(content: bytes) -> LockOwner | None:
-    """Returns the owner named in a lock; None for other content, such as a lock that is being written."""
+    """Returns the owner from the content of a lock; None for invalid content, such as a partially written lock."""
     try:
         values = parse_json(content)
         kinds: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(LockOwner)}
@@ -99,7 +99,7 @@ def read_owner(content: bytes) -> LockOwner | None:
 def is_alive(
     owner: LockOwner, me: LockOwner, state_of: Callable[[int], tuple[str, int] | None] | None = None
 ) -> bool | None:
-    """True if the owner's process can run, False if it is gone, None if stopped (SIGSTOP) or not visible here."""
+    """Returns True if the owner's process runs, False if it has ended, None if stopped (SIGSTOP) or not visible."""
     if not owner.same_kernel(me) or owner.namespace != me.namespace:
         return None
     state = (state_of or process_state)(owner.pid)
@@ -109,49 +109,49 @@ def is_alive(
 
 
 def process_state(pid: int) -> tuple[str, int] | None:
-    """Returns (state letter, start in kernel ticks) of a local process; None if there is none, or no /proc."""
+    """Returns (state letter, start time in kernel ticks) of a local process; None without the process or /proc."""
     text = first_line(f"/proc/{pid}/stat")
-    fields = text.rpartition(")")[2].split()  # the name in parentheses may contain anything
+    fields = text.rpartition(")")[2].split()  # the name in parentheses may contain any characters
     return (fields[0], int(fields[19])) if len(fields) > 19 else None
 
 
 def first_line(path: str) -> str:
-    """Returns the first line of a system file, '' if it cannot be read."""
+    """Returns the first line of a system file, or '' if the file cannot be read."""
     with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as file:
         return file.readline().strip()
     return ""
 
 
 def read_link(path: str) -> str:
-    """Returns the target of a system link, '' if it cannot be read."""
+    """Returns the target of a symbolic link, or '' if the link cannot be read."""
     with contextlib.suppress(OSError):
         return os.readlink(path)
     return ""
 
 
 class Moved(Exception):
-    """The folder was moved or deleted, as the message says."""
+    """The folder was moved or deleted. The message has the form 'moved to PATH' or 'deleted'."""
 
 
 class LockState(NamedTuple):
-    """State of a lock at one moment."""
+    """Owner, version and age of a lock when it was read."""
 
-    owner: LockOwner | None  # None: the content is not a lock, or not yet
+    owner: LockOwner | None  # None: the content is invalid or incomplete
     version: Any
-    is_flocked: bool | None  # True: a process of this kernel has flocked the file; None: unknown
-    age: float  # seconds since it was written, if one clock has measured both times; else 0
+    is_flocked: bool | None  # True: a process of this kernel holds the file's flock; None: unknown
+    age: float  # seconds since the last renewal by the bucket's clock; 0 for a FileLock
 
 
 class FileLock:
-    """A file `lock` that its owner has open and flocked."""
+    """Lock stored as a file named `lock`. Its owner has the file open and holds the file's flock."""
 
     def __init__(self, folder: pathlib.Path):
         self.path = folder / "lock"
-        self.handle: int | None = None  # the open file, while this process has the lock
-        self.folder_id: tuple[int, int] | None = None  # identity of the folder, while this process has the lock
+        self.handle: int | None = None  # the open file; None if this process does not have the lock
+        self.folder_id: tuple[int, int] | None = None  # device and inode of the folder; None as for `handle`
 
     def read_state(self) -> LockState | None:
-        """Returns the lock's state, None if it does not exist. Raises BadInput for anything but a regular file."""
+        """Returns the state of the lock, or None if there is no lock. Raises BadInput if it is not a regular file."""
         if self.path.is_symlink():
             raise BadInput(f"{self.path} is a link, but the lock of a run must be a file; move it away")
         try:
@@ -167,7 +167,7 @@ class FileLock:
             os.close(handle)  # releases the flock
 
     def create(self, owner: LockOwner) -> bool:
-        """True if the owner has the lock now, False if there was one."""
+        """Creates the lock; returns False if a lock already exists."""
         try:
             handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         except FileExistsError:
@@ -177,9 +177,9 @@ class FileLock:
         return True
 
     def replace(self, owner: LockOwner, state: LockState, *, steal: bool) -> bool:
-        """Replaces the lock's file if it is as in `state`, or in any case to `steal`; True if owned now.
+        """Replaces the lock if its state has not changed, or always with `steal`; returns True if now owned.
 
-        A new file, so that late writes of the old owner have no effect.
+        Makes a new file, so that late writes of the old owner have no effect.
         """
         temporary = self.path.with_name(f".lock.{owner.token}")
         self.flock_and_write(os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), owner)
@@ -187,27 +187,27 @@ class FileLock:
         with contextlib.suppress(FileNotFoundError):
             handle = paths.open_to_write(self.path, os.O_RDWR)
         try:
-            if handle is not None and flock(handle) is False:  # serializes processes that take over at once
-                time.sleep(SETTLE_SECONDS)  # another one, or a child process that outlived its trainer
+            if handle is not None and flock(handle) is False:  # serializes concurrent takeovers
+                time.sleep(SETTLE_SECONDS)  # held by a different takeover, or by a child process of the old owner
             if not steal and self.read_version() != state.version:
                 self.release()
                 return False
             os.replace(temporary, self.path)
-        except FileNotFoundError:  # another process has taken over and removed it
+        except FileNotFoundError:  # a different process has taken over and removed `temporary`
             self.release()
             return False
         finally:
             if handle is not None:
                 os.close(handle)
             temporary.unlink(missing_ok=True)
-        for left in self.path.parent.glob(".lock.*"):  # of processes that were killed here, or come too late
+        for left in self.path.parent.glob(".lock.*"):  # files of killed processes or of concurrent takeovers
             left.unlink(missing_ok=True)
         paths.sync_folder(self.path.parent)
         time.sleep(SETTLE_SECONDS)
         return self.is_owned_by(owner)
 
     def read_version(self) -> tuple[int, bytes] | None:
-        """Returns the lock's version now, without an flock; None if it does not exist."""
+        """Returns the current version of the lock without taking an flock, or None if there is no lock."""
         try:
             with paths.open_binary(self.path) as file:
                 return os.fstat(file.fileno()).st_ino, file.read(LOCK_BYTES)
@@ -215,14 +215,14 @@ class FileLock:
             return None
 
     def renew(self, owner: LockOwner) -> None:
-        """Writes a renewal. Raises Changed if the lock belongs to another owner."""
+        """Renews the lock. Raises Changed if the lock belongs to a different owner."""
         if not self.is_owned_by(owner) or self.handle is None:
             raise Changed(str(self.path))
         os.pwrite(self.handle, owner.content(), 0)
         os.fsync(self.handle)
 
     def is_owned_by(self, owner: LockOwner, *, quick: bool = False) -> bool:
-        """True if the lock names this owner. Raises Moved if its folder was moved or deleted."""
+        """Returns True if the lock belongs to this owner. Raises Moved if the folder was moved or deleted."""
         now = self.read_version()
         if now and owner.is_same(read_owner(now[1])):
             return True
@@ -231,7 +231,7 @@ class FileLock:
         return False
 
     def check_folder(self, until: float) -> None:
-        """Waits until that time. Raises Moved once the folder is gone: its files may be deleted before it."""
+        """Waits until the given time. Raises Moved if the folder is gone; its files may be deleted first."""
         while self.folder_id == folder_id(self.path.parent):
             if time.monotonic() >= until:
                 return
@@ -250,9 +250,9 @@ class FileLock:
             self.release()
 
     def flock_and_write(self, handle: int, owner: LockOwner) -> None:
-        """Flocks the open file and writes the owner into it."""
+        """Takes the flock of an open file and writes the owner into the file."""
         self.handle, self.folder_id = handle, folder_id(self.path.parent)
-        while flock(handle) is False:  # other processes flock it for a moment when they read it
+        while flock(handle) is False:  # read_state() of a different process holds the flock for a moment
             time.sleep(LOOK_SECONDS)
         os.pwrite(handle, owner.content(), 0)
         os.fsync(handle)
@@ -264,7 +264,7 @@ class FileLock:
 
 
 class ObjectLock:
-    """An object `lock` in a bucket."""
+    """Lock stored as an object named `lock` in a bucket."""
 
     def __init__(self, url: str):
         self.url = f"{url.rstrip('/')}/lock"
@@ -273,31 +273,31 @@ class ObjectLock:
         self.generation = 0
 
     def read_state(self, bucket: Bucket | None = None) -> LockState | None:
-        """Returns the lock's state, None if it does not exist. The age is measured by the service's clock alone."""
+        """Returns the state of the lock, or None if there is no lock. The age is from the clock of the bucket."""
         found = (bucket or self.bucket).look(self.url)
         return None if found is None else LockState(read_owner(found.content), found.generation, None, found.age)
 
     def create(self, owner: LockOwner) -> bool:
-        """True if the owner has the lock now, False if there was one."""
+        """Creates the lock; returns False if a lock already exists."""
         return self.write(owner, 0)
 
     def replace(self, owner: LockOwner, state: LockState, *, steal: bool) -> bool:
-        """True if the owner has the lock now, False if it has changed since the state was read."""
+        """Replaces the lock; returns False if the lock has changed since `state` was read."""
         return self.write(owner, state.version)
 
     def renew(self, owner: LockOwner) -> None:
-        """Writes a renewal, in one try. Raises Changed if the lock belongs to another owner."""
+        """Renews the lock with a single try. Raises Changed if the lock belongs to a different owner."""
         if not self.write(owner, self.generation, self.single_try):
             raise Changed(self.url)
 
     def is_owned_by(self, owner: LockOwner, *, quick: bool = False) -> bool:
-        """True if the lock names this owner. quick: one request with a short timeout."""
+        """Returns True if the lock belongs to this owner. quick: use one request with a short timeout."""
         bucket = dataclasses.replace(self.single_try, silence=QUICK_SECONDS) if quick else self.bucket
         found = self.read_state(bucket)
         return found is not None and owner.is_same(found.owner)
 
     def write(self, owner: LockOwner, generation: int, bucket: Bucket | None = None) -> bool:
-        """True if the object of this generation (0: none) was replaced."""
+        """Replaces the object of this generation (0: creates it); returns False if the generation has changed."""
         bucket = bucket or self.bucket
 
         def attempt() -> bool:
@@ -305,7 +305,7 @@ class ObjectLock:
                 self.generation = bucket.put(self.url, owner.content(), generation)
                 return True
             except Changed:
-                found = self.read_state(bucket)  # an earlier try may have succeeded, and its answer was lost
+                found = self.read_state(bucket)  # an earlier try may have succeeded with a lost response
                 if found is None or not owner.is_same(found.owner):
                     return False
                 self.generation = found.version
@@ -314,14 +314,14 @@ class ObjectLock:
         return bucket.patiently(attempt, self.url)
 
     def remove(self, owner: LockOwner) -> None:
-        """Removes the lock in a few tries; otherwise it expires."""
+        """Removes the lock, with a limited number of tries. A lock that is not removed expires."""
         bucket = dataclasses.replace(self.bucket, attempts=REMOVE_TRIES)
-        with contextlib.suppress(Changed, Unreachable, FileNotFoundError):  # FileNotFoundError: an answer was lost
+        with contextlib.suppress(Changed, Unreachable, FileNotFoundError):  # FileNotFoundError: a response was lost
             bucket.patiently(lambda: bucket.delete(self.url, self.generation), self.url)
 
 
 def folder_id(folder: pathlib.Path) -> tuple[int, int] | None:
-    """Returns an identity of the folder that a rename does not change; None if there is none."""
+    """Returns (device, inode) of a folder, which a rename does not change; None if the folder does not exist."""
     try:
         found = os.stat(folder)
     except (FileNotFoundError, NotADirectoryError):
@@ -331,11 +331,11 @@ def folder_id(folder: pathlib.Path) -> tuple[int, int] | None:
 
 @contextlib.contextmanager
 def folder_lock(folder: Any, doing: str) -> Iterator[None]:
-    """Locks a local folder with flock until the block ends. Raises BadInput (another process is `doing` it)."""
+    """Locks a local folder with flock until the block ends. Raises BadInput with the text `doing` if it is locked."""
     if paths.is_remote(folder):
         yield
         return
-    handle = os.open(folder, os.O_RDONLY)  # the folder itself, so that no lock file remains
+    handle = os.open(folder, os.O_RDONLY)  # locks the folder itself, so that no lock file remains
     try:
         if flock(handle) is False:
             raise BadInput(f"another process is {doing} {folder} now; wait for it, or choose a new folder")
@@ -345,7 +345,7 @@ def folder_lock(folder: Any, doing: str) -> Iterator[None]:
 
 
 def flock(handle: int) -> bool | None:
-    """True if this handle has the flock now, False if another has; None if the file system has no flock."""
+    """Takes the flock of an open file; returns False if it is held elsewhere, None if flock is not supported."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True

@@ -1,12 +1,12 @@
-"""Checkpoints of a run: saved in the background, found again after any crash, and verified before use.
+"""Saves, lists, verifies and restores the checkpoints of a run.
 
-A folder per step has two items: `state`, the arrays as nested dicts of plain names that stock Orbax can read too, and
-`run`, a JSON object with the rest of a run (resolved config, data position) and with the name, shape, dtype and
-fingerprint of every array, sealed by a sha256. Orbax is the only heavy import that the first save alone requires, so it
-is imported at first use; `prepare()` starts that in the background once the first step runs.
+The folder of a step has two items. `state` contains the arrays as nested dicts, which Orbax can also read. `run` is a
+JSON object with the resolved config, the data position, the name, shape, dtype and fingerprint of every array, and a
+sha256 of this content. Orbax is slow to import and needed only for saving, so `prepare()` imports it in the background
+while the first steps run.
 
-The step thread only hands over a copy of the state (fingerprint.py); a thread writes it, commits it, reads it back and
-applies the retention policy (saver.py). A failed save is reported to the loop one step later, and retried.
+The training thread only dispatches a copy of the state (fingerprint.py). A background thread writes and commits the
+copy, reads it back and applies the retention policy (saver.py). Failed saves are reported and retried.
 """
 
 import json
@@ -32,15 +32,15 @@ from jaxscale.runtime.monitor.events import Note, ignore
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Exit, Stop
 
-RETRY_SECONDS = 0.5  # between two attempts at the last save of a run
-ASIDE_SECONDS = 3600.0  # for moving a step aside: in a bucket every object of it is copied
+RETRY_SECONDS = 0.5  # pause between two attempts at the last save of a run
+ASIDE_SECONDS = 3600.0  # timeout of moving a step, which copies every object in a bucket
 
 
 class Checkpoints:
-    """The checkpoints in a folder. The constructor touches no file and imports nothing heavy.
+    """Saves and restores the checkpoints in a folder. The constructor reads no file and does not import Orbax.
 
-    Raises (all methods): Stop with code STORAGE if saves fail repeatedly, CHECKPOINT_CORRUPT if a step differs from
-    what was saved, CONFIG_MISMATCH if it does not fit the abstract state.
+    All methods may raise Stop, with the code STORAGE if saves fail repeatedly, CHECKPOINT_CORRUPT if a step differs
+    from what was saved, and CONFIG_MISMATCH if a step does not fit the abstract state.
     """
 
     def __init__(
@@ -55,8 +55,8 @@ class Checkpoints:
     ):
         """Args:
         note: receives every event. may_commit: raises Stop if the run's lock is lost. reports: makes poll() report a
-        failure after the same step in all processes; None for a single process, and without polling, where wait()
-        raises in all processes. phase: the watchdog's, for the saving thread.
+        failure after the same step in all processes; may be None for a single process, or if poll() is not called.
+        phase: context manager of the watchdog that is entered by the saving thread.
         """
         self.directory, self.cfg, self.note = paths.absolute(directory), cfg, note
         self.reports = reports or SharedReports()
@@ -64,7 +64,7 @@ class Checkpoints:
         self.preparing: threading.Thread | None = None
         self.due, self.postponed = False, False
         self.failed_in_row, self.last_failed = 0, -1
-        self.reported: set[int] = set()  # steps whose failure was reported here
+        self.reported: set[int] = set()  # steps whose failed save was reported in this process
 
     def prepare(self, state: Any = None) -> None:
         """Starts a thread that imports Orbax (0.5 to 2 s) and compiles the copy of `state` for the first save."""
@@ -80,7 +80,7 @@ class Checkpoints:
         self.preparing.start()
 
     def wait_prepared(self) -> None:
-        """Returns when the thread of prepare() has ended."""
+        """Waits until the thread of prepare() has ended."""
         if self.preparing is not None:
             self.preparing.join()
 
@@ -91,11 +91,11 @@ class Checkpoints:
         return max(self.all_steps(), default=None)
 
     def all_steps(self) -> list[int]:
-        """Returns all committed steps, ascending, from a fresh listing, without unfinished saves and other folders."""
+        """Returns all committed steps in ascending order from a fresh listing."""
         return folders.all_steps(self.directory)
 
     def newest(self, before: int | None = None, health: str | None = None) -> int | None:
-        """Returns the newest step with a valid record, below `before` and of that health if given; None if none."""
+        """Returns the newest step with a valid record, optionally below `before` and with this health; else None."""
         for step in reversed([step for step in self.all_steps() if before is None or step < before]):
             folder = self.directory / str(step)
             try:
@@ -109,7 +109,7 @@ class Checkpoints:
         return None
 
     def read_run(self, step: int) -> dict[str, Any]:
-        """Returns the `run` argument of `save`. Needs no Orbax. Raises Stop (CHECKPOINT_CORRUPT)."""
+        """Returns the `run` data that was passed to `save`. Raises Stop (CHECKPOINT_CORRUPT)."""
         return self.read_record(step)["run"]
 
     def read_record(self, step: int) -> dict[str, Any]:
@@ -120,11 +120,10 @@ class Checkpoints:
             raise self.corrupt(step, *error.args) from None
 
     def restore(self, step: int, abstract_state: Any, *, partial: bool = False) -> Any:
-        """Returns the saved state with the structure and shardings of `abstract_state`.
+        """Returns the saved state with the structure and shardings of `abstract_state`, bitwise equal on any mesh.
 
-        The mesh may differ from the one it was saved from; the values are bitwise equal.
-        Args: abstract_state: pytree of jax.ShapeDtypeStruct (without a sharding: the first local device), arrays or
-        Python numbers. partial: ignore leaves that only the checkpoint has, as sampling does with moments.
+        abstract_state: pytree of jax.ShapeDtypeStruct, arrays or Python numbers; a leaf without a sharding is restored
+        to the first local device. partial: ignore leaves that are only in the checkpoint, such as optimizer moments.
         """
         try:
             return restore.restore_state(self.directory / str(step), abstract_state, partial)
@@ -132,13 +131,13 @@ class Checkpoints:
             raise self.corrupt(step, *error.args) from error
 
     def newest_readable(self, log: Callable[[str], None] = print) -> int | None:
-        """Returns the newest step with a readable record, or None; sets damaged ones aside. For all processes."""
+        """Returns the newest step with a readable record, or None; sets damaged steps aside. Call in all processes."""
         warn_if_last_good_lost(self, log)
         return self.next_readable(log)
 
     def next_readable(self, log: Callable[[str], None]) -> int | None:
-        """As newest_readable, without checking for a lost last good step."""
-        step = agreed(self.latest_step)  # one listing for all: another host may see a save a moment later
+        """Same as newest_readable, without the check for a missing last good step."""
+        step = agreed(self.latest_step)  # a single listing, because hosts may see a new step at different times
 
         def problem() -> list | None:
             try:
@@ -151,10 +150,10 @@ class Checkpoints:
         return step
 
     def fall_back(self, step: int | None, error: Stop, log: Callable[[str], None] = print) -> int | None:
-        """Moves a damaged step aside, with a warning and an event; returns the newest readable step below it.
+        """Moves a damaged step aside, with a warning and an event; returns the newest readable older step.
 
-        The oldest step is not moved, so that a run with lost checkpoints never silently starts again. For all
-        processes. Raises the error if no older step exists, or its code is not CHECKPOINT_CORRUPT.
+        Raises `error` if no older step exists, if its code is not CHECKPOINT_CORRUPT, or for on_corrupt=stop. The only
+        step is not moved, so that a run with lost checkpoints never silently starts again. Call in all processes.
         """
         if step is None or error.code != Exit.CHECKPOINT_CORRUPT or self.cfg.on_corrupt == "stop":
             raise error
@@ -162,23 +161,23 @@ class Checkpoints:
         if older is None:
             raise error
         moved = self.set_aside(step, "damaged")
-        cause = str(error).removesuffix(self.way_out(step, older))  # the fix is applied here
+        cause = str(error).removesuffix(self.way_out(step, older))  # the step is moved here, so the fix is not shown
         self.note("fallback", step, to=older, cause=cause, moved_to=moved)
         log(f"WARNING: {cause}; moved to {moved}; resuming from step {older}, {step - older} steps before it")
         return self.next_readable(log)
 
     def log_changed_files(self, step: int, log: Callable[[str], None], small: bool = False) -> None:
-        """Logs files of a correct step that differ from what was written. small: only those next to the arrays."""
+        """Logs changed files of a bitwise correct step. small: check only the files other than the arrays."""
         if changed := restore.changed_files_message(self.directory / str(step), small):
             self.warn(step, changed, log)
 
     def warn(self, step: int | None, cause: str, log: Callable[[str], None]) -> None:
-        """Logs a warning, with an event."""
+        """Logs a warning and writes an event."""
         self.note("alarm", step, cause=cause)
         log(f"WARNING: {cause}")
 
     def set_aside(self, step: int, reason: str) -> str:
-        """Moves a step to '<reason>-<step>-<UTC time>', where it does not count; returns it. For all processes."""
+        """Moves a step to the folder '<reason>-<step>-<UTC time>'; returns this folder. Call in all processes."""
         self.join()
 
         def move() -> str:
@@ -191,7 +190,7 @@ class Checkpoints:
         return moved
 
     def set_aside_after(self, step: int, reason: str) -> list[int]:
-        """Moves all later steps aside; returns them. The newest is moved first, so that a crash leaves no gap."""
+        """Moves all steps after `step` aside; returns their numbers. Starts with the newest: a crash leaves no gap."""
         self.join()
         later = agreed(lambda: [found for found in self.all_steps() if found > step])
         for found in reversed(later):
@@ -199,7 +198,7 @@ class Checkpoints:
         return later
 
     def check_room(self, abstract_state: Any, log: Callable[[str], None] = print) -> None:
-        """Warns if the checkpoints would not all fit on the disk. Raises Stop (NO_GO) for a new run, or if none can."""
+        """Warns if the disk lacks space for the checkpoints. Raises Stop (NO_GO) as write.check_before_run() does."""
         needed = write.state_bytes(named_leaves(abstract_state).values())
         check = lambda: write.check_before_run(self.directory, needed, self.cfg.keep_last, self.all_steps())
         if (warning := agreed(check)) and jax.process_index() == 0:
@@ -209,12 +208,12 @@ class Checkpoints:
 
     @property
     def busy(self) -> bool:
-        """True while a save is in progress in this process."""
+        """Returns True while a save is in progress in this process."""
         return self.saver.busy
 
     @property
     def retry_due(self) -> bool:
-        """True if this step should be saved regardless of the schedule: the last save failed or was postponed."""
+        """Returns True if a save is due regardless of the schedule, because the last save failed or was postponed."""
         return self.due and not self.postponed
 
     def save(
@@ -229,12 +228,12 @@ class Checkpoints:
     ) -> float:
         """Starts a save in the background; returns the seconds for which the caller was blocked.
 
-        The state may be donated right afterwards. The call waits for a save in progress; after wait_seconds it starts
-        nothing, and `retry_due` becomes true when that save has ended, so that training continues while storage is slow
-        or unreachable. `poll` reports a failure.
-        Args: state: any pytree of arrays and Python numbers. run: JSON data. health: "clean" or "suspect". metrics: of
-        this state, such as validation/loss. wait: for the last save of a run: returns when it is committed, after
-        several attempts if necessary.
+        The state may be donated after the call. The call waits up to wait_seconds for a save in progress. If that save
+        has not ended, the new save is postponed, and `retry_due` becomes true when the save in progress ends, so
+        training continues while storage is slow or unreachable. `poll` reports failures.
+        state: any pytree of arrays and Python numbers. run: JSON data. health: "clean" or "suspect". metrics: metrics
+        of this state, such as validation/loss. wait: True for the last save of a run: waits for the commit, and
+        retries if necessary.
         """
         began = time.monotonic()
 
@@ -259,7 +258,7 @@ class Checkpoints:
         return time.monotonic() - began
 
     def save_now(self, step: int, start: Callable[[], None]) -> None:
-        """Saves and waits, up to max_failed_saves times. Raises Stop (STORAGE) if every attempt failed."""
+        """Saves and waits for the commit, with up to max_failed_saves attempts. Raises Stop (STORAGE) if all failed."""
         self.join()
         self.take_failure()
         for attempt in range(1, self.cfg.max_failed_saves + 1):
@@ -273,10 +272,10 @@ class Checkpoints:
         raise self.storage_error(failure[0], failure[1])
 
     def poll(self, step: int) -> None:
-        """Reports failed saves after every step, at almost no cost.
+        """Reports failed saves. Call after every step; the cost is negligible.
 
-        Raises Stop (STORAGE) with the original cause after max_failed_saves failures in a row, at once if a retry
-        cannot help, or if a save takes longer than max_save_seconds.
+        Raises Stop (STORAGE) with the original cause after max_failed_saves consecutive failures, or if a save takes
+        longer than max_save_seconds. Errors that a retry cannot fix are raised at once.
         """
         if self.saver.fatal:
             raise self.saver.fatal
@@ -290,7 +289,7 @@ class Checkpoints:
             self.postponed = agreed(lambda: self.busy)
 
     def record_failure(self, step: int, cause: str) -> None:
-        """Records a failed save, once."""
+        """Records a failed save, at most once per step."""
         if step in self.reported:
             return
         self.reported.add(step)
@@ -300,13 +299,13 @@ class Checkpoints:
         self.note("save_failed", step, cause=cause, in_row=self.failed_in_row)
 
     def wait(self) -> None:
-        """Returns when no save is in progress. Raises Stop (STORAGE) for a failure that poll has not reported."""
+        """Waits until no save is in progress. Raises Stop (STORAGE) for a failure that poll() has not reported."""
         self.join()
         if failure := self.take_failure():
             raise self.storage_error(*failure)
 
     def join(self) -> None:
-        """Returns when no save is in progress. Raises Stop if the storage does not answer or a retry cannot help."""
+        """Waits until no save is in progress. Raises Stop after max_save_seconds or if a retry cannot help."""
         left = self.cfg.max_save_seconds - (time.monotonic() - self.saver.began)
         if not self.saver.join(max(0.0, left)):
             raise self.timeout_error()
@@ -314,7 +313,7 @@ class Checkpoints:
             raise self.saver.fatal
 
     def take_failure(self) -> tuple[int, str] | None:
-        """Records the last save's failure and returns (step, cause), if it was not reported before."""
+        """Records and returns the failure (step, cause) of the last save; None if there is no unreported failure."""
         failure, self.saver.failure = self.saver.failure, None
         if failure is None or failure[0] in self.reported:
             return None
@@ -322,13 +321,13 @@ class Checkpoints:
         return failure
 
     def close(self, most_seconds: float | None = None) -> None:
-        """Waits for the save in progress, unless the storage does not answer. Raises as wait does.
+        """Waits for the save in progress, unless max_save_seconds have passed. Raises the errors of wait().
 
-        most_seconds: limit of the wait, after which no error is raised because the caller already has one.
+        most_seconds: limit of the wait; after this time the method returns without an error.
         """
-        self.wait_prepared()  # an interpreter that exits during compilation dies of a signal
+        self.wait_prepared()  # exiting the interpreter during compilation would end in a crash
         if self.busy and time.monotonic() - self.saver.began > self.cfg.max_save_seconds:
-            return  # poll has raised this
+            return  # poll() has raised this error
         if most_seconds is not None and not self.saver.join(most_seconds):
             return
         if not self.saver.fatal:
@@ -337,19 +336,19 @@ class Checkpoints:
     # Errors.
 
     def corrupt(self, step: int, item: str, cause: str) -> Stop:
-        """Returns the error for an unreadable checkpoint: step, item, path, cause and fix."""
+        """Returns the error for an unreadable checkpoint, with the step, item, path, cause and fix."""
         folder = self.directory / str(step)
         way_out = self.way_out(step, self.newest(before=step))
         return Stop(Exit.CHECKPOINT_CORRUPT, f"step {step} cannot be read: {item} in {folder / item}: {cause}{way_out}")
 
     def way_out(self, step: int, older: int | None) -> str:
-        """Returns the fix for an unreadable step, as the end of a line."""
+        """Returns the fix for an unreadable step, as the end of an error message. older: newest readable older step."""
         if older is None:
             return "; no older step exists"
         return f"; move {self.directory / str(step)} away to resume from step {older}"
 
     def storage_error(self, step: int, cause: str) -> Stop:
-        """Returns the error for failed saves, with the newest safe step."""
+        """Returns the error for failed saves, with the newest complete step."""
         times = f" {self.failed_in_row} consecutive times" if self.failed_in_row > 1 else ""
         try:
             found = self.newest()
@@ -359,7 +358,7 @@ class Checkpoints:
         return Stop(Exit.STORAGE, f"saving step {step} to {self.directory} failed{times}: {cause}; {safe}")
 
     def timeout_error(self) -> Stop:
-        """Returns the error for a save that does not end."""
+        """Returns the error for a save that exceeds max_save_seconds."""
         seconds = time.monotonic() - self.saver.began
         return Stop(
             Exit.STORAGE,

@@ -1,7 +1,8 @@
-"""Periodic exports to Hugging Face folders, each in a subprocess: no step waits, and no failure stops the run.
+"""Exports checkpoints to Hugging Face folders during training, in subprocesses that neither delay nor stop the run.
 
-The subprocess reads the committed checkpoint on the CPU. The step is pinned meanwhile, so that retention keeps it; the
-pin's content marks it as an export's, so that a resumed run finishes the export or removes the pin.
+The subprocess reads a committed checkpoint on the CPU. During the export the step is pinned, so that the retention
+policy does not delete it. The content of the pin file marks the pin as made by an export, so a resumed run can finish
+the export or remove the pin.
 """
 
 import contextlib
@@ -25,17 +26,17 @@ from jaxscale.system.exits import BadInput
 from jaxscale.system.redact import shown
 from jaxscale.system.storage import is_loopback
 
-FOLDER = "export"  # of a work folder
-OURS = "export\n"  # content of an export's pin
+FOLDER = "export"  # subfolder of the work folder
+OURS = "export\n"  # content of the pin file of an export
 LOOK_SECONDS = 0.2
-TAIL = 400  # characters of a failed export's stderr
-CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"  # written last
+TAIL = 400  # number of last characters of a failed export's stderr to log
+CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"  # the last files that an export writes
 JOURNAL = ".converting.json"
 TOKEN, ENDPOINT = "HF_TOKEN", "HF_ENDPOINT"
 
 
 class Exporter:
-    """Exports the steps of a run one at a time; only the newest request is pending."""
+    """Exports the steps of a run one at a time. A newer request replaces a pending one."""
 
     def __init__(self, cfg: ExportConfig, workdir: Any, note: Note, say: Callable[[str], None]):
         self.cfg, self.workdir = cfg, paths.absolute(workdir)
@@ -48,7 +49,7 @@ class Exporter:
         self.ended = False
 
     def note(self, kind: str, step: int | None = None, **facts: Any) -> None:
-        """The run's Note, which also requests exports of committed checkpoints. Never blocks, never raises for them."""
+        """Writes an event and, for committed checkpoints, requests an export. Exports never block or raise."""
         self.write_event(kind, step, **facts)
         if kind == "saved" and step:
             self.last_saved = step
@@ -56,11 +57,11 @@ class Exporter:
                 self.request(step)
 
     def request(self, step: int) -> None:
-        """Exports the step after the current export, unless a newer one is requested by then."""
+        """Requests an export of a step, which starts after the current export unless a newer step is requested."""
         self.last_requested = step
         try:
             pin(self.workdir / "checkpoints", step, OURS)
-        except Exception as error:  # various types of storage clients
+        except Exception as error:  # storage clients raise various types
             self.failed(step, short_reason(error))
             return
         with self.lock:
@@ -73,7 +74,7 @@ class Exporter:
             self.failed(skipped, f"the previous export was still running when step {step} was saved")
 
     def work(self) -> None:
-        """Exports pending steps until there is none."""
+        """Exports pending steps until none is left."""
         while True:
             with self.lock:
                 step, self.pending = self.pending, None
@@ -82,15 +83,15 @@ class Exporter:
                     return
             try:
                 self.export(step)
-            except Exception as error:  # must not stop the run
+            except Exception as error:  # an export must not stop the run
                 self.failed(step, short_reason(error))
             if not self.ended:
                 self.unpin(step)
 
     def export(self, step: int) -> None:
-        """Exports a step, or logs its failure."""
+        """Exports a step, or logs why the export failed."""
         folder = self.workdir / FOLDER / str(step)
-        if not is_finished(folder):  # a killed start may have finished it
+        if not is_finished(folder):  # an earlier start that was killed may have finished the export
             code, text = self.run(self.command(step))
             if self.ended:
                 return
@@ -101,11 +102,11 @@ class Exporter:
             steps = sorted(int(path.name) for path in folder.parent.iterdir() if is_step_name(path.name))
             for old in [old for old in steps if old <= step][: -self.cfg.keep] if self.cfg.keep else ():
                 remove_tree(folder.parent / str(old))
-        except Exception as error:  # old exports only take space
+        except Exception as error:  # a remaining old export only uses space
             self.write_event("alarm", step, cause=f"an old export could not be removed: {short_reason(error)}")
 
     def command(self, step: int) -> list[str]:
-        """Returns the subprocess's command, at the lowest priority if `nice` exists."""
+        """Returns the command of the subprocess, with the lowest CPU priority if `nice` is installed."""
         polite = [nice, "-n", "19"] if (nice := shutil.which("nice")) else []
         flags = [f"--workdir={self.workdir}", f"--step={step}", f"--to={self.workdir / FOLDER / str(step)}"]
         flags += [f"--dtype={self.cfg.dtype}", *(["--ema"] if self.cfg.ema else [])]
@@ -113,7 +114,7 @@ class Exporter:
         return [*polite, sys.executable, "-m", "jaxscale.cli", "convert", *flags]
 
     def run(self, command: list[str]) -> tuple[int, str]:
-        """Runs the command; returns (exit code, stderr)."""
+        """Runs a command and returns (exit code, stderr)."""
         env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
         with self.lock:
             if self.ended:
@@ -127,24 +128,24 @@ class Exporter:
 
     def failed(self, step: int, cause: str) -> None:
         """Logs a failed export as an event and a warning."""
-        with contextlib.suppress(Exception):  # an unwritable log raises other alarms
+        with contextlib.suppress(Exception):  # an unwritable event log is reported elsewhere
             self.write_event("alarm", step, cause=f"no export of step {step}: {cause}")
         self.log(f"WARNING: no export of step {step}: {cause}")
 
     def unpin(self, step: int) -> None:
-        """Removes an export's pin, but not another process's."""
-        with contextlib.suppress(Exception):  # the next start removes it
+        """Removes the pin of a step if an export made it."""
+        with contextlib.suppress(Exception):  # the next start removes the pin
             if self.pin_path(step).read_text("utf-8") == OURS:
                 fence.ask(self.pin_path(step))
                 self.pin_path(step).unlink()
 
     def pin_path(self, step: int) -> Any:
-        """Returns the path of a step's pin."""
+        """Returns the path of a step's pin file."""
         return self.workdir / "checkpoints" / PINNED / str(step)
 
     def resume_pending(self) -> None:
-        """Resumes exports of a killed run. Call before the first save."""
-        with contextlib.suppress(Exception):  # must not keep a run from starting
+        """Resumes the exports of a killed run. Call before the first save."""
+        with contextlib.suppress(Exception):  # an export must not prevent the start of a run
             pins = sorted(pinned_steps(self.workdir / "checkpoints"))
             for step in [step for step in pins if self.pin_path(step).read_text("utf-8") == OURS]:
                 if (self.workdir / "checkpoints" / str(step)).exists():
@@ -153,7 +154,7 @@ class Exporter:
                     self.unpin(step)
 
     def finish(self) -> None:
-        """Exports the last step too, and waits until all exports are done."""
+        """Exports the last saved step, and waits until all exports are done."""
         if self.last_saved and self.last_saved != self.last_requested:
             self.request(self.last_saved)
         if self.thread is not None:
@@ -162,7 +163,7 @@ class Exporter:
             thread.join(LOOK_SECONDS)  # with a timeout, so that signals are handled
 
     def abort(self) -> None:
-        """Kills the current export. The pin stays, and the next start resumes it."""
+        """Kills the current export. The pin remains, so the next start resumes the export."""
         with self.lock:
             self.ended = True
             child = self.child
@@ -180,7 +181,7 @@ def periodic_exports(
     primary: bool,
     make_exporter: Callable[..., Exporter] = Exporter,
 ) -> Iterator[Note]:
-    """Yields a note that exports saved steps too. Raises BadInput if exports could not be pushed."""
+    """Yields a Note function that also exports saved steps. Raises BadInput if a push cannot succeed."""
     if not cfg.every_steps or not primary:
         yield note
         return
@@ -197,7 +198,7 @@ def periodic_exports(
 
 
 def is_finished(folder: Any) -> bool:
-    """True if the folder holds a finished export."""
+    """Returns True if the folder contains a finished export."""
     return any((folder / name).exists() for name in (CONFIG, ADAPTER_CONFIG)) and not (folder / JOURNAL).exists()
 
 
@@ -209,7 +210,7 @@ def check_endpoint(with_token: bool) -> None:
 
 
 def check_push(name: str, folder: Any = None) -> None:
-    """Raises BadInput for a push that cannot succeed, before anything is converted."""
+    """Raises BadInput if a push to the Hub cannot succeed. Call before the conversion. name: OWNER/NAME."""
     check_hub_name("push", name)
     if folder is not None and paths.is_remote(folder):
         raise BadInput(

@@ -1,4 +1,4 @@
-"""Records of checkpoints: names and fingerprints of the arrays and the run's JSON data, sealed with a sha256."""
+"""Reads and writes the records of checkpoints: a JSON file with array fingerprints, the run's data and a sha256."""
 
 import hashlib
 import json
@@ -14,16 +14,16 @@ from jaxscale.system import fence, paths
 from jaxscale.system.exits import BadInput, Exit, Stop
 from jaxscale.system.faults import crash_point
 
-RECORD = "run/metadata"  # below the folder of a step: Orbax's JSON item of the name `run`
-LAST_GOOD = "last_good.json"  # next to the steps
+RECORD = "run/metadata"  # path in the folder of a step: Orbax's JSON item named `run`
+LAST_GOOD = "last_good.json"  # file in the folder of checkpoints
 LAST_GOOD_KINDS = {"step": int, "verified": bool, "health": str, "sha256": str}
 
 
 def read_record(folder: Any) -> dict[str, Any]:
     """Returns a step's record: {step, run, leaves: {name: [shape, dtype, fingerprint]}, health, metrics, ...}.
 
-    Checkpoints of earlier versions have no step, health or metrics. Needs no Orbax.
-    Raises: OSError if it is missing, BadInput if it was changed or belongs to another step.
+    Records of earlier versions have no step, health or metrics.
+    Raises: OSError if the record is missing, BadInput if it was changed or belongs to a different step.
     """
     record = paths.read_json(folder / RECORD)
     if not is_sealed(record):
@@ -39,7 +39,7 @@ def read_record(folder: Any) -> dict[str, Any]:
 
 
 def require_record(folder: Any) -> dict[str, Any]:
-    """As read_record, but raises BadInput naming the file for every cause."""
+    """Same as read_record, but all errors are BadInput and name the file."""
     try:
         return read_record(folder)
     except BadInput as error:
@@ -55,7 +55,7 @@ def require_record(folder: Any) -> dict[str, Any]:
 
 
 def require_step(folder: Any, way_out: str) -> dict[str, Any]:
-    """Returns the record of a step. Raises Stop (CHECKPOINT_CORRUPT) with a message that ends with `way_out`."""
+    """Returns the record of a step. Raises Stop (CHECKPOINT_CORRUPT). way_out: fix at the end of the message."""
     try:
         return require_record(folder)
     except BadInput as error:
@@ -63,7 +63,7 @@ def require_step(folder: Any, way_out: str) -> dict[str, Any]:
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
-    """Returns {"params/layers/wq": leaf} in tree order. Empty containers are not listed."""
+    """Returns {path: leaf} with paths such as "params/layers/wq", in tree order without empty containers."""
     flat = jax.tree_util.tree_flatten_with_path(tree)[0]
     named = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in flat}
     assert len(named) == len(flat), "two leaves of the state have the same name"
@@ -71,7 +71,7 @@ def named_leaves(tree: Any) -> dict[str, Any]:
 
 
 def weight_leaves(leaves: Iterable[str], what: str) -> dict[str, str]:
-    """Returns {'w': 'params/w'} of a group of the state; for 'ema' also frozen parameters, which have no average."""
+    """Returns {'w': 'params/w'} for the leaves of a group; 'ema' includes frozen parameters, which have no average."""
     found = {name.removeprefix(f"{what}/"): name for name in leaves if name.startswith(f"{what}/")}
     if what != "ema" or not found:
         return found
@@ -84,35 +84,35 @@ def nest(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def describe_leaf(leaf: Any) -> list:
-    """Returns [shape, dtype] of an array, [[], 'int'] of a Python number."""
+    """Returns [shape, dtype] for an array, or [[], 'int'] for a Python number."""
     return [list(leaf.shape), str(leaf.dtype)] if hasattr(leaf, "dtype") else [[], type(leaf).__name__]
 
 
 def leaf_text(described: list | None) -> str:
-    """Returns 'float32[64,64]', or 'missing'."""
+    """Returns a text such as 'float32[64,64]', or 'missing' for None. described: [shape, dtype]."""
     return f"{described[1]}[{','.join(map(str, described[0]))}]" if described else "missing"
 
 
 def seal(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the content after a round trip through JSON (tuples become lists), with the sha256 of its sorted text."""
+    """Returns the content as JSON types (tuples become lists), with the added key `sha256`, a digest of the content."""
     plain: dict[str, Any] = json.loads(json.dumps(content))
     return plain | {"sha256": digest(plain)}
 
 
 def is_sealed(record: Any) -> bool:
-    """True if the record's sha256 matches its content."""
+    """Returns True if the record's sha256 matches its content."""
     return isinstance(record, dict) and record.get("sha256") == digest(
         {k: v for k, v in record.items() if k != "sha256"}
     )
 
 
 def digest(content: Any) -> str:
-    """Returns the sha256 of the JSON text with sorted keys."""
+    """Returns the sha256 of the content as JSON text with sorted keys."""
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def write_last_good(directory: Any, step: int, *, verified: bool, health: str, sha256: str) -> None:
-    """Writes last_good.json. sha256: of the step's record."""
+    """Writes last_good.json, which names the last saved step. sha256: value from the step's record."""
     content = {"step": step, "verified": verified, "health": health, "sha256": sha256}
     crash_point("last_good/before")
     paths.write_text_atomic(directory / LAST_GOOD, json.dumps(content) + "\n")
@@ -120,7 +120,7 @@ def write_last_good(directory: Any, step: int, *, verified: bool, health: str, s
 
 
 def remove_last_good(directory: Any, step: int) -> None:
-    """Removes last_good.json if it names this step, so that the moved step is not reported as lost."""
+    """Removes last_good.json if it names this step, so that a moved step is not reported as missing."""
     found = read_last_good(directory)
     if found and found["step"] == step:
         fence.ask(directory)
@@ -128,13 +128,13 @@ def remove_last_good(directory: Any, step: int) -> None:
 
 
 def read_last_good(directory: Any) -> dict[str, Any] | None:
-    """Returns last_good.json, None if it is missing or invalid. Raises Stop as look_up_last_good does."""
+    """Returns the content of last_good.json, or None if the file is missing or invalid. Raises Stop (STORAGE)."""
     found = load_last_good(directory)
     return found if isinstance(found, dict) else None
 
 
 def load_last_good(directory: Any) -> dict[str, Any] | str | None:
-    """Returns last_good.json, or an error message if it is invalid; None if missing. Raises Stop (STORAGE)."""
+    """Returns the content of last_good.json, an error message if invalid, None if missing. Raises Stop (STORAGE)."""
     path = directory / LAST_GOOD
     try:
         found = stop_if_unreachable(lambda: paths.read_json(path), path)

@@ -1,11 +1,11 @@
-"""Restores checkpoints: chooses the newest valid step, and reads its state onto any mesh.
+"""Restores checkpoints: selects the newest valid step, and reads its state onto any mesh.
 
-A state that differs from what was saved in a single bit is refused; skipped steps are logged.
+A state is refused if a single bit differs from what was saved. Skipped steps are logged.
 
-Each byte is read from storage once. Processes whose devices hold copies of the same part of an array read its chunks in
-turns, and each leaves zeros for the chunks of the others. One sum over the copies, of the bits as unsigned integers,
-then gives every process all chunks: no two processes have read the same one, so the sum carries nothing and changes no
-bit. Reading needs no communication, so the processes can agree that all of it succeeded before the sum, which does.
+Each byte is read from storage once. If several processes need the same part of an array, each process reads some chunks
+of that part and fills the other chunks with zeros. An all-reduce then sums these copies as unsigned integers. Each
+chunk is nonzero in at most one process, so the sum reproduces the saved bits. Only the all-reduce communicates, and it
+starts after all processes have agreed that reading succeeded.
 """
 
 import functools
@@ -27,20 +27,21 @@ from jaxscale.system.exits import BadInput, Exit, Stop
 from jaxscale.system.faults import crash_point
 
 MAX_SHOWN = 4
-RESTORE_SECONDS = 3600.0  # for the slowest process to read its part
-AHEAD_BYTES = 512 << 20  # in flight: a host's bandwidth to a bucket, about 2 GB/s, times a fraction of a second
-GROUP_BYTES = 1 << 30  # per device and sum program: the memory that it takes in addition to the state
+RESTORE_SECONDS = 3600.0  # timeout for the slowest process to read its part
+AHEAD_BYTES = 512 << 20  # bytes in flight: bandwidth to a bucket, about 2 GB/s, times a fraction of a second
+GROUP_BYTES = 1 << 30  # bytes per device and all-reduce program, which are needed in addition to the state
 KEY_IMPLS = ("threefry2x32", "rbg", "unsafe_rbg")
 
 
 class UnreadableCheckpoint(Exception):
-    """A checkpoint that differs from what was saved. args: item, cause."""
+    """Raised with (item, cause) for a checkpoint that differs from what was saved."""
 
 
 def restore_state(folder: Any, abstract_state: Any, partial: bool) -> Any:
-    """Returns the state of the step in the folder. All processes call it together and raise alike.
+    """Returns the state of the step in a folder. Call in all processes, which all raise the same error.
 
-    Raises: UnreadableCheckpoint, or Stop: CONFIG_MISMATCH for other shapes, STORAGE if the storage cannot be reached.
+    Raises: UnreadableCheckpoint, Stop (CONFIG_MISMATCH) if shapes or dtypes differ from `abstract_state`, or Stop
+    (STORAGE) if the storage cannot be reached.
     """
     wanted = named_leaves(abstract_state)
     failure, saved, restored = None, {}, {}
@@ -52,7 +53,7 @@ def restore_state(folder: Any, abstract_state: Any, partial: bool) -> Any:
         failure = [int(stop.code), "", str(stop)]
     except UnreadableCheckpoint as error:
         failure = [0, *error.args]
-    # agree before any collective runs, so that all processes take part in it or none
+    # all processes agree before the collective, so that either all or none take part
     if found := gathered(next_key("restore"), failure, RESTORE_SECONDS, made_of=first_failure):
         code, item, cause = found
         raise Stop(Exit(code), cause) if code else UnreadableCheckpoint(item, cause)
@@ -65,10 +66,10 @@ def restore_state(folder: Any, abstract_state: Any, partial: bool) -> Any:
 
 
 def changed_files_message(folder: Any, small: bool = False) -> str:
-    """Returns a message about files of a bitwise correct step that differ from what was written; '' if none do.
+    """Returns a message about changed files of a bitwise correct step, or '' if there are none.
 
-    No array reads the changed bytes, so training may resume from the step, but the disk is suspect. Each process checks
-    its share of the files, and all call this together. small: check only the files next to the arrays.
+    The changed bytes belong to no array, so training may resume from the step, but the disk may be failing. Each
+    process checks its share of the files; call in all processes. small: check only the files other than the arrays.
     """
     _, share, shares, _ = this_process()
     try:
@@ -86,7 +87,7 @@ def changed_files_message(folder: Any, small: bool = False) -> str:
 
 
 def first_failure(answers: list[list[Any] | None]) -> list[Any] | None:
-    """Returns [exit code or 0, item, cause with the process] of the first process that failed, or None."""
+    """Returns [exit code or 0, item, cause with the process index] of the first process that failed, or None."""
     for process, found in enumerate(answers):
         if found:
             return [*found[:2], f"process {process}: {found[2]}" if len(answers) > 1 else found[2]]
@@ -94,7 +95,7 @@ def first_failure(answers: list[list[Any] | None]) -> list[Any] | None:
 
 
 def first_and_count(answers: list[list[Any]]) -> tuple[Any, int]:
-    """Returns (the first of all findings, the number of findings)."""
+    """Returns (first finding or None, total number of findings) over all processes."""
     found = [one for answer in answers for one in answer]
     return (found[0] if found else None), len(found)
 
@@ -112,12 +113,12 @@ def load_record(folder: Any) -> dict[str, Any]:
 
 
 def read_state(folder: Any, wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns read_leaves. Raises as load_record does."""
+    """Returns the result of read_leaves(). Raises UnreadableCheckpoint, or Stop (STORAGE) as load_record() does."""
     try:
         found = read_leaves(folder, wanted)
         crash_point("restore.read")
         return found
-    except (MemoryError, jax.errors.JaxRuntimeError):  # out of memory: not an error of the files
+    except (MemoryError, jax.errors.JaxRuntimeError):  # out of memory, which is not an error of the files
         raise
     except Exception as error:
         cause = str(error) if isinstance(error, DamagedCheckpoint) else short_reason(error)
@@ -125,7 +126,7 @@ def read_state(folder: Any, wanted: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def raise_read_error(folder: Any, item: str, cause: str, is_storage: bool) -> NoReturn:
-    """Raises Stop (STORAGE) if the storage failed, which leaves the checkpoint valid; else UnreadableCheckpoint."""
+    """Raises Stop (STORAGE) if the storage failed, else UnreadableCheckpoint."""
     if is_storage:
         raise Stop(
             Exit.STORAGE,
@@ -136,7 +137,7 @@ def raise_read_error(folder: Any, item: str, cause: str, is_storage: bool) -> No
 
 
 def check_formats(folder: Any, saved: Mapping, wanted: Mapping, partial: bool) -> None:
-    """Raises Stop (CONFIG_MISMATCH) listing leaves that differ in name, shape or dtype, which Orbax casts silently."""
+    """Raises Stop (CONFIG_MISMATCH) if the names, shapes or dtypes of the saved and requested leaves differ."""
     differences = []
     for name in sorted({*wanted, *saved}):
         old, new = (list(side[name][:2]) if name in side else None for side in (saved, wanted))
@@ -147,15 +148,15 @@ def check_formats(folder: Any, saved: Mapping, wanted: Mapping, partial: bool) -
         raise Stop(
             Exit.CONFIG_MISMATCH,
             f"{folder} does not fit: {'; '.join(differences[:MAX_SHOWN])}{more}; "
-            "use the config it was trained with, or another workdir",
+            "use the config of the checkpoint, or choose a different --workdir",
         )
 
 
 def newest_readable_step(checkpoints: Any, log: Callable[[str], None], before: int | None = None) -> int | None:
-    """Returns the newest step (below `before`) with a valid record, for readers; None without any step.
+    """Returns the newest step (below `before`) with a valid record, or None if there are no steps.
 
-    Moves nothing, and logs skipped steps. For all processes.
-    Raises: Stop (CHECKPOINT_CORRUPT) if there are steps, and none has a valid record.
+    Logs skipped steps, and moves no folders. Call in all processes.
+    Raises: Stop (CHECKPOINT_CORRUPT) if steps exist but none has a valid record.
     """
     steps = agreed(lambda: [step for step in checkpoints.all_steps() if before is None or step < before])
     newest = agreed(lambda: checkpoints.newest(before))
@@ -169,7 +170,7 @@ def newest_readable_step(checkpoints: Any, log: Callable[[str], None], before: i
 
 
 def record_error(checkpoints: Any, step: int) -> str:
-    """Returns the error of a step's record, '' if it is valid. Raises Stop (STORAGE) if the storage failed."""
+    """Returns the error of a step's record, or '' if the record is valid. Raises Stop (STORAGE)."""
     try:
         checkpoints.read_record(step)
     except Stop as error:
@@ -180,9 +181,9 @@ def record_error(checkpoints: Any, step: int) -> str:
 
 
 def warn_if_last_good_lost(checkpoints: Any, log: Callable[[str], None]) -> None:
-    """Warns, with an event, if the last good step is missing, replaced, lacks its commit file or is unknown.
+    """Warns, with an event, if the step in last_good.json is missing, was replaced, or lacks its commit file.
 
-    In a bucket a step without its commit file looks like a killed save, and would be removed: it is set aside instead.
+    In a bucket, a step without its commit file would be removed as a killed save, so it is set aside here.
     Raises Stop (CHECKPOINT_CORRUPT) if no other step exists, because a run must not silently start again.
     """
     directory = checkpoints.directory
@@ -195,27 +196,27 @@ def warn_if_last_good_lost(checkpoints: Any, log: Callable[[str], None]) -> None
     step, newest = good["step"], agreed(checkpoints.latest_step)
     if agreed(lambda: folders.is_committed(directory / str(step))):
         if record_error(checkpoints, step) or checkpoints.read_record(step)["sha256"] == good["sha256"]:
-            return  # an invalid record is reported when the step is opened
-        cause = f"step {step} is not the step that was last saved here ({directory / record.LAST_GOOD}): was it copied"
-        checkpoints.note("alarm", step, cause=f"{cause}?")
-        return log(f"WARNING: {cause} from another run?")
+            return  # an invalid record is reported when the step is restored
+        cause = f"step {step} differs from the step that this run saved last ({directory / record.LAST_GOOD})"
+        checkpoints.note("alarm", step, cause=f"{cause}")
+        return log(f"WARNING: {cause}; it may be from a different run")
     if newest is not None and agreed(lambda: is_last_good_set_aside(directory, good)):
         return
-    cause = f"step {step}, the last complete one ({directory / record.LAST_GOOD}), is missing"
+    cause = f"step {step}, the last complete step ({directory / record.LAST_GOOD}), is missing"
     if paths.is_remote(directory) and agreed(lambda: (directory / str(step)).exists()):
         moved = checkpoints.set_aside(step, "damaged")
         cause = f"step {step} was complete, but its {folders.COMMITTED} is missing; moved to {moved}"
     if newest is None:
-        way_out = "restore one from a copy, or choose another --workdir"
+        way_out = "restore a step from a copy, or choose a different --workdir"
         raise Stop(Exit.CHECKPOINT_CORRUPT, f"{cause}, and no other step exists; {way_out}")
     checkpoints.warn(step, cause, log)
 
 
 def is_last_good_set_aside(directory: Any, good: Mapping[str, Any]) -> bool:
-    """True if the last good step was set aside by an earlier version, which did not update last_good.json.
+    """Returns True if the last good step was set aside by an earlier version, which did not update last_good.json.
 
-    A step that was saved again after that, and is missing, is lost. A set-aside step whose record is unreadable counts
-    as the last good one.
+    A set-aside step with the same number but a different record does not count, because the step was saved again later.
+    A set-aside step with an unreadable record counts.
     """
     for moved in folders.set_aside_folders(directory):
         if moved.name.split("-")[1] == str(good["step"]):
@@ -229,10 +230,10 @@ def is_last_good_set_aside(directory: Any, good: Mapping[str, Any]) -> bool:
 
 
 def read_leaves(folder: Any, wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns {name: this process's part of each leaf, on its devices} for `sum_shared_leaves`. No communication.
+    """Returns {name: leaf} with the chunks assigned to this process, for `sum_shared_leaves`. Does not communicate.
 
-    Args: wanted: {name: jax.ShapeDtypeStruct (without a sharding: the first local device), array or Python number}.
-    Raises: DamagedCheckpoint for another shape or dtype, and the errors of TensorStore.
+    wanted: {name: jax.ShapeDtypeStruct, array or Python number}; the default sharding is the first local device.
+    Raises: DamagedCheckpoint if a shape or dtype differs, and the errors of TensorStore.
     """
     arrays = ArrayReader(folder)
     opened = {name: arrays.open_async(name) for name in wanted}
@@ -257,7 +258,7 @@ def read_leaves(folder: Any, wanted: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sum_shared_leaves(partial: dict[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns {name: leaf} with the parts that all processes have read. All call it together; empties `partial`."""
+    """Returns {name: leaf} with the chunks of all processes. Call in all processes. Removes the items of `partial`."""
     leaves = {name: partial.pop(name) for name, leaf in wanted.items() if not is_shared(leaf)}
     groups: list[list[str]] = []
     size, mesh = 0, None
@@ -278,7 +279,7 @@ def sum_shared_leaves(partial: dict[str, Any], wanted: Mapping[str, Any]) -> dic
 
 @functools.lru_cache(maxsize=256)
 def region_devices(shape: tuple[int, ...], sharding: jax.sharding.Sharding) -> dict[Region, list[Any]]:
-    """Returns {region of an array: devices of all processes that hold it, by id}."""
+    """Returns {region of an array: devices of all processes with this region, sorted by id}."""
     found: dict[Region, list[Any]] = {}
     for device, index in sharding.devices_indices_map(shape).items():
         found.setdefault(tuple(part.indices(size)[:2] for part, size in zip(index, shape)), []).append(device)
@@ -286,18 +287,18 @@ def region_devices(shape: tuple[int, ...], sharding: jax.sharding.Sharding) -> d
 
 
 def sharding_of(leaf: Any) -> jax.sharding.Sharding:
-    """Returns the sharding of a leaf; the first local device if it has none."""
+    """Returns the sharding of a leaf, or the first local device's sharding for a leaf without one."""
     return getattr(leaf, "sharding", None) or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
 
 def is_device_array(leaf: Any) -> bool:
-    """True for arrays stored as on devices, which excludes Python and numpy values and random keys."""
+    """Returns True for a JAX array or its abstract value; False for Python and numpy values and random keys."""
     is_array = hasattr(leaf, "dtype") and not isinstance(leaf, np.ndarray)
     return is_array and not jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def is_shared(leaf: Any) -> bool:
-    """True if several processes hold copies of a part, which they can sum."""
+    """Returns True if several processes have copies of the same region, and the dtype can be summed as words."""
     if not is_device_array(leaf) or not isinstance(sharding_of(leaf), jax.sharding.NamedSharding):
         return False
     if leaf.dtype.itemsize not in WORDS or leaf.dtype.name.endswith("int4"):
@@ -307,7 +308,7 @@ def is_shared(leaf: Any) -> bool:
 
 
 def assigned_chunks(store: Any, leaf: Any, turn: int) -> dict[Region, list[Box]]:
-    """Returns {region of a leaf that this process has: chunks of it to read}, in turns that `turn` rotates by leaf."""
+    """Returns {region of a leaf on this process: chunks to read}. turn: index of the leaf, to balance the processes."""
     if not is_device_array(leaf):
         whole = tuple((0, size) for size in store.shape)
         return {whole: chunk_boxes(store, whole)}
@@ -322,14 +323,14 @@ def assigned_chunks(store: Any, leaf: Any, turn: int) -> dict[Region, list[Box]]
 
 
 def make_leaf(leaf: Any, buffers: Mapping[Region, np.ndarray]) -> Any:
-    """Returns the leaf made of the buffers; for a leaf that is summed its words, with zeros for remote chunks."""
+    """Returns the leaf made from host buffers; a shared leaf is returned as words, with zeros for remote chunks."""
     if not is_device_array(leaf):
         (value,) = buffers.values()
         if not hasattr(leaf, "dtype"):
             return type(leaf)(value.item())
         if isinstance(leaf, np.ndarray):
             return value
-        # jax reports the implementation of concrete keys only
+        # JAX reports the implementation of concrete keys only
         impl = next(kind for kind in KEY_IMPLS if jax.random.key(0, impl=kind).dtype == leaf.dtype)
         return jax.random.wrap_key_data(jax.numpy.asarray(value), impl=impl)
     sharding, local = sharding_of(leaf), []
@@ -348,7 +349,7 @@ def make_leaf(leaf: Any, buffers: Mapping[Region, np.ndarray]) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def make_sum(mesh: Any, described: tuple) -> Any:
-    """Returns the compiled sum of words over the axes missing from each spec. described: (spec, dtype) of each."""
+    """Returns the jitted sum of words over the mesh axes that are not in the spec. described: [(spec, dtype)]."""
     specs = [spec for spec, _ in described]
 
     def total_of(words: jax.Array, spec: Any, dtype: Any) -> jax.Array:

@@ -1,6 +1,6 @@
-"""Retention policy: keeps the newest, regular, best and pinned checkpoints, and those that a run may go back to.
+"""Retention policy of checkpoints, and functions of `ckpt` that list, pin and delete steps.
 
-Also reads the facts of steps without their arrays, and pins and deletes steps for `ckpt`.
+The policy keeps the newest, periodic, best and pinned checkpoints, and the checkpoints to which a run may be rewound.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from jaxscale.runtime.checkpoint.verify import MAIN_LIST
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Exit, Stop
 
-PINNED = "pinned"  # folder with an empty file for each pinned step
+PINNED = "pinned"  # folder with a file for each pinned step
 BEST_METRIC = "validation/loss"
 CLEAN = "clean"
 REQUIRED_FILES = (MAIN_LIST, folders.COMMITTED)
@@ -25,7 +25,7 @@ ORBAX_METADATA, COPIED = "_CHECKPOINT_METADATA", "copied"
 
 
 class RetentionFacts(NamedTuple):
-    """The facts of a checkpoint that retention depends on."""
+    """Facts of a checkpoint on which the retention policy depends."""
 
     health: str | None  # None: the record cannot be read
     loss: float | None
@@ -35,7 +35,7 @@ UNKNOWN = RetentionFacts(None, None)
 
 
 def read_facts(folder: Any) -> RetentionFacts:
-    """Returns the facts of a committed checkpoint. Raises storage errors, which say nothing about the record."""
+    """Returns the facts of a committed checkpoint; UNKNOWN if its record is damaged. Raises errors of the storage."""
     try:
         record = read_record(folder)
     except Exception as error:
@@ -47,7 +47,7 @@ def read_facts(folder: Any) -> RetentionFacts:
 
 
 def is_record_lost(error: Exception) -> bool:
-    """True if the record is missing or damaged, so that a retry would fail too."""
+    """Returns True if the error shows that a record is missing or damaged, so that a retry would also fail."""
     if is_storage_error(error) or not isinstance(error, OSError | ValueError):
         return False
     causes = [link for link in errors_behind(error) if isinstance(link, OSError)]
@@ -57,7 +57,7 @@ def is_record_lost(error: Exception) -> bool:
 
 
 def pinned_steps(directory: Any) -> set[int]:
-    """Returns the steps with a file pinned/<step>. Raises the errors of listing them."""
+    """Returns the pinned steps, from the files pinned/<step>. Raises errors of the storage."""
     try:
         return {int(file.name) for file in (directory / PINNED).iterdir() if folders.is_step_name(file.name)}
     except FileNotFoundError:
@@ -71,12 +71,12 @@ def retained_steps(
     pinned: Iterable[int] = (),
     last_good: int | None = None,
 ) -> dict[int, str]:
-    """Returns {step: reason} of the steps to keep: by settings, pinned, last verified, and newest clean."""
+    """Returns {step: reason} for the steps to keep according to the settings, the pins and the health of the steps."""
     ordered = sorted(steps)
     clean = next((step for step in reversed(ordered) if facts(step).health == CLEAN), None)
-    reasons = {clean: "newest clean", last_good: "last good"} | dict.fromkeys(pinned, "pinned")  # later ones override
+    reasons = {clean: "newest clean", last_good: "last good"} | dict.fromkeys(pinned, "pinned")  # last one wins
     losses = {step: loss for step in ordered if cfg.keep_best and (loss := facts(step).loss) is not None}
-    best = sorted(losses, key=lambda step: (losses[step], -step))[: cfg.keep_best]  # of equal ones the newer
+    best = sorted(losses, key=lambda step: (losses[step], -step))[: cfg.keep_best]  # ties: newer first
     reasons |= {step: f"best {rank}" for rank, step in enumerate(best, 1)}
     if every := cfg.keep_every_steps:
         reasons |= {step: f"every {every}" for step in ordered if step % every == 0}
@@ -86,21 +86,21 @@ def retained_steps(
 
 @dataclasses.dataclass(frozen=True)
 class StepFacts:
-    """The facts of a committed step that are known without reading its arrays."""
+    """Facts of a committed step that are known without reading its arrays."""
 
     step: int
-    saved: str | None  # ISO time, UTC
+    saved: str | None  # UTC time in ISO format
     num_bytes: int
-    health: str | None  # from training; None: not recorded (clean, then), or the record cannot be read
+    health: str | None  # None: not recorded, which counts as clean, or the record cannot be read
     validation_loss: float | None
-    verified: bool  # read back and found correct, by training or by `ckpt copy`
+    verified: bool  # training or `ckpt copy` has read the step back and found no difference
     pinned: bool
     problem: str = ""  # error of the record
-    missing: tuple[str, ...] = ()  # files that every step has
+    missing: tuple[str, ...] = ()  # required files that are missing
 
 
 def list_steps(directory: Any) -> list[StepFacts]:
-    """Returns the facts of every committed step, oldest first. Reads small files only."""
+    """Returns the facts of all committed steps, oldest first. Reads only small files."""
     steps = folders.all_steps(directory)
     names = folders.files_under(directory) if steps else {}
     sizes = Counter[str]()
@@ -112,7 +112,7 @@ def list_steps(directory: Any) -> list[StepFacts]:
 
 
 def step_facts(directory: Any, step: int, num_bytes: int, names: Collection[str], good_sha256: str | None) -> StepFacts:
-    """Returns the facts of one step. names: all files below the folder. good_sha256: of the last verified record."""
+    """Returns the facts of a step. names: all files in `directory`. good_sha256: from the last verified record."""
     saved, stamp = None, read_optional(directory / str(step) / ORBAX_METADATA).get("commit_timestamp_nsecs")
     if isinstance(stamp, int):
         saved = datetime.datetime.fromtimestamp(stamp // 10**9, datetime.UTC).isoformat().replace("+00:00", "Z")
@@ -131,10 +131,10 @@ def step_facts(directory: Any, step: int, num_bytes: int, names: Collection[str]
 
 
 def retention_reasons(facts: Sequence[StepFacts], last_good: int | None, cfg: CheckpointConfig) -> dict[int, str]:
-    """Returns {step: reason} of the steps that training would keep by these settings.
+    """Returns {step: reason} for the steps that training would keep with these settings.
 
-    Args: last_good: the newest step that training read back, which stays, as do pinned steps, the newest clean one, and
-    those whose record cannot be read, because they may be any of these.
+    Always includes last_good (the newest step that training read back), pinned steps, the newest clean step, and steps
+    whose record cannot be read, because such a step may be one of these.
     """
     unread = {fact.step for fact in facts if fact.problem}
     health = lambda fact: None if fact.problem else fact.health or CLEAN
@@ -146,7 +146,7 @@ def retention_reasons(facts: Sequence[StepFacts], last_good: int | None, cfg: Ch
 
 
 def last_good_step(directory: Any) -> int | None:
-    """Returns the newest step that training read back, or None. Raises Stop (STORAGE) if it cannot be read."""
+    """Returns the step named in last_good.json, or None. Raises Stop (STORAGE) if the file cannot be read."""
     path = directory / LAST_GOOD
     try:
         found = paths.read_json(path)
@@ -158,11 +158,11 @@ def last_good_step(directory: Any) -> int | None:
 
 
 def delete_step(folder: Any, step: int) -> None:
-    """Deletes a step. If killed, the rest no longer counts as a step. Raises Stop (STORAGE) if it fails."""
+    """Deletes a step. If killed, the remaining files do not count as a step. Raises Stop (STORAGE)."""
     try:
         folders.remove_step(folder, step)
     except FileNotFoundError:
-        return  # training has removed it
+        return  # training has removed the step
     except Exception as error:
         if not isinstance(error, OSError) and not is_storage_error(error):
             raise
@@ -170,14 +170,14 @@ def delete_step(folder: Any, step: int) -> None:
 
 
 def remove_half_deleted(folder: Any) -> None:
-    """Removes the rest of killed deletions from a disk; unfinished saves are not touched."""
+    """Removes remaining files of killed deletions from a disk; ignores unfinished saves."""
     for path in folder.iterdir() if not paths.is_remote(folder) else ():
         if path.name.endswith(folders.REMOVED_SUFFIX) and path.name.removesuffix(folders.REMOVED_SUFFIX).isdecimal():
             folders.remove_tree(path)
 
 
 def pin(directory: Any, step: int, content: str | None = None) -> bool:
-    """Protects an existing step from training and prune; True if it was not pinned before. content: default: now."""
+    """Protects a step from deletion; returns False if already pinned. content: of the pin file, by default the time."""
     mark = directory / PINNED / str(step)
     if mark.exists():
         return False
@@ -187,7 +187,7 @@ def pin(directory: Any, step: int, content: str | None = None) -> bool:
 
 
 def unpin(directory: Any, step: int) -> bool:
-    """Removes a pin; True if the step was pinned."""
+    """Removes a pin; returns True if the step was pinned."""
     mark = directory / PINNED / str(step)
     if not mark.exists():
         return False

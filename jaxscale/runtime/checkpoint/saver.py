@@ -1,7 +1,7 @@
-"""The thread that saves, so that no part of a save, not even a listing of a bucket, delays a step.
+"""Saves checkpoints in a background thread, so that storage requests do not delay training steps.
 
-The processes of a run go through the same stages and exchange their results at the end of each. So a failure of one is
-a failure of all, with its cause, and nothing is committed that one of them has not written.
+The processes of a run execute the same stages and exchange their results after each stage. A failure in one process is
+a failure in all processes, with the same cause, and a step is committed only after all processes have written it.
 """
 
 import collections
@@ -26,19 +26,19 @@ from jaxscale.system.exits import Exit, Stop
 from jaxscale.system.faults import crash_point
 
 DAMAGED = verify.DamagedCheckpoint.__name__
-# As for a signal (runtime/training/stopping.py): all read after step n + 2 what was posted between steps n and n + 1.
+# All processes read after step n + 2 what was posted between steps n and n + 1 (see runtime/training/stopping.py).
 STEPS_AHEAD = 2
 
 
 class SaveFailed(Exception):
-    """A save that failed, in any process; the message is the cause."""
+    """Raised in all processes when a save fails in any process; the message is the cause."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SaveJob:
     """A checkpoint to write."""
 
-    key: str  # the same in all processes, and unique to the save
+    key: str  # unique for each save, and equal in all processes
     step: int
     snapshot: Snapshot
     run_text: str  # JSON
@@ -47,23 +47,23 @@ class SaveJob:
 
 
 class SharedReports:
-    """Failed saves of a run, reported to the training threads of all processes at the same step.
+    """Reports failed saves to the training threads of all processes at the same step.
 
-    Saves are collective, and the saving threads learn of a failure at different times. The training threads get it at
-    one step, so that all retry or give up together.
+    The saving threads of the processes detect a failure at different times. The training threads receive the report at
+    the same step, so that all processes retry or stop together.
     """
 
     def __init__(self, board: Board | None = None):
-        """board: the training thread refreshes it after each step, before it calls `news`; None: a single process."""
+        """board: refreshed by the training thread after each step, before `news`; None for a single process."""
         self.board = board
-        self.local: collections.deque[tuple[int, str]] = collections.deque()  # failures of a single process
-        self.reported = 0  # failures delivered to all processes
+        self.local: collections.deque[tuple[int, str]] = collections.deque()  # failures, if there is a single process
+        self.reported = 0  # number of failures delivered to all processes
         self.last_step = -1  # step of the last delivered failure
         self.pending: list[int] = []  # steps of local failures that are not delivered yet
         self.lock = threading.Lock()
 
     def failed(self, step: int, cause: str) -> None:
-        """Reports a failed save, from any thread; later causes may be consequences of the first, which wins."""
+        """Reports a failed save, from any thread. Of several causes, the first posted one is delivered."""
         if self.board is None:
             return self.local.append((step, cause))
         name = f"process {self.board.peer.process} of {self.board.peer.count}"
@@ -72,9 +72,9 @@ class SharedReports:
             self.pending.append(step)
 
     def news(self, now_step: int) -> tuple[int, str] | None:
-        """Returns (step of a failed save, cause with the process), once for each, at the same step in all processes.
+        """Returns a failed save as (step, cause), once and after the same training step in all processes; else None.
 
-        The training thread calls it after each step, when the metrics of the previous step have been read.
+        The training thread calls this method after each step, after reading the metrics of the previous step.
         Raises: Stop (PEER_LOST) in a process that is too far ahead.
         """
         if self.board is None:
@@ -84,7 +84,7 @@ class SharedReports:
             failed_step = self.pending[0] if self.pending else None
         line = self.board.read(name)
         if line is None:
-            # without a cause yet, the next refresh has it
+            # if the cause is not on the board yet, it is after the next refresh
             if failed_step is not None and (cause := self.board.read(f"failed/{failed_step}")):
                 self.board.post(name, json.dumps([now_step + STEPS_AHEAD, failed_step, cause]))
             return None
@@ -97,7 +97,7 @@ class SharedReports:
             )
         if now_step < when:
             return None
-        if self.reported and self.board.peer.process == 0:  # all have read the previous failure since two steps ago
+        if self.reported and self.board.peer.process == 0:  # all have read the previous failure
             self.board.remove(f"news/{self.reported - 1}")
             self.board.remove(f"failed/{self.last_step}")
         self.reported, self.last_step = self.reported + 1, step
@@ -108,7 +108,7 @@ class SharedReports:
 
 @dataclasses.dataclass(eq=False)
 class Saver:
-    """Writes one checkpoint after the other in a thread, and reports to `reports` and `note`."""
+    """Writes checkpoints in order, each in a thread. Sends failures to `reports` and events to `note`."""
 
     directory: Any
     cfg: CheckpointConfig
@@ -118,22 +118,22 @@ class Saver:
     phase: Callable[..., Any]
 
     def __post_init__(self) -> None:
-        self.lock, self.unfinished = threading.Lock(), 0  # jobs
+        self.lock, self.unfinished = threading.Lock(), 0  # number of unfinished jobs
         self.thread: threading.Thread | None = None
         self.began = 0.0  # start time of the last job
-        self.failure: tuple[int, str] | None = None  # of the last job
+        self.failure: tuple[int, str] | None = None  # (step, cause) if the last job failed
         self.fatal: Stop | None = None
         self.last_saved: int | None = None
-        self.facts: dict[int, retention.RetentionFacts] = {}  # of the steps read so far
+        self.facts: dict[int, retention.RetentionFacts] = {}  # facts of the steps read so far
         self.last_verified: int | None = None
 
     @property
     def busy(self) -> bool:
-        """True while a save is in progress."""
+        """Returns True while a save is in progress."""
         return self.unfinished > 0
 
     def start(self, job: SaveJob) -> None:
-        """Starts a thread that writes the job after the one before it."""
+        """Starts a thread that writes a checkpoint after all previous jobs."""
         before, self.began = self.thread, time.monotonic()
         with self.lock:
             self.unfinished += 1
@@ -150,9 +150,9 @@ class Saver:
                 failure, self.fatal = None, stop
             except Exception as error:
                 failure = (job.step, self.cause_of(error, job))
-            finally:  # a save is a success only if write() has returned
+            finally:  # a save succeeds only if write() returns
                 self.failure = failure
-                with self.lock:  # not busy any more when others learn of the failure, because they retry
+                with self.lock:  # `busy` must be False before the report, because the report causes a retry
                     self.unfinished -= 1
                 if failure:
                     self.reports.failed(*failure)
@@ -161,13 +161,13 @@ class Saver:
         self.thread.start()
 
     def join(self, seconds: float) -> bool:
-        """Waits for all jobs, with a timeout; False if one is unfinished."""
+        """Waits for all jobs, with a timeout; returns False if a job is unfinished."""
         if self.thread is not None:
             self.thread.join(seconds)
         return not self.busy
 
     def write(self, job: SaveJob) -> None:
-        """Performs all stages of a save. Raises SaveFailed, or Stop if a retry would not help."""
+        """Executes all stages of a save. Raises SaveFailed, or Stop if a retry cannot help."""
         began = time.time()
         started, first = time.monotonic(), jax.process_index() == 0
         step, leaves, record = job.step, job.snapshot.leaves, {}
@@ -175,7 +175,7 @@ class Saver:
 
         def prepare() -> bool:
             self.may_commit()
-            if folders.is_committed(self.directory / str(step)):  # by an attempt that was reported as failed
+            if folders.is_committed(self.directory / str(step)):  # by an earlier attempt
                 record.update(make_record(job))
                 if write.has_record(self.directory / str(step), record):
                     return True
@@ -196,7 +196,7 @@ class Saver:
                 self.stage(job, "arrays", lambda: write.write_arrays(self.directory, step, leaves, jax.process_index()))
                 self.stage(job, "commit", commit if first else None)
             except Stop:
-                raise  # another run has the lock, and the unfinished folder may be its own
+                raise  # a different run has the lock, and may own the unfinished folder
             except Exception:
                 if first:
                     self.remove_unfinished(step)
@@ -210,7 +210,7 @@ class Saver:
             self.finish(job, record, good)
 
     def remove_unfinished(self, step: int) -> None:
-        """Removes the files of a failed save, to free space for the next one. Raises Stop if the lock is lost."""
+        """Removes the files of a failed save, to free space for the next save. Raises Stop if the lock is lost."""
         folder = folders.unfinished_folder(self.directory, step)
         try:
             self.may_commit()
@@ -218,11 +218,11 @@ class Saver:
                 folders.remove_tree(folder)
         except Stop:
             raise
-        except Exception:  # noqa: S110 - the cause of the failed save is reported; the next save removes the files
+        except Exception:  # noqa: S110 - the failed save is reported, and the next save removes the files
             return
 
     def verify(self, job: SaveJob, record: dict[str, Any]) -> bool:
-        """Reads this process's share of a step back; True if all found it correct. Sets a damaged step aside."""
+        """Verifies this process's share of a step; returns True if all shares are correct. Sets damaged steps aside."""
         if not self.cfg.verify_saved:
             return False
         folder, share, shares = self.directory / str(job.step), jax.process_index(), jax.process_count()
@@ -248,7 +248,7 @@ class Saver:
         return True
 
     def finish(self, job: SaveJob, record: dict[str, Any], good: bool) -> None:
-        """Writes last_good.json and applies retention; failures are only logged. Raises Stop without the lock."""
+        """Writes last_good.json and applies the retention policy. Logs failures; raises Stop if the lock is lost."""
         self.facts[job.step] = retention.RetentionFacts(job.health, job.metrics.get(retention.BEST_METRIC))
         self.last_verified = job.step if good else self.last_verified
         try:
@@ -261,7 +261,7 @@ class Saver:
             self.note("alarm", job.step, cause=f"after the save: {short_reason(error)}")
 
     def apply_retention(self, newest: int) -> None:
-        """Applies the retention policy. Checkpoints whose record cannot be read now are kept."""
+        """Applies the retention policy. Keeps checkpoints whose record cannot be read. newest: step to always keep."""
         unknown: dict[int, Exception] = {}
 
         def fact(step: int) -> retention.RetentionFacts:
@@ -291,11 +291,11 @@ class Saver:
         work: Callable[[], Any] | None,
         damage: Callable[[list[Any]], str] = lambda results: "",
     ) -> bool:
-        """Runs this process's part and returns when all have run theirs: True if the first process's `work` did so.
+        """Runs `work` and waits for all processes; returns True if `work` returned True in the first process.
 
-        damage: called in the first process with the results of all; returns what is damaged, or ''.
-        Raises: SaveFailed with the cause from any process, damage before others. A Stop is raised unchanged in its own
-        process; in the others it is a failure.
+        damage: called in the first process with the results of all processes; returns a description of damage, or ''.
+        Raises: SaveFailed with the cause from any process, with damage reported before other causes. A process whose
+        `work` raises Stop raises the same Stop, and the other processes raise SaveFailed.
         """
         stop, mine = None, {}
         try:
@@ -314,7 +314,7 @@ class Saver:
         return found["result"]
 
     def cause_of(self, error: Exception, job: SaveJob) -> str:
-        """Returns the cause of a failed save, with the space it needs or the permission it lacks."""
+        """Returns the cause of a failed save, with the required space or the missing permission."""
         cause = str(error.args[0]) if isinstance(error, SaveFailed) else short_reason(error)
         cause += permission_hint(cause, self.directory)
         full = "No space left" in cause or NO_INODES in cause
@@ -327,7 +327,7 @@ class Saver:
 
 
 def make_record(job: SaveJob) -> dict[str, Any]:
-    """Returns the sealed record of a checkpoint; waits for the devices."""
+    """Returns the record of a checkpoint, with a sha256. Waits for the devices."""
     fingerprints = job.snapshot.fingerprints()
     leaves = {name: [*describe_leaf(leaf), fingerprints[name]] for name, leaf in job.snapshot.leaves.items()}
     content = {"step": job.step, "run": json.loads(job.run_text), "leaves": leaves}
@@ -335,7 +335,7 @@ def make_record(job: SaveJob) -> dict[str, Any]:
 
 
 def stage_result(parts: list[dict[str, Any]], damage: Callable[[list[Any]], str]) -> dict[str, Any]:
-    """Returns {"failure": [cause, kind]}, or {"result": True if the first process's work returned True}."""
+    """Returns {"failure": [cause, kind]} if a process failed, else {"result": whether the first part returned True}."""
     failed = [(process, *part["failure"]) for process, part in enumerate(parts) if "failure" in part]
     for process, cause, kind in sorted(failed, key=lambda failure: failure[2] != DAMAGED):
         return {"failure": [f"process {process}: {cause}" if len(parts) > 1 else cause, kind]}

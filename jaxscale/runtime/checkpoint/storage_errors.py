@@ -1,4 +1,4 @@
-"""Turns storage errors into one short line; Orbax reports them as pages of tracebacks."""
+"""Converts storage errors, which Orbax reports as long tracebacks, to one short line."""
 
 import contextlib
 import errno
@@ -14,13 +14,13 @@ from jaxscale.system.exits import Exit, Stop
 T = TypeVar("T")
 MAX_CHARACTERS = 240
 NO_INODES = "no inodes left"
-# names that operating systems and object stores give to causes that a person can fix
+# error texts of operating systems and object stores for causes that the user can fix
 KNOWN_CAUSES = re.compile(
     r"(No space left on device|Disk quota exceeded|File too large|Read-only file system|Permission denied"
     r"|Input/output error|Stale file handle|Too many open files|PERMISSION_DENIED|UNAUTHENTICATED|RESOURCE_EXHAUSTED"
     r"|DATA_LOSS|Too many requests)"
 )
-# Errors of access to the storage, not of its content: a checkpoint that cannot be read because of these is not damaged.
+# Errors of access to the storage. They do not show that the content is damaged.
 ACCESS_ERRNOS = {
     errno.EACCES, errno.EPERM, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.ETIMEDOUT,
     errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ECONNREFUSED, errno.ECONNRESET,
@@ -32,11 +32,11 @@ ACCESS_ERRORS = re.compile(
 )
 DENIED = re.compile(r"PERMISSION_DENIED|UNAUTHENTICATED|Permission denied|Operation not permitted|\b40[13]\b")
 READ_ONLY = "Read-only file system"
-CLIENT_MODULES = ("gcsfs", "aiohttp", "requests", "google")  # their errors are of access, and often not an OSError
+CLIENT_MODULES = ("gcsfs", "aiohttp", "requests", "google")  # errors from these modules are access errors
 
 
 def short_reason(error: BaseException) -> str:
-    """Returns the most specific message in the error's chain, one line of at most MAX_CHARACTERS letters."""
+    """Returns the most specific message in the chain of an error, as one line of at most MAX_CHARACTERS characters."""
     chain = errors_behind(error)
     for link in chain:
         if permission := missing_permission(str(link)):
@@ -56,13 +56,13 @@ def short_reason(error: BaseException) -> str:
 
 
 def no_inodes_message(path: Any) -> str:
-    """Returns a message if a local disk has no inodes left, which the system reports as full; else ''."""
+    """Returns a message if a local disk has no free inodes, which the system reports as a full disk; else ''."""
     parent = os.path.abspath(path)
     while not os.path.exists(parent):
         parent = os.path.dirname(parent)
     try:
         found = os.statvfs(parent)
-    except OSError:  # the disk is in trouble already
+    except OSError:  # the disk has other errors
         return ""
     if not found.f_files or found.f_favail:  # some file systems do not count inodes
         return ""
@@ -70,9 +70,9 @@ def no_inodes_message(path: Any) -> str:
 
 
 def errors_behind(error: BaseException) -> list[BaseException]:
-    """Returns the error, its group members and its causes, each once."""
+    """Returns the error, its causes and the members of exception groups, without duplicates."""
     chain = [error]
-    for link in chain:  # which grows meanwhile
+    for link in chain:  # the list grows during the iteration
         for behind in (*getattr(link, "exceptions", ()), link.__cause__, link.__context__):
             if behind is not None and all(behind is not known for known in chain):
                 chain.append(behind)
@@ -86,7 +86,7 @@ def clip(text: str) -> str:
 
 
 def is_storage_error(error: BaseException) -> bool:
-    """True if the storage could not be reached or read, which says nothing about its content."""
+    """Returns True if the storage could not be accessed, which does not show that its content is damaged."""
     for link in errors_behind(error):
         if isinstance(link, MemoryError | TimeoutError) or getattr(link, "errno", None) in ACCESS_ERRNOS:
             return True
@@ -98,7 +98,7 @@ def is_storage_error(error: BaseException) -> bool:
 
 
 def stop_if_unreachable(ask: Callable[[], T], folder: Any) -> T:
-    """Returns ask(). Raises Stop (STORAGE), in one line, if a remote folder cannot be reached."""
+    """Returns the result of ask(). Raises Stop (STORAGE) if a remote folder cannot be reached."""
     try:
         return ask()
     except Exception as error:
@@ -110,7 +110,7 @@ def stop_if_unreachable(ask: Callable[[], T], folder: Any) -> T:
 
 
 def read_optional(path: Any) -> dict[str, Any]:
-    """Returns the JSON object in a file, {} if there is none. Raises Stop (STORAGE) if its bucket is unreachable."""
+    """Returns the JSON object in a file, {} if missing or invalid. Raises Stop (STORAGE) for an unreachable bucket."""
     with contextlib.suppress(OSError, ValueError):
         value = stop_if_unreachable(lambda: paths.read_json(path), path)
         return value if isinstance(value, dict) else {}
@@ -118,7 +118,7 @@ def read_optional(path: Any) -> dict[str, Any]:
 
 
 def stop_if_unwritable(write: Callable[[], T], folder: Any) -> T:
-    """Returns write(). Raises Stop (STORAGE), in one line, if the folder cannot be written."""
+    """Returns the result of write(). Raises Stop (STORAGE) if the folder cannot be written."""
     try:
         return stop_if_unreachable(write, folder)
     except OSError as error:
@@ -128,7 +128,7 @@ def stop_if_unwritable(write: Callable[[], T], folder: Any) -> T:
 
 
 def permission_hint(cause: str, directory: Any) -> str:
-    """Returns the permission to grant, as the end of a line, if the cause is a denied access; else ''."""
+    """Returns the permission to grant, as the end of an error message, if access was denied; else ''."""
     if READ_ONLY in cause:
         return f"; mount {directory} for writing"
     if not DENIED.search(cause):

@@ -1,8 +1,8 @@
-"""Two tiers of checkpoints: in the work folder, and local copies on the hosts, a few seconds old, for a restart.
+"""Two tiers of checkpoints: steps in the work folder, and more recent local copies on the hosts.
 
-A restart resumes from the newest valid copy. A local copy is valid if it belongs to the run's history (lineage.py), is
-newer than the newest step in the work folder, which must not have gone back behind the one that the copy followed, and
-if a valid part of it exists for every process, on its own host or at a neighbour's.
+A restart resumes from the newest valid local copy. A local copy is valid if it belongs to the run's history
+(lineage.py), if it is newer than the newest step in the work folder, if that step is not older than the newest step at
+the time of the copy, and if a valid part exists for every process, on the same host or a neighbour host.
 """
 
 from collections import defaultdict
@@ -23,16 +23,16 @@ from jaxscale.runtime.hosts.agree import agreed, consulted, gathered, next_key
 from jaxscale.system.exits import Exit, Stop
 
 Log = Callable[[str], None]
-OFFER_SECONDS = 300.0  # for the slowest host to list its copies
+OFFER_SECONDS = 300.0  # timeout for the slowest host to list its copies
 
 
 class Offer(NamedTuple):
-    """A local copy that a process may resume from."""
+    """A local copy from which a process may resume."""
 
     step: int
     token: str
     state_digest: str
-    is_local: bool  # this process's part is on its host
+    is_local: bool  # True: this process's part is on the same host
     remote_addresses: list  # addresses of other hosts with this process's part
 
 
@@ -58,13 +58,13 @@ class TieredCheckpoints(Checkpoints):
     # Start.
 
     def newest_readable(self, log: Log = print) -> int | None:
-        """As Checkpoints.newest_readable, or the step of a newer valid local copy."""
+        """Returns the step of the newest valid local copy, or else the result of Checkpoints.newest_readable()."""
         self.find_local_copies(log)
         step = self.next_local(log)
         return super().newest_readable(log) if step is None else step
 
     def find_local_copies(self, log: Log) -> None:
-        """Finds the local copies of all processes, their hosts and the neighbour, if a folder is set."""
+        """Exchanges the local copies and hosts of all processes; sets `offers` and the neighbour of this process."""
         if self.cfg.local.folder is None:
             return
         if self.store is None:
@@ -83,7 +83,7 @@ class TieredCheckpoints(Checkpoints):
         self.offers = [Offer(*one) for one in found["offers"]]
 
     def make_offers(self, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Returns the offers, neighbour and warnings for each process. Runs in the first process."""
+        """Returns the offers, neighbour and warnings for each process. Runs only in the first process."""
         newest = self.latest_step()
         whole, lines = whole_copies(found, lineage.read_starts(self.directory.parent), -1 if newest is None else newest)
         lines += [line for one in found for line in one["unreadable"]]
@@ -109,7 +109,7 @@ class TieredCheckpoints(Checkpoints):
         return answers
 
     def next_local(self, log: Log) -> int | None:
-        """Returns the step of the newest local copy that all processes can read; None if there is none."""
+        """Returns the step of the newest local copy that all processes can read, or None."""
         self.resumed_copy = None
         while self.offers:
             offer = self.offers.pop(0)
@@ -132,7 +132,7 @@ class TieredCheckpoints(Checkpoints):
         return None
 
     def load(self, offer: Offer) -> tuple[dict[str, Any], dict[str, Any], str | None]:
-        """Returns (description, pieces, error of the place tried before). Raises the error of the last place."""
+        """Returns (description, pieces, error of a skipped location). Raises the last error if all locations fail."""
         assert self.store is not None, "find_local_copies() opens the store before it makes offers"
         folder, name = self.store.folder, copy_name(jax.process_index(), offer.step, offer.token)
         failure: DamagedCheckpoint | OSError | None = None
@@ -145,20 +145,20 @@ class TieredCheckpoints(Checkpoints):
                 return description, pieces, failure and copy_error(failure)
             except (DamagedCheckpoint, OSError) as error:
                 failure = error
-        assert failure is not None, "whole_copies offers a copy only if a process has this part"
+        assert failure is not None, "whole_copies offers only copies with a part for every process"
         raise failure
 
     def read_record(self, step: int) -> dict[str, Any]:
-        """As Checkpoints.read_record; from the local copy if the start resumes from it."""
+        """Same as Checkpoints.read_record(), but reads the local copy if this start resumes from a local copy."""
         copy = self.resumed_copy_of(step)
         return super().read_record(step) if copy is None else copy.record
 
     def resumed_copy_of(self, step: int | None) -> ResumedCopy | None:
-        """Returns the local copy that this start resumes from, if it is of this step."""
+        """Returns the local copy from which this start resumes if it has this step, else None."""
         return self.resumed_copy if self.resumed_copy is not None and step == self.resumed_copy.offer.step else None
 
     def restore(self, step: int, abstract_state: Any, *, partial: bool = False) -> Any:
-        """As Checkpoints.restore; from the local copy if the start resumes from it, on the same mesh only."""
+        """Same as Checkpoints.restore(), or reads the local copy (same mesh only) if this start resumes from it."""
         if (copy := self.resumed_copy_of(step)) is None:
             return super().restore(step, abstract_state, partial=partial)
         _, record, pieces = copy
@@ -169,11 +169,11 @@ class TieredCheckpoints(Checkpoints):
         try:
             leaves = [local_copy.array_from_pieces(pieces[name], leaf) for name, leaf in wanted.items()]
         except KeyError:
-            cause = "it was saved on another mesh"
+            cause = "it was saved on a different mesh"
         cause = gathered(next_key("placed"), cause, restore.RESTORE_SECONDS, join_causes)
         if not cause:
             differing = [name for name, found in zip(wanted, fingerprints(leaves)) if found != saved[name][2]]
-            # copies of a replicated array may differ on one host alone
+            # the copy of a replicated array may be damaged on a single host
             mine = f"the bits of {differing[0]} are not those that were saved" if differing else None
             cause = gathered(next_key("compared"), mine, restore.RESTORE_SECONDS, join_causes)
         if cause:
@@ -181,7 +181,7 @@ class TieredCheckpoints(Checkpoints):
         return jax.tree.unflatten(jax.tree.structure(abstract_state), leaves)
 
     def fall_back(self, step: int | None, error: Stop, log: Log = print) -> int | None:
-        """As Checkpoints.fall_back; after a local copy, tries the next one or the newest step in the work folder."""
+        """Same as Checkpoints.fall_back(). After a damaged local copy, tries the next copy, then the newest step."""
         if self.resumed_copy_of(step) is None or error.code != Exit.CHECKPOINT_CORRUPT:
             return super().fall_back(step, error, log)
         self.warn(step, f"{error}; it is skipped", log)
@@ -189,20 +189,20 @@ class TieredCheckpoints(Checkpoints):
         return super().newest_readable(log) if older is None else older
 
     def log_changed_files(self, step: int, log: Log, small: bool = False) -> None:
-        """As Checkpoints.log_changed_files; a local copy has no list of files."""
+        """Same as Checkpoints.log_changed_files(). Does nothing for a local copy, which has no list of files."""
         if self.resumed_copy_of(step) is None:
             super().log_changed_files(step, log, small)
 
     def set_aside_after(self, step: int, reason: str) -> list[int]:
-        """As Checkpoints.set_aside_after; also invalidates local copies of later steps."""
+        """Same as Checkpoints.set_aside_after(), and also invalidates local copies of later steps."""
         workdir = self.directory.parent
         agreed(lambda: stop_if_unwritable(lambda: lineage.invalidate_after(workdir, step), workdir))
         return super().set_aside_after(step, reason)
 
     def begin(self, step: int) -> None:
-        """Starts local copies from this step on, and removes invalid ones. For all processes."""
+        """Starts the local copies of a start that begins at `step`; removes invalid copies. Call in all processes."""
         workdir = self.directory.parent
-        if self.store is None:  # copies of earlier starts become invalid, or a later start would resume from them
+        if self.store is None:  # invalidates copies of earlier starts, so that later starts do not resume from them
             agreed(lambda: stop_if_unwritable(lambda: lineage.invalidate_after(workdir, step), workdir))
             return
         token = agreed(lambda: stop_if_unwritable(lambda: lineage.record_start(workdir, step), workdir))
@@ -228,7 +228,7 @@ class TieredCheckpoints(Checkpoints):
     # Training.
 
     def save(self, step: int, state: Any, run: Mapping[str, Any], *, wait: bool = False, **about: Any) -> float:
-        """As Checkpoints.save; removes the local copies after the last save of a run."""
+        """Same as Checkpoints.save(), and removes the local copies after the last save of a run."""
         seconds = super().save(step, state, run, wait=wait, **about)
         if wait and self.local is not None:
             self.end_local()
@@ -236,12 +236,12 @@ class TieredCheckpoints(Checkpoints):
         return seconds
 
     def close(self, most_seconds: float | None = None) -> None:
-        """As Checkpoints.close."""
+        """Same as Checkpoints.close(), and ends the local copies."""
         self.end_local()
         super().close(most_seconds)
 
     def end_local(self) -> None:
-        """Stops the threads that copy, and that receive a neighbour's copies."""
+        """Stops the threads that write local copies and receive the copies of a neighbour."""
         if self.local is not None:
             self.local.close()
         if self.exchange is not None:
@@ -249,7 +249,7 @@ class TieredCheckpoints(Checkpoints):
 
 
 def copy_error(error: Exception) -> str:
-    """Returns the error of a copy in words."""
+    """Returns the message of an error of a local copy."""
     return str(error) if isinstance(error, DamagedCheckpoint) else short_reason(error)
 
 
@@ -259,7 +259,10 @@ Key = tuple[int, str, str]  # step, token, state digest
 def whole_copies(
     found: Sequence[Mapping[str, Any]], starts: lineage.Starts, newest: int
 ) -> tuple[list[tuple[Key, dict[int, list[int]]]], list[str]]:
-    """Returns ([(key, {owner: processes whose host has its part})] newest first, warnings about skipped copies)."""
+    """Returns the complete copies, newest first, as [(key, {owner: processes with its part})], and warnings.
+
+    found: the copies of each process's host. newest: newest step in the work folder; -1 if there is none.
+    """
     parts: dict[Key, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     facts: dict[Key, LocalCopy] = {}
     for process, one in enumerate(found):

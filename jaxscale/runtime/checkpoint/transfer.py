@@ -1,8 +1,8 @@
-"""Copies a step to another folder or bucket: verified, resumed after a kill, and never over another run.
+"""Copies a step to a different work folder or bucket, verifies the copy, and resumes a killed copy.
 
-A local copy is written to `copying-STEP` and renamed once every leaf was read back; in a bucket the object that commits
-the step is written last. `copied/STEP.json` next to the steps names the source and, once the copy is complete, each
-file with its md5, so that a killed copy continues with the missing files.
+In a local folder the copy is written to `copying-STEP`, and renamed after every leaf was read back. In a bucket the
+object that commits the step is written last. The file `copied/STEP.json` in the destination names the source and, after
+the copy is complete, the md5 of each file.
 """
 
 import dataclasses
@@ -24,29 +24,29 @@ from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Exit, Stop
 from jaxscale.system.faults import crash_point
 
-UNFINISHED_PREFIX = "copying-"  # prefix of the unfinished folder, which is not a number and so never counts as a step
+UNFINISHED_PREFIX = "copying-"  # prefix of the unfinished folder; with this prefix the folder is not listed as a step
 
 
 @dataclasses.dataclass(frozen=True)
 class CopyResult:
-    """The files and bytes of a copy."""
+    """Numbers of files and bytes of a copy."""
 
     num_files: int
     num_bytes: int
-    kept_bytes: int  # of them, written by an earlier, killed copy
+    kept_bytes: int  # part of num_bytes that existed already, from a killed copy
 
 
 def copy_step(
     source: Checkpoints, step: int, workdir: Any, on_bytes: Callable[[int, int], None] = lambda done, total: None
 ) -> CopyResult:
-    """Copies a committed step into the run folder `workdir`, with events.jsonl, and config.json if that has none.
+    """Copies a committed step, events.jsonl and, if missing in the destination, config.json to the folder `workdir`.
 
-    Args: on_bytes: called with (bytes copied, bytes in all).
-    Raises: Stop (CHECKPOINT_CORRUPT) if a leaf is damaged, before the copy counts as a step; BadInput if the
-    destination belongs to another run or cannot be written, or if the source does not exist (any more).
+    on_bytes: called with (bytes copied, total bytes).
+    Raises: Stop (CHECKPOINT_CORRUPT) before the commit if a leaf is damaged; BadInput if the destination belongs to a
+    different run or cannot be written, or if the source does not exist.
     """
     run, folder = source.directory.parent, source.directory / str(step)
-    record = require_step(folder, "take another step")
+    record = require_step(folder, "copy a different step")
     destination = check_destination(run, record, step, workdir)
     for where in (destination.parent, destination, destination / COPIED):
         paths.make_run_dir(where)
@@ -56,14 +56,14 @@ def copy_step(
         found = read_optional(note)
         files = found.get("files", {})
         require_undamaged(final, step)
-        if found.get("record") != record["sha256"]:  # killed between the commit and the note
+        if found.get("record") != record["sha256"]:  # a previous copy was killed after the commit
             files = {name: written_size_and_md5(final / name) for name in folders.files_under(final)}
             paths.write_json(note, claim | {"files": files, "record": record["sha256"]})
         copy_events(run, destination.parent)
         return CopyResult(len(files), *[sum(size for size, _ in files.values())] * 2)
     remote = paths.is_remote(destination)
     if remote:
-        require_undamaged(folder, step)  # the copy is compared with the source by md5, and not read back
+        require_undamaged(folder, step)  # files in a bucket are compared by md5, not read back
     elif changed := list(changed_files(folder, small=True)):
         raise damaged_step_error(folder, step, [StepDamage(*found) for found in changed])
     paths.write_json(note, claim)
@@ -77,7 +77,7 @@ def copy_step(
             require_undamaged(unfinished, step, finished=False)
         if not (workdir_path := destination.parent / "config.json").exists() and (run / "config.json").exists():
             folders.copy_file(run / "config.json", workdir_path)
-        copy_events(run, destination.parent)  # before the commit: a committed step must have its rewinds
+        copy_events(run, destination.parent)  # before the commit, because a resumed run needs these events
         crash_point("copy.commit")
         commit_file = folder / folders.COMMITTED
         content = commit_file.read_bytes() if commit_file.exists() else folders.COMMIT_TEXT.encode()
@@ -90,20 +90,20 @@ def copy_step(
 
 
 def written_size_and_md5(path: Any) -> list[Any]:
-    """Returns [bytes, md5 in hexadecimal] of a file that was just written. Raises FileNotFoundError without it."""
+    """Returns [bytes, md5 in hexadecimal] of a file. Raises FileNotFoundError if the file is missing."""
     if (mark := folders.size_and_md5(path)) is None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(path))
     return list(mark)
 
 
 def require_undamaged(folder: Any, step: int, finished: bool = True) -> None:
-    """Raises Stop (CHECKPOINT_CORRUPT) naming the damages."""
+    """Raises Stop (CHECKPOINT_CORRUPT) if the step in the folder is damaged."""
     if damages := verify_folder(folder, finished=finished).damages:
         raise damaged_step_error(folder, step, damages)
 
 
 def damaged_step_error(folder: Any, step: int, damages: Sequence[StepDamage]) -> Stop:
-    """Returns the error for a damaged step, or a damaged copy of one."""
+    """Returns the error for a damaged step or copy."""
     more = f"; and {len(damages) - 2} more" if len(damages) > 2 else ""
     shown = "; ".join(str(damage) for damage in damages[:2])
     return Stop(
@@ -113,7 +113,7 @@ def damaged_step_error(folder: Any, step: int, damages: Sequence[StepDamage]) ->
 
 
 def run_identity(record: Mapping[str, Any]) -> str:
-    """Returns a digest of what all steps of a run share: its seed, its data and the shapes of its state."""
+    """Returns a digest of values that are equal in all steps of a run: seed, data fingerprint, and array shapes."""
     data = record["run"].get("data") or {}
     config = record["run"].get("config") or {}
     leaves = {name: described[:2] for name, described in record["leaves"].items()}
@@ -121,13 +121,13 @@ def run_identity(record: Mapping[str, Any]) -> str:
 
 
 def check_destination(run: Any, record: Mapping[str, Any], step: int, workdir: Any) -> Any:
-    """Returns the folder of checkpoints below `workdir`. Raises BadInput if it has another run; writes nothing.
+    """Returns the folder of checkpoints in `workdir`. Raises BadInput if the folder belongs to a different run.
 
-    It is this run's if it is empty, if a copy of this run was started in it, or if both have the same step.
+    The folder is accepted if it is empty, if a copy of this run was started there, or if it shares a step with the run.
     """
     folder = paths.absolute(workdir)
     if os.fspath(folder).rstrip("/") == os.fspath(run).rstrip("/"):
-        raise BadInput(f"--to={workdir} is the run itself; choose another folder")
+        raise BadInput(f"--to={workdir} is the folder of the copied run; choose a different folder")
     destination, identity = folder / "checkpoints", run_identity(record)
     other = Checkpoints(destination, CheckpointConfig())
     steps, shared = other.all_steps(), False
@@ -135,13 +135,13 @@ def check_destination(run: Any, record: Mapping[str, Any], step: int, workdir: A
         try:
             found = require_record(destination / str(theirs))
         except BadInput:
-            continue  # damaged, so the run is unknown
+            continue  # the run of a damaged step is unknown
         if run_identity(found) != identity:
             raise BadInput(f"--to={workdir} holds step {theirs} of another run; choose an empty folder")
         mine = record if theirs == step else read_optional(run / "checkpoints" / str(theirs) / RECORD)
         if mine and mine["sha256"] != found["sha256"]:
             raise BadInput(
-                f"--to={workdir} has another step {theirs} than {run}: it is another run; choose an empty folder"
+                f"--to={workdir} has a different step {theirs} than {run}: it is another run; choose an empty folder"
             )
         shared |= bool(mine)
     started = [read_optional(note) for note in sorted((destination / COPIED).glob("*.json"))]
@@ -153,11 +153,11 @@ def check_destination(run: Any, record: Mapping[str, Any], step: int, workdir: A
 
 
 def copy_files(source: Any, target: Any, on_bytes: Callable[[int, int], None]) -> tuple[dict[str, list], int]:
-    """Copies a step's files, the commit file excepted; returns ({name: [bytes, md5]}, bytes that existed already)."""
+    """Copies a step's files except the commit file; returns ({name: [bytes, md5]}, bytes that existed already)."""
     sizes = {name: size for name, size in folders.files_under(source).items() if name != folders.COMMITTED}
     existing = folders.files_under(target)
     for stray in set(existing) - set(sizes):
-        (target / stray).unlink()  # of an interrupted copy of another version of this step
+        (target / stray).unlink()  # from an interrupted copy of a different version of this step
     files, done, resumed = {}, 0, 0
     for name, size in sizes.items():
         with folders.translate_read_errors(source / name):
@@ -181,7 +181,7 @@ def copy_files(source: Any, target: Any, on_bytes: Callable[[int, int], None]) -
 
 
 def copy_events(run: Any, folder: Any) -> None:
-    """Copies events.jsonl, whose rewinds a resumed run needs, unless the target has continued from the copy."""
+    """Copies events.jsonl, which a resumed run needs for its rewinds, unless the target already starts with it."""
     source, target = run / EVENTS, folder / EVENTS
     if not source.exists():
         return

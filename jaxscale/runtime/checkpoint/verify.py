@@ -1,13 +1,12 @@
-"""Verifies a checkpoint: every array against its fingerprint, every file against its md5.
+"""Verifies checkpoints: compares every array with its fingerprint, and every file with its md5.
 
-A saved step is read back with the chunks of all arrays divided among the processes. The fingerprints of chunks add up
-to that of their array, so every process reads equally many bytes, even of one large array, and the first process
-compares the sums with the record.
+When a saved step is read back, the chunks of all arrays are divided among the processes, so that all processes read the
+same number of bytes. The fingerprints of the chunks sum to the fingerprint of the array. The first process compares
+these sums with the record.
 
-A fingerprint shows that an array is correct; a file may also change in bytes that no array reads if a disk is failing.
-So the size and md5 of all files are saved with each step: each process lists the data files that it has written, and
-the first one lists all others at the commit, including those lists and the commit file, whose content is fixed. The
-record shows whether this list must exist.
+Fingerprints do not detect changes of bytes that belong to no array, which may indicate a failing disk. Each step
+therefore has lists with the size and md5 of all files. Each process lists the data files that it has written, and the
+first process lists all other files, including these lists and the commit file, whose content is fixed.
 """
 
 import dataclasses
@@ -30,24 +29,24 @@ from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Exit, Stop
 
 VALUE_KINDS = ("jax.Array", "np.ndarray", "scalar")
-MAIN_LIST = "run/files.json"  # next to the record, in a folder where Orbax ignores other files
+MAIN_LIST = "run/files.json"  # in the folder of the record, where Orbax ignores other files
 LIST = re.compile(r"run/files\.(\d+\.)?json")
 STATE_PREFIX = "state/"
 COMMIT_MARK = [len(COMMIT_TEXT), hashlib.md5(COMMIT_TEXT.encode(), usedforsecurity=False).hexdigest()]
-DATA_FOLDER = "state/ocdbt.process_{}/d"  # where a process writes its chunks, never modified afterwards
+DATA_FOLDER = "state/ocdbt.process_{}/d"  # folder with the chunks of a process, whose files are never modified
 
 
 class DamagedCheckpoint(Exception):
-    """The files differ from what was saved."""
+    """Raised if files of a checkpoint differ from what was saved."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StepDamage:
     """A leaf or file that differs from what was saved."""
 
-    what: str  # the leaf, or the file in the step's folder
+    what: str  # name of the leaf, or path of the file in the step's folder
     cause: str
-    files: tuple[str, ...] = ()  # files with the leaf's bytes, below the step's folder
+    files: tuple[str, ...] = ()  # files with the leaf's data, relative to the step's folder
 
     def __str__(self):
         return f"{self.what}: {self.cause}" + (f" (in {', '.join(self.files)})" if self.files else "")
@@ -65,10 +64,10 @@ class VerifyResult:
 def verify_folder(
     folder: Any, on_bytes: Callable[[int], None] = lambda done: None, *, finished: bool = True
 ) -> VerifyResult:
-    """Verifies the whole step: every leaf against the fingerprint taken on the devices, every file against its md5.
+    """Verifies all leaves and files of a step.
 
+    on_bytes: called with the number of array bytes read so far. finished: False before the commit.
     Raises: Stop (STORAGE) if a bucket or disk cannot be read.
-    Args: on_bytes: called with the bytes of arrays read so far. finished: False before the commit.
     """
     try:
         record = require_record(folder)
@@ -99,7 +98,7 @@ def verify_folder(
 
 
 def require_reachable(error: Exception, folder: Any) -> None:
-    """Raises Stop (STORAGE) if the error is of the storage, which says nothing about its content."""
+    """Raises Stop (STORAGE) if the error is a storage error, which does not show that the step is damaged."""
     if is_storage_error(error):
         raise Stop(
             Exit.STORAGE, f"{folder} cannot be read now: {short_reason(error)}; it is unknown whether it is intact"
@@ -107,7 +106,7 @@ def require_reachable(error: Exception, folder: Any) -> None:
 
 
 def tree_damages(folder: Any, leaves: Mapping[str, Any]) -> Iterator[StepDamage]:
-    """Yields differences between Orbax's tree and the record, because of which Orbax would read other leaves."""
+    """Yields differences between Orbax's tree metadata and the record, which would make Orbax read wrong leaves."""
     name = array_store.TREE_METADATA
     try:
         tree = paths.read_json(folder / name)
@@ -129,20 +128,20 @@ def tree_damages(folder: Any, leaves: Mapping[str, Any]) -> Iterator[StepDamage]
 
 
 def write_data_list(folder: Any, process: int) -> None:
-    """Lists the data files of one process. Returns when the list is on the disk."""
+    """Writes the list of the data files of one process, and syncs this list to the disk."""
     data = DATA_FOLDER.format(process)
     write_list(folder, f"run/files.{process}.json", (f"{data}/{name}" for name in files_under(folder / data)))
 
 
 def write_main_list(folder: Any, num_processes: int = 0) -> None:
-    """Lists every other file of a step. Call last, before the commit."""
+    """Writes the list of all other files of a step. Call last before the commit."""
     listed = tuple(f"{DATA_FOLDER.format(process)}/" for process in range(num_processes))
     others = (name for name in files_under(folder) if not name.startswith(listed) and name != MAIN_LIST)
     write_list(folder, MAIN_LIST, others, {COMMITTED: COMMIT_MARK})
 
 
 def write_list(folder: Any, name: str, files: Iterable[str], known: Mapping[str, Any] = MappingProxyType({})) -> None:
-    """Writes {files: {name: [bytes, md5]}, sha256} atomically. known: entries of files that are written later."""
+    """Writes {files: {name: [bytes, md5]}, sha256} atomically. known: entries for files that are written later."""
     entries = {file: size_and_md5(folder / file) for file in files} | dict(known)
     paths.write_json(folder / name, seal({"files": entries}))
 
@@ -150,11 +149,10 @@ def write_list(folder: Any, name: str, files: Iterable[str], known: Mapping[str,
 def changed_files(
     folder: Any, share: int = 0, shares: int = 1, *, finished: bool = True, small: bool = False
 ) -> Iterator[tuple[str, str]]:
-    """Yields (file, problem) of listed files that differ from what was written. Unlisted files are not checked.
+    """Yields (file, problem) for listed files that differ from what was written. Ignores unlisted files.
 
-    Args: share: which of `shares` parts of the files to check. All read the first process's list; any other list is
-    read by one, or by several that share its files. finished: False before the commit. small: check only the files next
-    to the arrays, so that little is read.
+    share: index of the part of the files to check, of `shares` parts. finished: False before the commit. small: check
+    only the files other than the arrays, which reads few bytes.
     Raises: errors of the storage.
     """
     main_list = read_list(folder / MAIN_LIST)
@@ -172,7 +170,7 @@ def changed_files(
         if (number - share) % min(shares, len(lists)) == 0:
             if (found := read_list(folder / name)) is None:
                 yield name, "it differs from what was written"
-            first, step = share // len(lists), max(1, -(-(shares - number) // len(lists)))  # among its readers
+            first, step = share // len(lists), max(1, -(-(shares - number) // len(lists)))  # of its readers
             expected |= dict(sorted((found or {}).items())[first::step])
     if not finished:
         expected.pop(COMMITTED, None)
@@ -184,17 +182,17 @@ def changed_files(
 
 
 def has_file_lists(folder: Any) -> bool:
-    """True if the step was saved by a version that lists files, whose records name the step."""
+    """Returns True if the step was saved by a version that lists files; records of these versions name the step."""
     try:
         return "step" in read_record(folder)
     except (OSError, BadInput) as error:
         if is_storage_error(error):
             raise
-        return False  # reported as damage of the record
+        return False  # the caller reports the damaged record
 
 
 def read_list(path: Any) -> dict[str, list] | None:
-    """Returns {file: [bytes, md5]}; None if the list is missing or was changed."""
+    """Returns {file: [bytes, md5]}, or None if the list is missing or was changed."""
     try:
         found = paths.read_json(path)
     except (OSError, BadInput) as error:
@@ -205,7 +203,7 @@ def read_list(path: Any) -> dict[str, list] | None:
 
 
 def file_problem(path: Any, expected: list) -> str:
-    """Returns what is wrong with a file, '' if nothing is."""
+    """Returns the problem of a file, or '' if it matches `expected`, [bytes, md5]."""
     try:
         found = size_and_md5(path)
     except OSError as error:
@@ -218,14 +216,14 @@ def file_problem(path: Any, expected: list) -> str:
 
 
 def verify_leaves(folder: Any, leaves: Mapping[str, list]) -> None:
-    """Compares each leaf on the disk with its fingerprint. Raises DamagedCheckpoint naming the first that differs."""
+    """Compares each leaf on the disk with its fingerprint. Raises DamagedCheckpoint naming the first damaged leaf."""
     drop_page_caches(folder)
     if wrong := first_difference(leaves, [piece_sums(folder, leaves)]):
         raise DamagedCheckpoint(wrong)
 
 
 def piece_sums(folder: Any, leaves: Mapping[str, list], share: int = 0, shares: int = 1) -> dict[str, list[int]]:
-    """Returns {leaf: [sum of its chunks' fingerprints, number of their elements]} for one share of the bytes."""
+    """Returns {leaf: [sum of fingerprints, number of elements]} for the chunks in one share of the bytes."""
     arrays, found, begin = ArrayReader(folder), {}, 0
     sizes = {name: leaf_bytes(*leaves[name][:2]) for name in sorted(leaves)}
     first, last = (sum(sizes.values()) * number // shares for number in (share, share + 1))
@@ -243,7 +241,7 @@ def piece_sums(folder: Any, leaves: Mapping[str, list], share: int = 0, shares: 
 
 
 def leaf_bytes(shape: list[int], dtype: str) -> int:
-    """Returns the bytes of a leaf, at least 1. An estimate is enough: it only balances the shares."""
+    """Returns the size of a leaf in bytes, at least 1; an estimate for random keys and Python scalars."""
     try:
         item = jax.numpy.dtype(dtype).itemsize
     except TypeError:  # random keys and Python scalars
@@ -252,7 +250,7 @@ def leaf_bytes(shape: list[int], dtype: str) -> int:
 
 
 def leaf_piece_sums(arrays: ArrayReader, name: str, described: list, begin: int, end: int) -> list[int]:
-    """Returns piece_sums of those chunks of one leaf that begin in [begin, end) of its bytes; [] if none does."""
+    """Returns piece_sums of one leaf, for the chunks that start in its bytes [begin, end); [] if there are none."""
     array = arrays.open(name)
     if wrong := format_mismatch(array, *described[:2]):
         raise DamagedCheckpoint(f"{name}: {wrong}")
@@ -266,7 +264,7 @@ def leaf_piece_sums(arrays: ArrayReader, name: str, described: list, begin: int,
 
 
 def first_difference(leaves: Mapping[str, list], found: Iterable[Mapping[str, list[int]]]) -> str:
-    """Returns the first leaf whose sums over all processes do not match its record; '' if none."""
+    """Returns an error for the first leaf whose sums over all processes do not match the record, or ''."""
     totals = {name: [0, 0] for name in leaves}
     for sums in found:
         for name, (part, numbers) in sums.items():
@@ -274,7 +272,7 @@ def first_difference(leaves: Mapping[str, list], found: Iterable[Mapping[str, li
     for name, (shape, dtype, fingerprint) in sorted(leaves.items()):
         total, numbers = totals[name]
         if dtype in array_store.PYTHON_SCALARS:
-            continue  # compared when it was read
+            continue  # leaf_piece_sums() has compared the value
         if not (numbers == math.prod(shape) or dtype.startswith(array_store.KEY_DTYPE_PREFIX) and numbers):
             return f"{name}: {numbers:,} of its {math.prod(shape):,} numbers were read back"
         if total != fingerprint:
@@ -283,7 +281,7 @@ def first_difference(leaves: Mapping[str, list], found: Iterable[Mapping[str, li
 
 
 def drop_page_caches(folder: Any, other_files: str = "/") -> None:
-    """Drops local files from the page cache, so that reading them reads the disk. other_files: prefix to skip."""
+    """Drops local files from the page cache, so that the next read is from the disk. other_files: prefix to skip."""
     if not paths.is_remote(folder):
         for name in files_under(folder):
             if not name.startswith(other_files):

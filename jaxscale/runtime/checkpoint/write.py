@@ -1,8 +1,8 @@
-"""Writes one step to storage: arrays with Orbax's handler, everything else directly, and one final commit.
+"""Writes one step to storage: arrays with Orbax's array handler, all other files directly, and one final commit.
 
-Orbax's manager and checkpointer are not used. Both list folders of the storage in the calling thread, wait in barriers
-that hide the cause when one process fails, and sync neither their files nor the rename. Their array handler has no
-barrier and no other state. The files are those that they would write, so they can read them.
+Orbax's manager and checkpointer are not used, because they list folders in the calling thread, wait in barriers that
+hide the cause of a failure, and do not sync files or the rename. The array handler has no barriers. Orbax can read the
+written files.
 """
 
 import contextlib
@@ -34,22 +34,22 @@ from jaxscale.system import fence, paths
 from jaxscale.system.exits import BadInput, Exit, Stop
 from jaxscale.system.faults import crash_point
 
-OPEN_FILES = "/proc/self/fd"  # links to the open files of this process: proc(5)
+OPEN_FILES = "/proc/self/fd"  # links to the open files of this process, see proc(5)
 HANDLERS = {  # entries that stock Orbax expects in a step
     "run": "orbax.checkpoint._src.handlers.json_checkpoint_handler.JsonCheckpointHandler",
     "state": "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler",
 }
-MARGIN = 1.1  # bytes on disk per byte of arrays: names, manifests and blocks of the file system
+MARGIN = 1.1  # bytes on disk per byte of arrays, including names, manifests and file system blocks
 
-PIECE_BYTES = 64 << 20  # largest chunk of an array: the unit in which it is read back, by one process
-MIN_PART_BYTES = 1 << 20  # smallest part per replica: less is written in less time than a program takes to compile
-NO_SPACE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no space for a file, however small
+PIECE_BYTES = 64 << 20  # largest chunk of an array; a process reads whole chunks back
+MIN_PART_BYTES = 1 << 20  # smallest part per replica; smaller parts are written faster than their slicing is compiled
+NO_SPACE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors if there is no space for a small file
 
 
 def prepare_step(directory: Any, step: int) -> None:
-    """Removes leftovers and makes the step's folders.
+    """Removes files of killed saves, and makes the folders of a step.
 
-    Raises Stop (STORAGE) if this or a later step exists, FileExistsError for a foreign folder in its place.
+    Raises Stop (STORAGE) if this or a later step exists, FileExistsError if a different file or folder has its name.
     """
     newest = max(folders.all_steps(directory), default=None)
     if newest is not None and newest >= step:
@@ -74,7 +74,7 @@ def prepare_step(directory: Any, step: int) -> None:
 
 
 def has_record(folder: Any, record: Mapping[str, Any]) -> bool:
-    """True if the committed step has this record. Raises errors of the storage."""
+    """Returns True if the committed step has this record. Raises errors of the storage."""
     try:
         return read_record(folder)["sha256"] == record["sha256"]
     except Exception as error:
@@ -84,9 +84,7 @@ def has_record(folder: Any, record: Mapping[str, Any]) -> bool:
 
 
 def array_handler() -> Any:
-    """Returns Orbax's array handler. Devices with replicas of an array each write a part, unless parts are small:
-    slicing an array compiles a program for its shape at the first save.
-    """
+    """Returns Orbax's array handler. Each replica of an array writes a part of it, unless the parts are small."""
     orbax = import_orbax()
     from orbax.checkpoint._src.metadata.array_metadata_store import Store
 
@@ -94,12 +92,12 @@ def array_handler() -> Any:
     arrays = kinds.ArrayHandler(array_metadata_store=Store(), min_slice_bytes_for_replica_parallel=MIN_PART_BYTES)
     numbers = [(kind, kinds.ScalarHandler()) for kind in (int, float, np.number)]
     registry = kinds.create_type_handler_registry(*numbers, (np.ndarray, kinds.NumpyHandler()), (jax.Array, arrays))
-    # compressing float32 weights and moments saves 8% of the bytes for twice the CPU time (192 MB, 2 cores)
+    # compression would save 8% of the bytes of float32 weights and moments for twice the CPU time (192 MB, 2 cores)
     return orbax.PyTreeCheckpointHandler(use_compression=False, type_handler_registry=registry)
 
 
 def write_arrays(directory: Any, step: int, leaves: Mapping[str, Any], process: int) -> None:
-    """Writes this process's part of the arrays to the disk. For all processes, after prepare_step."""
+    """Writes this process's part of the arrays, and syncs it to the disk. Call in all processes, after prepare_step."""
     orbax, folder = import_orbax(), folders.unfinished_folder(directory, step)
     with open_folder(folder) as opened:
         fence.ask(folder)
@@ -119,10 +117,10 @@ def write_arrays(directory: Any, step: int, leaves: Mapping[str, Any], process: 
 
 @contextlib.contextmanager
 def open_folder(folder: Any) -> Iterator[Any]:
-    """Opens a folder; yields a path that follows moves of it, and below which nothing can be made once it is gone.
+    """Opens a folder; yields a path that still refers to this folder after a move, and is invalid after a removal.
 
-    Orbax makes missing folders without asking the fence, so a process that was stopped during a save could otherwise
-    write into the folder of the next owner of the lock. On Linux's local paths alone.
+    Orbax creates missing folders without checking the run's lock, so a process that was suspended during a save could
+    otherwise write into the folder of the next owner of the lock. Effective only for local paths on Linux.
     """
     if paths.is_remote(folder) or not os.path.isdir(OPEN_FILES):
         yield folder
@@ -135,9 +133,9 @@ def open_folder(folder: Any) -> Iterator[Any]:
 
 
 def commit(directory: Any, step: int, record: Mapping[str, Any], may_commit: Callable[[], None], began: float) -> None:
-    """Commits the step, after all processes have written. For the first process.
+    """Commits a step after all processes have written their arrays. Call in the first process only.
 
-    may_commit: raises if this process must not write any more. began: time.time() when the save began.
+    may_commit: raises if this process must not write to the folder. began: time.time() at the start of the save.
     """
     folder = folders.unfinished_folder(directory, step)
     with open_folder(folder) as opened:
@@ -166,7 +164,7 @@ def commit(directory: Any, step: int, record: Mapping[str, Any], may_commit: Cal
 
 
 def write_step_metadata(opened: Any, record: Mapping[str, Any], final: Any, began: float) -> None:
-    """Writes the record, and the metadata that stock Orbax expects, of a step that will be renamed to `final`."""
+    """Writes the record and Orbax's metadata into the open folder of a step, which will be renamed to `final`."""
     (opened / RECORD).write_text(json.dumps(record), "utf-8")
     crash_point("save/record")
     for item in ("run", "state"):
@@ -178,7 +176,7 @@ def write_step_metadata(opened: Any, record: Mapping[str, Any], final: Any, bega
 
 
 def wait_for_record(folder: Any) -> dict[str, Any]:
-    """Returns the record of a step that another host has committed, maybe seen late. Raises DamagedCheckpoint."""
+    """Returns the record of a step committed by a different host, after waiting for it. Raises DamagedCheckpoint."""
     deadline = time.monotonic() + SEEN_SECONDS
     while True:
         try:
@@ -194,46 +192,46 @@ def wait_for_record(folder: Any) -> dict[str, Any]:
 
 
 def epath(path: Any) -> Any:
-    """Returns the path as an etils path, as Orbax requires; it reads and writes small files in a bucket with gcsfs."""
+    """Returns the path as an etils path for Orbax, which accesses small files in a bucket with gcsfs."""
     from etils import epath as etils_epath
 
     if paths.is_remote(path):
         import fsspec.config
 
         paths.as_path(path)  # checks the environment before gcsfs is imported
-        for protocol in ("gs", "gcs"):  # a cached listing would hide what other processes have written since
+        for protocol in ("gs", "gcs"):  # a cached listing would hide new files of other processes
             fsspec.config.conf.setdefault(protocol, {}).setdefault("use_listings_cache", False)
     return etils_epath.Path(path)
 
 
 def import_orbax() -> Any:
-    """Imports orbax.checkpoint (0.5 to 2 s the first time) and silences it."""
-    import orbax.checkpoint  # here, because a run needs it only at its first save and should not start later for it
+    """Imports orbax.checkpoint (0.5 to 2 s at the first call) and silences its log."""
+    import orbax.checkpoint  # a local import, because only the first save needs Orbax
     from orbax.checkpoint._src.path import gcs_utils
 
-    # To delete a step Orbax asks the bucket whether it has a hierarchical namespace, with a client that requires a
-    # project and the permission storage.buckets.get. An account for objects alone lacks it, and the save would fail.
-    gcs_utils.is_hierarchical_namespace_enabled = lambda path: False  # then empty folders stay, which are harmless
+    # Before deleting a step, Orbax requests whether the bucket has a hierarchical namespace. This request requires the
+    # permission storage.buckets.get, and the save would fail for an account that has only permissions for objects.
+    gcs_utils.is_hierarchical_namespace_enabled = lambda path: False  # leaves empty folders, which are harmless
     silence_orbax()
     return orbax.checkpoint
 
 
 @functools.cache
 def silence_orbax() -> None:
-    """Filters Orbax's log and the complaints of its unfinished reads and writes after one has failed.
+    """Filters Orbax's log, and asyncio's messages about unfinished reads and writes after a failure.
 
-    Call after the import: absl installs a logger class that knows the caller.
+    Call after importing Orbax, because absl installs the logger class with `pathname`.
     """
     logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)
     logging.getLogger("asyncio").addFilter(lambda record: not is_leftover(record.getMessage()))
-    # a failed read leaves coroutines that are never awaited; Python warns when it collects them
+    # after a failed read some coroutines are never awaited, and Python warns when it collects these
     warnings.filterwarnings("ignore", message="coroutine .* was never awaited", category=RuntimeWarning)
     previous = sys.unraisablehook
 
     def hook(unraisable: Any) -> None:
         error = unraisable.exc_value
-        # a read or write that ends after another has failed finds the event loop closed, or is cancelled;
-        # the failure itself is raised
+        # after a failure, other reads and writes end with a closed event loop or are cancelled; only the first
+        # failure is raised
         code = getattr(unraisable.object, "cr_code", None)
         leftover = code is not None and is_leftover(code.co_filename)
         if not (leftover or isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
@@ -243,24 +241,21 @@ def silence_orbax() -> None:
 
 
 def is_leftover(message: str) -> bool:
-    """True for asyncio's messages about reads and writes that failed together with the one that is raised.
-
-    Nothing else in this program uses asyncio.
-    """
+    """Returns True for asyncio's messages about reads and writes of Orbax, the only user of asyncio in this program."""
     return "orbax" in message or "never retrieved" in message
 
 
 class NoRoom(OSError):
-    """The disk has less space than a checkpoint needs."""
+    """Raised if the disk has less space than a checkpoint needs."""
 
 
 def state_bytes(leaves: Iterable[Any]) -> int:
-    """Returns the bytes of all arrays, each counted once however many devices hold it."""
+    """Returns the total size of the arrays in bytes, without counting replicas."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves if hasattr(leaf, "dtype"))
 
 
 def free_bytes(directory: Any) -> int | None:
-    """Returns the bytes available to this user at the folder; None for an object store."""
+    """Returns the bytes available to this user on the disk of the folder; None for an object store."""
     if paths.is_remote(directory):
         return None
     while not directory.exists():
@@ -269,33 +264,33 @@ def free_bytes(directory: Any) -> int | None:
 
 
 def check_room(directory: Any, needed: float) -> None:
-    """Raises NoRoom with the bytes needed and available."""
+    """Raises NoRoom if the disk of the folder has less space than needed."""
     free = free_bytes(directory)
     if free is not None and free < needed * MARGIN:
         raise NoRoom(f"No space left on device: {room_text(directory, needed)}")
 
 
 def room_text(directory: Any, needed: float) -> str:
-    """Returns 'needs 1.2 GiB, has 307.2 MiB'."""
+    """Returns a text such as 'needs 1.2 GiB, has 307.2 MiB'."""
     free = free_bytes(directory)
     return f"needs {units.size(needed * MARGIN)}" + ("" if free is None else f", has {units.size(free)}")
 
 
 def check_before_run(directory: Any, needed: int, keep: int, steps: list[int]) -> str | None:
-    """Returns a warning if not all checkpoints of a resumed run would fit on the disk, else None.
+    """Returns a warning if the disk lacks space for the checkpoints of a resumed run, else None.
 
-    Args: needed: bytes of one. keep: number of checkpoints that stay. steps: existing ones.
-    Raises: Stop (NO_GO) if checkpoints cannot be written in the folder, or if those of a new run would not fit. A
-    resumed run is not refused: a failed save is reported and retried, whereas a refused run does not train at all.
+    needed: bytes per checkpoint. keep: number of newest checkpoints to keep. steps: existing steps.
+    Raises: Stop (NO_GO) if no checkpoint can be written in the folder, or if the disk lacks space for the checkpoints
+    of a new run. A resumed run only gets a warning, because failed saves are reported and retried.
     """
     if paths.is_remote(directory):
-        return None  # a bucket has no limit of space, and its permissions show at the first file of the run
+        return None  # a bucket has no space limit, and the first file of the run shows missing permissions
     aside: list[Any] = []
     try:
         paths.make_folder(directory)
         aside = folders.set_aside_folders(directory)
-        paths.remove_temporaries(directory, (LAST_GOOD, ".probe-*"))  # ".probe-*": left by older versions
-        with tempfile.TemporaryFile(dir=directory) as probe:  # unnamed, if the system supports it
+        paths.remove_temporaries(directory, (LAST_GOOD, ".probe-*"))  # ".probe-*": files of older versions
+        with tempfile.TemporaryFile(dir=directory) as probe:  # without a name if the system supports it
             probe.write(b"x")
     except OSError as error:
         if error.errno not in NO_SPACE_ERRNOS or not (steps or aside):
@@ -305,7 +300,7 @@ def check_before_run(directory: Any, needed: int, keep: int, steps: list[int]) -
                 f"no checkpoint can be written in {directory}: {cause or error.strerror or error}; "
                 "give this user write permission, or choose another --workdir",
             ) from None
-    number = max(1, keep + 2 - len(steps))  # all that stay, and the one that is being written
+    number = max(1, keep + 2 - len(steps))  # all checkpoints to keep, and the checkpoint that is being written
     free, total = free_bytes(directory), number * needed
     if free is None or free >= total * MARGIN:
         return None
@@ -316,4 +311,4 @@ def check_before_run(directory: Any, needed: int, keep: int, steps: list[int]) -
     if not aside:
         return f"{lack}free space, or lower checkpoint.keep_last"
     removal = shlex.join(["rm", "-r", *map(str, aside)])
-    return f"{lack}free some: the run does not need the folders that were set aside, which this removes: {removal}"
+    return f"{lack}remove the folders that were set aside, which the run does not need: {removal}"
