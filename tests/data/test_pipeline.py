@@ -274,7 +274,7 @@ def test_synthetic_tokens_need_no_file_and_cover_the_vocabulary():
         ),
         (dict(files="long.txt", cache_dir="long.txt"), "data.cache_dir=long.txt is a file"),
         (dict(name="tokens", files="long.txt"), "long.txt is not a .bin of token ids"),
-        (dict(name="tokens", files="x.bin", seq_len=64), "has 50 tokens, fewer than one row of seq_len=64"),
+        (dict(name="tokens", files="x.bin", seq_len=64), "has 50 tokens, fewer than one sequence of seq_len=64"),
         (dict(name="tokens", files={"web": (), "x": "x.bin"}), "data.files.web is empty; set its files"),
         (dict(files="long.txt", val_files={"web": ()}), "data.val_files.web is empty; set its files"),
     ],
@@ -300,7 +300,7 @@ def test_all_problems_are_told_together(folder):
 
 def test_a_row_longer_than_the_corpus_and_an_empty_validation_set_are_errors(folder):
     (folder / "short.txt").write_text("x" * 50)
-    with pytest.raises(ValueError, match="has 49 training tokens, fewer than one row of seq_len=64"):
+    with pytest.raises(ValueError, match="has 49 training tokens, fewer than one sequence of seq_len=64"):
         open_quietly(files="short.txt", seq_len=64)
     with pytest.raises(ValueError, match="validation set is empty .* raise data.val_fraction, or set it to 0"):
         open_quietly(files="short.txt", val_fraction=0.01)

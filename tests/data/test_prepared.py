@@ -136,7 +136,7 @@ def test_what_is_wrong_with_a_set_is_told_before_anything_is_read(folder, tmp_pa
     cfg = config(folder / "manifest.json", tmp_path)
     (problem,) = check_data(cfg, SEQ_LEN, 100)
     assert "holds token id 256, but the model has model.vocab_size=100" in problem
-    assert "fewer than one row" in check_data(cfg, 1_000_000, 257)[0]
+    assert "fewer than one sequence" in check_data(cfg, 1_000_000, 257)[0]
     (folder / "manifest.json").write_text("{")
     assert "manifest.json is not valid JSON" in check_data(cfg, SEQ_LEN, 257)[0]
     with Emulator() as gcs:

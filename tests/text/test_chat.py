@@ -290,7 +290,7 @@ def test_marks_alone_make_another_fingerprint(tmp_path):
 
 def test_nothing_that_fits_into_a_row_is_told(tmp_path):
     cfg = files(tmp_path, {"prompt": "p", "completion": "c" * 40})
-    with pytest.raises(ValueError, match="no training document that fits into a row of seq_len=16"):
+    with pytest.raises(ValueError, match="no training document that fits into a sequence of seq_len=16"):
         open_data(cfg, seq_len=16, vocab_size=300, seed=0, say=lambda text: None)
 
 

@@ -1,9 +1,9 @@
-"""A folder of raw arrays: appended in parts, hashed in a header, and memory-mapped.
+"""Folders of raw arrays that are written by appending, verified by sha256, and read by memory mapping.
 
 NAME       a large little-endian array
 small      all small arrays, concatenated
 plan.json  {"arrays": {NAME: {"file", "offset", "dtype", "count"}}, "files": {FILE: {"bytes", "sha256"}}, ..., "own":
-           sha256 of the other entries}; written last
+           sha256 of all other entries}; written last
 """
 
 import hashlib
@@ -25,14 +25,14 @@ from jaxscale.system.foreign import Unreadable, is_of_storage, parse_json
 from jaxscale.system.paths import is_remote, read_bytes
 
 HEADER, SMALL = "plan.json", "small"
-SMALL_BYTES = 1 << 20  # a file per array costs one hash, mapping, fetch and fsync each
-FETCHED_AT_ONCE = 8  # files
+SMALL_BYTES = 1 << 20  # smaller arrays share a file, because each file costs a hash, a mapping, a fetch and an fsync
+FETCHED_AT_ONCE = 8  # files fetched concurrently
 ALIGNMENT = 64  # bytes
-BUCKET_RECORDS = 1 << 22  # records sorted in memory: 100 MB at 24 bytes each; n records open files n**2 / 2**43 times
+BUCKET_RECORDS = 1 << 22  # records sorted in memory (100 MB at 24 bytes each); n records open files n**2 / 2**43 times
 
 
 class GrowingArray:
-    """An array that grows by appending: buffered in memory while small, then written to a file."""
+    """An array that is extended by appending, in memory while small, and in a file when large."""
 
     def __init__(self, path: Path, dtype: np.dtype):
         self.path, self.dtype, self.count = path, dtype, 0
@@ -41,7 +41,7 @@ class GrowingArray:
         self.sha256 = hashlib.sha256()
 
     def append(self, array: np.ndarray) -> None:
-        """Adds elements."""
+        """Appends elements."""
         self.buffered.append(np.array(array, self.dtype))
         self.count += len(array)
         if self.file or self.count * self.dtype.itemsize > SMALL_BYTES:
@@ -52,7 +52,7 @@ class GrowingArray:
             self.buffered.clear()
 
     def to_array(self) -> np.ndarray:
-        """Returns all elements so far; memory-mapped if large."""
+        """Returns all appended elements; memory-mapped if they are in a file."""
         if self.file is None:
             self.buffered = [np.concatenate(self.buffered)]
             return self.buffered[0]
@@ -61,7 +61,7 @@ class GrowingArray:
 
 
 class ArrayWriter:
-    """Writes arrays of a folder in parts, which may be interleaved. A context manager."""
+    """Context manager that writes the arrays of a folder. Calls of `append` for different arrays may alternate."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -76,17 +76,17 @@ class ArrayWriter:
                 array.file.close()
 
     def append(self, name: str, array: np.ndarray) -> None:
-        """Appends elements to an array; the first call, which may be empty, sets its dtype."""
+        """Appends elements to an array. The first call sets the dtype, and may append no elements."""
         if name not in self._arrays:
             self._arrays[name] = GrowingArray(self.folder / name, array.dtype.newbyteorder("<"))
         self._arrays[name].append(array)
 
     def written(self) -> dict[str, np.ndarray]:
-        """Returns the arrays so far."""
+        """Returns the arrays with all elements appended so far."""
         return {name: array.to_array() for name, array in self._arrays.items()}
 
     def finish(self, header: Mapping[str, Any]) -> None:
-        """Writes the header with these entries, after an fsync of all arrays."""
+        """Syncs all arrays to the disk, and writes the header with the given additional entries."""
         arrays, files, small = {}, {}, b""
         for name, array in self._arrays.items():
             about = {"file": name, "offset": 0, "dtype": array.dtype.str, "count": array.count}
@@ -106,7 +106,7 @@ class ArrayWriter:
 
 
 def parse_header(folder: str, content: bytes) -> dict[str, Any]:
-    """Returns the header. Raises BadInput naming the folder if its content was changed."""
+    """Returns the header from the content of plan.json. Raises BadInput naming the folder if it was changed."""
     try:
         header = parse_json(content)
         if not isinstance(header, dict) or header.pop("own", None) != json_sha256(header):
@@ -117,16 +117,16 @@ def parse_header(folder: str, content: bytes) -> dict[str, Any]:
 
 
 def unreadable_folder(folder: Path | str, reason: str | Exception) -> BadInput:
-    """Returns the error for a folder that is damaged, or that the storage cannot read."""
+    """Returns the error for a folder that is damaged or cannot be read from storage."""
     kind = Unreadable if isinstance(reason, Exception) and is_of_storage(reason) else BadInput
     return kind(f"the index {folder} cannot be read: {reason}; delete the folder to recreate it")
 
 
 class Arrays(Mapping[str, np.ndarray]):
-    """The arrays of a folder. Each file is memory-mapped at first use; a pickle carries no mapping."""
+    """The arrays of a folder, by name. Each file is memory-mapped at first use. Pickling excludes the memory maps."""
 
     def __init__(self, folder: str, header: Mapping[str, Any], files: Mapping[str, str], known: Mapping[str, Expected]):
-        """files: path of each file. known: expected state of these files by path, checked while they are read."""
+        """files: {file name: path}. known: {path: expected state}, which is checked while the files are read."""
         self.folder, self.header, self.files, self.known = folder, header, dict(files), dict(known)
         self._maps: dict[str, np.ndarray] = {}
         self._arrays: dict[str, np.ndarray] = {}
@@ -147,7 +147,7 @@ class Arrays(Mapping[str, np.ndarray]):
         return Arrays, (self.folder, self.header, self.files, self.known)
 
     def check(self) -> None:
-        """Raises Stop if a file has changed. Call it before reading mapped arrays."""
+        """Raises Stop if a file has changed. Call this method before reading mapped arrays."""
         self._unchanged.check(self.known)
 
     def _map(self, file: str, offset: int, dtype: str, count: int) -> np.ndarray:
@@ -164,7 +164,7 @@ class Arrays(Mapping[str, np.ndarray]):
 
 
 def open_arrays(folder: Path, cache: Path, verify: str = "hash", say: Say | None = None) -> Arrays:
-    """Returns the verified arrays of a local folder, see `find_damaged`. Raises BadInput if one was changed."""
+    """Returns the arrays of a local folder, with files verified as in data.verify. Raises BadInput for changed files."""
     try:
         content = read_bytes(folder / HEADER)
     except (OSError, BadInput) as error:
@@ -188,7 +188,7 @@ def open_arrays(folder: Path, cache: Path, verify: str = "hash", say: Say | None
 
 
 def find_arrays(location: str, cache: Path, cache_bytes: int, verify: str, say: Say | None) -> Arrays | None:
-    """Returns the verified arrays of a folder, or of a gs:// address, copied into the cache; None if there are none."""
+    """Returns the verified arrays of a local folder or gs:// URL, which is downloaded into the cache; None if missing."""
     if not is_remote(location):
         return open_arrays(Path(location), cache, verify, say) if os.path.exists(f"{location}/{HEADER}") else None
     copies = shard_cache(str(cache / "bucket"), cache_bytes)
@@ -204,7 +204,7 @@ def find_arrays(location: str, cache: Path, cache_bytes: int, verify: str, say: 
 
 
 class DiskBuckets:
-    """Partitions records into buckets in files, in order, one in memory at a time; a single one stays in memory."""
+    """Partitions records into ordered buckets, on disk if there are several, with one bucket in memory at a time."""
 
     def __init__(self, folder: Path, dtype: Any, records: int):
         self._folder, self._dtype = folder / "buckets", np.dtype(dtype)
@@ -213,7 +213,7 @@ class DiskBuckets:
         self._count = 0
 
     def add(self, buckets: np.ndarray | None, **fields: np.ndarray) -> None:
-        """Adds records with these fields. buckets: bucket of each record; None if there is only one bucket."""
+        """Adds records with the given fields. buckets: index of each record's bucket; None for a single bucket."""
         records = np.empty(len(next(iter(fields.values()))), self._dtype)
         for name, values in fields.items():
             records[name] = values
@@ -223,7 +223,7 @@ class DiskBuckets:
             self._flush()
 
     def _flush(self) -> None:
-        """Writes the buffered records, large batches at once and one open file at a time."""
+        """Writes the buffered records in large batches, with one open file at a time."""
         buckets, records = (np.concatenate(column) for column in zip(*self._buffered))
         self._buffered.clear()
         self._count = 0
@@ -235,7 +235,7 @@ class DiskBuckets:
                 part.tofile(file)
 
     def __iter__(self) -> Iterator[np.ndarray]:
-        """Yields the records of each bucket and deletes them."""
+        """Yields the records of each bucket, and deletes the bucket."""
         if self.number == 1:
             yield np.concatenate([np.zeros(0, self._dtype), *(records for _, records in self._buffered)])
             self._buffered.clear()

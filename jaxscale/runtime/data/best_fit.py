@@ -1,7 +1,8 @@
-"""Best-fit packing: whole documents in rows of T with little padding, planned once and stored on disk.
+"""Best-fit packing of whole documents into rows of T tokens with little padding. The plan is stored on disk.
 
-A document longer than a row is cut at multiples of T; its remainder is packed like a short document. Shuffled documents
-are packed in windows (best fit decreasing, as in arXiv:2404.10830), so that memory does not grow with the corpus.
+A document longer than T is cut at multiples of T, and its remainder is packed like a short document. Shuffled documents
+are packed in windows (best fit decreasing, as in arXiv:2404.10830), so memory does not grow with the corpus. A full row
+contains T tokens of a single document, and a mixed row contains short documents and remainders.
 """
 
 from collections.abc import Iterator
@@ -16,15 +17,15 @@ from jaxscale.runtime.data.packing import DocumentRows, concat_ranges
 from jaxscale.runtime.data.permutation import permuted, unpermuted
 from jaxscale.runtime.data.rows import RowPieces
 
-WINDOW = 8192  # documents; 256 fill 0.984 of the rows, 1,024 0.991, 8,192 0.994 (mean document 812, T 2,048)
-VERSION = 1  # of the plan, part of the fingerprint; raise it when the same documents would get other rows
-SAMPLE_EVERY = 4  # documents of a window per stored count of the full rows before
-GOOD_FILL = 0.995  # fill at which the second heuristic is not tried
-CANDIDATES = 64  # sizes tried as one of the last two of a bin
+WINDOW = 8192  # documents; filled fraction: 0.984 with 256, 0.991 with 1,024, 0.994 with 8,192 (mean 812, T 2,048)
+VERSION = 1  # version of the plan, part of the fingerprint; increase it if the same documents give different rows
+SAMPLE_EVERY = 4  # documents of a window per stored count of preceding full rows
+GOOD_FILL = 0.995  # filled fraction from which the second heuristic is not tried
+CANDIDATES = 64  # number of sizes that best_pair() tries
 
 
 def pack_window(lengths: np.ndarray, T: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns (full rows of each document, documents whose remainders fill mixed rows, pieces in each mixed row)."""
+    """Returns (full rows per document, documents in the mixed rows in order, pieces per mixed row) of a window."""
     whole, remainders = np.divmod(lengths, T)
     short = np.flatnonzero(remainders)
     bins = pack_bins(remainders[short], T)
@@ -32,7 +33,7 @@ def pack_window(lengths: np.ndarray, T: int) -> tuple[np.ndarray, np.ndarray, np
 
 
 def shuffled_lengths(folder: Path, documents: DocumentIndex, part: str, group: int, key: str) -> Iterator[np.ndarray]:
-    """Yields the lengths of a group's documents in shuffled order, many windows at a time."""
+    """Yields the lengths of a group's documents in shuffled order, in arrays of many windows."""
     size, rank = documents.size(part, group), 0
     buckets = DiskBuckets(folder, [("place", "<i8"), ("length", "<i8")], size)
     per_bucket = -(-size // buckets.number)
@@ -49,15 +50,15 @@ def shuffled_lengths(folder: Path, documents: DocumentIndex, part: str, group: i
 
 
 def order_key(seed: int, group: int) -> str:
-    """Returns the key of the permutation of a group's documents."""
+    """Returns the key that determines the permutation of a group's documents."""
     return f"best fit {seed} {group}"
 
 
 def write_best_fit(out: ArrayWriter, documents: DocumentIndex, part: str, *, seq_len: int, seed: int) -> dict[str, Any]:
-    """Plans the rows of a part window by window, and returns the header of BestFitRows.
+    """Plans the rows of a part window by window; returns the header entry that BestFitRows reads.
 
-    The shuffled order is computed, not stored, so a piece takes 2 bytes (its document's position in the window), and so
-    does a mixed row (its first piece). The full rows before each SAMPLE_EVERY-th document take 4 bytes, a window 24.
+    The plan takes 2 bytes per piece (document in the window), 2 bytes per mixed row (first piece), 4 bytes per
+    SAMPLE_EVERY documents (count of full rows), and 24 bytes per window. The shuffled order is not stored.
     """
     names = [f"{part}.{name}" for name in ("pieces", "firsts", "whole", "window_rows", "window_rest", "window_pieces")]
     rows = mixed = pieces = 0
@@ -83,7 +84,7 @@ def write_best_fit(out: ArrayWriter, documents: DocumentIndex, part: str, *, seq
 
 
 class BestFitRows(DocumentRows):
-    """`best_fit`: a document that fits into a row is never split. A target across a cut has weight 1."""
+    """Rows of `best_fit` packing. If a long document continues in a different row, its next token is still a target."""
 
     def __init__(self, documents: DocumentIndex, arrays: Arrays, part: str):
         super().__init__(documents, arrays, part)
@@ -100,7 +101,7 @@ class BestFitRows(DocumentRows):
         mixed_before, pieces_before = self._array("window_rest"), self._array("window_pieces")
         num_mixed = mixed_before[windows + 1] - mixed_before[windows]
         whole_end = self._array("window_rows")[windows + 1] - num_mixed
-        mixed_index = rows - whole_end  # index of the mixed row; negative: a full row
+        mixed_index = rows - whole_end  # index of the mixed row in the window; negative for a full row
         is_full = mixed_index < 0
         at = mixed_before[windows] + np.maximum(mixed_index, 0)
         begin, end = (self._first_piece(at + more, windows, pieces_before) for more in (0, 1))
@@ -132,7 +133,7 @@ class BestFitRows(DocumentRows):
         )
 
     def _first_piece(self, at: np.ndarray, windows: np.ndarray, pieces_before: np.ndarray) -> np.ndarray:
-        """Returns the first piece of mixed rows. One past a window's last mixed row gives the end of its pieces."""
+        """Returns the first piece of each mixed row; for the index after a window's last mixed row, the end."""
         firsts = self._array("firsts")
         if not len(firsts):
             return np.zeros(len(at), np.int64)
@@ -141,7 +142,7 @@ class BestFitRows(DocumentRows):
         return np.where(is_end, pieces_before[windows + 1], pieces_before[windows] + found)
 
     def _full_rows(self, windows: np.ndarray, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (position of its document in the window, index among that document's rows) of full rows."""
+        """Returns (position of the document in the window, index among the document's full rows) of each full row."""
         sampled, first = self._array("whole"), windows * self._samples_per_window
         at = bisect_right(sampled, first, first + self._samples_per_window, numbers) - 1
         begin = (at - first) * SAMPLE_EVERY
@@ -160,7 +161,7 @@ class BestFitRows(DocumentRows):
         return local[chosen], numbers - (until - whole)[chosen]
 
     def _documents(self, windows: np.ndarray, local: np.ndarray) -> np.ndarray:
-        """Returns the documents at positions in windows."""
+        """Returns the documents at positions `local` of the windows."""
         groups = self._windows.searchsorted(windows, side="right") - 1
         found = np.empty(len(windows), np.int64)
         for group in np.unique(groups):
@@ -191,15 +192,15 @@ class BestFitRows(DocumentRows):
 
 
 def plan_settings(**settings: Any) -> dict[str, Any]:
-    """Returns the cache key of a plan: the settings given and the constants of this file."""
+    """Returns the cache key of a plan, from the given settings and the constants of this module."""
     return {**settings, "window": WINDOW, "version": VERSION}
 
 
 def pack_bins(sizes: np.ndarray, capacity: int) -> np.ndarray:
-    """Returns int64[n]: the bin of each size, which is at most the capacity. Bins are numbered from 0 without gaps.
+    """Returns int64[n], the bin of each size. Bins are numbered from 0 without gaps.
 
-    Best fit decreasing is good if there are small sizes (web text: 0.994 to 0.999 full). If all sizes are alike, it
-    leaves the same space in every bin, and filling bins by pairs is better.
+    Best fit decreasing fills 0.994 to 0.999 of the bins for web text, which has many small sizes. If all sizes are
+    similar, it leaves the same space in every bin, and fill_by_pairs() may need fewer bins.
     """
     bins = best_fit_decreasing(sizes, capacity)
     fewest = -(-int(sizes.sum()) // capacity)
@@ -210,10 +211,10 @@ def pack_bins(sizes: np.ndarray, capacity: int) -> np.ndarray:
 
 
 def best_fit_decreasing(sizes: np.ndarray, capacity: int) -> np.ndarray:
-    """Returns int64[n]: the bin of each size, largest first, each into the fullest bin with enough space.
+    """Returns int64[n], the bin of each size. Assigns sizes in decreasing order to the fullest bin with enough space.
 
-    Bit r of `open_rooms` is set if some bin has r free, so that the smallest sufficient space is the lowest set bit of
-    a shifted integer; 0.4 to 1.4 microseconds a document.
+    Bit r of `open_rooms` is set if a bin has r free, so the smallest sufficient space is the lowest set bit of a
+    shifted integer. This takes 0.4 to 1.4 microseconds per document.
     """
     bins = np.empty(len(sizes), np.int64)
     order = np.argsort(-sizes, kind="stable")
@@ -239,7 +240,7 @@ def best_fit_decreasing(sizes: np.ndarray, capacity: int) -> np.ndarray:
 
 
 def fill_by_pairs(sizes: np.ndarray, capacity: int) -> np.ndarray:
-    """Returns int64[n]: the bin of each size. A bin takes the largest sizes that fit, then the best-fitting pair."""
+    """Returns int64[n], the bin of each size. Fills each bin with the largest sizes that fit, then the best pair."""
     order = np.argsort(sizes, kind="stable")
     distinct, firsts = np.unique(sizes[order], return_index=True)
     indices_by_size = {size: part.tolist() for size, part in zip(distinct.tolist(), np.split(order, firsts[1:]))}
@@ -263,7 +264,7 @@ def fill_by_pairs(sizes: np.ndarray, capacity: int) -> np.ndarray:
 
 
 def best_pair(indices_by_size: dict[int, list[int]], remaining: int, fitting: int, room: int) -> list[int]:
-    """Returns the one or two remaining sizes whose sum is closest to the room, among CANDIDATES sizes."""
+    """Returns the one or two remaining sizes with the largest sum up to `room`; tries CANDIDATES first sizes."""
     best, untried = [fitting.bit_length() - 1], fitting
     for _ in range(CANDIDATES):
         if not untried or sum(best) == room:

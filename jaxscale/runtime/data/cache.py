@@ -1,4 +1,4 @@
-"""The cache of tokenized text and of indexes of raw .bin files, keyed by a hash of their inputs."""
+"""Cache of tokenized text and of indexes of raw .bin files, in folders named by a hash of their inputs."""
 
 import contextlib
 import hashlib
@@ -26,31 +26,31 @@ from jaxscale.system.paths import cache_dir, locked, make_private, write_json
 
 Opened = TypeVar("Opened")
 
-SCAN_TOKENS = 1 << 24  # of a raw .bin, read at a time
+SCAN_TOKENS = 1 << 24  # tokens of a raw .bin that are read at a time
 NAME = "tokens"
-PROBED_IDS = 1 << 16  # of a raw .bin, to check its dtype
-MIN_PROBED = 32  # fewer are not conclusive
+PROBED_IDS = 1 << 16  # ids of a raw .bin that are read to check its dtype
+MIN_PROBED = 32  # fewer ids are not enough to check the dtype
 
 
 def cache_folder(cfg: DataConfig) -> Path:
-    """Returns the folder of the cache."""
+    """Returns the cache folder."""
     return Path(cfg.cache_dir).expanduser() if cfg.cache_dir else cache_dir()
 
 
 def raw_dtype(cfg: DataConfig, vocab_size: int) -> str:
-    """Returns the dtype of the ids in a .bin without a header."""
+    """Returns the dtype of the ids in .bin files without a header."""
     if cfg.token_dtype != "auto":
         return cfg.token_dtype
     return "uint16" if vocab_size - 1 <= np.iinfo(np.uint16).max else "uint32"
 
 
 def scan_raw(file: SourceFile, dtype: str, eos_id: int | None, cfg: DataConfig, say: Say) -> Shard:
-    """Returns a raw .bin of ids as a shard; documents end at eos_id. Raises BadInput if the dtype cannot be right."""
+    """Returns a raw .bin of ids as a shard; documents end with eos_id. Raises BadInput if the dtype is wrong."""
     path, itemsize = file.path, np.dtype(dtype).itemsize
     size = size_and_mtime(path)[0]
     if size == 0 or size % itemsize:
         raise BadInput(
-            f"{path} has {size:,} bytes, which is not a multiple of the size of {dtype} ids; see data.token_dtype"
+            f"{path} has {size:,} bytes, which is not a multiple of the size of {dtype} ids; set data.token_dtype"
         )
     ids = np.asarray(open_ids(path, dtype)[:PROBED_IDS])
     upper_halves_are_0 = not ids[1::2].any() and ids[::2].any()
@@ -69,9 +69,10 @@ def index_raw(
     offsets: np.ndarray | None = None,
     negative_from: int = 1 << 64,
 ) -> None:
-    """Writes the index of a raw .bin into `folder`. Raises BadInput for negative ids, also those from negative_from on.
+    """Writes the index of a raw .bin into `folder`. Raises BadInput for negative ids.
 
-    offsets: int64[documents + 1], document starts and the end; None: documents end at eos_id.
+    offsets: int64[documents + 1], starts of the documents, and the end; None: documents end with eos_id.
+    negative_from: smallest unsigned value that is negative as a signed integer.
     """
     before = stamp_of(file.path)
     ids = open_ids(file.path, dtype) if before[0] else np.zeros(0, dtype)
@@ -91,7 +92,7 @@ def index_raw(
         if offsets[-1] != len(ids):
             offsets = np.append(offsets, len(ids))
         if eos_id is not None and len(offsets) == 2:
-            say(f"  the end token {eos_id} does not occur in it: the whole file is one document (see data.eos_id)")
+            say(f"  the end token {eos_id} is not in the file, so the whole file is one document (see data.eos_id)")
     documents = len(offsets) - 1
     header = {"bin": file.path, "dtype": dtype, "num_tokens": len(ids), "max_id": largest}
     header |= unknown_tokenizer_header(file_entry(file, documents), eos_id)
@@ -110,7 +111,7 @@ def open_ids(path: str, dtype: str) -> np.ndarray:
 
 
 def cached_shard(cfg: DataConfig, cache_key: dict[str, Any], make: Callable[[Path], None], say: Say) -> Shard:
-    """Returns the cached shard with this key, created with `make` if missing or damaged."""
+    """Returns the cached shard with this key. A missing or damaged shard is created by make(folder)."""
     root = cache_folder(cfg)
 
     def open_whole(folder: Path) -> Shard:
@@ -130,17 +131,17 @@ def open_or_rebuild(
     open_whole: Callable[[Path], Opened],
     say: Say,
 ) -> Opened:
-    """Opens the folder of ensure_folder, and rebuilds it once if that finds damage. A storage failure is not damage."""
+    """Opens the cached folder with this key, and rebuilds it once if damaged. Storage errors (Unreadable) are raised."""
     folder = ensure_folder(root, kind, cache_key, make)
     try:
         return open_whole(folder)
     except Unreadable:
         raise
     except BadInput:
-        pass  # checked again under the lock: another process may have rebuilt it by then
+        pass  # checked again after locking, because a different process may have rebuilt the folder
     with contextlib.ExitStack() as stack:
         try:
-            waiting = lambda: say(f"waiting for another process that recreates {folder}")
+            waiting = lambda: say(f"waiting while another process recreates {folder}")
             stack.enter_context(locked(root / f"lock-{folder.name}", waiting))
         except OSError as error:
             raise CacheUnwritable(f"{folder} is damaged and cannot be locked: {error}; set data.cache_dir") from None
@@ -159,29 +160,29 @@ def open_or_rebuild(
 
 
 def folder_name(kind: str, cache_key: dict[str, Any]) -> str:
-    """Returns the folder name: KIND-(32 hexadecimal digits of the sha256 of the key)."""
+    """Returns a folder name that consists of `kind` and 32 hexadecimal digits of the sha256 of the key."""
     return f"{kind}-{hashlib.sha256(json.dumps([VERSION, cache_key], sort_keys=True).encode()).hexdigest()[:32]}"
 
 
 def ensure_folder(
     root: Path, kind: str, cache_key: dict[str, Any], make: Callable[[Path], None], *, is_cache: bool = True
 ) -> Path:
-    """Returns the folder of this key. If missing, it is created under a temporary name and renamed when complete.
+    """Returns the folder with this key. A missing folder is created under a temporary name, and renamed when complete.
 
-    Of two concurrent writers the later one discards its copy. is_cache: OSErrors become CacheUnwritable.
+    If two processes create the folder, the later one discards its copy. is_cache: raise OSErrors as CacheUnwritable.
     """
     folder = root / folder_name(kind, cache_key)
     if not folder.is_dir():
         remove_leftovers(root)
         temporary = root / f"making-{folder.name.rpartition('-')[2]}-{socket.gethostname()}-{os.getpid()}"
         try:
-            shutil.rmtree(temporary, ignore_errors=True)  # of an earlier process with the same id
+            shutil.rmtree(temporary, ignore_errors=True)  # from an earlier process with the same id
             make_private(root)
             temporary.mkdir()
             make(temporary)
             if not folder.is_dir():
-                with contextlib.suppress(IsADirectoryError, PermissionError):  # another process has just created it
-                    folder.unlink(missing_ok=True)  # not a folder
+                with contextlib.suppress(IsADirectoryError, PermissionError):  # just created by another process
+                    folder.unlink(missing_ok=True)  # a file instead of a folder
             try:
                 os.rename(temporary, folder)
             except OSError:
@@ -197,18 +198,18 @@ def ensure_folder(
 
 
 def remove_leftovers(root: Path) -> None:
-    """Deletes temporary folders of killed processes of this host."""
+    """Deletes the temporary folders of killed processes on this host."""
     for folder in root.glob(f"making-*-{socket.gethostname()}-*"):
         try:
             os.kill(int(folder.name.rpartition("-")[2]), 0)
         except ProcessLookupError:
             shutil.rmtree(folder, ignore_errors=True)
         except (ValueError, PermissionError):
-            pass  # may be alive
+            pass  # the process may be running
 
 
 def size_and_mtime(path: str) -> tuple[int, int]:
-    """Returns (bytes, mtime in nanoseconds), part of the cache key; (0, 0) for a stream."""
+    """Returns (bytes, mtime in nanoseconds) of a file, for the cache key; (0, 0) for a stream."""
     try:
         return file_stamp(path)
     except OSError as error:
@@ -216,7 +217,7 @@ def size_and_mtime(path: str) -> tuple[int, int]:
 
 
 def describe_skipped(skipped: dict[str, int]) -> str:
-    """Formats counts: '3 invalid UTF-8, 1 empty; repaired 2 windows-1252'."""
+    """Formats counts such as '3 invalid UTF-8, 1 empty; repaired 2 windows-1252'."""
     counts = [f"{number:,} {reason}" for reason, number in skipped.items() if number and not is_repair(reason)]
     repairs = [f"{number:,} {reason.removeprefix(REPAIRED)}" for reason, number in skipped.items() if is_repair(reason)]
     return "; ".join(filter(None, [", ".join(counts), "repaired " * bool(repairs) + ", ".join(repairs)]))

@@ -1,4 +1,4 @@
-"""Checks of the data settings and files before anything is read, tokenized or compiled."""
+"""Checks the data settings and files before text is read or tokenized and programs are compiled."""
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
@@ -37,7 +37,7 @@ from jaxscale.units import plural
 
 
 def check_data(cfg: DataConfig, seq_len: int, vocab_size: int) -> list[str]:
-    """Returns a line with the fix for each problem that can be found without reading text."""
+    """Returns a message with the fix for each problem that can be found without reading text."""
     if cfg.name == "synthetic":
         return []
     (files, val_files), problems = corpus_files(cfg)
@@ -58,24 +58,24 @@ def check_data(cfg: DataConfig, seq_len: int, vocab_size: int) -> list[str]:
 
 
 def holds_ids(cfg: DataConfig, files: Sequence[SourceFile]) -> bool:
-    """Returns True if the first file has token ids by its schema; hub datasets are not checked."""
+    """Returns True if the schema of the first file has token ids. Hub datasets are not checked."""
     if not files or files[0].path.startswith(STREAMS):
         return False
-    with contextlib.suppress(BadInput, OSError):  # raised again when the file is read
+    with contextlib.suppress(BadInput, OSError):  # reading the file later raises the error
         chat = cfg.chat if cfg.name == "chat" else None
         return choose_field(files[0].path, read_fields(files[0].path, cfg), cfg, chat).kind == "ids"
     return False
 
 
 def check_facts(cfg: DataConfig, names: Sequence[str], seq_len: int, facts: Mapping[str, Any]) -> None:
-    """Raises BadInput for a corpus that no run can use. names: of the sources. facts: from write_documents."""
+    """Raises BadInput for a corpus that no run can use. names: names of the sources. facts: from write_documents."""
     tokens = {part: sum(counts) for part, counts in facts["tokens"].items()}
     if cfg.name == "chat" and not sum(facts["members"]["train"]):
         fix = "raise seq_len" + ", or set data.chat.too_long='cut'" * (cfg.chat.too_long == "drop")
-        raise BadInput(f"data.files has no training document that fits into a row of seq_len={seq_len:,}; {fix}")
+        raise BadInput(f"data.files has no training document that fits into a sequence of seq_len={seq_len:,}; {fix}")
     if tokens["train"] < seq_len and cfg.name != "chat":
         raise BadInput(
-            f"data.files has {tokens['train']:,} training tokens, fewer than one row of seq_len={seq_len:,}; "
+            f"data.files has {tokens['train']:,} training tokens, fewer than one sequence of seq_len={seq_len:,}; "
             "add text or reduce seq_len"
         )
     if "valid" in tokens and not facts["targets"]["valid"]:
@@ -88,7 +88,7 @@ def check_facts(cfg: DataConfig, names: Sequence[str], seq_len: int, facts: Mapp
 def corpus_files(
     cfg: DataConfig, say: Callable[[str], None] = ignore_line
 ) -> tuple[tuple[list[SourceFile], list[SourceFile]], list[str]]:
-    """Returns ((training files, validation files), a line for each unusable glob). say: see list_files."""
+    """Returns ((training files, validation files), messages for unusable globs). say: see list_files."""
     same = bin_of if cfg.name == "tokens" else str
 
     def list_setting(globs: Globs, setting: str, default_source: str) -> tuple[list[SourceFile], list[str]]:
@@ -116,7 +116,7 @@ def corpus_files(
 
 
 def tokenizer_problems(cfg: DataConfig, name: str, vocab_size: int, seq_len: int) -> list[str]:
-    """Returns problems of the tokenizer with this model and objective."""
+    """Returns messages for problems of the tokenizer with this model and objective."""
     if problem := tokenizer_problem(name):
         return [problem]
     try:
@@ -135,7 +135,7 @@ def tokenizer_problems(cfg: DataConfig, name: str, vocab_size: int, seq_len: int
 def token_file_problems(
     cfg: DataConfig, files: Sequence[SourceFile], everything: Sequence[SourceFile], seq_len: int, vocab_size: int
 ) -> list[str]:
-    """Returns problems found from names, sizes and headers of token files."""
+    """Returns messages for problems in the names, sizes and headers of token files."""
     problems, tokens = [], 0
     for file in everything:
         number, max_id, found = inspect_token_file(file.path, cfg, seq_len, vocab_size)
@@ -144,7 +144,7 @@ def token_file_problems(
             problems.append(vocabulary_problem(file.path, max_id, vocab_size))
         tokens += number if file in files else 0
     if tokens < seq_len and not problems:
-        problems.append(f"data.files has {tokens:,} tokens, fewer than one row of seq_len={seq_len:,}; add files")
+        problems.append(f"data.files has {tokens:,} tokens, fewer than one sequence of seq_len={seq_len:,}; add files")
     return problems
 
 
@@ -166,7 +166,7 @@ def inspect_token_file(path: str, cfg: DataConfig, seq_len: int, vocab_size: int
     if header is not None and (manifest_path := Path(path).parent / MANIFEST).exists():
         problems.append(f"{path} belongs to a prepared set; use its manifest, which has the hashes: {manifest_path}")
     if is_array_record(path):
-        return seq_len, -1, problems  # the number of tokens is unknown until the file is read
+        return seq_len, -1, problems  # the number of tokens is unknown before reading the file
     if header is not None:
         return header["num_tokens"], header["max_id"], problems
     if not path.endswith(".bin"):
@@ -175,7 +175,7 @@ def inspect_token_file(path: str, cfg: DataConfig, seq_len: int, vocab_size: int
 
 
 def vocabulary_problem(path: str, max_id: int, vocab_size: int) -> str:
-    """Returns the message for a file with ids outside the model's vocabulary."""
+    """Returns the message for a file with token ids outside the model's vocabulary."""
     return (
         f"{path} holds token id {max_id}, but the model has model.vocab_size={vocab_size}; "
         f"set it to {max_id + 1} or more, or check data.token_dtype and the tokenizer"
@@ -183,7 +183,7 @@ def vocabulary_problem(path: str, max_id: int, vocab_size: int) -> str:
 
 
 def add_hub_scheme(globs: Any) -> Any:
-    """Returns the globs with the hub's scheme, except those with a scheme and the paths of saved datasets."""
+    """Adds the scheme hf:// to globs, except to those with a scheme and to paths of saved datasets."""
     if isinstance(globs, dict):
         return {source: add_hub_scheme(some) for source, some in globs.items()}
     if isinstance(globs, tuple):

@@ -1,4 +1,4 @@
-"""Settings of data."""
+"""Settings of the data pipeline."""
 
 import dataclasses
 import math
@@ -12,7 +12,7 @@ from jaxscale.runtime.text.config import ChatConfig, DocumentsConfig, Globs
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
 
-NGRAM = 8  # tokens
+NGRAM = 8  # tokens per n-gram of the row filter
 
 
 Weights = Mapping[str, float]
@@ -22,25 +22,23 @@ MODULE_FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowFilterConfig:
-    """Limits beyond which a row gets weight 0. Fractions are of the row's tokens without padding."""
+    """Limits of the filter that sets the weights of degenerate sequences to 0. Fractions exclude padding tokens."""
 
     on: bool = setting(
         False,
-        "zero the loss weights of degenerate rows. Metrics: gated_rows of the step, gated_rows_total since the last "
-        "start; both count rows without weight, including those without targets",
+        "true: set the loss weights of degenerate sequences to 0. The metrics gated_rows (per step) and "
+        "gated_rows_total (since the last start) count sequences whose weights are all 0",
         read_if="data.name!=synthetic",
     )
     max_top_share: float = setting(0.5, "maximum fraction of the most frequent token; English text has about 0.05")
-    min_distinct_share: float = setting(
-        0.02, "minimum ratio of distinct tokens to tokens: 0.02 is 41 in a row of 2,048"
-    )
+    min_distinct_share: float = setting(0.02, "minimum ratio of distinct tokens to tokens; 0.02 is 41 of 2,048 tokens")
     max_run: int = setting(256, "maximum number of consecutive repetitions of one token")
-    max_repeated_share: float = setting(0.9, f"maximum fraction of {NGRAM}-grams that occurred earlier in the row")
+    max_repeated_share: float = setting(0.9, f"maximum fraction of {NGRAM}-grams that occurred earlier in the sequence")
     max_damaged_share: float = setting(
-        0.2, "maximum fraction of tokens of U+FFFD, which replaces invalid bytes; needs a known tokenizer"
+        0.2, "maximum fraction of tokens for U+FFFD, which replaces invalid bytes; needs a known tokenizer"
     )
     max_depth_rows: int = setting(
-        0, "zero a row that is more than this many rows after the start of its document; 0: no limit"
+        0, "maximum distance, in sequences of seq_len, from the start of a long document; 0: no limit"
     )
 
     def __post_init__(self):
@@ -53,7 +51,7 @@ class RowFilterConfig:
             )
 
 
-# Fields do not apply to the standard library, which is plain text, nor to token ids.
+# Settings of fields do not apply to the standard library, which is plain text, or to token ids.
 READ_IF_TEXT = {field.name: "data.name=stdlib|files|chat|hf" for field in dataclasses.fields(DocumentsConfig)}
 READ_IF_RECORDS = dict.fromkeys(
     ("text_field", "ids_field", "id_field", "url_field", "licence_field", "html_text", "record_format",
@@ -64,85 +62,85 @@ READ_IF_RECORDS = dict.fromkeys(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig(DocumentsConfig):
-    """Training text or tokens, tokenizer, packing, mixture and validation, in addition to DocumentsConfig."""
+    """Settings of training and validation data, tokenizer, packing and mixture, in addition to DocumentsConfig."""
 
     where: ClassVar[str] = "data."
     inherited_read_if: ClassVar[dict[str, str]] = READ_IF_TEXT | READ_IF_RECORDS
 
     name: Literal["stdlib", "files", "chat", "hf", "tokens", "synthetic"] = setting(
         "files",
-        "stdlib: source of this Python's standard library; files: text, tokenized once into the cache, or columns of "
-        "token ids (ids_field); hf: the same "
-        "for data sets of the Hugging Face Hub, whose names are in files; chat: .jsonl, .parquet, .arrow or data sets "
-        "with conversations (messages, or ShareGPT's conversations), prompt and completion, or text; only completions "
-        "have a loss; "
-        "tokens: .bin files of ids, memory-mapped; synthetic: uniform random ids, for throughput",
+        "kind of data; stdlib: source code of this Python's standard library; files: text files, tokenized once into "
+        "the cache, or columns of token ids (ids_field); hf: the same for datasets of the Hugging Face Hub, named in "
+        "files; chat: .jsonl, .parquet, .arrow or datasets with conversations (messages, or ShareGPT's conversations), "
+        "prompt and completion, or text, where only completions have a loss; tokens: memory-mapped .bin files of ids; "
+        "synthetic: uniform random ids, for throughput measurements",
     )
     files: Globs = setting(
         "",
-        "glob or list of globs; or {source: globs}, for a loss per source, which also renames sources of prepared "
-        "sets; or a glob with {name}, for each source of the mixture. files: .jsonl, .parquet, .arrow, "
-        ".array_record, .warc, .html, any text, each also as .gz or .zst, except tables and records; "
-        "hf://NAME?split=train; seqio://TASK?module=MODULE; tokens: the manifest.json of a prepared set, local or "
-        "under gs://; shards of this program (with their .json), Megatron's .bin with its .idx, or raw ids",
+        "glob or list of globs; or {source: globs}, for a loss per source, which also renames the sources of prepared "
+        "sets; or a glob with {name}, for each source of the mixture. Formats: .jsonl, .parquet, .arrow, "
+        ".array_record, .warc, .html or any text; all except tables and records may be compressed as .gz or .zst; "
+        "hf://NAME?split=train; seqio://TASK?module=MODULE. With name=tokens: the manifest.json of a prepared set, "
+        "local or gs://; jaxscale shards with their .json; Megatron's .bin with its .idx; or raw ids",
         read_if="data.name=files|chat|hf|tokens",
     )
     val_files: Globs = setting(
         "",
-        "the same, for validation; empty: part of files is held out, see val_fraction",
+        "validation files, in the same form as files; empty: a part of files is held out, see val_fraction",
         read_if="data.name!=synthetic",
     )
     val_fraction: float = setting(
         0.05,
-        "fraction held out if val_files is empty: documents chosen by a hash of file name and position in the file; "
-        "for a source with fewer than 5 such documents, the last part of each document; 0: no validation",
+        "held-out fraction of the documents if val_files is empty; documents are selected by a hash of file name and "
+        "position in the file; if a source has fewer than 5 such documents, the last part of each of its documents is "
+        "held out; 0: no validation",
         read_if="data.name!=synthetic and not data.val_files",
     )
     tokenizer: str = setting(
         "",
-        "'bytes' (ids 0 to 255 and 256 at the end of a document), a tokenizer.json, or a SentencePiece .model; "
-        "empty: bytes for text; for token files the one in their header, or none",
+        "'bytes' (ids 0 to 255, and 256 as end token), a tokenizer.json, or a SentencePiece .model; empty: bytes for "
+        "text; for token files, the tokenizer in their header, or none",
         read_if="data.name!=synthetic",
     )
     eos_token: str = setting(
         "",
-        "end-of-document token; empty: eos_token of the tokenizer's tokenizer_config.json, else a common name",
+        "end-of-document token; empty: eos_token in the tokenizer's tokenizer_config.json, else a common name",
         read_if="data.tokenizer and data.tokenizer!=bytes",
     )
     bos_token: str = setting(
         "",
-        "beginning-of-document token; empty: that of the tokenizer's files (Llama and Gemma have one, GPT-2 and Qwen "
-        "none); none: no token. Conversations begin as in their template",
+        "beginning-of-document token; empty: from the tokenizer's files (Llama and Gemma have such a token, GPT-2 and "
+        "Qwen do not); none: no token. Does not apply to conversations, which begin as in their template",
         read_if="data.tokenizer and data.tokenizer!=bytes",
     )
     eos_id: int | None = setting(
         None,
-        "tokens: end-of-document id in a raw .bin; none: the tokenizer's, or one document per file",
+        "for name=tokens: end-of-document id in a raw .bin; none: the tokenizer's end id, or one document per file",
         read_if="data.name=tokens",
     )
     token_dtype: Literal["auto", "uint16", "uint32"] = setting(
         "auto",
-        "tokens: dtype of a raw .bin; auto: uint16 if the model's largest id is at most 65535, else uint32",
+        "for name=tokens: dtype of a raw .bin; auto: uint16 if the model's largest id is at most 65535, else uint32",
         read_if="data.name=tokens",
     )
     packing: Literal["best_fit", "concat"] = setting(
         "best_fit",
-        "how documents are packed into rows. best_fit: a document that fits into a row is never split; padding is 1% "
-        "if short documents fill the rows, more if all are longer than a third of a row; concat: rows are slices of "
-        "the concatenated documents, without padding. Neither drops a token",
+        "packing of documents into sequences; best_fit: a document that fits into a sequence is never split; about 1% "
+        "padding with short documents, and more if all documents are longer than a third of a sequence; concat: "
+        "sequences are slices of the concatenated documents, without padding. Neither drops tokens",
         read_if="data.name!=synthetic",
     )
     mixture: MixtureSetting = setting(
         {},
-        "{source: weight}, or {start: {source: weight}} with starts such as '0', '10e9' (tokens), '80%', '2000 steps'; "
-        "sources are the names in files, weights are fractions of rows. Empty: all documents together. Only stages "
-        "that have not started may change",
+        "{source: weight}, or stages {start: {source: weight}} with starts such as '0', '10e9' (tokens), '80%', '2000 "
+        "steps'; sources are named in files; weights are fractions of the sequences; empty: no weights, all documents "
+        "are shuffled together. Only stages that have not started may be changed",
         may_change=True,
         read_if="data.name!=synthetic",
     )
     max_epochs: dict[str, float] = setting(
         {},
-        "{source: epochs} after which the other sources of the mixture share its weight",
+        "{source: epochs}: after this number of epochs, the other sources of the mixture share the source's weight",
         may_change=True,
         read_if="data.mixture",
     )
@@ -151,15 +149,15 @@ class DataConfig(DocumentsConfig):
     objective: ObjectiveConfig = setting(NextTokenConfig)
     verify: Literal["size", "hash", "always"] = setting(
         "hash",
-        "how prepared sets, shards, cached tokens and row plans are verified. hash: by checksum once on each machine, "
-        "and again after a change; always: by checksum at each start, which also detects bit rot; size: only by file "
-        "size, also while reading",
+        "verification of prepared sets, shards, cached tokens and row plans; hash: checksums once on each machine, and "
+        "again after a change; always: checksums at each start, which also detects bit rot; size: only file sizes, at "
+        "the start and during the run",
         may_change=True,
         read_if="data.name!=synthetic",
     )
     cache_bytes: int = setting(
         100_000_000_000,
-        "tokens: size limit of the local cache of shards from a bucket",
+        "for name=tokens: size limit in bytes of the local cache of shards from a bucket",
         may_change=True,
         read_if="data.name=tokens",
     )
@@ -171,12 +169,12 @@ class DataConfig(DocumentsConfig):
     )
     transforms: tuple[str, ...] = setting(
         (),
-        "functions that change training batches, as MODULE:FUNCTION, in order: function(batch, n, rows) "
-        "gets rows of batch n (a jaxscale.core.batch.Batch of numpy arrays [rows, T]) and their numbers, and "
-        "returns them with the same fields, shapes and dtypes; a row may depend only on itself, n and its number",
+        "functions that change training batches, as MODULE:FUNCTION, applied in order: function(batch, n, rows) "
+        "receives a part of batch n (a jaxscale.core.batch.Batch of numpy arrays [rows, T]) and the row indices, and "
+        "returns it with the same fields, shapes and dtypes; a row may depend only on itself, n and its index",
     )
     skip_batches: tuple[tuple[int, int], ...] = setting(
-        (), "batch ranges [from, to) that are never trained on, such as ((1200, 1204),)", may_change=True
+        (), "batch ranges [from, to) to skip, such as ((1200, 1204),)", may_change=True
     )
 
     def __post_init__(self):
@@ -195,7 +193,7 @@ class DataConfig(DocumentsConfig):
         check_mixture(self.mixture, self.max_epochs)
         if self.name == "chat" and self.objective.name != "next_token":
             raise BadInput(
-                f"name='chat' defines the loss mask; set objective.name=next_token, not {self.objective.name!r}"
+                f"objective.name={self.objective.name!r} has no effect with name='chat'; set objective.name=next_token"
             )
         if self.name != "chat" and self.chat != ChatConfig():
             raise BadInput(f"data.chat has no effect with data.name={self.name!r}; set data.name='chat'")
@@ -204,7 +202,7 @@ class DataConfig(DocumentsConfig):
 
 
 def mixture_stages(mixture: MixtureSetting) -> list[tuple[str, Weights]]:
-    """Returns (start, weights) of each stage. Raises BadInput for a setting of neither form."""
+    """Returns (start, weights) of each stage of data.mixture. Raises BadInput for an invalid setting."""
     staged = [(start, value) for start, value in mixture.items() if isinstance(value, Mapping)]
     if staged and len(staged) < len(mixture):
         raise BadInput("mixture must be {source: weight}, or {start: {source: weight}}, but not both")
@@ -221,12 +219,12 @@ def mixture_stages(mixture: MixtureSetting) -> list[tuple[str, Weights]]:
 
 
 def mixture_names(mixture: MixtureSetting) -> tuple[str, ...]:
-    """Returns the sources of a mixture by first occurrence; losses are reported for these."""
+    """Returns the sources named in a mixture, in the order of first occurrence."""
     return tuple(dict.fromkeys(name for _, weights in mixture_stages(mixture) for name in weights)) if mixture else ()
 
 
 def check_mixture(mixture: MixtureSetting, max_epochs: Mapping[str, float]) -> None:
-    """Raises BadInput for settings that are invalid for any data."""
+    """Raises BadInput for a mixture or max_epochs that is invalid for any data."""
     if mixture:
         mixture_stages(mixture)
     if max_epochs and not mixture:

@@ -54,7 +54,7 @@ def test_a_set_is_prepared_described_and_trained_on(raw, tmp_path, capsys):
     planned = corpus_of(out / "manifest.json", tmp_path)
     assert names.read_bytes() == before and planned.train_rows.arrays.folder.startswith(str(out))
     np.testing.assert_array_equal(planned.batches(4).batch(5).tokens, corpus.batches(4).batch(5).tokens)
-    with pytest.raises(BadInput, match="rows.seq_len=99999999: .*fewer than one row of seq_len=99,999,999"):
+    with pytest.raises(BadInput, match="rows.seq_len=99999999: .*fewer than one sequence of seq_len=99,999,999"):
         prepare.main(["--index", f"--output={out}", "--config.rows.seq_len=99999999"])
     (out / "report.html").unlink()
     assert prepare.main(["--report", f"--output={out}"]) == 0
