@@ -31,13 +31,13 @@ def test_ids_come_from_the_settings_or_else_from_the_tokenizer():
 @pytest.mark.parametrize(
     ("cfg", "seq_len", "told"),
     [
-        (MaskedLmConfig(), 20, "data.objective.mask_id must be given (data.tokenizer=bytes has none)"),
+        (MaskedLmConfig(), 20, "data.objective.mask_id must be given (data.tokenizer=bytes has no such id)"),
         (
             MaskedLmConfig(mask_id=1000),
             20,
             "but the model has model.vocab_size=1000; set model.vocab_size to 1001 or more",
         ),
-        (MaskedLmConfig(mask_id=65), 20, "which the tokenizer uses for text; use one that it does not have"),
+        (MaskedLmConfig(mask_id=65), 20, "which the tokenizer uses for text; use an id that it does not have"),
         (SpanCorruptionConfig(), 20, "data.objective.first_sentinel_id must be given"),
         (SpanCorruptionConfig(first_sentinel_id=950), 20, "set model.vocab_size to 1050 or more"),
         (SpanCorruptionConfig(first_sentinel_id=300), 2048, "has up to 102 spans, but there are 100 sentinels"),

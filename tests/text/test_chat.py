@@ -232,7 +232,7 @@ def test_a_document_longer_than_a_row_is_dropped_or_cut_and_told(tmp_path, too_l
     cfg = DataConfig(**{**vars(cfg), "chat": ChatConfig(too_long=too_long)})
     corpus = open_data(cfg, seq_len=16, vocab_size=300, seed=0, say=lambda text: None)
     done = "truncated" if too_long == "cut" else "dropped"
-    assert f"{documents} documents, " in corpus.summary and f"1 document longer than a row {done}" in corpus.summary
+    assert f"{documents} documents, " in corpus.summary and f"1 document longer than seq_len {done}" in corpus.summary
     batch = corpus.batches(len(corpus.train_rows)).batch(0)
     assert batch.weights.sum() == (5 + 1) + (9 + 1) + (15 if too_long == "cut" else 0)
 
@@ -241,8 +241,8 @@ def test_a_conversation_of_which_the_cut_would_leave_nothing_to_learn_is_dropped
     cfg = files(tmp_path, *[{"prompt": "p" * n, "completion": "c" * 9} for n in (3, 15, 16, 40)])
     cfg = DataConfig(**{**vars(cfg), "chat": ChatConfig(too_long="cut")})
     corpus = open_data(cfg, seq_len=16, vocab_size=300, seed=0, say=lambda text: None)
-    assert "2 documents, " in corpus.summary and "1 document longer than a row truncated" in corpus.summary
-    assert "2 documents longer than a row dropped (data.chat.too_long, their loss mask starts after" in corpus.summary
+    assert "2 documents, " in corpus.summary and "1 document longer than seq_len truncated" in corpus.summary
+    assert "2 documents longer than seq_len dropped (data.chat.too_long, all targets are after the end" in corpus.summary
     batch = corpus.batches(len(corpus.train_rows)).batch(0)
     assert batch.weights.sum() == (9 + 1) + 1 and (batch.weights.sum(1) > 0).all()
 

@@ -164,7 +164,7 @@ class Arrays(Mapping[str, np.ndarray]):
 
 
 def open_arrays(folder: Path, cache: Path, verify: str = "hash", say: Say | None = None) -> Arrays:
-    """Returns the arrays of a local folder, with files verified as in data.verify. Raises BadInput for changed files."""
+    """Returns the arrays of a local folder, verified as in data.verify. Raises BadInput for changed files."""
     try:
         content = read_bytes(folder / HEADER)
     except (OSError, BadInput) as error:
@@ -188,7 +188,7 @@ def open_arrays(folder: Path, cache: Path, verify: str = "hash", say: Say | None
 
 
 def find_arrays(location: str, cache: Path, cache_bytes: int, verify: str, say: Say | None) -> Arrays | None:
-    """Returns the verified arrays of a local folder or gs:// URL, which is downloaded into the cache; None if missing."""
+    """Returns the verified arrays of a local folder or gs:// URL, downloaded into the cache; None if missing."""
     if not is_remote(location):
         return open_arrays(Path(location), cache, verify, say) if os.path.exists(f"{location}/{HEADER}") else None
     copies = shard_cache(str(cache / "bucket"), cache_bytes)

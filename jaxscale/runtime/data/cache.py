@@ -131,7 +131,7 @@ def open_or_rebuild(
     open_whole: Callable[[Path], Opened],
     say: Say,
 ) -> Opened:
-    """Opens the cached folder with this key, and rebuilds it once if damaged. Storage errors (Unreadable) are raised."""
+    """Opens the cached folder with this key, rebuilt once if damaged. Storage errors (Unreadable) are raised."""
     folder = ensure_folder(root, kind, cache_key, make)
     try:
         return open_whole(folder)

@@ -193,7 +193,7 @@ class DataConfig(DocumentsConfig):
         check_mixture(self.mixture, self.max_epochs)
         if self.name == "chat" and self.objective.name != "next_token":
             raise BadInput(
-                f"objective.name={self.objective.name!r} has no effect with name='chat'; set objective.name=next_token"
+                f"objective.name={self.objective.name!r} does not apply to name='chat'; set objective.name=next_token"
             )
         if self.name != "chat" and self.chat != ChatConfig():
             raise BadInput(f"data.chat has no effect with data.name={self.name!r}; set data.name='chat'")

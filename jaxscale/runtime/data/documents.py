@@ -1,9 +1,11 @@
-"""The memory-mapped index of all documents of a corpus: their token positions, sources and split.
+"""Memory-mapped index of all documents of a corpus, with their token positions, sources and split.
 
-Documents are numbered across all files. Each takes 4 bytes for its position in the token stream (8 if 1,024 consecutive
-documents have 2**32 tokens), 1 or 2 bytes for its source if there are several, and one bit for each part (training,
-validation). Rank and select on the bits find the n-th document of a part and the reverse ("Succinct indexable
-dictionaries", Raman, Raman and Rao, SODA 2002), without any array in memory.
+Documents are numbered across all files. A document takes 4 bytes for its position in the token stream (8 bytes if 1,024
+consecutive documents have 2**32 tokens), 1 or 2 bytes for its source if there are several sources, and one bit for each
+part (training, validation). Rank and select on these bits map document numbers to ranks in a part and ranks to document
+numbers ("Succinct indexable dictionaries", Raman, Raman and Rao, SODA 2002). No array is loaded into memory.
+
+A group is a source of a mixture, or all documents of a part if there is no mixture.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,30 +20,30 @@ from jaxscale.runtime.data.verified import Expected, FileWatch
 TRAIN, VALID = "train", "valid"
 BLOCK = 256  # documents per stored rank
 BASE = 1024  # documents per 8-byte base position
-CHUNK_DOCUMENTS = 1 << 20  # documents processed at a time: a multiple of both
+CHUNK_DOCUMENTS = 1 << 20  # documents processed at a time, a multiple of BLOCK and BASE
 SELECT_IN_BYTE = np.stack([np.argsort(-row.astype(int), kind="stable") for row in np.unpackbits(
     np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"
 )]).astype(np.int64)  # [byte, k]: position of the k-th set bit  # fmt: skip
 
 
 class DocumentChunk(NamedTuple):
-    """Consecutive documents."""
+    """Lengths, sources and split of n consecutive documents."""
 
     lengths: np.ndarray  # int64[n]
     sources: np.ndarray  # uint16[n]
-    train: np.ndarray  # bool[n]: in the training part
-    valid: np.ndarray  # bool[n]: in the validation part
+    train: np.ndarray  # bool[n]: True in the training part
+    valid: np.ndarray  # bool[n]: True in the validation part
 
 
 class SplitRule(NamedTuple):
-    """Token ranges of a document in training and validation, if it is in both or is clipped."""
+    """Rule that splits documents into training and validation tokens, or truncates them."""
 
     fraction: float = 0.0
-    tails: tuple[int, ...] = ()  # sources whose documents have their last `fraction` in validation
-    clip: int = 0  # longest document [tokens]; 0: no limit
+    tails: tuple[int, ...] = ()  # sources of which the last `fraction` of every document is in validation
+    clip: int = 0  # length in tokens to which documents are truncated; 0: no limit
 
     def lengths(self, whole: np.ndarray, sources: np.ndarray, part: str) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (first token of the part, tokens of the part) of documents of these lengths and sources."""
+        """Returns (first token, number of tokens) of the part of each document, given whole lengths and sources."""
         skipped = np.zeros_like(whole)
         if self.tails:
             train_lengths = whole - (whole * self.fraction).astype(np.int64)
@@ -54,7 +56,7 @@ class SplitRule(NamedTuple):
 
 
 class MappedFiles(dict):
-    """{file number: array}, each opened at first access."""
+    """Dict {file number: array} that opens each file at first access."""
 
     def __init__(self, open_file: Callable[[int], Any]):
         super().__init__()
@@ -65,10 +67,10 @@ class MappedFiles(dict):
 
 
 class TokenSet:
-    """The token files of all documents, in order. Each is mapped at first use; a pickle carries no mapping."""
+    """The token files of all documents, in order, memory-mapped at first use. Pickling excludes the memory maps."""
 
     def __init__(self, files: Sequence[tuple[str, str, str, int, int, Mapping[str, Expected]]]):
-        """files: (path, dtype, path of the loss mask or '', documents, tokens, expected states) of each."""
+        """files: tuples (path, dtype, path of the loss mask or '', documents, tokens, {path: expected state})."""
         self._files = files
         self.paths, dtypes, self.loss_masks, documents, tokens, expected = zip(*files)
         self.first_documents, self.first_tokens = (
@@ -83,7 +85,7 @@ class TokenSet:
         return TokenSet, (self._files,)
 
     def check(self, file: int) -> None:
-        """Raises Stop if a mapped file has changed. Call it before reading."""
+        """Raises Stop if a mapped file has changed. Call this method before reading."""
         self._unchanged.check((self.paths[file], self.loss_masks[file]))
 
     def _map(self, path: str, dtype: str) -> Any:
@@ -92,11 +94,11 @@ class TokenSet:
 
 
 class NeedsInt64(Exception):
-    """Positions need 8 bytes each."""
+    """Raised if positions do not fit in 4 bytes."""
 
 
 def rechunk(chunks: Iterable[DocumentChunk]) -> Iterator[DocumentChunk]:
-    """Yields the documents in chunks of CHUNK_DOCUMENTS; the last chunk may be shorter."""
+    """Yields the same documents in chunks of CHUNK_DOCUMENTS. The last chunk may be shorter."""
     pending: list[DocumentChunk] = []
     size = 0
     for chunk in chunks:
@@ -115,7 +117,7 @@ def write_documents(
     out: ArrayWriter, chunks: Iterable[DocumentChunk], rule: SplitRule, num_sources: int, groups: Mapping[str, int],
     *, use_int64: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    """Writes the index and returns its metadata (JSON). groups: {part: number}. NeedsInt64 for large positions."""
+    """Writes the index and returns its metadata as JSON data. groups: {part: number of groups}. Raises NeedsInt64."""
     number = total = base = 0
     source_type = np.uint8 if num_sources <= 1 << 8 else np.uint16
     counts = {part: np.zeros(num, np.int64) for part, num in groups.items()}
@@ -160,12 +162,12 @@ def pad_to_block(values: np.ndarray) -> np.ndarray:
 
 
 def write_positions(out: ArrayWriter, number: int, positions: np.ndarray, base: int, *, use_int64: bool) -> int:
-    """Writes document starts from `number` on relative to bases, and returns the last base, or raises NeedsInt64."""
+    """Writes the starts of documents from `number` on, relative to bases; returns the last base. Raises NeedsInt64."""
     if use_int64:
         out.append("positions", positions)
         return base
     bases = np.array([base])
-    if number % BASE == 0:  # always, except for a single position, the end
+    if number % BASE == 0:  # true except for the last call, with a single position
         bases = positions[::BASE]
         out.append("bases", bases)
     offsets = positions - np.repeat(bases, BASE)[: len(positions)]
@@ -176,10 +178,10 @@ def write_positions(out: ArrayWriter, number: int, positions: np.ndarray, base: 
 
 
 class DocumentIndex:
-    """Reads the index. Arrays are memory-mapped; methods take and return arrays of any length."""
+    """Index of the documents, read from memory-mapped arrays. Methods take and return arrays of any length."""
 
     def __init__(self, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, Any], files: TokenSet | None = None):
-        """metadata: returned by write_documents. files: not needed to plan rows."""
+        """metadata: result of write_documents. files: token files; None if only rows are planned."""
         self.arrays, self.metadata, self.files = arrays, metadata, files
         self.rule = SplitRule(metadata["rule"]["fraction"], tuple(metadata["rule"]["tails"]), metadata["rule"]["clip"])
 
@@ -187,18 +189,18 @@ class DocumentIndex:
         return self.metadata["number"]
 
     def positions(self, numbers: np.ndarray) -> np.ndarray:
-        """Returns int64[n]: the start of each document in the token stream; for len(self), its end."""
+        """Returns int64[n], the start of each document in the token stream; for number len(self), the end."""
         found = self.arrays["positions"][numbers].astype(np.int64)
         return found + self.arrays["bases"][numbers // BASE] if "bases" in self.arrays else found
 
     def sources(self, numbers: np.ndarray) -> np.ndarray:
-        """Returns uint16[n]: the source of each document."""
+        """Returns uint16[n], the source of each document."""
         if self.metadata["num_sources"] == 1:
             return np.zeros(len(numbers), np.uint16)
         return self.arrays["sources"][numbers].astype(np.uint16)
 
     def lengths(self, numbers: np.ndarray, part: str) -> np.ndarray:
-        """Returns int64[n]: the tokens of each document in the part."""
+        """Returns int64[n], the number of tokens of each document in the part."""
         return self._part_range(numbers, part)[1]
 
     def _part_range(self, numbers: np.ndarray, part: str) -> tuple[np.ndarray, np.ndarray]:
@@ -206,7 +208,7 @@ class DocumentIndex:
         return self.rule.lengths(whole, self.sources(numbers) if self.rule.tails else numbers, part)
 
     def locate(self, numbers: np.ndarray, part: str) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (file, offset of the part's first token in it) of each document."""
+        """Returns (file, offset in the file of the part's first token) for each document."""
         assert self.files is not None, "locate needs the token files"
         files = self.files.first_documents.searchsorted(numbers, side="right") - 1
         begins = self.positions(numbers) - self.files.first_tokens[files]
@@ -217,7 +219,7 @@ class DocumentIndex:
         return self.metadata["members"][part][group]
 
     def select(self, part: str, group: int, ranks: np.ndarray) -> np.ndarray:
-        """Returns int64[n]: the numbers of a group's documents of these ranks (succinct select)."""
+        """Returns int64[n], the document numbers of the given ranks in a group (succinct select)."""
         if self.size(part, group) == len(self):
             return ranks
         block_ranks = self.arrays[f"{part}.{group}.ranks"]
@@ -231,7 +233,7 @@ class DocumentIndex:
         return blocks * BLOCK + word * 64 + byte * 8 + SELECT_IN_BYTE[word_bytes[np.arange(len(bits)), byte], rank_left]
 
     def rank(self, part: str, group: int, number: int) -> int | None:
-        """Returns the rank of a document in a group, the inverse of select; None if it is not in the group."""
+        """Returns the rank of a document in a group (the inverse of select), or None if it is not in the group."""
         block, place = divmod(number, BLOCK)
         members = np.unpackbits(self._bits(part, group, np.array([block]))[0], bitorder="little")
         if not members[place]:
@@ -239,7 +241,7 @@ class DocumentIndex:
         return int(self.arrays[f"{part}.{group}.ranks"][block]) + int(members[:place].sum())
 
     def _bits(self, part: str, group: int, blocks: np.ndarray) -> np.ndarray:
-        """Returns uint8[n, BLOCK / 8]: the bits of a group in each block."""
+        """Returns uint8[n, BLOCK / 8], the bits of a group in each block."""
         bits = self.arrays[f"{part}.bits"].reshape(-1, BLOCK // 8).take(blocks, axis=0)
         if len(self.metadata["members"][part]) == 1:
             return bits
@@ -247,7 +249,7 @@ class DocumentIndex:
         return bits & np.packbits(sources == group, axis=1, bitorder="little")
 
     def members(self, part: str, group: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yields (numbers, lengths in the part) of a group's documents, at most CHUNK_DOCUMENTS at a time."""
+        """Yields (document numbers, lengths in the part) of a group, at most CHUNK_DOCUMENTS at a time."""
         for first in range(0, len(self), CHUNK_DOCUMENTS):
             numbers = np.arange(first, min(first + CHUNK_DOCUMENTS, len(self)))
             blocks = np.arange(first // BLOCK, -(-(first + len(numbers)) // BLOCK))
@@ -257,9 +259,9 @@ class DocumentIndex:
 
 
 def select_part(counts: np.ndarray, ranks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (column that contains each rank, rank within it) for counts [n, parts] per column."""
+    """Returns (column that contains each rank, rank within that column). counts: [n, columns]. ranks: [n]."""
     part = np.zeros(len(ranks), np.int64)
-    for column in range(counts.shape[1] - 1):  # few columns: faster than a cumulative sum
+    for column in range(counts.shape[1] - 1):  # for a few columns, a loop is faster than a cumulative sum
         is_behind = (part == column) & (ranks >= counts[:, column])
         ranks = np.where(is_behind, ranks - counts[:, column], ranks)
         part += is_behind
@@ -267,7 +269,7 @@ def select_part(counts: np.ndarray, ranks: np.ndarray) -> tuple[np.ndarray, np.n
 
 
 def bisect_right(array: np.ndarray, low: np.ndarray, high: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """Returns int64[n]: np.searchsorted(array[low:high], key, side="right") + low for each key."""
+    """Returns int64[n], np.searchsorted(array[low:high], key, side="right") + low for each key."""
     low, high = low.copy(), high.copy()
     while (open_ := low < high).any():
         middle = (low + high) // 2

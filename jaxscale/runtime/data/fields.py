@@ -1,6 +1,6 @@
-"""Selects which field of a file is read: text, token ids or conversations; and reads token ids.
+"""Selects the field of a file to read (text, token ids or conversations), and reads token ids.
 
-Token ids may come with labels and attention masks in the format of transformers.
+Fields of token ids may have fields of labels and attention masks next to them, in the format of transformers.
 """
 
 from collections import Counter
@@ -20,12 +20,12 @@ from jaxscale.runtime.text.sources.part import NO_METADATA, WHOLE, Damaged, Meta
 from jaxscale.runtime.text.sources.read import JSON_LINES
 from jaxscale.system.exits import BadInput
 
-IDS_FIELD = "input_ids"  # read without a text field
+IDS_FIELD = "input_ids"  # field that is read if there is no text field
 CHAT_FIELDS = ("messages", "conversations")
-LABELS, ATTENTION_MASK = "labels", "attention_mask"  # next to the ids; the names that transformers uses
+LABELS, ATTENTION_MASK = "labels", "attention_mask"  # names of the fields in transformers
 NOT_LEARNED = -100  # label that PyTorch's CrossEntropyLoss ignores
 NO_LABEL = "no label to learn"
-MOST_IDS = 1 << 31  # of an unknown vocabulary
+MOST_IDS = 1 << 31  # size of an unknown vocabulary
 
 Kind = Literal["text", "ids", "chat"]
 
@@ -35,22 +35,22 @@ class FileFields(NamedTuple):
 
     names: tuple[str, ...]
     has: Callable[[str], bool]
-    has_ids: Callable[[str], bool]  # the field has lists of integers
+    has_ids: Callable[[str], bool]  # True if the field contains lists of integers
 
 
 class FieldChoice(NamedTuple):
-    """The field that is read from a file."""
+    """The field to read from a file."""
 
     kind: Kind
     field: str = ""  # empty for a file without fields
-    automatic: bool = False  # token ids were detected, not requested
-    others: tuple[str, ...] = ()  # other candidate fields, each with the setting that selects it
-    labels: str = ""  # the field of labels, or ''
-    mask: str = ""  # the field of attention masks, or ''
+    automatic: bool = False  # True if token ids were detected and not requested in the settings
+    others: tuple[str, ...] = ()  # other candidate fields, each with the setting that selects the field
+    labels: str = ""  # field of labels, or ''
+    mask: str = ""  # field of attention masks, or ''
 
 
 def is_json_lines(path: str) -> bool:
-    """Returns True for a JSON Lines file name."""
+    """Returns True for the name of a JSON Lines file."""
     return unpacked_name(path).endswith(JSON_LINES)
 
 
@@ -60,7 +60,7 @@ def has_records(path: str, cfg: DocumentsConfig) -> bool:
 
 
 def read_fields(path: str, cfg: DocumentsConfig) -> FileFields | None:
-    """Returns the fields of a file; None if its format has none or the file is empty. Raises as reading it does."""
+    """Returns the fields of a file, or None for an empty file or a format without fields. Raises errors of reading."""
     if is_table(path):
         with open_table(path, cfg) as table:
             schema = table.schema
@@ -88,7 +88,7 @@ def read_fields(path: str, cfg: DocumentsConfig) -> FileFields | None:
 def iter_records(
     path: str, cfg: DocumentsConfig, skipped: Counter, part: Part = WHOLE, raw: Sequence[str] = ()
 ) -> Iterator[tuple[int, str, bytes, Any]]:
-    """Yields (offset, 'line 3' or 'record 3', bytes, value) of a file for which has_records is True."""
+    """Yields (offset, 'line 3' or 'record 3', bytes, value) for each record of a file with has_records(path)."""
     if is_json_lines(path):
         for offset, number, line, record, _ in jsonl.json_records(path, cfg, skipped, part):
             yield offset, jsonl.format_line(number, part), line, record
@@ -113,10 +113,10 @@ def is_ids_type(kind: Any) -> bool:
 def choose_field(
     path: str, fields: FileFields | None, cfg: DocumentsConfig, chat: ChatConfig | None = None
 ) -> FieldChoice:
-    """Selects the field to read: the one in the settings, else text, else token ids.
+    """Selects the field to read: the field in the settings, else a text field, else a field of token ids.
 
-    chat: settings of data.name='chat', for which conversations come first.
-    Raises: BadInput if ids_field does not have token ids, or if there are only conversations and chat is None.
+    chat: settings of data.name='chat', which prefers conversations; None for other values of data.name.
+    Raises: BadInput if ids_field does not contain token ids, or if there are only conversations and chat is None.
     """
     setting = f"{cfg.where}ids_field"
     if fields is None:
@@ -148,13 +148,13 @@ def choose_field(
 
 
 def label_and_mask_fields(field: str) -> tuple[str, str]:
-    """Returns the names of the labels and attention mask of a field of token ids."""
+    """Returns the names of the label and attention mask fields that belong to a field of token ids."""
     parent, dot, _ = field.rpartition(".")
     return f"{parent}{dot}{LABELS}", f"{parent}{dot}{ATTENTION_MASK}"
 
 
 def candidate_fields(fields: FileFields, cfg: DocumentsConfig, chat: ChatConfig | None) -> list[tuple[Kind, str, str]]:
-    """Returns (kind, field, the field with the setting that selects it) of all candidates, by priority."""
+    """Returns (kind, field, text with field and setting) for all candidate fields, in order of priority."""
     names = chat or ChatConfig()
     pair = (names.prompt_field, names.completion_field)
     chats = [name for name in CHAT_FIELDS if fields.has(name)]
@@ -174,7 +174,7 @@ def candidate_fields(fields: FileFields, cfg: DocumentsConfig, chat: ChatConfig 
 def choose_fields(
     files: Sequence[SourceFile], cfg: DocumentsConfig, chat: ChatConfig | None = None
 ) -> dict[SourceFile, FieldChoice]:
-    """Returns choose_field of each file. A damaged file that is to be skipped is read as text, which counts it."""
+    """Returns the choice of field for each file. With data.damaged='skip', damaged files are counted later, as text."""
     found = {}
     for file in files:
         try:
@@ -189,7 +189,7 @@ def choose_fields(
 
 
 def check_tokenizer(found: Mapping[SourceFile, FieldChoice], *, is_named: bool, needed: bool) -> None:
-    """Raises BadInput if token ids need a named tokenizer, because there is text too, and none is named."""
+    """Raises BadInput if there are token ids and text but no named tokenizer. needed: also if there are only ids."""
     ids = [file.path for file, choice in found.items() if choice.kind == "ids"]
     others = [file.path for file, choice in found.items() if choice.kind != "ids"]
     if ids and not is_named and (others or needed):
@@ -217,24 +217,24 @@ def describe_choices(found: Mapping[SourceFile, FieldChoice], cfg: DocumentsConf
 
 
 class Vocabulary(NamedTuple):
-    """The range of valid ids."""
+    """Size and tokenizer of the vocabulary."""
 
     size: int = MOST_IDS
-    tokenizer: str = ""  # setting and name, '' if unknown
+    tokenizer: str = ""  # setting and name of the tokenizer; '' if unknown
 
 
 class TokenIds(NamedTuple):
-    """The ids of a whole document."""
+    """Token ids of a whole document."""
 
     ids: np.ndarray  # uint32[n]
-    loss_mask: np.ndarray | None  # bool[n]; None: all 1
+    loss_mask: np.ndarray | None  # bool[n]; None: all True
     place: str  # file and row, for messages
 
 
 def read_ids(
     path: str, choice: FieldChoice, cfg: DocumentsConfig, vocabulary: Vocabulary, skipped: Counter, part: Part = WHOLE
 ) -> Iterator[tuple[int, TokenIds, Metadata]]:
-    """Yields (offset, ids, words) of rows; skipped ones are counted. Raises BadInput naming a row that is malformed."""
+    """Yields (offset, ids, metadata) of each row, and counts skipped rows. Raises BadInput naming a malformed row."""
     for offset, place, fields, words in raw_rows(path, choice, cfg, skipped, part):
         try:
             found = check_row(*fields, place, choice.field)
@@ -253,12 +253,12 @@ def read_ids(
 def raw_rows(
     path: str, choice: FieldChoice, cfg: DocumentsConfig, skipped: Counter, part: Part
 ) -> Iterator[tuple[int, str, tuple[Any, Any, Any], Metadata]]:
-    """Yields (offset, place, (ids, labels, mask), words) of each raw row; None for null."""
+    """Yields (offset, place, (ids, labels, mask), metadata) of each raw row, with None for null values."""
     if not is_table(path):
-        names = (choice.field, *label_and_mask_fields(choice.field))  # even if the first record lacks them
+        names = (choice.field, *label_and_mask_fields(choice.field))  # labels may be missing in the first record
         for offset, place, line, record in iter_records(path, cfg, skipped, part):
             if isinstance(record, bytes):
-                decode_text(record, cfg, skipped, path, lambda start, place=place: place)  # counts it or raises
+                decode_text(record, cfg, skipped, path, lambda start, place=place: place)  # counts the record or raises
                 continue
             fields = tuple(jsonl.get_field(record, name) for name in names)
             if jsonl.get_field(record, choice.field, jsonl.MISSING) is jsonl.MISSING:
@@ -278,18 +278,18 @@ def raw_rows(
 
 
 def list_column(batch: Any, name: str, path: str) -> list[np.ndarray | None]:
-    """Returns an array for each list of a column, of dtype object if it contains null; None for null."""
+    """Returns an array for each list in a column. Lists that contain null have dtype object; null lists give None."""
     import pyarrow
     import pyarrow.compute
 
-    compute: Any = pyarrow.compute  # its functions are created at import
+    compute: Any = pyarrow.compute  # Any, because its functions are created at import
     if type_of(batch.schema, name) is None:
         raise BadInput(f"{path} has no column {name!r} in some of its rows; rewrite it with one schema")
     column = column_of(batch, name)
     if isinstance(column, pyarrow.ExtensionArray):
         column = column.storage
-    column.validate(full=True)  # the offsets are untrusted
-    inner = getattr(column.type, "value_type", None)  # of the values of a list
+    column.validate(full=True)  # offsets in the file may be invalid
+    inner = getattr(column.type, "value_type", None)  # type of the list elements
     is_number = inner is not None and (pyarrow.types.is_integer(inner) or pyarrow.types.is_boolean(inner))
     if not is_number or pyarrow.types.is_dictionary(column.type):
         raise BadInput(f"{path}: column {name!r} is {column.type}, not lists of integers")
@@ -300,12 +300,12 @@ def list_column(batch: Any, name: str, path: str) -> list[np.ndarray | None]:
     ends = np.cumsum(lengths.fill_null(0).to_numpy(zero_copy_only=False))
     rows = [values[begin:end] for begin, end in zip([0, *ends.tolist()], ends.tolist())]
     for row in np.unique(ends.searchsorted(nulls, side="right")).tolist():
-        rows[row] = rows[row].astype(object)  # rejected by `integers`
+        rows[row] = rows[row].astype(object)  # integers() rejects this dtype
     return [row if is_valid else None for row, is_valid in zip(rows, lengths.is_valid().to_pylist())]
 
 
 def check_row(ids: Any, labels: Any, mask: Any, place: str, field: str) -> TokenIds:
-    """Returns the ids of a row without padding. Raises BadInput for a malformed row."""
+    """Returns the token ids of a row without padding. Raises BadInput for a malformed row."""
     if ids is jsonl.MISSING:
         raise BadInput(f"{place} has no field {field!r}")
     ids = integers(ids, repr(field), place)
@@ -313,7 +313,7 @@ def check_row(ids: Any, labels: Any, mask: Any, place: str, field: str) -> Token
     mask = None if mask is None else integers(mask, ATTENTION_MASK, place)
     for name, values in ((LABELS, labels), (ATTENTION_MASK, mask)):
         if values is not None and len(values) != len(ids):
-            raise BadInput(f"{place} has {len(values):,} {name} for {len(ids):,} token ids; there must be one for each")
+            raise BadInput(f"{place} has {len(values):,} {name} for {len(ids):,} token ids; the numbers must be equal")
     loss_mask = None if labels is None else labels != NOT_LEARNED
     if labels is not None and (wrong := np.flatnonzero(loss_mask & (labels != ids))).size:
         i = int(wrong[0])
@@ -330,7 +330,7 @@ def check_row(ids: Any, labels: Any, mask: Any, place: str, field: str) -> Token
 
 
 def integers(values: Any, what: str, place: str) -> np.ndarray:
-    """Converts values to an array of integers; null is an empty list. Raises BadInput for other values."""
+    """Converts a list of integers, or None, to an array. Raises BadInput for other values. what: name for messages."""
     if values is None or (isinstance(values, list) and not values):
         return np.zeros(0, np.int64)
     found = None
@@ -350,8 +350,8 @@ def token_slice(mask: np.ndarray, place: str) -> slice:
     if ((mask != 0) & (mask != 1)).any():
         value = int(mask[(mask != 0) & (mask != 1)][0])
         raise BadInput(
-            f"{place} has {value} in its attention_mask, which must be 1 for a token and 0 for padding; give each "
-            "document its own row"
+            f"{place} has {value} in its attention_mask, which must be 1 for a token and 0 for padding; store each "
+            "document in a separate row"
         )
     (tokens,) = np.nonzero(mask)
     if not len(tokens):
@@ -365,7 +365,7 @@ def token_slice(mask: np.ndarray, place: str) -> slice:
 
 
 def check_vocabulary(found: TokenIds, vocabulary: Vocabulary, setting: str) -> None:
-    """Raises BadInput naming file and row for an id outside the vocabulary. setting: with the field's name."""
+    """Raises BadInput with the file and row if an id is outside the vocabulary. setting: name of ids_field."""
     bad = (found.ids < 0) | (found.ids >= vocabulary.size)
     if bad.any():
         raise BadInput(

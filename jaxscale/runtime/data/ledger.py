@@ -1,11 +1,12 @@
-"""Maps steps to the documents they train on, and documents to steps. Both are computed; nothing is logged.
+"""Maps training steps to documents, and documents to training steps. Both mappings are computed without a log.
 
-Position in the stream -> row -> pieces -> shard and document number -> lineage (source, file, offset, id), and each
-mapping has an inverse. Positions in a row are those of the packed row, before the objective is applied.
+A position in the stream of rows maps to a row, to pieces of documents, to a shard and document number, and to the
+lineage of the document (source, file, offset, id). Each mapping has an inverse. Positions in a row refer to the packed
+row, before the objective is applied.
 
-A prepared set may publish an index of names for `jaxscale trace --doc`: sorted 4-byte hashes of ids and locations
-FILE:OFFSET, each with a document number (4 bytes; 8 beyond 2**32 documents). Hashes can collide: the lineage of each
-candidate is checked.
+A prepared set may include an index of names for `jaxscale trace --doc`. The index contains sorted 4-byte hashes of ids
+and locations FILE:OFFSET, each with a document number (4 bytes; 8 beyond 2**32 documents). Hashes can collide, so the
+lineage of each candidate is compared with the name.
 """
 
 import collections
@@ -30,9 +31,9 @@ from jaxscale.system.redact import on_one_line
 if TYPE_CHECKING:
     import pyarrow
 
-OFFSET_DIGITS = 18  # larger offsets exceed any file and Arrow's int64
-FACTOR = 0x9E3779B97F4A7C15  # odd, so that its powers spread a byte over 64 bits (2**64 / golden ratio)
-LAYOUT = 1  # of the folder; raise it when the arrays change
+OFFSET_DIGITS = 18  # offsets with more digits may exceed Arrow's int64
+FACTOR = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, odd: powers of this number spread a byte over 64 bits
+LAYOUT = 1  # version of the folder; increase it when the arrays change
 KEY_BITS = 32
 
 
@@ -40,30 +41,30 @@ KEY_BITS = 32
 class DocumentPiece:
     """A piece of a document in a packed row of a batch."""
 
-    row: int  # in the batch
-    begin: int  # in the row, before the objective changes it
+    row: int  # index of the row in the batch
+    begin: int  # position of the piece in the packed row
     tokens: int
     first_token: int  # offset of the piece in its document
     source: str
     shard: str
-    number: int  # of the document in its shard
+    number: int  # number of the document in its shard
     file: str  # empty if unknown
-    offset: int  # in that file; -1 if unknown
+    offset: int  # offset of the document in the file; -1 if unknown
     id: str
 
     @property
     def name(self) -> str:
-        """Returns the document's name, as --doc accepts it."""
+        """Returns the document's name in the form that --doc accepts."""
         if self.id:
             return self.id
         return f"{self.file}:{self.offset}" if self.offset >= 0 else f"{self.shard}:{self.number}"
 
 
 class Ledger:
-    """Maps steps to documents and documents to steps. Opening one reads only the corpus's indexes."""
+    """Maps steps to documents, and documents to steps. The constructor reads no data."""
 
     def __init__(self, corpus: Corpus, batches: Batches, skipped: Iterable[Sequence[int]] = ()):
-        """batches: of the run, with its mixture. skipped: skipped batch ranges in its checkpoint."""
+        """batches: batches of the run, with its mixture. skipped: skipped batch ranges from the checkpoint."""
         if not corpus.shards:
             raise BadInput(f"data.name={corpus.cfg.name!r} has no documents: its tokens are random")
         self.corpus, self.batches, self.skipped = corpus, batches, tuple(skipped)
@@ -74,18 +75,18 @@ class Ledger:
         return batch_index(step, self.skipped)
 
     def batch(self, n: int) -> list[DocumentPiece]:
-        """Returns the documents of batch n, by row and position."""
+        """Returns the document pieces of batch n, ordered by row and position."""
         pieces = self._rows.pieces(self.batches.row_numbers(n))
         rows = np.repeat(np.arange(self.batches.sizes.size(n)), np.diff(pieces.first))
         begins = np.cumsum(pieces.lengths) - pieces.lengths
         begins -= begins[pieces.first[:-1]][rows]
-        for number in np.unique(pieces.documents).tolist():  # sorted, so that each lineage row group is read once
+        for number in np.unique(pieces.documents).tolist():  # sorted: reads each row group once
             self.origin(number)
         columns = (rows, begins, pieces.lengths, pieces.skipped, pieces.documents)
         return [self.entry(*(int(value) for value in values)) for values in zip(*columns)]
 
     def names(self, n: int) -> list[str]:
-        """Returns the names of batch n's documents, most tokens first. Reads indexes and headers, but no lineage."""
+        """Returns the names of batch n's documents, most tokens first. Reads indexes and headers but no lineage."""
         pieces = self._rows.pieces(self.batches.row_numbers(n))
         tokens = collections.Counter()
         for number, length in zip(pieces.documents.tolist(), pieces.lengths.tolist()):
@@ -93,24 +94,24 @@ class Ledger:
         return [self.name(number) for number, _ in tokens.most_common()]
 
     def name(self, number: int) -> str:
-        """Returns 'SOURCE FILE, document 3' (from 0), or 'SOURCE SHARD:NUMBER' if the shard does not list its files."""
+        """Returns 'SOURCE FILE, document 3' (counted from 0), or 'SOURCE SHARD:NUMBER' if the file is unknown."""
         at, place = self.place(number)
         shard, source = self.corpus.shards[at], self.source(number)
         file, first = source_file(shard, place)
         return on_one_line(f"{source} {file}, document {place - first}" if file else f"{source} {shard.place}:{place}")
 
     def place(self, number: int) -> tuple[int, int]:
-        """Returns (shard, number in it) of a document of the corpus."""
+        """Returns (index of the shard, number in the shard) of a document."""
         firsts = self._rows.documents.files.first_documents
         at = int(firsts.searchsorted(number, side="right")) - 1
         return at, number - int(firsts[at])
 
     def source(self, number: int) -> str:
-        """Returns the source of a document of the corpus."""
+        """Returns the name of a document's source."""
         return self.corpus.source_names[int(self._rows.documents.sources(np.array([number]))[0])]
 
     def steps_of(self, document: str, stop: int) -> list[tuple[int, DocumentPiece]]:
-        """Returns (step, piece) of each occurrence of the documents of this name in steps below `stop`, in order."""
+        """Returns (step, piece) for each occurrence of the documents with this name in steps below `stop`, in order."""
         stop_place = self.batches.sizes.begin(batch_index(stop - 1, self.skipped) + 1)
         found = self.find(document)
         firsts = self._rows.documents.files.first_documents
@@ -119,8 +120,8 @@ class Ledger:
             at, number = found[0]
             which = f"each of the {len(found)} documents of this name, such as " if len(found) > 1 else ""
             raise BadInput(
-                f"--doc={document}: {which}document {number} of {self.corpus.shards[at].place} is empty or in "
-                "validation: no step trains on it; give one that --step lists"
+                f"--doc={document}: {which}document {number} of {self.corpus.shards[at].place} is empty or in the "
+                "validation set, so no step trains on it; give a document that --step lists"
             )
         occurrences = []
         for number, document_rows in rows.items():
@@ -137,14 +138,14 @@ class Ledger:
         return sorted(occurrences, key=lambda occurrence: (occurrence[0], occurrence[1].row))
 
     def entry(self, row: int, begin: int, tokens: int, skipped: int, number: int) -> DocumentPiece:
-        """Returns a piece with its origin. skipped: tokens before it. number: of the document in the corpus."""
+        """Returns a piece with its origin. skipped: preceding tokens of the document. number: document number."""
         at, place = self.place(number)
         source, shard = self.source(number), self.corpus.shards[at].place
         return DocumentPiece(row, begin, tokens, skipped, source, shard, place, *self.origin(number))
 
-    @functools.cache  # noqa: B019 - a ledger lives as long as its process
+    @functools.cache  # noqa: B019 - a ledger exists until its process ends
     def origin(self, number: int) -> tuple[str, int, str]:
-        """Returns (file, offset, id) of a document of the corpus, as far as known."""
+        """Returns (file, offset, id) of a document, with '' or -1 for unknown values."""
         at, place = self.place(number)
         if "docs" not in self.corpus.shards[at].header["sha256"]:
             return source_file(self.corpus.shards[at], place)[0], -1, ""
@@ -155,26 +156,26 @@ class Ledger:
 
     @functools.lru_cache(maxsize=64)  # noqa: B019
     def _groups(self, at: int) -> np.ndarray:
-        """Returns the first document of each row group of a shard's lineage, and the end."""
+        """Returns the first document of each row group in a shard's lineage file, and the end."""
         with open_lineage(self.corpus.shards[at].lineage_path) as file:
             sizes = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
         return np.cumsum([0, *sizes])
 
     @functools.lru_cache(maxsize=4)  # noqa: B019
     def _lineage(self, at: int, group: int) -> Any:
-        """Reads a row group of a shard's lineage as a pyarrow.Table."""
+        """Returns a row group of a shard's lineage file as a pyarrow.Table."""
         with open_lineage(self.corpus.shards[at].lineage_path) as file:
             return file.read_row_group(group, columns=["file", "offset", "id"], use_threads=False)
 
     @functools.cached_property
     def _names(self) -> Any:
-        """Returns the published index of names, or None."""
+        """Returns the index of names of a prepared set, or None if there is none."""
         cfg, published = self.corpus.cfg, self.corpus.published
         location = f"{published}/{folder_name('names', names_cache_key(self.corpus.shards))}"
         return find_arrays(location, cache_folder(cfg), cfg.cache_bytes, cfg.verify, None) if published else None
 
     def find(self, document: str) -> list[tuple[int, int]]:
-        """Returns (shard, number in it) of each document of this name. Raises BadInput if there is none."""
+        """Returns (index of the shard, number in the shard) of each document with this name. Raises BadInput."""
         document = escape_non_utf8(document)
         file, _, offset = document.rpartition(":")
         place = int(offset) if offset.isdecimal() and len(offset) <= OFFSET_DIGITS else None
@@ -201,7 +202,7 @@ class Ledger:
         return sorted(set(found))
 
     def text(self, entry: DocumentPiece, tokens_BT: np.ndarray, characters: int) -> str | None:
-        """Returns the beginning of the piece's text, or None without a tokenizer."""
+        """Returns the first characters of the piece's text, or None without a tokenizer."""
         if self.corpus.tokenizer is None:
             return None
         ids = tokens_BT[entry.row, entry.begin : entry.begin + min(entry.tokens, 8 * characters + 8)]
@@ -209,11 +210,11 @@ class Ledger:
 
 
 def scan_lineage(shard: Shard, document: str, file: str, offset: int | None) -> Iterator[int]:
-    """Yields the numbers of a shard's documents with this id or location; offset None: no location."""
+    """Yields the numbers of a shard's documents with this id or location. offset: None to match only the id."""
     import pyarrow
     import pyarrow.compute
 
-    compute: Any = pyarrow.compute  # its functions are created at import
+    compute: Any = pyarrow.compute  # Any, because its functions are created at import
     first = 0
     with open_lineage(shard.lineage_path) as lineage:
         for group in range(lineage.num_row_groups):
@@ -232,7 +233,7 @@ def scan_lineage(shard: Shard, document: str, file: str, offset: int | None) -> 
 
 
 def source_file(shard: Shard, number: int) -> tuple[str, int]:
-    """Returns (file of a document, its first document in the shard) from the header; ('', 0) if unknown."""
+    """Returns (file of a document, number of the file's first document) from the shard's header; ('', 0) if unknown."""
     documents = [file["documents"] for file in shard.header["files"]]
     ends = np.cumsum(documents)
     at = int(np.searchsorted(ends, number, side="right"))
@@ -240,18 +241,18 @@ def source_file(shard: Shard, number: int) -> tuple[str, int]:
 
 
 def names_cache_key(shards: Sequence[Shard]) -> dict[str, Any]:
-    """Returns the cache key of the index of these shards."""
+    """Returns the cache key of the index of names of these shards."""
     return {"names": [shard.header["sha256"].get("docs", "") for shard in shards], "layout": LAYOUT}
 
 
 def publish_names(folder: Path, shards: Sequence[Shard]) -> Path:
-    """Creates the index in a set's folder unless it exists, and returns its path."""
+    """Creates the index of names in the folder of a prepared set unless it exists; returns its path."""
     make = functools.partial(write_names, shards=shards)
     return ensure_folder(folder, "names", names_cache_key(shards), make, is_cache=False)
 
 
 def write_names(folder: Path, shards: Sequence[Shard]) -> None:
-    """Writes the index of the shards that have a lineage."""
+    """Writes the index of names of all shards with a lineage."""
     total = sum(shard.header["num_documents"] for shard in shards)
     buckets = DiskBuckets(folder, [("key", "<u4"), ("number", "<i8")], 2 * total)
     width, first = -(-(1 << KEY_BITS) // buckets.number), 0
@@ -277,7 +278,7 @@ def write_names(folder: Path, shards: Sequence[Shard]) -> None:
 
 
 def location_keys(table: "pyarrow.Table") -> np.ndarray:
-    """Returns uint32[n]: the hash of each document's location."""
+    """Returns uint32[n], the hash of each document's location."""
     files = table["file"].combine_chunks()
     files = files if hasattr(files, "dictionary") else files.dictionary_encode()
     hashes = np.array([string_hash(on_one_line(name)) for name in files.dictionary.to_pylist()], np.uint64)
@@ -285,7 +286,7 @@ def location_keys(table: "pyarrow.Table") -> np.ndarray:
 
 
 def id_keys(table: "pyarrow.Table") -> tuple[np.ndarray, np.ndarray]:
-    """Returns (uint32[m] hashes of the ids, int64[m] documents that have one)."""
+    """Returns (uint32[m] hashes of the nonempty ids, int64[m] indices of their documents)."""
     ids = table["id"].combine_chunks()
     _, offsets, content = ids.buffers()
     begin = np.frombuffer(offsets, np.int32, len(ids) + 1, 4 * ids.offset)
@@ -295,7 +296,7 @@ def id_keys(table: "pyarrow.Table") -> tuple[np.ndarray, np.ndarray]:
 
 
 def string_hashes(text: np.ndarray, begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Returns uint64[n]: the hash of each UTF-8 string. The strings are not empty and cover the text."""
+    """Returns uint64[n], the hash of each UTF-8 string. The strings must be nonempty and cover `text`."""
     if not len(begins):
         return np.zeros(0, np.uint64)
     positions = np.arange(len(text)) - np.repeat(begins, lengths)
@@ -305,23 +306,23 @@ def string_hashes(text: np.ndarray, begins: np.ndarray, lengths: np.ndarray) -> 
 
 
 def string_hash(text: str) -> int:
-    """Returns string_hashes of one string."""
+    """Returns the hash of one string, as string_hashes() computes it; 0 for an empty string."""
     content = np.frombuffer(text.encode(errors="surrogateescape"), np.uint8)
     return int(string_hashes(content, np.zeros(1, np.int64), np.array([len(content)]))[0]) if len(content) else 0
 
 
 def location_hashes(files: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    """Returns uint64[n]: the hash of each location. files: hashes of the file names."""
+    """Returns uint64[n], the hash of each location. files: hashes of the file names."""
     return mix64(files ^ mix64(offsets.astype(np.uint64) + np.uint64(1)))
 
 
 def high_bits(hashes: np.ndarray) -> np.ndarray:
-    """Returns uint32[n]: the upper KEY_BITS bits of each hash."""
+    """Returns uint32[n], the upper KEY_BITS bits of each hash."""
     return (hashes >> np.uint64(64 - KEY_BITS)).astype(np.uint32)
 
 
 def candidate_documents(names: Arrays, document: str, file: str, offset: int | None) -> list[int]:
-    """Returns sorted numbers of documents that may have this id or location; offset None: no location."""
+    """Returns the sorted numbers of documents that may have this id or location. offset: None to match only the id."""
     keys = [high_bits(np.array([string_hash(document)], np.uint64))]
     if file and offset is not None:
         file_hash = np.array([string_hash(on_one_line(file))], np.uint64)

@@ -1,8 +1,7 @@
-"""The manifest of a prepared set of shards: its files and their hashes.
+"""Writes, reads and verifies the manifest of a prepared set of shards, which lists all files with their hashes.
 
-It is written last, so that a set with a manifest is complete. Training reads the set by its manifest.json; files that
-it does not list are ignored, except for indexes, whose folders are named by a hash of their inputs and have their own
-hashes.
+The manifest is written last, so a set with a manifest is complete. Training reads a set by its manifest and ignores
+unlisted files, except for indexes, whose folders are named by a hash of their inputs and contain their own hashes.
 """
 
 import dataclasses
@@ -41,33 +40,33 @@ CONTENT_TYPES = {
     "num_documents": int, **COUNT_TYPES,
 }  # fmt: skip
 SHARD_TYPES = {"name": str, "tokens": int, "documents": int, "files": dict, **COUNT_TYPES}
-# At most one numbered folder and a plain name: a manifest may come from an untrusted source.
+# Allows a plain name in at most one numbered folder, because a manifest may be from an untrusted source.
 SHARD_NAME = re.compile(r"(?:[0-9]+/)?[A-Za-z0-9_][A-Za-z0-9._-]*")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 FIX = "prepare the set again, or restore the file"
-SHOWN = 3  # problems listed one by one
+SHOWN = 3  # largest number of problems in an error message
 
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """The content of a manifest and its location."""
+    """Content and location of a manifest."""
 
-    path: str  # or gs:// address
+    path: str  # path or gs:// URL
     content: dict[str, Any]
 
     @property
     def fingerprint(self) -> str:
-        """Returns the hash of all tokens in order; independent of folder, names, dates and recipe."""
+        """Returns the hash of all tokens in order, which does not depend on folder, names, dates or recipe."""
         return self.content["fingerprint"]
 
     @property
     def shards(self) -> list[dict[str, Any]]:
-        """Returns the entries of the shards, in order."""
+        """Returns the manifest entries of the shards, in order."""
         return self.content["shards"]
 
     @property
     def files(self) -> dict[str, tuple[int, str]]:
-        """Returns {path in the set's folder: (bytes, sha256)} of all files but the manifest, shards first."""
+        """Returns {path relative to the manifest: (bytes, sha256)} for all files except the manifest, shards first."""
         found = {name: file for shard in self.shards for name, file in shard["files"].items()}
         if self.content["tokenizer"]["file"]:
             found[self.content["tokenizer"]["file"]] = self.content["tokenizer"]
@@ -83,10 +82,10 @@ def write_manifest(
     source_bytes: Mapping[str, int] | None = None,
     versions: Mapping[str, str] | None = None,
 ) -> Manifest:
-    """Writes manifest.json, atomically, for the shards NAME.* of a folder in this order.
+    """Writes manifest.json atomically for the named shards of a folder, in the given order.
 
-    tokenizer_file: (name, content), written next to the shards. source_bytes: of the text of each source, if known.
-    Raises BadInput for a shard that is missing or visibly damaged, and for shards of different tokenizers.
+    tokenizer_file: (name, content), written next to the shards. source_bytes: {source: bytes of text}, if known.
+    Raises BadInput for shards that are missing, have wrong sizes or headers, or have different tokenizers.
     """
     folder = Path(folder)
     if not names or len(set(names)) != len(names):
@@ -106,7 +105,7 @@ def write_manifest(
             total["documents"] += number
             total["tokens"] += size
     if len(tokenizers) > 1:
-        raise BadInput(f"{folder} has shards of {len(tokenizers)} tokenizers; a set must have one")
+        raise BadInput(f"{folder} has shards of {len(tokenizers)} tokenizers; a set must have a single tokenizer")
     for source, size in (source_bytes or {}).items():
         sources.setdefault(source, {"documents": 0, "tokens": 0})["text_bytes"] = int(size)
     (made_with,) = tokenizers.values()
@@ -140,7 +139,7 @@ def write_tokenizer(folder: Path, name: str, content: bytes) -> dict[str, Any]:
 
 
 def set_fingerprint(entries: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the hash of ids, documents, sources and tokenizer of the shards, in order."""
+    """Returns the hash of the token ids, documents, sources and tokenizer of the shards, in order."""
     return hashlib.sha256("|".join(entry["fingerprint"] for entry in entries).encode()).hexdigest()
 
 
@@ -155,7 +154,7 @@ def shard_entry(folder: Path, name: str, shard: Shard) -> dict[str, Any]:
         raise BadInput(f"{base}.json: its 'files' do not account for its {shard.header['num_documents']:,} documents")
     relative = lambda path: str(Path(path).relative_to(folder))
     files = {relative(path): (os.path.getsize(path), sha256) for _, path, sha256 in shard_files(Path(f"{base}.json"))}
-    for ending in (".json", *SUFFIXES.values()):  # files that an older header has no hash of
+    for ending in (".json", *SUFFIXES.values()):  # older headers do not have the hashes of all files
         path = f"{base}{ending}"
         if relative(path) not in files and os.path.exists(path):
             files[relative(path)] = (os.path.getsize(path), file_sha256(path))
@@ -171,7 +170,7 @@ def shard_entry(folder: Path, name: str, shard: Shard) -> dict[str, Any]:
 
 
 def is_manifest(path: str) -> bool:
-    """Returns True for a manifest: by content on a local disk, by name in a bucket."""
+    """Returns True if a local file has the content of a manifest, or if a URL ends with .json."""
     if "://" in path:
         return path.endswith(".json")
     if not path.endswith(".json"):
@@ -179,12 +178,12 @@ def is_manifest(path: str) -> bool:
     try:
         content = read_json(path)
     except (OSError, BadInput):
-        return Path(path).name == NAME  # damaged or missing: reading it raises
+        return Path(path).name == NAME  # if damaged or missing, reading the manifest raises
     return isinstance(content, dict) and content.get("format") == FORMAT
 
 
 def read_manifest(path: Path | str) -> Manifest:
-    """Reads the manifest at a local path, and no other file. Raises BadInput if it is invalid."""
+    """Reads the manifest at a local path, without the other files. Raises BadInput if the manifest is invalid."""
     try:
         return parse_manifest(str(path), read_json(path))
     except FileNotFoundError:
@@ -192,7 +191,7 @@ def read_manifest(path: Path | str) -> Manifest:
 
 
 def parse_manifest(path: str, content: Any) -> Manifest:
-    """Validates and returns the manifest with this content. Raises BadInput naming `path` and the entry."""
+    """Validates the content and returns the manifest. Raises BadInput naming `path` and the invalid entry."""
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise BadInput(f"{path} is not the manifest of a prepared set")
     if content.get("version") != VERSION:
@@ -221,7 +220,7 @@ def parse_manifest(path: str, content: Any) -> Manifest:
 
 
 def totals(entries: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Returns the totals of the shards' entries."""
+    """Returns the total counts of the shards, from their manifest entries."""
     return {
         "num_tokens": sum(entry["tokens"] for entry in entries),
         "num_documents": sum(entry["documents"] for entry in entries),
@@ -238,7 +237,7 @@ def is_hash_entry(entry: Any) -> bool:
 
 
 def manifest_problems(manifest: Manifest, *, deep: bool) -> list[str]:
-    """Returns a line for each file that is missing, has the wrong size or, if `deep`, the wrong hash."""
+    """Returns a message for each file that is missing or has a wrong size. deep: also check the hashes."""
     folder, problems, whole = Path(manifest.path).parent, [], {}
     for name, (size, sha256) in manifest.files.items():
         try:
@@ -251,26 +250,26 @@ def manifest_problems(manifest: Manifest, *, deep: bool) -> list[str]:
 
 
 def changed_line(path: str, problem: str) -> str:
-    """Returns `problem`, why a file cannot be read, or the message for a changed file."""
+    """Returns the message for a changed or unreadable file. problem: read error, or '' for a changed file."""
     return problem or f"{path} was changed after the manifest was written; {FIX}"
 
 
 def check_manifest(path: Path | str, deep: bool) -> Manifest:
-    """Returns the manifest of a complete set. deep: hash every file. Raises BadInput for missing or changed files."""
+    """Returns the manifest of a complete set. Raises BadInput for missing or changed files. deep: check hashes."""
     manifest = read_manifest(path)
     raise_problems(manifest_problems(manifest, deep=deep))
     return manifest
 
 
 def raise_problems(problems: Sequence[str]) -> None:
-    """Raises BadInput with the first problems and the number of others, if there are any."""
+    """Raises BadInput with the first problems, and the number of other problems, unless the list is empty."""
     if problems:
         more = f"; and {len(problems) - SHOWN:,} more such files" if len(problems) > SHOWN else ""
         raise BadInput("; ".join(problems[:SHOWN]) + more)
 
 
 def verify_once(manifest: Manifest, cache: Path, say: Callable[[str], None] = print, *, remember: bool = True) -> None:
-    """Hashes the files of a set unless this machine has since they last changed. Raises as check_manifest."""
+    """Hashes the files of a set that this machine has not hashed before. Raises BadInput for changed files."""
     raise_problems(manifest_problems(manifest, deep=False))
     folder = Path(manifest.path).absolute().parent
     files = {str(folder / name): sha256 for name, (_, sha256) in manifest.files.items()}
@@ -279,13 +278,13 @@ def verify_once(manifest: Manifest, cache: Path, say: Callable[[str], None] = pr
 
 
 def open_set(manifest: Manifest, locate: Callable[[str], str] | None = None) -> list[Shard]:
-    """Opens the shards of the manifest, in order. locate: returns the path of a file; None: next to the manifest."""
+    """Opens the shards of a manifest in order. locate: (name) -> path of a file; None: next to the manifest."""
     folder = Path(manifest.path).parent
     locate = locate or (lambda name: str(folder / name))
     tokenizer = manifest.content["tokenizer"]["file"]
     name_of_tokenizer = {"name": locate(tokenizer)} if tokenizer else {}
     shards: list[Shard] = []
-    tables: dict[str, np.ndarray | None] = {}  # shared by all shards of one tokenizer
+    tables: dict[str, np.ndarray | None] = {}  # tables by sha256, shared by all shards
     for entry in manifest.shards:
         name, files = entry["name"], entry["files"]
         header_path = locate(f"{name}.json")

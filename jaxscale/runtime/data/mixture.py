@@ -1,8 +1,8 @@
-"""The source of each row of the stream: weights in stages with epoch limits, in closed form.
+"""Assigns a source to each row of the training stream, from weights in stages with epoch limits, in closed form.
 
-Within a stage the sources follow a repeated pattern of about a thousand rows in which every prefix is less than one row
-from its share. So any window of rows within a stage has each source's share to within two rows, and the mapping between
-stream positions and rows of a source takes constant time in both directions.
+Within a stage the sources follow a repeated pattern of about a thousand rows. In each prefix of the pattern, a source's
+number of rows differs from its weight times the length by less than one row, so any window within a stage is correct to
+within two rows. The mapping between stream positions and rows of a source takes constant time in both directions.
 
 G sources  S stages  L rows of a pattern
 """
@@ -18,41 +18,41 @@ from jaxscale import units
 from jaxscale.runtime.data.config import MixtureSetting, Weights, mixture_names, mixture_stages
 from jaxscale.system.exits import BadInput
 
-PATTERN_ROWS = (512, 2048)  # pattern lengths that are tried; the integer counts closest to the weights win
-LONGEST_PATTERN = 16_384  # for weights below one row of the usual patterns
+PATTERN_ROWS = (512, 2048)  # range of pattern lengths; the length with counts closest to the weights is selected
+LONGEST_PATTERN = 16_384  # limit for weights below one row of these patterns
 PREFERRED_ROWS = 1024
 Detour = tuple[int, int, str]  # first batch, number of batches, source
 
 
 class MixtureStage(NamedTuple):
-    """A repeated pattern of L rows, from its first row to that of the next stage."""
+    """A pattern of L rows that is repeated from `first_row` to the first row of the next stage."""
 
     sources_L: np.ndarray  # int64: source of each row
-    turns_L: np.ndarray  # int64: earlier rows of the same source
-    counts_G: np.ndarray  # int64: rows of each source
-    before: np.ndarray  # int64[L + 1, G]: rows of each source before each position
+    turns_L: np.ndarray  # int64: number of earlier rows of the same source
+    counts_G: np.ndarray  # int64: number of rows of each source
+    before: np.ndarray  # int64[L + 1, G]: number of rows of each source before each position
     first_row: int = 0
 
     def find(self, source: int, turns: np.ndarray) -> np.ndarray:
-        """Returns positions in the repeated pattern of a source's rows 0, 1, 2, ..."""
+        """Returns the positions in the repeated pattern of a source's rows. turns: indices of these rows."""
         cycles, offset = np.divmod(turns, self.counts_G[source])
         return cycles * len(self.sources_L) + np.flatnonzero(self.sources_L == source)[offset]
 
     def rows_by_source(self, rows: int) -> np.ndarray:
-        """Returns int64[G]: rows of each source among the first `rows`."""
+        """Returns int64[G], the number of rows of each source among the first `rows` rows of the stage."""
         cycles, offset = divmod(rows, len(self.sources_L))
         return cycles * self.counts_G + self.before[offset]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Mixture:
-    """The stages of a run's stream of rows, the last without end; a source's rows keep one order across stages."""
+    """The stages of a run's stream of rows. Each stage continues with the next rows of its sources."""
 
-    names: tuple[str, ...]  # of the G sources
+    names: tuple[str, ...]  # names of the G sources
     stages: tuple[MixtureStage, ...]
     lines: tuple[str, ...] = ()  # log lines
-    reported_names: tuple[str, ...] = ()  # mixture_names of the setting
-    starts: Mapping[str, int] = dataclasses.field(default_factory=dict)  # {start in the setting: first batch}
+    reported_names: tuple[str, ...] = ()  # sources named in data.mixture, for which losses are reported
+    starts: Mapping[str, int] = dataclasses.field(default_factory=dict)  # {start in data.mixture: first batch}
 
     @functools.cached_property
     def _starts(self) -> np.ndarray:
@@ -60,14 +60,14 @@ class Mixture:
 
     @functools.cached_property
     def _before(self) -> np.ndarray:
-        """Returns int64[S, G]: rows of each source before each stage."""
+        """Returns int64[S, G], the number of rows of each source before each stage."""
         before = [np.zeros(len(self.names), np.int64)]
         for stage, following in zip(self.stages, self.stages[1:]):
             before.append(before[-1] + stage.rows_by_source(following.first_row - stage.first_row))
         return np.stack(before)
 
     def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (source, earlier rows of that source) of each position int64[m] of the stream."""
+        """Returns (source, number of earlier rows of that source) for each position int64[m] of the stream."""
         sources, turns = np.empty_like(positions), np.empty_like(positions)
         numbers = self._starts.searchsorted(positions, side="right") - 1
         for number in np.unique(numbers):
@@ -78,12 +78,12 @@ class Mixture:
         return sources, turns
 
     def source_numbers(self, positions: np.ndarray) -> np.ndarray:
-        """Returns the index in reported_names of the source of each position; -1 for one that is not reported."""
+        """Returns the index in reported_names of each position's source, or -1 if the source is not listed."""
         numbers = {name: number for number, name in enumerate(self.reported_names)}
         return np.array([numbers.get(name, -1) for name in self.names])[self.locate(positions)[0]]
 
     def find(self, source: int, turns: np.ndarray) -> np.ndarray:
-        """Returns the positions of a source's rows that occur, the inverse of locate."""
+        """Returns the positions of a source's rows in the stream, the inverse of `locate`. turns: indices of rows."""
         positions = np.empty_like(turns)
         numbers = self._before[:, source].searchsorted(turns, side="right") - 1
         for number in np.unique(numbers):
@@ -93,12 +93,12 @@ class Mixture:
         return positions
 
     def rows_by_source(self, rows: int) -> np.ndarray:
-        """Returns int64[G]: rows of each source among the first `rows` of the stream."""
+        """Returns int64[G], the number of rows of each source among the first `rows` rows of the stream."""
         number = max(0, int(self._starts.searchsorted(rows, side="left")) - 1)
         return self._before[number] + self.stages[number].rows_by_source(int(rows) - self.stages[number].first_row)
 
     def record(self) -> list[list[Any]]:
-        """Returns the mixture as JSON data: [first row, {source: rows in a pattern}] of each stage."""
+        """Returns the mixture as JSON data, with [first row, {source: rows in the pattern}] for each stage."""
         named = lambda counts: {name: int(count) for name, count in zip(self.names, counts) if count}
         return [[stage.first_row, named(stage.counts_G)] for stage in self.stages]
 
@@ -110,7 +110,7 @@ def same_prefix(recorded: Sequence[Sequence[Any]] | None, now: Sequence[Sequence
 
 
 def pattern_of(counts_G: np.ndarray, first_row: int = 0) -> MixtureStage:
-    """Returns the stage with these counts of rows."""
+    """Returns the stage with the given number of rows of each source per pattern."""
     sources_L = spread_evenly(counts_G)
     each_L_G = (sources_L[:, None] == np.arange(len(counts_G))).astype(np.int64)
     before = np.concatenate([np.zeros_like(each_L_G[:1]), np.cumsum(each_L_G, axis=0)])
@@ -118,7 +118,7 @@ def pattern_of(counts_G: np.ndarray, first_row: int = 0) -> MixtureStage:
 
 
 def whole_counts(weights_G: np.ndarray) -> np.ndarray:
-    """Returns int64[G]: integer counts closest to these weights, over all pattern lengths (largest remainders)."""
+    """Returns int64[G], the counts closest to the weights over all pattern lengths (largest remainder method)."""
     for shortest, longest in (PATTERN_ROWS, (PATTERN_ROWS[1], LONGEST_PATTERN)):
         lengths = np.arange(shortest, longest + 1)
         shares = lengths[:, None] * weights_G
@@ -137,15 +137,15 @@ def whole_counts(weights_G: np.ndarray) -> np.ndarray:
 
 
 def spread_evenly(counts_G: np.ndarray) -> np.ndarray:
-    """Returns int64[L]: sources with these counts, every prefix less than one row from its share.
+    """Returns int64[L], a sequence of sources with these counts, evenly spread as the module docstring states.
 
-    The chairman assignment problem (Tijdeman 1980, doi:10.1016/0012-365X(80)90269-1): of the sources that lag enough,
-    the one with the earliest deadline comes next.
+    Solves the chairman assignment problem (Tijdeman 1980, doi:10.1016/0012-365X(80)90269-1): of all sources that lag
+    enough behind their share, the source with the earliest deadline is next.
     """
     L, sources = int(counts_G.sum()), np.flatnonzero(counts_G).tolist()
     if len(sources) == 1:
         return np.full(L, sources[0])
-    counts, lags = counts_G[sources].tolist(), [0] * len(sources)  # L times the rows by which a source lags its share
+    counts, lags = counts_G[sources].tolist(), [0] * len(sources)  # lags: L times the missing rows
     margin = 2 * len(sources) - 2
     latest = L - L / margin
     order = []
@@ -160,12 +160,12 @@ def spread_evenly(counts_G: np.ndarray) -> np.ndarray:
 
 
 class RunBatches(NamedTuple):
-    """The batches of a run, for which a mixture is planned."""
+    """Sizes and number of the batches of a run."""
 
     rows: units.BatchSizes
     seq_len: int
-    total_steps: int  # reference of starts in '%'
-    num_batches: int  # up to the end of the run
+    total_steps: int  # 100% for starts in percent
+    num_batches: int  # number of batches to the end of the run, including skipped batches
 
 
 def plan_mixture(
@@ -178,11 +178,11 @@ def plan_mixture(
     tokens_of: Mapping[str, int] | None = None,
     begun: Mapping[str, int] | None = None,
 ) -> Mixture:
-    """Plans the stages of a run. A new stage starts when a source reaches its max_epochs; the others share its weight.
+    """Plans the stages of a run. When a source reaches max_epochs, a new stage starts with the remaining sources.
 
-    Args: sizes: {source: rows}. detours: temporary stages of one source. tokens_of: {source: tokens}, only for the log
-    line. begun: `starts` of stages that have begun, which are fixed even if total_steps changes.
-    Raises: BadInput for an unknown source, and if all sources reach max_epochs before the end.
+    sizes: {source: number of rows}. detours: temporary stages with a single source. tokens_of: {source: tokens}, for
+    the log. begun: `Mixture.starts` of stages that have begun; these starts are fixed even if total_steps changes.
+    Raises: BadInput for an unknown source, or if all sources reach max_epochs before the end of the run.
     """
     for _, weights in mixture_stages(mixture):
         check_sources("mixture", weights, sizes)
@@ -221,10 +221,10 @@ def plan_mixture(
 def cut_at_caps(
     weights_G: np.ndarray, caps: Mapping[int, int], used_G: np.ndarray, row: int, end_row: int
 ) -> Iterator[tuple[int, MixtureStage | None, list[int]]]:
-    """Yields (first row, stage, sources that have just ended) of the parts of rows [row, end_row) between caps.
+    """Splits rows [row, end_row) where a source reaches its cap; yields (first row, stage, sources that just ended).
 
-    The stage is None if all sources have ended. Args: weights_G: set to 0 for sources that end. caps: {source: rows}.
-    used_G: rows of each source so far, updated.
+    The stage is None if all sources have ended. caps: {source: largest number of rows}. used_G: number of rows of each
+    source so far, updated in place. weights_G: set to 0 in place for sources that have ended.
     """
     while row < end_row:
         ended = [source for source, cap in caps.items() if weights_G[source] and used_G[source] >= cap]
@@ -243,7 +243,7 @@ def cut_at_caps(
 def start_batches(
     mixture: MixtureSetting, run: RunBatches, sizes: Mapping[str, int], begun: Mapping[str, int]
 ) -> list[tuple[int, Weights, str]]:
-    """Returns (first batch, weights, start as written) of each stage, in order. begun: fixed first batches."""
+    """Returns (first batch, weights, start in data.mixture) of each stage, in order. begun: fixed first batches."""
     tokens = run.rows.times(run.seq_len)
     known: dict[str, Any] = dict(
         seq_len=run.seq_len,
@@ -263,7 +263,7 @@ def start_batches(
 
 
 def with_detours(starts: list[tuple[int, Weights]], detours: Sequence[Detour]) -> list[tuple[int, Weights]]:
-    """Inserts a stage of a single source for each detour, then resumes the planned weights."""
+    """Inserts a stage with a single source for each detour, and resumes the planned weights after each detour."""
     for first, batches, source in detours:
         before = [stage for stage in starts if stage[0] < first]
         after = [stage for stage in starts if stage[0] > first + batches]
@@ -275,7 +275,7 @@ def with_detours(starts: list[tuple[int, Weights]], detours: Sequence[Detour]) -
 def describe_shares(
     stage: MixtureStage, weights_G: np.ndarray, sizes: Mapping[str, int], tokens_of: Mapping[str, int]
 ) -> str:
-    """Formats 'rows web 0.7 (requested 0.71), code 0.3, exact in every 10; in tokens web 0.69, code 0.31'."""
+    """Returns a text such as 'rows web 0.7 (requested 0.71), code 0.3, exact in every 10; in tokens web 0.69, ...'."""
     L, rows, tokens = len(stage.sources_L), [], {}
     for (name, size), count, weight in zip(sizes.items(), stage.counts_G.tolist(), weights_G / weights_G.sum()):
         if count:
@@ -289,7 +289,7 @@ def describe_shares(
 
 
 def check_sources(setting: str, named: Mapping[str, float], sizes: Mapping[str, int]) -> None:
-    """Raises BadInput for a name that is not a source of the training data."""
+    """Raises BadInput for a name that is not a source of the training data. sizes: {source: size}."""
     known_sources = [name for name, size in sizes.items() if size]
     if unknown := [name for name in named if name not in known_sources]:
         raise BadInput(

@@ -1,4 +1,4 @@
-"""Settings of training objectives, and the lengths of the rows that they make from packed rows."""
+"""Settings of training objectives, and the lengths of their sequences."""
 
 import dataclasses
 from typing import Literal, NamedTuple
@@ -9,27 +9,30 @@ from jaxscale.system.exits import BadInput
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NextTokenConfig:
-    """Next-token prediction within each document."""
+    """Settings of next-token prediction within each document."""
 
     name: Literal["next_token"] = setting("next_token", "selects this objective")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrefixLmConfig:
-    """Prefix LM: bidirectional attention over a prefix of each document, loss on the rest."""
+    """Settings of prefix LM, with bidirectional attention over a prefix of each document, and loss on the rest."""
 
     name: Literal["prefix_lm"] = setting("prefix_lm", "selects this objective")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MaskedLmConfig:
-    """BERT: 15% of the tokens are targets; of these 80% are masked, 10% replaced, and 10% unchanged."""
+    """Settings of masked language modelling (BERT). By default 15% of the tokens are targets.
+
+    Of the targets, 80% are masked, 10% are replaced by random tokens, and 10% are unchanged.
+    """
 
     name: Literal["masked_lm"] = setting("masked_lm", "selects this objective")
-    rate: float = setting(0.15, "fraction of a row's ordinary tokens that are targets")
-    mask_part: float = setting(0.8, "fraction of the targets that are replaced by the mask")
+    rate: float = setting(0.15, "fraction of a sequence's ordinary tokens that are targets")
+    mask_part: float = setting(0.8, "fraction of the targets that are replaced by the mask token")
     random_part: float = setting(0.1, "fraction of the targets that are replaced by a random ordinary token")
-    mask_id: int | None = setting(None, "id of the mask; none: the tokenizer's")
+    mask_id: int | None = setting(None, "id of the mask token; none: the tokenizer's mask token")
 
     def __post_init__(self):
         if not 0 < self.rate < 1:
@@ -43,27 +46,27 @@ class MaskedLmConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DenoisingConfig:
-    """Settings of all objectives that cut spans out of rows."""
+    """Settings of all objectives that remove spans from sequences."""
 
     layout: Literal["encoder_decoder", "one_row"] = setting(
         "encoder_decoder",
-        "encoder_decoder: inputs to the encoder, targets to the decoder; one_row: for a decoder, each document's "
-        "inputs as a prefix, followed by its targets",
+        "encoder_decoder: inputs for an encoder and targets for a decoder; one_row: for decoder-only models, each "
+        "document's inputs as a prefix, followed by its targets",
     )
-    multiple_of: int = setting(1, "rows are padded to multiples of this")
+    multiple_of: int = setting(1, "sequences are padded to multiples of this length")
     first_sentinel_id: int | None = setting(None, "id of the first sentinel; none: the tokenizer's sentinels")
     num_sentinels: int = setting(
         100,
-        "with first_sentinel_id: number of sentinels; a document uses one for each span",
+        "with first_sentinel_id: number of sentinels; a document uses one sentinel per span",
         read_if="data.objective.first_sentinel_id!=none",
     )
     sentinel_step: Literal[-1, 1] = setting(
         1, "difference of consecutive sentinel ids; -1 for T5", read_if="data.objective.first_sentinel_id!=none"
     )
-    end_id: int | None = setting(None, "id that ends the inputs and targets of a document; none: the tokenizer's end")
+    end_id: int | None = setting(None, "id that ends the inputs and targets of a document; none: tokenizer's end id")
     start_id: int | None = setting(
         None,
-        "first input id of a decoder; none: end_id. T5 uses its padding id, 0",
+        "first input id of the decoder; none: end_id. T5 uses its padding id, 0",
         read_if="data.objective.layout=encoder_decoder",
     )
 
@@ -75,11 +78,11 @@ class DenoisingConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SpanCorruptionConfig(DenoisingConfig):
-    """T5 span corruption: 15% of the tokens, in spans of 3 on average."""
+    """Settings of T5 span corruption, which by default removes 15% of the tokens in spans of 3 tokens on average."""
 
     name: Literal["span_corruption"] = setting("span_corruption", "selects this objective")
-    noise_density: float = setting(0.15, "fraction of a row's tokens that is removed from the inputs")
-    mean_span: float = setting(3.0, "mean length of a span [tokens]")
+    noise_density: float = setting(0.15, "fraction of a sequence's tokens that are removed from the inputs")
+    mean_span: float = setting(3.0, "mean length of a span, in tokens")
 
     def __post_init__(self):
         check_denoiser(self.noise_density, self.mean_span)
@@ -87,7 +90,7 @@ class SpanCorruptionConfig(DenoisingConfig):
 
 
 def check_denoiser(noise_density: float, mean_span: float) -> None:
-    """Raises BadInput for an invalid density or span."""
+    """Raises BadInput for an invalid noise density or mean span."""
     if not 0 < noise_density < 1:
         raise BadInput(f"noise_density={noise_density} must be between 0 and 1")
     if mean_span < 1:
@@ -95,14 +98,14 @@ def check_denoiser(noise_density: float, mean_span: float) -> None:
 
 
 class NoiseAmount(NamedTuple):
-    """Noise tokens and spans of a row of one document."""
+    """Numbers of noise tokens and of spans in a sequence that contains a single document."""
 
-    noise: int  # tokens
+    noise: int
     spans: int
 
 
 def noise_amount(length: int, noise_density: float, mean_span: float | None) -> NoiseAmount:
-    """Returns the noise of a row of `length` tokens, rounded as in T5. mean_span: None for one span."""
+    """Returns the noise of a sequence of `length` tokens, rounded as in T5. mean_span: None for a single span."""
     if length < 2:
         return NoiseAmount(0, 0)
     noise = min(max(round(length * noise_density), 1), length - 1)
@@ -111,7 +114,7 @@ def noise_amount(length: int, noise_density: float, mean_span: float | None) -> 
 
 
 def corrupted_lengths(length: int, cut: NoiseAmount) -> tuple[int, int]:
-    """Returns (tokens of the inputs, tokens of the targets), including sentinels and end tokens."""
+    """Returns the numbers of tokens of (inputs, targets), including sentinels and end tokens."""
     return length - cut.noise + cut.spans + 1, cut.noise + cut.spans + 1
 
 
@@ -129,24 +132,25 @@ UL2_DENOISERS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ul2Config(DenoisingConfig):
-    """UL2 (arXiv:2205.05131, 3.1): short spans (R), suffix (S) or extreme (X), one denoiser per row drawn by weight.
+    """Settings of UL2 (arXiv:2205.05131, section 3.1), which samples a denoiser for each sequence by weight.
 
-    Each document of the row begins with the token of the mode, which replaces the end token of the inputs.
+    The modes are short spans (R), suffix (S) and extreme (X). The inputs of each document begin with the token of the
+    mode and have no end token.
     """
 
     name: Literal["ul2"] = setting("ul2", "selects this objective")
     denoisers: tuple[tuple[str, float, float, float], ...] = setting(
         UL2_DENOISERS,
-        "a tuple (mode R, S or X; noise density; mean span, 0: one span at the end of the document; sampling weight) "
-        "each",
+        "tuples (mode R, S or X; noise density; mean span in tokens; sampling weight); a mean span of 0 is a single "
+        "span at the end of the document",
     )
-    mode_ids: dict[str, int] = setting({}, "id of each mode's token: {'R': 5, 'S': 6, 'X': 7}; not used by text")
-    end_id: int | None = setting(None, "id that ends the targets of a document; none: the tokenizer's end")
+    mode_ids: dict[str, int] = setting({}, "id of each mode's token, which text must not use: {'R': 5, 'S': 6, 'X': 7}")
+    end_id: int | None = setting(None, "id that ends the targets of a document; none: tokenizer's end id")
 
     def __post_init__(self):
         super().__post_init__()
         if not self.denoisers:
-            raise BadInput("denoisers is empty; remove it for the seven of the paper")
+            raise BadInput("denoisers is empty; add a denoiser, or remove the setting to use the paper's denoisers")
         for mode, noise_density, mean_span, weight in self.denoisers:
             check_denoiser(noise_density, mean_span or 1.0)
             if mode not in ("R", "S", "X"):
@@ -154,21 +158,21 @@ class Ul2Config(DenoisingConfig):
             if weight < 0:
                 raise BadInput(f"denoisers has the weight {weight}, which must not be negative")
         if not sum(weight for *_, weight in self.denoisers):
-            raise BadInput("the weights of denoisers are all 0; raise one")
+            raise BadInput("the weights of denoisers are all 0; set a weight above 0")
 
 
 @dataclasses.dataclass(frozen=True)
 class Denoiser:
-    """A noise distribution over spans of a row."""
+    """A distribution of noise spans in a sequence."""
 
     noise_density: float
-    mean_span: float | None  # None: one span
+    mean_span: float | None  # None: a single span
     weight: float = 1.0
-    mode: str = ""  # its token begins the inputs, which then have no end token
+    mode: str = ""  # mode of UL2, whose token begins the inputs; '' for none
 
 
 def denoisers(cfg: DenoisingConfig) -> tuple[Denoiser, ...]:
-    """Returns the denoisers of the objective, one of which is drawn for each row."""
+    """Returns the denoisers of the objective. One denoiser is sampled for each sequence."""
     if isinstance(cfg, SpanCorruptionConfig):
         return (Denoiser(cfg.noise_density, cfg.mean_span),)
     assert isinstance(cfg, Ul2Config), "there are two denoising objectives"
@@ -176,15 +180,15 @@ def denoisers(cfg: DenoisingConfig) -> tuple[Denoiser, ...]:
 
 
 class RowLengths(NamedTuple):
-    """Lengths of the rows that a model reads."""
+    """Lengths of a model's input sequences."""
 
-    row: int  # of the decoder or the single row
-    encoder: int | None = None
-    prefix: bool = False  # rows have a prefix
+    row: int  # length of decoder sequences
+    encoder: int | None = None  # length of encoder sequences; None without an encoder
+    prefix: bool = False  # True if sequences have a bidirectional prefix
 
 
 def denoised_lengths(cfg: DenoisingConfig, seq_len: int) -> RowLengths:
-    """Returns the smallest lengths that fit a row of seq_len tokens after any of the denoisers."""
+    """Returns the smallest lengths that fit a sequence of seq_len tokens with each denoiser."""
     round_up = lambda length: -(-length // cfg.multiple_of) * cfg.multiple_of
     pairs = [corrupted_lengths(seq_len, noise_amount(seq_len, d.noise_density, d.mean_span)) for d in denoisers(cfg)]
     if cfg.layout == "one_row":
@@ -196,7 +200,7 @@ ObjectiveConfig = NextTokenConfig | PrefixLmConfig | MaskedLmConfig | SpanCorrup
 
 
 def row_lengths(cfg: ObjectiveConfig, seq_len: int) -> RowLengths:
-    """Returns the lengths of the rows that the objective makes from packed rows of seq_len tokens."""
+    """Returns the lengths of the sequences that the objective makes from packed sequences of seq_len tokens."""
     if isinstance(cfg, DenoisingConfig):
         return denoised_lengths(cfg, seq_len)
     return RowLengths(seq_len, prefix=isinstance(cfg, PrefixLmConfig))

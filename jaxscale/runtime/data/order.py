@@ -1,4 +1,4 @@
-"""The rows of batch n, a pure function of (seed, n), and the ranges of skipped batches."""
+"""Computes the rows of batch n as a pure function of (seed, n), and handles ranges of skipped batches."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
@@ -14,21 +14,21 @@ from jaxscale.runtime.data.row_filter import RowFilter
 from jaxscale.system.exits import BadInput
 from jaxscale.units import BatchSizes
 
-ORDER = 2  # raise it when the same settings give other batches; 1 was Grain's shuffle
+ORDER = 2  # version; increase it when the same settings give different batches; 1 was Grain's shuffle
 Transform = Callable[[Batch, int, Sequence[int]], Batch]  # (rows, n, row indices) -> changed rows
 Ranges = tuple[tuple[int, int], ...]
-LOCATED = 1024  # rows
+LOCATED = 1024  # number of rows that are located together
 
 
 class RowOrder:
-    """An endless stream of rows: each epoch of a group (a source, or all rows) is a permutation in closed form."""
+    """An endless stream of rows. Each epoch of a group (a source, or all rows) is a permutation in closed form."""
 
     def __init__(self, rows: Any, seed: int, mixture: Mixture | None = None):
-        """rows: have `locate` and `read`, and `group_rows` for a mixture."""
+        """rows: DocumentRows or SyntheticRows; SyntheticRows only without a mixture."""
         self.rows, self.seed, self.mixture = rows, seed, mixture
 
     def row_numbers(self, positions: np.ndarray) -> np.ndarray:
-        """Returns int64[m]: the row at each position int64[m] of the stream."""
+        """Returns int64[m], the row at each position int64[m] of the stream."""
         groups, steps = np.zeros_like(positions), positions
         if self.mixture is not None:
             groups, steps = self.mixture.locate(positions)
@@ -42,7 +42,7 @@ class RowOrder:
         return numbers
 
     def places_of(self, row: int, stop: int) -> np.ndarray:
-        """Returns the positions below `stop` of a row, one in each epoch, in order: the inverse of row_numbers."""
+        """Returns the positions of a row below `stop`, one per epoch, in order; the inverse of row_numbers."""
         group = 0
         if self.mixture is not None:
             group = int(np.searchsorted(self.rows.group_rows, row, side="right")) - 1
@@ -62,29 +62,29 @@ class RowOrder:
 
 
 def order_key(seed: int, name: str, epoch: int) -> str:
-    """Returns the key of the permutation of a group's rows in one epoch."""
+    """Returns the key that determines the permutation of a group's rows in an epoch."""
     return f"row order {seed} {epoch} {name}"
 
 
 @dataclasses.dataclass(eq=False)
 class Batches:
-    """Batches by index. Any host can read any rows of any batch in any order, without state.
+    """Random access to batches by index, without state. Any host can read any rows of any batch.
 
-    Rows are located for about LOCATED rows of neighbouring batches at once, since a numpy call costs about as much for
-    a thousand numbers as for one.
+    About LOCATED rows of consecutive batches are located together, because numpy calls for one or for a thousand
+    numbers take similar time.
     """
 
     order: RowOrder
     rows_per_batch: BatchSizes | int
-    row_filter: RowFilter | None = None  # selects rows that get weight 0
+    row_filter: RowFilter | None = None  # selects rows whose weights are set to 0
     transform: Transform | None = None
 
     def __post_init__(self):
         self.sizes = BatchSizes.of(self.rows_per_batch)
-        self._recent: tuple[Any, Any] = (None, None)  # replaced atomically by any thread
+        self._recent: tuple[Any, Any] = (None, None)  # threads replace the tuple atomically
 
     def rows(self, n: int, row_indices: Sequence[int]) -> Batch:
-        """Returns rows of batch n by their indices in it: fields of [len(row_indices), T]."""
+        """Returns the rows of batch n with the given indices, with fields of [len(row_indices), T]."""
         if outside := [row for row in row_indices if not 0 <= row < self.sizes.size(n)]:
             raise BadInput(f"rows {outside} are not among the {self.sizes.size(n)} rows of batch {n}")
         located, sources, first = self._locate(n)
@@ -100,22 +100,22 @@ class Batches:
         return batch_rows
 
     def batch(self, n: int) -> Batch:
-        """Returns the whole batch n: fields of [rows, T]."""
+        """Returns the whole batch n, with fields of [rows, T]."""
         return self.rows(n, range(self.sizes.size(n)))
 
     def text(self, n: int) -> Batch:
-        """Returns the packed rows of batch n before the transform and row filter: fields of [rows, T]."""
+        """Returns the packed rows of batch n before the transform and row filter, with fields of [rows, T]."""
         located, _, first = self._locate(n)
         return self.order.rows.read(located, range(first, first + self.sizes.size(n)))
 
     def row_numbers(self, n: int) -> np.ndarray:
-        """Returns int64[rows]: the corpus rows of batch n."""
+        """Returns int64[rows], the row numbers in the corpus of batch n."""
         return self.order.row_numbers(np.arange(self.sizes.begin(int(n)), self.sizes.begin(int(n) + 1)))
 
     def _locate(self, n: int) -> tuple[Any, np.ndarray | None, int]:
         """Returns (locations of rows around batch n, their mixture sources or None, index of the first row of n)."""
         rows, stage = self.sizes.size(int(n)), self.sizes.stage(int(n))
-        together = max(1, LOCATED // rows)  # batches
+        together = max(1, LOCATED // rows)  # number of batches that are located together
         part, batch = divmod(int(n) - self.sizes.stages[stage][0], together)
         known, found = self._recent
         if known != (stage, part):
@@ -134,7 +134,7 @@ class Batches:
 
 
 def batch_index(step: int, skipped: Iterable[Sequence[int]]) -> int:
-    """Returns the index of the batch of a step: the step-th batch outside the skipped ranges [from, to)."""
+    """Returns the index of a step's batch, which is the step-th batch outside the skipped ranges [from, to)."""
     n = int(step)
     for start, stop in normalise_ranges(skipped):
         if n < start:
@@ -144,7 +144,7 @@ def batch_index(step: int, skipped: Iterable[Sequence[int]]) -> int:
 
 
 def step_of(n: int, skipped: Iterable[Sequence[int]]) -> int | None:
-    """Returns the step that trains on batch n, the inverse of batch_index; None if the batch is skipped."""
+    """Returns the step that trains on batch n (the inverse of batch_index), or None if the batch is skipped."""
     before = 0
     for start, stop in normalise_ranges(skipped):
         if start <= n < stop:
@@ -162,10 +162,10 @@ def rows_trained(step: int, sizes: BatchSizes, skipped: Iterable[Sequence[int]])
 
 
 def merge_skips(recorded: Iterable[Sequence[int]], configured: Iterable[Sequence[int]], at_step: int) -> Ranges:
-    """Merges both kinds of ranges. Raises BadInput if a configured one would change batches of steps before at_step."""
+    """Merges recorded and configured ranges. Raises BadInput if this would change batches of steps before at_step."""
     check_skips(configured)
     reached = batch_index(at_step, recorded)
-    added = normalise_ranges(configured)  # without those recorded
+    added = normalise_ranges(configured)  # recorded ranges are removed below
     for gap_start, gap_stop in normalise_ranges(recorded):
         cut = [part for start, stop in added for part in ((start, min(stop, gap_start)), (max(start, gap_stop), stop))]
         added = tuple((start, stop) for start, stop in cut if start < stop)
@@ -180,7 +180,7 @@ def merge_skips(recorded: Iterable[Sequence[int]], configured: Iterable[Sequence
 
 
 def normalise_ranges(ranges: Iterable[Sequence[int]]) -> Ranges:
-    """Returns the ranges sorted and merged, so that they neither overlap nor touch."""
+    """Returns the ranges sorted, with overlapping and adjacent ranges merged."""
     joined: list[tuple[int, int]] = []
     for start, stop in sorted((int(start), int(stop)) for start, stop in ranges):
         if joined and start <= joined[-1][1]:

@@ -1,13 +1,13 @@
-"""Token ids in formats of other programs: Megatron's indexed datasets and ArrayRecord files, read and exported.
+"""Reads and writes token ids as Megatron indexed datasets and ArrayRecord files.
 
-ArrayRecord: one record per document, its ids as raw bytes. Grain recommends group_size:1; with larger groups, reading
-one record decodes its neighbours too.
+An ArrayRecord file has one record per document, with the ids as raw bytes. Grain recommends group_size:1, because
+reading a record decodes its whole group.
 
-Megatron's NAME.bin is read in place. Its .idx, version 1 (megatron/core/datasets/indexed_dataset.py), little-endian:
-    "MMIDIDX\\0\\0", uint64 version, uint8 type of the ids, uint64 sequences, uint64 documents + 1,
-    int32[sequences] ids in each, int64[sequences] where each begins in the .bin, in bytes,
-    int64[documents + 1] the first sequence of each document, and their number,
-    and in multimodal sets int8[sequences], the mode of each.
+Megatron's NAME.bin is read in place. The .idx, version 1 (megatron/core/datasets/indexed_dataset.py), is little-endian:
+    "MMIDIDX\\0\\0", uint64 version, uint8 type of the ids, uint64 number of sequences, uint64 number of documents + 1,
+    int32[sequences] length of each sequence, int64[sequences] start of each sequence in the .bin, in bytes,
+    int64[documents + 1] first sequence of each document, and the number of sequences,
+    and in multimodal datasets int8[sequences] mode of each sequence.
 """
 
 import functools
@@ -34,32 +34,32 @@ from jaxscale.system.foreign import open_regular
 MAGIC, VERSION = b"MMIDIDX\0\0", 1
 HEAD = struct.Struct("<9sQBQQ")
 TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
-# Shard dtypes of the same size. Ids are checked not to be negative.
+# Shard dtypes of the same size; index_raw() rejects negative ids.
 SAME_BITS = {1: "uint8", 2: "uint8", 3: "uint16", 4: "uint32", 5: "int64", 8: "uint16"}
-CODES = {"uint8": 1, "uint16": 8, "uint32": 4, "int64": 5}  # Megatron has no uint32; int32 has ids below 2**31
-SIGNED_END = {2: 2**7, 3: 2**15, 4: 2**31, 5: 2**63}  # ids from here on are negative
-OPTIONS = "group_size:1,uncompressed"  # compressing token ids costs more than it saves
-READ_RECORDS = 4096  # records read or written together
+CODES = {"uint8": 1, "uint16": 8, "uint32": 4, "int64": 5}  # Megatron has int32 instead of uint32
+SIGNED_END = {2: 2**7, 3: 2**15, 4: 2**31, 5: 2**63}  # smallest unsigned value that is negative in the signed type
+OPTIONS = "group_size:1,uncompressed"  # compression of token ids costs more time than it saves
+READ_RECORDS = 4096  # number of records that are read together
 
 
 class MegatronIndex(NamedTuple):
-    """An .idx, memory-mapped."""
+    """The memory-mapped content of an .idx."""
 
-    code: int  # of the type of the ids
+    code: int  # code of the id dtype, see TYPES
     lengths: np.ndarray  # int32[sequences]
-    documents: np.ndarray  # int64[documents + 1], sequences
+    documents: np.ndarray  # int64[documents + 1]: first sequence of each document, and the end
     modes: np.ndarray | None  # int8[sequences]
 
     @property
     def offsets(self) -> np.ndarray:
-        """Returns int64[documents + 1]: document starts [ids], and the end."""
+        """Returns int64[documents + 1], the index of each document's first id, and the end."""
         ends = np.zeros(len(self.lengths) + 1, np.int64)
         np.cumsum(self.lengths, out=ends[1:])
         return ends[self.documents]
 
 
 def is_megatron(path: str) -> bool:
-    """Returns True for the .bin or .idx of a Megatron dataset, by the magic number of the .idx."""
+    """Returns True for the .bin or .idx of a Megatron dataset. Checks the magic number in the .idx."""
     if not path.endswith((".bin", ".idx")):
         return False
     try:
@@ -70,7 +70,7 @@ def is_megatron(path: str) -> bool:
 
 
 def read_index(path: Path) -> MegatronIndex:
-    """Reads an .idx. Raises BadInput if it is damaged or has another version."""
+    """Reads an .idx. Raises BadInput if the file is damaged or has a different version."""
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
@@ -99,12 +99,12 @@ def read_index(path: Path) -> MegatronIndex:
     if (lengths < 0).any() or (pointers != starts * np.dtype(TYPES[code]).itemsize).any():
         raise BadInput(f"{path}: its sequences are not contiguous in the .bin; write both files again")
     if documents[0] != 0 or documents[-1] != len(lengths) or (np.diff(documents) < 0).any():
-        raise BadInput(f"{path}: its documents do not account for its {len(lengths):,} sequences; write it again")
+        raise BadInput(f"{path}: its documents do not account for its {len(lengths):,} sequences; write the file again")
     return MegatronIndex(code, lengths, documents, modes)
 
 
 def index_bytes(code: int, lengths: np.ndarray, documents: np.ndarray, modes: np.ndarray | None = None) -> bytes:
-    """Returns an .idx of contiguous sequences. documents: first sequence of each document, and the end."""
+    """Returns the content of an .idx for contiguous sequences. documents: first sequence of each document, and end."""
     itemsize = np.dtype(TYPES[code]).itemsize
     pointers = (np.cumsum(lengths, dtype=np.int64) - lengths) * itemsize
     parts = [HEAD.pack(MAGIC, VERSION, code, len(lengths), len(documents)), lengths.astype("<i4").tobytes()]
@@ -113,7 +113,7 @@ def index_bytes(code: int, lengths: np.ndarray, documents: np.ndarray, modes: np
 
 
 def megatron_shard(file: SourceFile, cfg: DataConfig, say: Say) -> Shard:
-    """Returns a Megatron dataset as a shard, the sequences of a document joined. Raises BadInput if it is damaged."""
+    """Returns a Megatron dataset as a shard, with the sequences of a document joined. Raises BadInput if damaged."""
     idx, path = Path(file.path).with_suffix(".idx"), str(Path(file.path).with_suffix(".bin"))
     stamps = *size_and_mtime(str(idx)), *size_and_mtime(path)
     key = {"megatron": [path, file.name, file.source, *stamps], "eos_id": cfg.eos_id}
@@ -133,13 +133,13 @@ def megatron_shard(file: SourceFile, cfg: DataConfig, say: Say) -> Shard:
 
 
 def export_megatron(shards: Sequence[Shard], base: Path) -> None:
-    """Writes BASE.bin and BASE.idx, one sequence per document; the .idx last. Raises BadInput for too large ids."""
+    """Writes BASE.bin and BASE.idx, with one sequence per document. Raises BadInput for ids that exceed int32."""
     widest = max((shard.header["dtype"] for shard in shards), key=lambda name: np.dtype(name).itemsize)
     if (largest := max(shard.header["max_id"] for shard in shards)) >= 2**31 and CODES[widest] == 4:
         raise BadInput(f"{shards[0].bin_path}: id {largest} does not fit in int32, Megatron's largest type for ids")
     base.parent.mkdir(parents=True, exist_ok=True)
     idx = Path(f"{base}.idx")
-    idx.unlink(missing_ok=True)  # never an old index with a new .bin, even if interrupted
+    idx.unlink(missing_ok=True)  # first, so that an interruption never leaves an old index with a new .bin
     lengths = []
     with open(f"{base}.bin", "wb") as file:
         for shard in shards:
@@ -153,7 +153,7 @@ def export_megatron(shards: Sequence[Shard], base: Path) -> None:
 
 
 def export_array_record(shards: Sequence[Shard], path: Path) -> int:
-    """Writes one record of little-endian ids per document, and returns their number. Raises BadInput for two dtypes."""
+    """Writes a record of little-endian ids per document; returns the number of records. All dtypes must be equal."""
     types = sorted({shard.header["dtype"] for shard in shards})
     if len(types) > 1:
         raise BadInput(f"{path}: shards of {' and '.join(types)} cannot share a file, which does not store the dtype")
@@ -170,7 +170,7 @@ def export_array_record(shards: Sequence[Shard], path: Path) -> int:
 
 
 def read_records(path: Path) -> Iterator[bytes]:
-    """Yields all records in order. Raises BadInput naming the file if it cannot be read."""
+    """Yields all records in order. Raises BadInput naming the file if reading fails."""
     module = load_package()
     if not Path(path).is_file():
         raise BadInput(f"{path} does not exist")
@@ -192,7 +192,7 @@ def read_records(path: Path) -> Iterator[bytes]:
 def array_record_shard(
     file: SourceFile, dtype: str, eos_id: int | None, vocab_size: int, cfg: DataConfig, say: Say = print
 ) -> Shard:
-    """Returns a file of ids as a shard, written to the cache once. Raises BadInput for damaged files and wrong ids."""
+    """Returns an ArrayRecord file of ids as a cached shard. Raises BadInput for damaged files and invalid ids."""
     if eos_id is None:
         raise BadInput(f"{file.path} does not store document ends; set data.eos_id or data.tokenizer")
     key = {"array record": [*file, *size_and_mtime(file.path)], "dtype": dtype, "eos_id": eos_id, "vocab": vocab_size}
@@ -201,7 +201,7 @@ def array_record_shard(
 
 
 def import_array_record(file: SourceFile, folder: Path, *, dtype: str, vocab_size: int, eos_id: int) -> None:
-    """Writes an ArrayRecord file of ids as a shard; eos_id is appended unless there. BadInput names a wrong record."""
+    """Writes an ArrayRecord file of ids as a shard, with eos_id at the end of each document. Raises BadInput."""
     itemsize = np.dtype(dtype).itemsize
     writer = ShardWriter(folder, NAME, vocab_size=vocab_size, eos_id=eos_id, sources=[file.source])
     try:

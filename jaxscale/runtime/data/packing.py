@@ -1,6 +1,6 @@
-"""Packed rows of T tokens: the base class of all packings, and packing of concatenated shuffled documents.
+"""Base class of packed rows of T tokens, and packing of concatenated shuffled documents.
 
-A packing is planned once, in the folder of arrays with the document index; row r is then found with a few reads of the
+A packing is planned once and stored in the folder of the document index. A row is then located with a few reads of
 memory-mapped arrays, independent of their size.
 """
 
@@ -18,11 +18,11 @@ from jaxscale.runtime.data.documents import DocumentIndex, bisect_right
 from jaxscale.runtime.data.rows import LocatedPieces, RowPieces, locate, missing_tokens, read_rows
 from jaxscale.system.exits import Exit, Stop
 
-SAMPLE_EVERY = 16  # documents per stored stream position
+SAMPLE_EVERY = 16  # number of documents per stored stream position
 
 
 class DocumentRows(abc.ABC):
-    """Rows by index, read in any order. Group g, a source or all rows, has rows group_rows[g : g + 2]."""
+    """Random access to rows by index. Group g (a source, or all rows) has rows group_rows[g] to group_rows[g + 1]."""
 
     def __init__(self, documents: DocumentIndex, arrays: Arrays, part: str):
         plan = arrays.header["parts"][part]
@@ -33,14 +33,14 @@ class DocumentRows(abc.ABC):
 
     @abc.abstractmethod
     def pieces(self, rows: np.ndarray) -> RowPieces:
-        """Returns the pieces of the rows int64[m]."""
+        """Returns the document pieces of rows int64[m]."""
 
     @abc.abstractmethod
     def _rows_of_member(self, group: int, rank: int, document: int) -> np.ndarray:
-        """Returns int64: the rows with a piece of the document, which has this rank in its group, in order."""
+        """Returns int64, the rows with a piece of the document, in order. rank: rank of the document in its group."""
 
     def rows_of(self, document: int) -> np.ndarray:
-        """Returns int64: the rows with a piece of the document, in order; empty if the part does not have it."""
+        """Returns int64, the rows with a piece of the document, in order; empty if the document is not in the part."""
         self.arrays.check()
         for group in range(self._groups):
             if (rank := self.documents.rank(self.part, group, document)) is not None:
@@ -52,20 +52,20 @@ class DocumentRows(abc.ABC):
 
     @property
     def num_documents(self) -> int:
-        """Returns the number of documents in the part."""
+        """Returns the number of documents in this part (training or validation)."""
         return sum(self.documents.metadata["members"][self.part])
 
     @property
     def num_tokens(self) -> int:
-        """Returns the tokens of all rows, without padding."""
+        """Returns the number of tokens in all rows, without padding."""
         return sum(self.documents.metadata["tokens"][self.part])
 
     def locate(self, rows: np.ndarray) -> LocatedPieces:
-        """Returns the locations of the rows int64[m] in the files, for `read`."""
+        """Returns the locations in the token files of rows int64[m], for `read`."""
         return locate(self.pieces(rows), functools.partial(self.documents.locate, part=self.part))
 
     def read(self, located: LocatedPieces, chosen: Sequence[int]) -> Batch:
-        """Reads located rows as a Batch of [len(chosen), T]. Raises Stop(DATA_MISMATCH) if a file has changed."""
+        """Reads the located rows with indices `chosen` as a Batch of [len(chosen), T]. Raises Stop (DATA_MISMATCH)."""
         first, files = located.first, self.documents.files
         assert files is not None, "reading rows needs the token files"
         numbers = {file for row in chosen for file in located.files[first[row] : first[row + 1]]}
@@ -75,7 +75,7 @@ class DocumentRows(abc.ABC):
             return read_rows(located, chosen, self.seq_len, files)
         except Stop:
             raise
-        except Exception as error:  # any error may be caused by a truncated file
+        except Exception as error:  # a truncated file can cause any type of error
             if problem := missing_tokens(located, chosen, files):
                 raise Stop(Exit.DATA_MISMATCH, problem) from error
             raise
@@ -88,7 +88,7 @@ class DocumentRows(abc.ABC):
         return Batch(*(field if field is None else field[0] for field in batch))
 
     def row_sources(self, row: int) -> np.ndarray:
-        """Returns int32[T]: the source of each token's document, which is also its target's if the weight is 1."""
+        """Returns int32[T], the source of each token's document. A target with weight 1 has the same source."""
         pieces = self.pieces(np.array([int(row)]))
         sources_T = np.zeros(self.seq_len, np.int32)
         sources_T[: pieces.lengths.sum()] = np.repeat(self.documents.sources(pieces.documents), pieces.lengths)
@@ -96,20 +96,20 @@ class DocumentRows(abc.ABC):
 
 
 def order_generator(seed: int | str) -> np.random.Philox:
-    """Returns the generator of the sort keys of documents: raw output of Philox, which numpy guarantees to stay."""
+    """Returns the generator of the sort keys of documents. numpy guarantees that Philox's raw output never changes."""
     key = int.from_bytes(hashlib.blake2b(f"document order {seed}".encode(), digest_size=16).digest(), "little")
     return np.random.Philox(key=key)
 
 
 def order_key(seed: int | str, rank: int) -> int:
-    """Returns the sort key of one document: raw output number `rank`. Philox generates four at a time."""
+    """Returns the sort key of a document, raw output number `rank` of Philox, which generates four at a time."""
     generator = order_generator(seed)
     generator.advance(rank // 4)
     return int(generator.random_raw(4)[rank % 4])
 
 
 def order_seed(seed: int, group: int, num_groups: int) -> str:
-    """Returns the seed of the order of a group's documents."""
+    """Returns the seed for the order of a group's documents."""
     return str(seed) if num_groups == 1 else f"{seed} {group}"
 
 
@@ -129,7 +129,7 @@ def shuffled_members(
 
 
 def write_concat(out: ArrayWriter, documents: DocumentIndex, part: str, *, seq_len: int, seed: int) -> dict[str, Any]:
-    """Plans concatenated documents; returns the header of PackedRows. Takes 4 or 5 bytes each, and 8 per sample."""
+    """Plans rows of concatenated documents, in 4.5 or 5.5 bytes per document; returns PackedRows's header entry."""
     num_groups = len(documents.metadata["members"][part])
     group_rows, samples = [0], [0]
     out.append(f"{part}.order", np.zeros(0, np.uint32))
@@ -151,20 +151,20 @@ def write_concat(out: ArrayWriter, documents: DocumentIndex, part: str, *, seq_l
 
 
 class PackedRows(DocumentRows):
-    """`concat`: row r has tokens [r T, (r + 1) T) of the stream; its targets are the next tokens of the stream.
+    """Rows of `concat` packing. Row r has tokens r T to (r + 1) T of the concatenated documents.
 
-    Every token except the first of its document is a target with weight 1 exactly once. Each group starts a new
-    row; its last row is padded.
+    Every token except the first token of a document is a target with weight 1 exactly once. Each group starts with a
+    new row, and its last row is padded.
     """
 
     def __init__(self, documents: DocumentIndex, arrays: Arrays, part: str):
         super().__init__(documents, arrays, part)
         sizes = [documents.size(part, group) for group in range(self._groups)]
-        self._firsts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)  # position of each group
+        self._firsts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)  # first document position of each group
         self._samples = np.array(arrays.header["parts"][part]["samples"], np.int64)
 
     def _numbers(self, positions: np.ndarray) -> np.ndarray:
-        """Returns the documents at positions of the order."""
+        """Returns the documents at the given positions of the shuffled order."""
         found = self.arrays[f"{self.part}.order"][positions].astype(np.int64)
         if f"{self.part}.order_high" in self.arrays:
             found += self.arrays[f"{self.part}.order_high"][positions].astype(np.int64) << 32
@@ -197,7 +197,7 @@ class PackedRows(DocumentRows):
         )
 
     def _around(self, starts: np.ndarray, group: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Returns (position, document, start in the stream, length, row) of the documents in and around each row."""
+        """Returns (position, document, start in the stream, length, row) of the documents in and next to each row."""
         sampled = self.arrays[f"{self.part}.begins"]
         low, high = self._samples[group], self._samples[group + 1]
         first = bisect_right(sampled, low, high, starts) - 1
@@ -220,7 +220,7 @@ class PackedRows(DocumentRows):
         return np.arange(begin // self.seq_len, -(-(begin + int(lengths[-1])) // self.seq_len))
 
     def _position(self, group: int, rank: int) -> int:
-        """Returns the position of a document of rank `rank` in its group's order: a binary search for its key."""
+        """Returns the position of the document of rank `rank` in its group's order, by binary search for its key."""
         name = order_seed(self.seed, group, self._groups)
         key = (order_key(name, rank), rank)
         low, high = 0, self.documents.size(self.part, group)
@@ -234,6 +234,6 @@ class PackedRows(DocumentRows):
 
 
 def concat_ranges(first: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (splits of the ranges in the result, and its end; the concatenated ranges [first, last))."""
+    """Returns (bounds, concatenated ranges [first, last)); range i is at bounds[i] to bounds[i + 1] of the result."""
     bounds = np.concatenate([[0], np.cumsum(last - first)])
     return bounds, np.arange(bounds[-1]) + np.repeat(first - bounds[:-1], last - first)

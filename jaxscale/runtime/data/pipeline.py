@@ -1,4 +1,4 @@
-"""Opens the corpus of the settings, from which the rest of the program gets its batches."""
+"""Opens the corpus in the data settings, which provides training and validation batches."""
 
 import dataclasses
 import functools
@@ -39,8 +39,8 @@ from jaxscale.system.exits import BadInput
 from jaxscale.units import BatchSizes
 
 VALIDATION_ROWS_SYNTHETIC = 4096
-DIGITS = 16  # of a hash that identifies a version of a file
-MOST_PARTS = 2000  # files and shards listed in each checkpoint; beyond that only their sources are
+DIGITS = 16  # hexadecimal digits of a hash that identifies the content of a file
+MOST_PARTS = 2000  # largest number of files and shards listed in a checkpoint; with more, their sources are listed
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -54,28 +54,28 @@ class Corpus:
     seed: int
     source_names: tuple[str, ...]
     tokenizer: Tokenizer | None
-    token_bytes: np.ndarray | None  # int32[vocabulary]: bytes of text of each id
-    fingerprint: str  # equal for the same tokens, split and order
+    token_bytes: np.ndarray | None  # int32[vocabulary]: number of text bytes of each id
+    fingerprint: str  # equal for equal tokens, split and order
     summary: str  # one line for the log
     ids: SpecialIds  # special ids of data.objective
-    shards: tuple[Shard, ...] = ()  # of the training rows
-    parts: Mapping[str, str] = dataclasses.field(default_factory=dict)  # parts of the fingerprint, see data_parts
-    published: str = ""  # folder or address of the prepared set with its indexes, or ''
+    shards: tuple[Shard, ...] = ()  # shards of the training rows
+    parts: Mapping[str, str] = dataclasses.field(default_factory=dict)  # inputs of the fingerprint, see data_parts
+    published: str = ""  # folder or URL of the prepared set with its indexes, or ''
     chat: Mapping[str, Any] | None = None  # ChatTemplate.note
     tokens_of_sources: Mapping[str, int] = dataclasses.field(default_factory=dict)  # training tokens without padding
 
     @property
     def epoch_tokens(self) -> int:
-        """Returns the tokens in all training rows, including padding."""
+        """Returns the number of tokens in all training rows, including padding."""
         return len(self.train_rows) * self.seq_len
 
     @property
     def rows_of_sources(self) -> dict[str, int]:
-        """Returns the training rows of each source of a mixture."""
+        """Returns {source: number of training rows} for a mixture."""
         return dict(zip(self.source_names, np.diff(self.train_rows.group_rows).tolist()))
 
     def batches(self, rows_per_batch: BatchSizes | int, mixture: Mixture | None = None) -> Batches:
-        """Returns the endless training batches. mixture: from plan_mixture; None: planned for an epoch without caps."""
+        """Returns the endless training batches. mixture: from plan_mixture(); None: planned without max_epochs."""
         if self.cfg.mixture and mixture is None:
             one_epoch = BatchSizes.of(rows_per_batch).find(len(self.train_rows))[0]
             mixture = self.plan_mixture(rows_per_batch, max(1, one_epoch), capped=False)
@@ -93,7 +93,7 @@ class Corpus:
         detours: Sequence[Detour] = (),
         begun: Mapping[str, int] | None = None,
     ) -> Mixture | None:
-        """Returns the stages of a run; None without data.mixture. num_batches: with skipped ones."""
+        """Returns the mixture of a run, or None without data.mixture. num_batches: including skipped batches."""
         if not self.cfg.mixture:
             return None
         num_batches = total_steps if num_batches is None else num_batches
@@ -115,7 +115,7 @@ class Corpus:
         mixture: Mixture | None = None,
         rows: Sequence[int] | None = None,
     ) -> grain.MapDataset:
-        """Returns a dataset whose element n is batch n after data.transforms. rows: those to read of it; None: all."""
+        """Returns a dataset whose element n is batch n after data.transforms. rows: indices to read; None: all."""
         batches = self.batches(rows_per_batch, mixture)
         rows = range(rows_per_batch) if rows is None else rows
         return map_dataset(
@@ -123,7 +123,7 @@ class Corpus:
         )
 
     def open_transforms(self, batches: Batches, first: int = 0) -> tuple[Transform, ...]:
-        """Returns the functions of data.transforms, tested on batch `first`. Raises BadInput if one fails."""
+        """Returns the functions of data.transforms after a test on batch `first`. Raises BadInput if the test fails."""
         names = self.cfg.transforms
         transforms = tuple(map(open_transform, names))
         if transforms:
@@ -131,11 +131,11 @@ class Corpus:
         return transforms
 
     def valid_batches(self, num_rows: int, rows_per_batch: int) -> Iterator[tuple[Batch, np.ndarray, np.ndarray]]:
-        """Yields (batch, sources int32[rows, T], target_bytes int32[rows, T]) of at most num_rows rows.
+        """Yields (batch, sources int32[rows, T], target_bytes int32[rows, T]) for up to num_rows validation rows.
 
-        The rows are evenly spaced in the validation set and always the same. Rows that pad the last batch have weight
-        0. target_bytes: bytes of text of each target; 0 if its weight is 0, the tokenizer is unknown, or the objective
-        does not read text in order.
+        The rows are evenly spaced in the validation set, and are the same in each call. Rows that pad the last batch
+        have weight 0. target_bytes is the number of text bytes of each target, or 0 if the weight is 0, the tokenizer
+        is unknown, or the objective does not read text in order.
         """
         assert self.valid_rows is not None, "the corpus needs a validation set"
         total, count = len(self.valid_rows), min(len(self.valid_rows), num_rows)
@@ -158,10 +158,10 @@ class Corpus:
 def open_data(
     cfg: DataConfig, *, seq_len: int, vocab_size: int, seed: int, say: Callable[[str], None] = print
 ) -> Corpus:
-    """Opens the corpus; tokenizes it first unless it is in the cache.
+    """Opens the corpus. Text that is not in the cache is tokenized first.
 
-    seed: of the order of documents and rows. Raises BadInput for the problems of check_data and check_facts, text that
-    is not UTF-8 (data.invalid_utf8='stop'), a token id outside the vocabulary, or a damaged cache.
+    seed: determines the order of documents and rows. Raises BadInput for problems found by check_data and check_facts,
+    text that is not UTF-8 (data.invalid_utf8='stop'), token ids outside the vocabulary, or a damaged cache.
     """
     if problems := check_data(cfg, seq_len, vocab_size):
         raise BadInput(problems[0])
@@ -177,7 +177,7 @@ def open_data(
     plan = open_plan(cfg, split, plan_settings, check, published, say)
     check(plan.facts)
     tables = [tokenizer.token_bytes] if tokenizer else [shard.token_bytes for shard in shards]
-    token_bytes = tables[0] if all(table is not None for table in tables) else None  # one tokenizer made all shards
+    token_bytes = tables[0] if all(table is not None for table in tables) else None  # equal in all shards
     known = tokenizer or TokenizerIds("unknown", cfg.eos_id)
     return Corpus(
         train_rows=plan.train,
@@ -202,7 +202,7 @@ def open_data(
 def open_shards(
     cfg: DataConfig, files: Sequence[SourceFile], val_files: Sequence[SourceFile], vocab_size: int, say: Say
 ) -> tuple[list[Shard], list[Shard], Tokenizer | None]:
-    """Returns (training shards, validation shards, tokenizer or None), checked against the model and the objective."""
+    """Returns (training shards, validation shards, tokenizer or None), checked against the model and objective."""
     open_files = open_tokens if cfg.name == "tokens" else open_documents
     shards, val_shards, tokenizer = open_files(cfg, files, val_files, vocab_size, say)
     for shard in [*shards, *val_shards]:
@@ -221,18 +221,18 @@ def open_shards(
 
 
 def source_names(shards: Sequence[Shard]) -> tuple[str, ...]:
-    """Returns the sources of the shards by first occurrence."""
+    """Returns the sources of the shards, in the order of first occurrence."""
     return tuple(dict.fromkeys(name for shard in shards for name in shard.header["sources"]))
 
 
 def packing_rules(cfg: DataConfig) -> list[str]:
-    """Returns the identity of the packing rules, the last part of a corpus's fingerprint."""
+    """Returns a description of the packing rules for the fingerprint of a corpus."""
     return [json.dumps(plan_settings(), sort_keys=True) if cfg.packing == "best_fit" else cfg.packing]
 
 
 def make_plan_settings(cfg: DataConfig, parts: CorpusSplit, *, seq_len: int, seed: int) -> PlanSettings:
-    """Returns the settings of a row plan. Validation rows use `concat` unless they are conversations: it has no padding
-    even for small sets, and losses are comparable between runs."""
+    """Returns the settings of a row plan. Validation rows use `concat` packing, except for conversations: this avoids
+    padding in small sets, and losses of different runs are comparable."""
     rules = packing_rules(cfg) if cfg.packing == "best_fit" else []
     content = [*parts.content, f"order {ORDER}", cfg.packing, *rules]
     return PlanSettings(
@@ -246,7 +246,7 @@ def make_plan_settings(cfg: DataConfig, parts: CorpusSplit, *, seq_len: int, see
 
 
 def publish_plan(folder: Path, cfg: DataConfig, shards: Sequence[Shard], *, seq_len: int, seed: int) -> Path:
-    """Creates the row plan of a prepared set in its folder if missing, and returns its path. Raises as open_data."""
+    """Creates the row plan in the folder of a prepared set unless it exists; returns its path. Raises BadInput."""
     names = source_names(shards)
     parts = split_corpus(cfg, shards, (), names, seq_len)
     check = functools.partial(check_facts, cfg, names, seq_len)
@@ -258,7 +258,7 @@ def publish_plan(folder: Path, cfg: DataConfig, shards: Sequence[Shard], *, seq_
 def data_parts(
     cfg: DataConfig, train_shards: Sequence[Shard], valid_shards: Sequence[Shard], tokenizer: Tokenizer | None
 ) -> dict[str, str]:
-    """Returns {readable name: hash or value} of the inputs of a corpus's fingerprint."""
+    """Returns {readable name: hash or value} for the inputs of a corpus's fingerprint."""
     made_with = tokenizer.fingerprint if tokenizer else train_shards[0].header["tokenizer"]["fingerprint"]
     hashes = [*file_hashes(train_shards, ""), *file_hashes(valid_shards, "validation ")]
     if len(hashes) > MOST_PARTS:
@@ -290,7 +290,7 @@ def file_hashes(shards: Sequence[Shard], prefix: str) -> Iterator[tuple[str, str
 
 
 def joined_digest(sums_of_name: Sequence[str]) -> str:
-    """Returns one hash of several, in order."""
+    """Returns a hash of several hashes, in order."""
     return hashlib.sha256("|".join(sums_of_name).encode()).hexdigest()[:DIGITS]
 
 

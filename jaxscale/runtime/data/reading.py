@@ -1,4 +1,4 @@
-"""Reads the files of a corpus, as text, conversations with a loss mask, or token ids, and encodes them."""
+"""Reads and encodes the files of a corpus as text, conversations with a loss mask, or token ids."""
 
 import dataclasses
 import functools
@@ -39,31 +39,31 @@ from jaxscale.runtime.text.sources.read import handle_damage, read_file
 from jaxscale.runtime.text.tokenizer.base import Tokenizer
 from jaxscale.system.exits import BadInput
 
-VERSION = 4  # of the encoding of conversations; raise it when the same records would give other ids
-PACKING_SETTINGS = ("too_long",)  # settings of data.chat that apply to packing, not to encoding
+VERSION = 4  # version of the encoding of conversations; increase it if the same records give different ids
+PACKING_SETTINGS = ("too_long",)  # settings of data.chat for packing, which do not affect encoding
 
 Item = str | RenderedDocument | TokenIds  # a document before it is encoded
 
 
 class Encoded(NamedTuple):
-    """The ids of a document."""
+    """Token ids of a document."""
 
     ids: np.ndarray
-    loss_mask: np.ndarray | None  # bool, for each id and, unless is_whole, the end token; None: all 1
-    is_whole: bool = False  # no end token is appended
+    loss_mask: np.ndarray | None  # bool per id and, unless is_whole, for the end token; None: all True
+    is_whole: bool = False  # True: no end token is appended
 
 
 class DocumentReader(NamedTuple):
-    """Functions that read documents from files and encode them."""
+    """Functions that read documents from files and encode these documents."""
 
     read: Callable[[SourceFile, FieldChoice, Counter], Iterator[tuple[Document, Item]]]
     encode: Callable[[Sequence[Any]], list[Encoded]]
-    has_loss_masks: bool = False  # encode returns loss masks
-    fingerprint: str = ""  # of other inputs of the ids than files, tokenizer and read settings
+    has_loss_masks: bool = False  # True if `encode` returns loss masks
+    fingerprint: str = ""  # hash of all inputs except files, tokenizer and read settings
 
 
 def make_reader(tokenizer: Tokenizer, cfg: DataConfig, say: Callable[[str], None]) -> DocumentReader:
-    """Returns the reader of data.name. Raises BadInput for an invalid chat template."""
+    """Returns the reader for the value of data.name. Raises BadInput for an invalid chat template."""
     vocabulary = Vocabulary(tokenizer.vocab_size, f"data.tokenizer={tokenizer.name}") if cfg.tokenizer else Vocabulary()
     about: dict[str, Any] = {}
     if cfg.name == "chat":
@@ -101,21 +101,21 @@ def make_reader(tokenizer: Tokenizer, cfg: DataConfig, say: Callable[[str], None
 
 
 def is_conversation(item: Item) -> bool:
-    """Returns True if part of the document is masked in the loss: a conversation, a prompt, or ids with labels."""
+    """Returns True for a document with a partial loss mask: a conversation, a prompt, or ids with labels."""
     if isinstance(item, RenderedDocument):
         return not all(piece.in_loss for piece in item.pieces if not piece.special)
     return isinstance(item, TokenIds) and item.loss_mask is not None
 
 
 class ConversationReader(NamedTuple):
-    """Reads records as conversations, prompt-completion pairs or texts, rendered by a chat template."""
+    """Reads records as conversations, prompt-completion pairs or texts, and renders them with a chat template."""
 
     cfg: DataConfig
     template: ChatTemplate
     guard: Guard
 
     def read(self, file: SourceFile, skipped: Counter) -> Iterator[tuple[Document, RenderedDocument]]:
-        """Yields the documents of a file in order; skipped records are counted."""
+        """Yields the documents of a file in order, and counts skipped records."""
         if not is_table(file.path) and not has_records(file.path, self.cfg):
             for document in read_file(file, self.cfg, skipped):
                 yield document, render_pair(PromptCompletion("", document.text), self.template.begin)
@@ -133,7 +133,7 @@ class ConversationReader(NamedTuple):
                 yield document, written
 
     def records(self, path: str, skipped: Counter) -> Iterator[tuple[int, str, bytes, Any]]:
-        """Yields (offset, 'line 3' or 'row 3', bytes or b'', value) of each record; value: bytes if not UTF-8."""
+        """Yields (offset, 'line 3' or 'row 3', raw bytes or b'', value) of each record; value: bytes if not UTF-8."""
         cfg, pair = self.cfg, (self.cfg.chat.prompt_field, self.cfg.chat.completion_field)
         if not is_table(path):
             for offset, place, line, record in iter_records(path, cfg, skipped, raw=pair):
@@ -148,7 +148,7 @@ class ConversationReader(NamedTuple):
                     yield number, f"row {number}", b"", decoded_record(record, cfg, skipped)
 
     def render(self, record: Any, path: str, place: str, skipped: Counter) -> RenderedDocument | None:
-        """Calls render_valid; a record with NUL or invalid UTF-8 is handled as data.invalid_utf8 says."""
+        """Returns the result of render_valid(). Handles NUL and invalid UTF-8 as configured by data.invalid_utf8."""
         content = record
         if not isinstance(record, bytes):
             write = functools.partial(self.render_valid, f"{path} {place}", skipped)
@@ -160,11 +160,11 @@ class ConversationReader(NamedTuple):
                 skipped[f"{REPAIRED}{how}"] += 1
                 return write(repair_strings(record))
             content = written.text.encode(errors="surrogatepass")
-        decode_text(content, self.cfg, skipped, path, lambda start: place)  # counts it or raises
+        decode_text(content, self.cfg, skipped, path, lambda start: place)  # counts the record or raises
         return None
 
     def render_valid(self, place: str, skipped: Counter, record: object) -> RenderedDocument | None:
-        """Returns the record as a document, or None if it was skipped and counted. BadInput begins with `place`."""
+        """Returns the record as a document, or None if it was skipped and counted. Raises BadInput naming `place`."""
         try:
             found = parse_record(record, self.cfg.chat, self.cfg.text_field)
             if isinstance(found, Conversation):
@@ -184,7 +184,7 @@ class ConversationReader(NamedTuple):
 
 
 def decoded_record(record: Any, cfg: DataConfig, skipped: Counter) -> Any:
-    """Decodes the strings of a record. Returns the first bytes that are not UTF-8, unless they are to be repaired."""
+    """Returns a record with decoded strings, or its first bytes that are not UTF-8 and are not repaired."""
     if not isinstance(record, dict):
         return record
     try:
@@ -197,7 +197,7 @@ def decoded_record(record: Any, cfg: DataConfig, skipped: Counter) -> Any:
 
 
 def decode_strings(value: Any, decode: Callable[[bytes], str]) -> Any:
-    """Decodes all bytes in the value of a record."""
+    """Decodes all bytes in a record or in a value of a record."""
     if isinstance(value, bytes):
         return decode(value)
     if isinstance(value, dict):

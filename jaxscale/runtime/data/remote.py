@@ -1,11 +1,11 @@
-"""Prepared sets in gs:// buckets: each shard is downloaded at first use, hashed, and memory-mapped.
+"""Reads prepared sets in gs:// buckets. Each shard is downloaded at first use, hashed, and memory-mapped.
 
-The LRU cache is a local folder of bounded size that processes share:
+Downloads are stored in an LRU cache, a local folder of bounded size that is shared by processes:
 
-objects/SHA256/NAME       a complete file; the folder's mtime is its last use
-objects/SHA256/.part-SIZE a download in progress, or of a killed process, with SIZE bytes reserved
-locks/SHA256              locked (flock) by the process that downloads it
-users/HOST-PID-NUMBER     locked by a running process; lines "+SHA256" and "-SHA256": starts and ends of use
+objects/SHA256/NAME       a complete file; the mtime of the folder is the time of last use
+objects/SHA256/.part-SIZE an incomplete download, in progress or from a killed process, with SIZE bytes reserved
+locks/SHA256              locked (flock) by the process that downloads the file
+users/HOST-PID-NUMBER     locked by a running process; lines "+SHA256" and "-SHA256" record starts and ends of use
 lock                      locked briefly while users, objects or reservations change
 """
 
@@ -32,26 +32,26 @@ from jaxscale.system.exits import BadInput
 from jaxscale.system.paths import locked, make_private, sync_folder
 from jaxscale.system.storage import open_bucket
 
-WRONG_HASHES = 3  # damaged downloads before giving up
+WRONG_HASHES = 3  # number of downloads with a wrong hash before an error is raised
 PART_PREFIX = ".part-"  # names in a set do not begin with a dot
 
 
 class CacheUnwritable(BadInput):
-    """The cache folder cannot be written; the data may be valid."""
+    """Raised if the cache folder cannot be written. The data may be valid."""
 
 
 class ShardCache:
-    """Local copies of files in buckets. A requested file is not evicted until it is released or the cache closed."""
+    """Cache of files in buckets. A file that was requested is not evicted until `release` or `close`."""
 
     def __init__(self, folder: Path, max_bytes: int, *, bucket: Bucket | None = None, say: Say = print):
-        """max_bytes: of all files, including downloads in progress."""
+        """max_bytes: size limit of all files, including downloads in progress."""
         self.folder, self.max_bytes, self._say = Path(folder), max_bytes, say
         self._bucket = bucket
         self._thread_lock = threading.RLock()
         self._reset()
 
     def _reset(self) -> None:
-        """Resets the state, also in a forked process, which uses no file yet."""
+        """Resets the state, at the start and in a forked process, which does not use the files of its parent."""
         self._pid: int = os.getpid()
         self._user: BinaryIO | None = None
         self._using: set[str] = set()
@@ -60,13 +60,13 @@ class ShardCache:
 
     @property
     def bucket(self) -> Bucket:
-        """Returns the client of the buckets, opened at first use."""
+        """Returns the client for buckets, which is opened at first use."""
         with self._thread_lock:
             self._bucket = self._bucket or open_bucket()
             return self._bucket
 
     def fetch(self, url: str, size: int, sha256: str) -> Path:
-        """Returns the local path of an object, downloaded if needed; not evicted until `release`, `close` or exit."""
+        """Returns the local path of an object, downloaded if needed. Prevents eviction until `release` or `close`."""
         with self._thread_lock:
             if os.getpid() != self._pid:
                 self._reset()
@@ -91,8 +91,8 @@ class ShardCache:
         return path
 
     def _fetch(self, url: str, size: int, sha256: str, path: Path) -> None:
-        """Downloads the object unless another process has just done so."""
-        with locked(self.folder / "locks" / sha256, lambda: self._say(f"waiting for another process to fetch {url}")):
+        """Downloads the object unless a different process has just downloaded it."""
+        with locked(self.folder / "locks" / sha256, lambda: self._say(f"waiting while another process fetches {url}")):
             if is_whole(path, size, sha256):
                 return
             part = path.with_name(f"{PART_PREFIX}{size}")
@@ -109,7 +109,7 @@ class ShardCache:
             sync_folder(path.parent)
 
     def _make_room(self, size: int, part: Path) -> None:
-        """Evicts least recently used files that are not in use, until `size` bytes fit in place of `part`."""
+        """Evicts unused files, least recently used first, until `size` bytes fit. part: partial file to be replaced."""
         folders = list(filter(os.path.isdir, (self.folder / "objects").glob("*")))
         sizes = {folder.name: sum(map(reserved_bytes, set(folder.iterdir()) - {part})) for folder in folders}
         excess = sum(sizes.values()) + size - self.max_bytes
@@ -120,7 +120,7 @@ class ShardCache:
             if excess > 0 and folder.name not in busy:
                 shutil.rmtree(folder)
                 excess -= sizes[folder.name]
-        for ids in sorted(self._mapped.values(), key=lambda ids: ids.used):  # this process can map them again
+        for ids in sorted(self._mapped.values(), key=lambda ids: ids.used):  # can be mapped again
             if excess > 0 and ids.mapped is not None and busy[ids.sha256] == {self._user_name}:
                 self._write_use(f"-{ids.sha256}")
                 ids.mapped = None
@@ -128,12 +128,12 @@ class ShardCache:
                 excess -= sizes[ids.sha256]
         if excess > 0:
             raise BadInput(
-                f"the cache {self.folder} of at most {self.max_bytes:,} bytes has no room for {size:,} more: all "
-                f"of its files are in use; raise data.cache_bytes by {excess:,} or more"
+                f"the cache {self.folder} of at most {self.max_bytes:,} bytes has no space for {size:,} more, because "
+                f"all files are in use; raise data.cache_bytes by {excess:,} or more"
             )
 
     def _busy(self) -> dict[str, set[str]]:
-        """Returns {sha256: names of the running processes that use it}, and removes ended processes."""
+        """Returns {sha256: names of running processes that use the file}; removes the records of ended processes."""
         users: dict[str, set[str]] = {}
         for path in (self.folder / "users").glob("*"):
             if path.name != self._user_name:
@@ -141,7 +141,7 @@ class ShardCache:
                     try:
                         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     except BlockingIOError:
-                        pass  # still running
+                        pass  # the process is running
                     else:
                         path.unlink()
                         continue
@@ -163,19 +163,19 @@ class ShardCache:
         with locked(self.folder / "lock"), self._thread_lock:
             if self._user is None:
                 name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
-                self._user = open(self.folder / "users" / name, "xb", buffering=0)  # noqa: SIM115 - as long as we run
+                self._user = open(self.folder / "users" / name, "xb", buffering=0)  # noqa: SIM115 - open until exit
                 fcntl.flock(self._user, fcntl.LOCK_EX)
-                weakref.finalize(self, self._user.close)  # also without a call of close
+                weakref.finalize(self, self._user.close)  # in case close() is not called
             self._write_use(f"+{sha256}")
 
     def _write_use(self, line: str) -> None:
-        """Records a start or end of use. The caller has locked the cache."""
+        """Records a start or end of use. The caller must hold the cache lock."""
         assert self._user is not None, "_use opens the user file"
         self._user.write(f"{line}\n".encode())
         (self._using.add if line[0] == "+" else self._using.discard)(line[1:])
 
     def release(self, sha256: str) -> None:
-        """Allows the file to be evicted when room is needed."""
+        """Allows eviction of a file."""
         if sha256 not in self._using:
             return
         with locked(self.folder / "lock"), self._thread_lock:
@@ -192,19 +192,19 @@ class ShardCache:
             self._reset()
 
     def ids(self, url: str, size: int, sha256: str, dtype: str) -> "RemoteIds":
-        """Returns the ids of a .bin in a bucket, downloaded and mapped at first read."""
+        """Returns the ids of a .bin in a bucket, which is downloaded and memory-mapped at the first read."""
         with self._thread_lock:
             return self._mapped.setdefault(sha256, RemoteIds(self, url, size, sha256, dtype))
 
 
 def reserved_bytes(file: Path) -> int:
-    """Returns the size of a file in the cache, or what it reserves as a download in progress."""
+    """Returns the size of a file in the cache; for an incomplete download, the reserved size."""
     reserved = file.name.removeprefix(PART_PREFIX)
     return int(reserved) if file.name != reserved and reserved.isdecimal() else file.lstat().st_size
 
 
 class RemoteIds:
-    """The ids of a .bin in a bucket, indexed as an array. Mapped at first read, and again after an eviction."""
+    """Token ids of a .bin in a bucket, indexed like an array. Downloaded at first read, and again after an eviction."""
 
     _ticks = itertools.count()
 
@@ -217,7 +217,7 @@ class RemoteIds:
         return self._size // self._dtype.itemsize
 
     def __getitem__(self, window: slice | int) -> Any:
-        ids = self.mapped  # a local reference: a mapped file stays readable after eviction
+        ids = self.mapped  # a local reference, with which a mapped file is readable even after an eviction
         if ids is None:
             path = self._cache.fetch(self._url, self._size, self.sha256)
             ids = self.mapped = np.asarray(np.memmap(path, self._dtype, mode="r"))
@@ -226,7 +226,7 @@ class RemoteIds:
 
 
 def map_ids(path: str, dtype: str) -> Any:
-    """Returns the sliceable ids of a .bin: a memory map of a local file, or RemoteIds for an address of `locator`."""
+    """Returns the ids of a .bin: a memory map of a local file, or RemoteIds for an address from locator()."""
     little = np.dtype(dtype).newbyteorder("<")
     if "://" not in path:  # an empty file cannot be mapped, and slicing an np.memmap is much slower
         return np.asarray(np.memmap(path, little, mode="r")) if os.path.getsize(path) else np.zeros(0, little)
@@ -237,19 +237,19 @@ def map_ids(path: str, dtype: str) -> Any:
 
 
 def locator(url: str, size: int, sha256: str, cache: ShardCache) -> str:
-    """Returns the address of an object with all arguments of its download, so that a TokenSet can be pickled."""
+    """Returns an address that contains all arguments for downloading an object, so that a TokenSet can be pickled."""
     about = {"bytes": size, "sha256": sha256, "cache": cache.folder, "cache_bytes": cache.max_bytes}
     return f"{url}#{urllib.parse.urlencode(about)}"
 
 
 @functools.lru_cache(maxsize=8)
 def shard_cache(folder: str, max_bytes: int) -> ShardCache:
-    """Returns the process's cache in this folder; shared, since its open user file protects the files in use."""
+    """Returns the single ShardCache of this process for the folder, whose open user file protects files in use."""
     return ShardCache(Path(folder), max_bytes)
 
 
 def download(bucket: Bucket, url: str, size: int, sha256: str, part: Path) -> None:
-    """Completes the local file `part`, which may have the beginning of the object, and checks its hash."""
+    """Downloads an object to the file `part`, which may already contain the beginning, and checks the hash."""
     for _ in range(WRONG_HASHES):
         with open(part, "r+b") as file:
             found = hashlib.file_digest(file, "sha256")
@@ -263,15 +263,15 @@ def download(bucket: Bucket, url: str, size: int, sha256: str, part: Path) -> No
             os.fsync(file.fileno())
         if found.hexdigest() == sha256:
             return
-        os.truncate(part, 0)  # stale beginning or damaged download: start again
+        os.truncate(part, 0)  # outdated beginning or damaged download: download again
     raise BadInput(
         f"{url} did not match the sha256 in its manifest in {WRONG_HASHES} downloads: it was changed after the "
-        "manifest; publish the set again"
+        "manifest was written; publish the set again"
     )
 
 
 def is_whole(path: Path, size: int, sha256: str) -> bool:
-    """Returns True if the file exists with this size and hash; reads all of it."""
+    """Returns True if the file exists and has this size and hash. Reads the whole file."""
     try:
         return path.stat().st_size == size and file_sha256(str(path)) == sha256
     except FileNotFoundError:

@@ -1,8 +1,8 @@
-"""Row filter: detects degenerate rows while reading, sets their loss weights to 0 and counts them.
+"""Row filter, which detects degenerate rows (training sequences) while reading, and sets their loss weights to 0.
 
-It catches what curation missed: a page that repeats one phrase, binary data, the middle of a 100 MB log file. It is off
-by default, since valid text can be repetitive (long tables, genomes, music). The thresholds are far from prose and
-source code; inspect the filtered rows with `jaxscale trace`.
+Degenerate rows are, for example, pages that repeat a phrase, binary data, or the middle of a 100 MB log file. The
+filter is off by default, because valid text can be repetitive (long tables, genomes, music). Prose and source code are
+far from the default limits. `jaxscale trace` shows filtered rows.
 
 B rows  T position
 """
@@ -21,22 +21,22 @@ from jaxscale.runtime.text.tokenizer.base import Tokenizer
 
 RowFilter = Callable[[Batch, LocatedPieces, Sequence[int]], np.ndarray]  # (rows, locations, indices) -> bool[rows]
 
-SAMPLE_POSITIONS = 128  # positions of a row tested first; only suspicious rows are fully tested
-SLACK = 0.7  # margin for shares in a sample: 3.4 standard deviations at a share of 0.5
-ANCHORS = (0.55, 0.75, 0.95)  # relative positions whose tokens are searched for in the tokens before
-MIN_TOKENS = 64  # rows with fewer tokens pass: their shares are not meaningful
-REPLACEMENT = "\ufffd"  # replaces invalid bytes in decoders
+SAMPLE_POSITIONS = 128  # positions of a row that are tested first; only suspicious rows are fully tested
+SLACK = 0.7  # factor for limits in a sample: a margin of 3.4 standard deviations at a share of 0.5
+ANCHORS = (0.55, 0.75, 0.95)  # relative positions whose n-grams are searched for in the preceding tokens
+MIN_TOKENS = 64  # rows with fewer tokens are not filtered, because their shares are not meaningful
+REPLACEMENT = "\ufffd"  # character that replaces invalid bytes in decoders
 
 
 class ReplacementTokens(NamedTuple):
-    """The token ids of U+FFFD: any of these ids, or this sequence of byte tokens if `in_order`."""
+    """The token ids of U+FFFD: any of the ids or, if `in_order`, the sequence of all ids (byte tokens)."""
 
     ids: np.ndarray  # sorted
     in_order: bool
 
 
 def make_row_filter(cfg: RowFilterConfig, tokenizer: Tokenizer | None) -> RowFilter | None:
-    """Returns the row filter, or None if it is off."""
+    """Returns the row filter, or None if the filter is off."""
     if not cfg.on:
         return None
     damage = find_replacement_tokens(tokenizer) if tokenizer else None
@@ -45,10 +45,10 @@ def make_row_filter(cfg: RowFilterConfig, tokenizer: Tokenizer | None) -> RowFil
 
 
 def find_replacement_tokens(tokenizer: Tokenizer) -> ReplacementTokens:
-    """Returns the ids of U+FFFD and of repetitions of it, which vocabularies fitted to damaged text can have."""
+    """Returns the ids of U+FFFD and its repetitions, which are in vocabularies trained on damaged text."""
     alone = tokenizer.encode(REPLACEMENT)
     single_ids = [int(i) for i in alone if tokenizer.decode([int(i)]) == REPLACEMENT]
-    if len(single_ids) != 1:  # byte tokens; a begin token may come first
+    if len(single_ids) != 1:  # byte tokens, possibly after a begin token
         return ReplacementTokens(np.asarray(alone)[-len(REPLACEMENT.encode()) :], True)
     found = {int(i) for times in range(1, 17) for i in tokenizer.encode(REPLACEMENT * times)}
     return ReplacementTokens(np.array(sorted(i for i in found if set(tokenizer.decode([i])) == {REPLACEMENT})), False)
@@ -57,7 +57,7 @@ def find_replacement_tokens(tokenizer: Tokenizer) -> ReplacementTokens:
 def degenerate_rows(
     cfg: RowFilterConfig, batch: Batch, depths_B: np.ndarray, damage: ReplacementTokens | None = None
 ) -> np.ndarray:
-    """Returns bool[B]: rows beyond a limit. depths_B: tokens of the row's first document before the row."""
+    """Returns bool[B], True for rows beyond a limit. depths_B: tokens of each row's first document before the row."""
     T = batch.tokens.shape[1]
     last_B = batch.segment_ids[:, -1]
     bad_B = suspicious_rows(cfg, batch.tokens, damage) | (last_B == 0)  # rows with padding would bias the sample
@@ -70,7 +70,7 @@ def degenerate_rows(
 
 
 def suspicious_rows(cfg: RowFilterConfig, tokens_BT: np.ndarray, damage: ReplacementTokens | None) -> np.ndarray:
-    """Returns bool[B]: rows to test fully, by a sample of positions (a few microseconds per row)."""
+    """Returns bool[B], True for rows to test fully. Tests a sample of positions in a few microseconds per row."""
     T = tokens_BT.shape[1]
     sample_BS = np.sort(tokens_BT.take(sample_places(T), axis=1), axis=1)
     S = sample_BS.shape[1]
@@ -96,12 +96,12 @@ def suspicious_rows(cfg: RowFilterConfig, tokens_BT: np.ndarray, damage: Replace
 
 @functools.lru_cache
 def sample_places(T: int) -> np.ndarray:
-    """Returns int64[at most SAMPLE_POSITIONS]: positions of a row, fixed for each T, and not periodic."""
+    """Returns int64[at most SAMPLE_POSITIONS], the sampled positions of a row, fixed for each T and not periodic."""
     return np.arange(T) if T <= SAMPLE_POSITIONS else permuted(np.arange(SAMPLE_POSITIONS), T, "gate")
 
 
 def is_degenerate(cfg: RowFilterConfig, tokens: np.ndarray, damage: ReplacementTokens | None) -> bool:
-    """Returns True if a row of these tokens (no padding) is beyond a limit."""
+    """Returns True if a row with these tokens (without padding) is beyond a limit."""
     n = len(tokens)
     _, counts = np.unique(tokens, return_counts=True)
     return bool(
@@ -114,13 +114,13 @@ def is_degenerate(cfg: RowFilterConfig, tokens: np.ndarray, damage: ReplacementT
 
 
 def longest_run(tokens: np.ndarray) -> int:
-    """Returns the length of the longest run of one token."""
+    """Returns the length of the longest run of equal tokens."""
     edges = np.flatnonzero(tokens[1:] != tokens[:-1]) + 1
     return int(np.diff(edges, prepend=0, append=len(tokens)).max())
 
 
 def repeated_share(tokens: np.ndarray) -> float:
-    """Returns the share of n-grams that occurred before; 0 if all are distinct."""
+    """Returns the fraction of n-grams that occurred earlier in the row."""
     if len(tokens) < 2 * NGRAM:
         return 0.0
     grams = np.lib.stride_tricks.sliding_window_view(tokens, NGRAM)
@@ -130,7 +130,7 @@ def repeated_share(tokens: np.ndarray) -> float:
 
 
 def num_damaged(tokens: np.ndarray, damage: ReplacementTokens) -> int:
-    """Returns the number of tokens that stand for U+FFFD."""
+    """Returns the number of tokens that represent U+FFFD."""
     if not damage.in_order:
         return int(np.isin(tokens, damage.ids).sum())
     if len(tokens) < len(damage.ids):

@@ -1,8 +1,8 @@
-"""The row plan of a corpus: a memory-mapped folder with the document index and the packing.
+"""Creates and opens the row plan of a corpus, a memory-mapped folder with the document index and the packing.
 
-The folder name is a hash of its inputs (shards, row length, seed, rules). It is searched next to the manifest of a
-prepared set, where `jaxscale prepare` publishes it, then in the cache, where it is created if missing. Opening it takes
-as long for 10**8 documents as for ten.
+The folder name is a hash of the inputs (shards, row length, seed, packing rules). The plan is read from the folder of a
+prepared set if `jaxscale prepare` published it there, and otherwise from the cache, where a missing plan is created.
+The time to open a plan does not depend on the number of documents.
 """
 
 import functools
@@ -32,18 +32,18 @@ from jaxscale.runtime.data.verified import Say, remove
 from jaxscale.runtime.text.tokenizer.base import Tokenizer, begin_names
 from jaxscale.units import plural
 
-LAYOUT_VERSION = 2  # of the folder; raise it when its arrays, BLOCK or SAMPLE_EVERY change
-REPORTED_DOCUMENTS = 10_000_000  # planning more documents is logged, since it takes a while
-VALIDATION_SEED = 0  # constant, so that losses of different runs are over the same rows
+LAYOUT_VERSION = 2  # version of the folder; increase it when the arrays, BLOCK or SAMPLE_EVERY change
+REPORTED_DOCUMENTS = 10_000_000  # planning of at least this number of documents is logged
+VALIDATION_SEED = 0  # constant, so that different runs use the same validation rows
 KINDS = {"best_fit": (write_best_fit, BestFitRows), "concat": (write_concat, PackedRows)}
 Facts = Mapping[str, Any]  # returned by write_documents
-LOW_FILL, ROWS_TO_JUDGE = 0.98, 100  # with few rows, the padding of the last one matters
+LOW_FILL, ROWS_TO_JUDGE = 0.98, 100  # a filled fraction below LOW_FILL is reported if there are enough rows
 
 
 class PlanSettings(NamedTuple):
     """Inputs of a row plan."""
 
-    fingerprint: str  # of the documents and their split
+    fingerprint: str  # hash of the documents and their split
     packing: str
     validation: str  # packing of the validation part
     seq_len: int
@@ -57,7 +57,7 @@ class PlanSettings(NamedTuple):
 
 
 class OpenPlan(NamedTuple):
-    """A plan and its training and validation rows."""
+    """The training and validation rows of a plan."""
 
     facts: Facts
     words: str  # description of the validation part
@@ -66,10 +66,10 @@ class OpenPlan(NamedTuple):
 
 
 def write_plan(folder: Path, split: CorpusSplit, settings: PlanSettings, check: Callable[[Facts], None]) -> None:
-    """Writes the plan of a corpus into `folder`. check(facts): raises for an unusable corpus, before packing."""
+    """Writes the plan of a corpus into `folder`. check: called with facts before packing; raises for unusable data."""
     rule, words = split.rule()
     groups = {TRAIN: settings.num_groups, **({VALID: 1} if split.valid_shards or split.fraction else {})}
-    is_plain = not split.fraction and split.conversations is None  # nothing of the training files is held out
+    is_plain = not split.fraction and split.conversations is None  # no document is held out
     keep_empty = is_plain and settings.packing == "best_fit" and settings.num_groups == 1
     chunks = functools.partial(split.chunks, rule, keep_empty=keep_empty)
     for use_int64 in (False, True):
@@ -87,7 +87,7 @@ def write_plan(folder: Path, split: CorpusSplit, settings: PlanSettings, check: 
 
 
 def write_rows(out: ArrayWriter, facts: Facts, settings: PlanSettings) -> dict[str, Any]:
-    """Plans the rows of both parts of the written documents, and returns the header of each."""
+    """Plans the training and validation rows; returns {part: header entry}."""
     documents, parts = DocumentIndex(out.written(), facts), {}
     packings = {TRAIN: (settings.packing, settings.seed), VALID: (settings.validation, VALIDATION_SEED)}
     for part in facts["members"]:
@@ -97,7 +97,7 @@ def write_rows(out: ArrayWriter, facts: Facts, settings: PlanSettings) -> dict[s
 
 
 def open_rows(arrays: Arrays, files: TokenSet) -> OpenPlan:
-    """Opens the rows that are planned in these arrays."""
+    """Opens the training and validation rows of a plan."""
     header = arrays.header
     documents = DocumentIndex(arrays, header["documents"], files)
     rows = {part: KINDS[plan["packing"]][1](documents, arrays, part) for part, plan in header["parts"].items()}
@@ -112,7 +112,7 @@ def open_plan(
     published: str,
     say: Say,
 ) -> OpenPlan:
-    """Opens the plan of a corpus: published (in a folder or gs:// address), or from the cache, created if missing."""
+    """Opens the plan in `published`, the folder or gs:// URL of a prepared set, or opens or creates it in the cache."""
     shards, cache = [*split.train_shards, *split.valid_shards], cache_folder(cfg)
     little = lambda shard: np.dtype(shard.header["dtype"]).newbyteorder("<").str
     sizes = lambda shard: (shard.header["num_documents"], shard.header["num_tokens"])
@@ -137,12 +137,12 @@ def open_plan(
 def summary_facts(
     cfg: DataConfig, parts: CorpusSplit, plan: OpenPlan, shards: Sequence[Shard], tokenizer: Tokenizer | None
 ) -> list[str]:
-    """Returns the phrases of the summary."""
+    """Returns the phrases of the log line that summarizes the corpus."""
     train, valid, num_rows, seq_len = plan.train, plan.valid, len(plan.train), plan.train.seq_len
     fill = train.num_tokens / (num_rows * seq_len)
     packing = f"packing {cfg.packing}, {fill:.2%} of positions filled"
     if cfg.packing == "best_fit" and cfg.name != "chat" and fill < LOW_FILL and num_rows >= ROWS_TO_JUDGE:
-        cut = min(1.0, train.num_tokens / seq_len / train.num_documents)  # each row end splits one document
+        cut = min(1.0, train.num_tokens / seq_len / train.num_documents)  # a row end splits one document
         packing += f" (data.packing=concat would fill 100%, but split up to {cut:.0%} of the documents)"
     facts = [
         f"{plural(train.num_documents, 'document')}, {train.num_tokens:,} tokens, "
@@ -158,7 +158,7 @@ def summary_facts(
     facts += [f"tokenizer {tokenizer.name if tokenizer else 'unknown'}"]
     if begin := tokenizer and "".join(begin_names(tokenizer)):
         facts += [f"{'prompts and texts' if cfg.name == 'chat' else 'documents'} begin with {begin}"]
-    has_ids = any(shard.header.get("ids_documents") for shard in shards)  # no end token is appended to these
+    has_ids = any(shard.header.get("ids_documents") for shard in shards)  # these have no added end token
     facts += [f"documents end with {tokenizer.eos_token}"] if tokenizer and tokenizer.eos_token and not has_ids else []
     skipped = sum((Counter(shard.header["skipped"]) for shard in shards), Counter())
     return facts + ([f"skipped {describe_skipped(skipped)}"] if skipped else [])

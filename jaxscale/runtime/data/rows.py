@@ -1,4 +1,4 @@
-"""Rows of T tokens: pieces of documents, their locations in files, and reading them; or random tokens."""
+"""Locates and reads rows of T tokens from pieces of documents, or generates rows of random tokens."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -10,41 +10,37 @@ from jaxscale.core.batch import Batch
 from jaxscale.runtime.data.documents import TokenSet
 from jaxscale.runtime.data.stacking import stack_rows
 
-SYNTHETIC_ROWS = 1 << 24  # in an epoch; large enough that no run repeats a row
+SYNTHETIC_ROWS = 1 << 24  # rows per epoch, enough to avoid repetitions in a run
 
 
 class RowPieces(NamedTuple):
-    """The p pieces of m rows: row r consists of pieces `first[r]` to `first[r + 1]`, followed by padding.
-
-    A piece is `lengths` tokens of a document from its token `skipped` on. `after_documents` and `after_skipped` are the
-    document and token after the row, the target of its last position; -1: none.
-    """
+    """The p document pieces of m rows. Row r consists of pieces first[r] to first[r + 1], followed by padding."""
 
     first: np.ndarray  # int64[m + 1]
     documents: np.ndarray  # int64[p]
-    skipped: np.ndarray  # int64[p]
-    lengths: np.ndarray  # int64[p]
-    ended: np.ndarray  # bool[p]: the document ends with the piece
-    after_documents: np.ndarray  # int64[m]
-    after_skipped: np.ndarray  # int64[m]
+    skipped: np.ndarray  # int64[p]: number of tokens of the document before the piece
+    lengths: np.ndarray  # int64[p]: number of tokens of the piece
+    ended: np.ndarray  # bool[p]: True if the document ends with the piece
+    after_documents: np.ndarray  # int64[m]: document of the last position's target; -1: no target
+    after_skipped: np.ndarray  # int64[m]: token in that document
 
 
 class LocatedPieces(NamedTuple):
-    """Pieces with offsets in files. Lists, since Python loops read them faster than arrays."""
+    """Pieces with offsets in files, as lists, which are faster than arrays in Python loops."""
 
     first: list[int]
     files: list[int]
-    offsets: list[int]  # in the file
-    begins: list[int]  # in the row
+    offsets: list[int]  # offset of the piece in the file
+    begins: list[int]  # position of the piece in the row
     lengths: list[int]
     ended: list[bool]
-    after_files: list[int]  # -1: no token after the row
+    after_files: list[int]  # file of the last position's target; -1: no target
     after_offsets: list[int]
-    depths: np.ndarray  # int64[m]: tokens of the first document before the row
+    depths: np.ndarray  # int64[m]: number of tokens of the row's first document before the row
 
 
 def locate(pieces: RowPieces, where: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]) -> LocatedPieces:
-    """Locates pieces in files. where(documents): (file, offset of the first token) of each."""
+    """Returns the locations of pieces in files. where: (documents) -> (file, offset of the first token) of each."""
     first, documents = pieces.first, pieces.documents
     ends = np.cumsum(pieces.lengths)
     rows_begin = np.concatenate([[0], ends])[first[:-1]]
@@ -67,7 +63,7 @@ def locate(pieces: RowPieces, where: Callable[[np.ndarray], tuple[np.ndarray, np
 
 
 def read_rows(located: LocatedPieces, chosen: Sequence[int], T: int, files: TokenSet) -> Batch:
-    """Reads rows as a Batch of [len(chosen), T]."""
+    """Reads the located rows with indices `chosen` as a Batch of [len(chosen), T]."""
     fields_FBT = np.empty((5, len(chosen), T), np.int32)  # one allocation, which malloc reuses for the next batch
     tokens_BT, targets_BT, positions_BT, segments_BT = fields_FBT[:4]
     weights_BT = fields_FBT[4].view(np.float32)
@@ -84,7 +80,7 @@ def read_rows(located: LocatedPieces, chosen: Sequence[int], T: int, files: Toke
 def fill_row(
     located: LocatedPieces, row: int, fields: Sequence[np.ndarray], files: TokenSet, ramp_T: np.ndarray
 ) -> None:
-    """Reads one row into its fields: tokens, positions, segment ids and weights of [T]. ramp_T: 0, 1, 2, ..."""
+    """Reads a row into `fields`, the arrays of tokens, positions, segment ids and weights, [T]. ramp_T: arange(T)."""
     tokens_T, positions_T, segments_T, weights_T = fields
     first, piece_files, offsets, begins, lengths, ended, *_ = located
     ids, stop = files.ids, 0
@@ -98,14 +94,14 @@ def fill_row(
             mask = mask[offset + 1 : offset + 1 + length]
             weights_T[start : start + len(mask)] = mask
         if ended[piece]:
-            weights_T[stop - 1] = 0  # the next token belongs to another document
+            weights_T[stop - 1] = 0  # the next token belongs to a different document
     if stop < len(tokens_T):
         for field_T in fields:
             field_T[stop:] = 0
 
 
 def missing_tokens(located: LocatedPieces, chosen: Sequence[int], files: TokenSet) -> str:
-    """Returns the message for a file that was truncated or removed after the run began; '' if all are readable."""
+    """Returns an error message if a file was truncated or removed after the start of the run, else ''."""
     for row in chosen:
         for piece in range(located.first[row], located.first[row + 1]):
             path, begin = files.paths[located.files[piece]].partition("#")[0], located.offsets[piece]
@@ -116,14 +112,14 @@ def missing_tokens(located: LocatedPieces, chosen: Sequence[int], files: TokenSe
                 return f"{path}: {where} cannot be read: {error.strerror or error}; restore the file and restart"
             if size < begin + located.lengths[piece]:
                 return (
-                    f"{path}: {where} are missing, it ends after {size:,}: it was truncated after the run started; "
-                    "restore it and restart"
+                    f"{path}: {where} are missing: the file was truncated to {size:,} tokens after the run started; "
+                    "restore the file and restart"
                 )
     return ""
 
 
 class SyntheticRows:
-    """Rows of uniform random tokens below vocab_size, each a function of (seed, row), for throughput. Picklable."""
+    """Rows of uniform random tokens below vocab_size, as a function of (seed, row), for throughput measurements."""
 
     def __init__(self, *, seq_len: int, vocab_size: int, seed: int, num_rows: int = SYNTHETIC_ROWS):
         self.seq_len, self.vocab_size, self.seed, self.num_rows = seq_len, vocab_size, seed, num_rows
@@ -134,7 +130,7 @@ class SyntheticRows:
         return self.num_rows
 
     def __getitem__(self, row: int) -> Batch:
-        """Returns a row as a Batch of [T]: one document, all weights 1."""
+        """Returns a row as a Batch of [T], with a single document and weights of 1."""
         T, row = self.seq_len, int(row) % self.num_rows
         raw = np.random.Philox(key=self._key + (row << 64)).random_raw(T // 2 + 1).view(np.uint32)[: T + 1]
         drawn = ((raw.astype(np.uint64) * np.uint64(self.vocab_size)) >> np.uint64(32)).astype(np.int32)
@@ -142,13 +138,13 @@ class SyntheticRows:
         return Batch(drawn[:-1], drawn[1:], np.arange(T, dtype=np.int32), ones_T, np.ones(T, np.float32))
 
     def locate(self, rows: np.ndarray) -> np.ndarray:
-        """Returns the row numbers, which are their own locations."""
+        """Returns the row numbers unchanged, because they are the locations of synthetic rows."""
         return rows
 
     def read(self, located: np.ndarray, chosen: Sequence[int]) -> Batch:
-        """Reads located rows by their indices: a Batch of [len(chosen), T]."""
+        """Returns the located rows with indices `chosen` as a Batch of [len(chosen), T]."""
         return stack_rows([self[located[place]] for place in chosen])
 
     def row_sources(self, row: int) -> np.ndarray:
-        """Returns int32[T]: zeros, the only source."""
+        """Returns zeros, int32[T], because there is a single source."""
         return np.zeros(self.seq_len, np.int32)

@@ -1,9 +1,9 @@
-"""Writes token shards, see shards.py, with their lineage: the origin of each document, as a Parquet file.
+"""Writes token shards (see shards.py) with a lineage, a Parquet file with the origin of each document.
 
 file      dictionary<string>  file name, relative to the fixed part of the source's glob
-offset    int64               start in the unpacked file: byte offset, or row or record number
-id        string              the document's id in the file, or empty; likewise url, licence and language
-score.X   float32             one column for each score of a preparation stage; null if a document has none
+offset    int64               start in the uncompressed file, as byte offset, row number or record number
+id        string              id of the document in the file, or empty; likewise url, licence and language
+score.X   float32             a column per score of a preparation stage; null for documents without this score
 """
 
 import array
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 
 LINEAGE_TEXTS = ("id", "url", "licence", "language")
 LINEAGE_COLUMNS = ("file", "offset", *LINEAGE_TEXTS)
-ROW_GROUP = 1 << 13  # rows that are read together, about 600 kB; the documents of a step are in as many groups
+ROW_GROUP = 1 << 13  # lineage rows that are read together, about 600 kB
 
 
 def dtype_for(largest_id: int) -> np.dtype:
-    """Returns little-endian uint16 if ids up to `largest_id` fit, else uint32."""
+    """Returns little-endian uint16 if all ids up to `largest_id` fit, else uint32."""
     return np.dtype("<u2") if largest_id <= np.iinfo(np.uint16).max else np.dtype("<u4")
 
 
 class ShardWriter:
-    """Streams documents to NAME.bin; `finish` writes the other files. A document or block that raises is not added."""
+    """Appends documents to NAME.bin; `finish` writes the other files. A document or block that raises is not added."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class ShardWriter:
         sources: Sequence[str],
         trained: bool = False,
     ):
-        """eos_id: None if documents include their end token or have none. trained: write a loss mask even if all 1."""
+        """eos_id: None to append no end tokens. trained: write the loss mask even if all values are 1."""
         if eos_id is not None and not 0 <= eos_id < vocab_size:
             raise BadInput(f"the end token {eos_id} is not among the {vocab_size:,} ids of the vocabulary")
         self._base, self._dtype, self._vocab_size = Path(folder) / name, dtype_for(vocab_size - 1), vocab_size
@@ -63,7 +63,7 @@ class ShardWriter:
             self._write_loss_mask(np.zeros(0, np.uint8))
 
     def _write_loss_mask(self, loss_mask: np.ndarray) -> None:
-        """Appends to the loss mask; it is 1 for all tokens before it is opened."""
+        """Appends to the loss mask. The first call creates the mask, with 1 for all previous tokens."""
         if self._loss_mask is None:
             self._loss_mask = open(f"{self._base}.trained", "wb")  # noqa: SIM115
             for start in range(0, self.num_tokens, READ_BYTES):
@@ -73,20 +73,20 @@ class ShardWriter:
 
     @property
     def num_tokens(self) -> int:
-        """Returns the tokens so far, including end tokens."""
+        """Returns the number of tokens added so far, including end tokens."""
         return self._ends[-1]
 
     @property
     def num_documents(self) -> int:
-        """Returns the documents so far."""
+        """Returns the number of documents added so far."""
         return len(self._document_sources)
 
     def add(self, ids: np.ndarray, source: str, trained: np.ndarray | None = None, *, is_whole: bool = False) -> None:
-        """Appends one document and, unless is_whole, its end token, which `trained` includes. See add_block."""
+        """Appends a document and, unless is_whole, an end token. trained: loss mask, including the end token."""
         if source not in self._sources:
             raise BadInput(f"{self._base}: source {source!r} is not one of {self._sources}")
         if not is_whole:
-            assert self._eos_id is not None, "without an end token, documents must be whole"
+            assert self._eos_id is not None, "an end token is appended unless is_whole"
             ids = np.append(ids, self._eos_id)
         self.add_block(ids, [len(ids)], [self._sources.index(source)], trained, is_whole=is_whole)
 
@@ -99,9 +99,9 @@ class ShardWriter:
         *,
         is_whole: bool = False,
     ) -> None:
-        """Appends documents with one write. Raises BadInput for wrong ids, lengths, source numbers or end tokens.
+        """Appends documents with one write. Raises BadInput for invalid ids, lengths, source numbers or end tokens.
 
-        ids: concatenated documents. trained: bool[ids] loss mask; None: all 1. is_whole: no end token is needed.
+        ids: concatenated documents. trained: bool[ids] loss mask; None: all True. is_whole: do not require end tokens.
         """
         ids, lengths, sources = np.asarray(ids), np.asarray(lengths, np.int64), np.asarray(sources, np.int64)
         if ids.ndim != 1 or lengths.ndim != 1 or (lengths < 1).any() or int(lengths.sum()) != len(ids):
@@ -118,7 +118,7 @@ class ShardWriter:
             document = self.num_documents + int(ends.searchsorted(place, side="right"))
             raise BadInput(
                 f"token id {int(ids[place])} in document {document:,} of {self._base}.bin is not among the "
-                f"{self._vocab_size:,} ids of the vocabulary; the text was encoded with another tokenizer"
+                f"{self._vocab_size:,} ids of the vocabulary; the text was encoded with a different tokenizer"
             )
         if not is_whole and not (ids[ends - 1] == self._eos_id).all():
             raise BadInput(f"{self._base}: a document does not end with the end token {self._eos_id}")
@@ -134,7 +134,7 @@ class ShardWriter:
     def finish(
         self, token_bytes: np.ndarray | None, header: dict[str, Any], lineage: "pyarrow.Table | None" = None
     ) -> None:
-        """Writes index and header, with fsync. header: additional entries. lineage: a row per document."""
+        """Writes the index and header with fsync. header: additional entries. lineage: table, one row per document."""
         sums = {"bin": self._sha256.hexdigest()}
         if self._loss_mask:
             sums["trained"] = self._loss_mask_sha256.hexdigest()
@@ -162,7 +162,7 @@ def write_index(
     header: dict[str, Any],
     lineage: "pyarrow.Table | None" = None,
 ) -> None:
-    """Writes all files of a shard except its .bin, whose sha256 is sums['bin']; the header last."""
+    """Writes all files of a shard except its .bin, with the header last. sums: {'bin': sha256 of the .bin, ...}."""
     contents = {"idx": offsets.tobytes(), "src": source_ids.tobytes()}
     if token_bytes is not None:
         buffer = io.BytesIO()
@@ -178,7 +178,7 @@ def write_index(
 
 
 def write_synced(path: Path, content: bytes) -> None:
-    """Writes the file and calls fsync."""
+    """Writes a file and syncs it to the disk."""
     with open(path, "wb") as file:
         file.write(content)
         file.flush()
@@ -186,12 +186,12 @@ def write_synced(path: Path, content: bytes) -> None:
 
 
 def escape_non_utf8(name: str) -> str:
-    """Escapes bytes of the name that are not UTF-8, as on_one_line does."""
+    """Escapes bytes of a name that are not UTF-8, in the same way as on_one_line()."""
     return name.encode(errors="backslashreplace").decode()
 
 
 def lineage_table(documents: Sequence["Document"]) -> "pyarrow.Table":
-    """Returns the lineage of the documents, in order."""
+    """Returns the lineage table of the documents, in order."""
     import pyarrow
 
     files = [escape_non_utf8(doc.file) for doc in documents]
@@ -206,14 +206,14 @@ def lineage_table(documents: Sequence["Document"]) -> "pyarrow.Table":
 
 
 def join_lineages(tables: Sequence["pyarrow.Table"]) -> "pyarrow.Table":
-    """Concatenates at least one table."""
+    """Concatenates one or more lineage tables."""
     import pyarrow
 
     return pyarrow.concat_tables(tables, promote_options="default").unify_dictionaries()
 
 
 def canonical(table: "pyarrow.Table") -> "pyarrow.Table":
-    """Returns the rows with canonical columns and chunks: equal rows give equal bytes. BadInput for a wrong column."""
+    """Returns the table with canonical columns and chunks, so that equal rows give equal bytes. Raises BadInput."""
     import pyarrow
 
     names = table.column_names
@@ -229,13 +229,13 @@ def canonical(table: "pyarrow.Table") -> "pyarrow.Table":
             column = table[name].cast(kind)
         except (pyarrow.ArrowInvalid, pyarrow.ArrowNotImplementedError) as error:
             raise BadInput(f"the lineage's column {name!r} is {table[name].type}, not {kind}: {error}") from None
-        # re-encoded, so that dictionary indices follow first occurrence
+        # encoded again, so that dictionary indices are in the order of first occurrence
         columns[name] = column.combine_chunks().dictionary_encode() if name == "file" else column.combine_chunks()
     return pyarrow.table(columns)
 
 
 def lineage_bytes(table: "pyarrow.Table", documents: int) -> bytes:
-    """Returns the table as Parquet, equal bytes for equal rows and pyarrow. Raises BadInput for a wrong row count."""
+    """Returns the table as Parquet, with equal bytes for equal rows and pyarrow versions. Raises BadInput."""
     import pyarrow.parquet
 
     if table.num_rows != documents:

@@ -1,13 +1,13 @@
-"""Token shards on disk: ids in a raw little-endian .bin, document offsets, and a JSON header.
+"""Opens and verifies token shards, which consist of a raw little-endian .bin of ids, an index, and a JSON header.
 
-NAME.bin              ids: uint16 if the vocabulary's largest is at most 65535, else uint32
-NAME.idx              int64[documents + 1]: document starts, and the end
+NAME.bin              ids, as uint16 if the vocabulary's largest id is at most 65535, else uint32
+NAME.idx              int64[documents + 1]: start of each document, and the end
 NAME.src              uint16[documents]: source of each document
-NAME.token_bytes.npy  int32[vocabulary]: bytes of text per id; absent without a tokenizer
-NAME.trained          uint8[tokens]: loss mask; absent if all 1
-NAME.docs.parquet     lineage, see shard_writer.py; absent if unknown
-NAME.json             the header, written last: "bin" is the path of the .bin, "sha256" has the hash of
-                      each file, including the header
+NAME.token_bytes.npy  int32[vocabulary]: number of text bytes per id; missing without a tokenizer
+NAME.trained          uint8[tokens]: loss mask; missing if all values are 1
+NAME.docs.parquet     lineage, see shard_writer.py; missing if unknown
+NAME.json             header, written last, with the path of the .bin in "bin", and the sha256 of each file,
+                      including the header, in "sha256"
 """
 
 import contextlib
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     import pyarrow.parquet
 
 FORMAT, VERSION = "jaxscale-tokens", 2
-OLD_VERSION = 1  # without the header's own sha256
+OLD_VERSION = 1  # version without the sha256 of the header
 HEADER_TYPES = {
     "bin": str, "dtype": str, "num_tokens": int, "num_documents": int, "max_id": int, "text_bytes": int,
     "sources": list, "files": list, "skipped": dict, "sha256": dict, "tokenizer": dict,
@@ -53,28 +53,28 @@ SUFFIXES = {
     "docs": ".docs.parquet",
     "trained": ".trained",
 }
-HEADER_SUM = "json"  # key in "sha256": the hash of the header without this entry
+HEADER_SUM = "json"  # key in "sha256" of the hash of the header, which excludes this entry
 SHA256 = re.compile(r"[0-9a-f]{64}")
 FIX = "delete the folder to recreate it, or restore the file"
-DTYPES = ("uint8", "uint16", "uint32", "int64")  # ours are uint16 or uint32; imported files may have any
+DTYPES = ("uint8", "uint16", "uint32", "int64")  # imported files may have any dtype; shards have uint16 or uint32
 
 
 @dataclasses.dataclass(frozen=True)
 class ShardIndex:
-    """Offsets and sources of the documents of a shard, read on demand."""
+    """Offsets and sources of a shard's documents, read on demand."""
 
     header: Mapping[str, Any]
     header_path: str
-    paths: Mapping[str, str | Callable[[], str]]  # of "idx" and "src", or functions that fetch them
-    one_source: bool = False  # all documents have source 0
+    paths: Mapping[str, str | Callable[[], str]]  # paths of "idx" and "src", or functions that download the files
+    one_source: bool = False  # True: all documents have source 0
 
     def fetch(self) -> tuple[str, str]:
-        """Returns the paths of both files, downloaded from their bucket if needed."""
+        """Returns the paths of the .idx and .src, downloaded from a bucket if needed."""
         idx, src = (path() if callable(path) else path for path in (self.paths["idx"], self.paths["src"]))
         return idx, src
 
     def read(self) -> tuple[np.ndarray, np.ndarray]:
-        """Reads (offsets int64[documents + 1], sources uint16[documents] into header["sources"]), not cached."""
+        """Returns (offsets int64[documents + 1], indices uint16[documents] into header["sources"]) without caching."""
         header, (idx, src) = self.header, self.fetch()
         documents = header["num_documents"]
         offsets, source_ids = read_array(idx, "<i8", documents + 1), read_array(src, "<u2", documents)
@@ -86,24 +86,24 @@ class ShardIndex:
 
     @functools.cached_property
     def cached(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the same, cached in memory."""
+        """Returns the result of read(), cached in memory."""
         return self.read()
 
 
 class Shard(NamedTuple):
-    """An open shard; its .bin and index are read on demand."""
+    """An open shard, whose .bin and index are read on demand."""
 
     header: dict[str, Any]
     bin_path: str
     doc_index: ShardIndex
     token_bytes: np.ndarray | None
-    docs_path: str | Callable[[], str] = ""  # path of the lineage, or a function that fetches it
-    loss_mask_path: str = ""  # '': all 1
+    docs_path: str | Callable[[], str] = ""  # path of the lineage, or a function that downloads the lineage
+    loss_mask_path: str = ""  # '' if the loss mask is all 1
     expected: Mapping[str, Expected] = MappingProxyType({})  # expected state of mapped local files
 
     @property
     def fingerprint(self) -> str:
-        """Returns the hash of ids, documents, loss mask and tokenizer; independent of names, folders and dates."""
+        """Returns the hash of ids, documents, loss mask and tokenizer, which does not depend on names or dates."""
         sums = self.header["sha256"]
         parts = [
             *(sums[name] for name in ("bin", "idx", "src")),
@@ -115,17 +115,17 @@ class Shard(NamedTuple):
 
     @property
     def place(self) -> str:
-        """Returns the location of its ids, for messages."""
+        """Returns the path or URL of the .bin, for messages."""
         return self.bin_path.partition("#")[0] if "://" in self.bin_path else self.bin_path
 
     @property
     def lineage_path(self) -> str:
-        """Returns the path of its lineage, downloaded from its bucket if needed."""
+        """Returns the path of the lineage, downloaded from a bucket if needed."""
         return str(self.docs_path() if callable(self.docs_path) else self.docs_path)
 
     @property
     def offsets(self) -> np.ndarray:
-        """Returns int64[documents + 1]: document starts, and the end; cached in memory."""
+        """Returns int64[documents + 1], the start of each document and the end; cached in memory."""
         return self.doc_index.cached[0]
 
     @property
@@ -137,11 +137,11 @@ class Shard(NamedTuple):
 def open_shard(
     path: Path, *, with_token_bytes: bool = True, parts: Mapping[str, Any] | None = None, outside: bool = False
 ) -> Shard:
-    """Opens the shard with this .bin or .json. Raises BadInput naming the file if sizes do not match.
+    """Opens a shard, given its .bin or .json. Raises BadInput naming the file if the sizes do not match.
 
-    Args: parts: paths of "bin", "idx", "src", "token_bytes" and "docs" that are not next to the header; "idx", "src"
-    and "docs" may be functions that fetch them. A .bin in a bucket is not checked. outside: the .bin may be in any
-    folder, as for the cached index of a raw .bin.
+    parts: paths of "bin", "idx", "src", "token_bytes" and "docs" that are not next to the header, or functions that
+    download the file, for "idx", "src" and "docs". A .bin in a bucket is not checked. outside: True to allow a .bin in
+    any folder, as for the cached index of a raw .bin.
     """
     header, base = read_header(path), path.with_suffix("")
     if header is None:
@@ -150,7 +150,7 @@ def open_shard(
     if not outside and (header["bin"] != os.path.basename(header["bin"]) or header["bin"] in ("", ".", "..")):
         raise BadInput(
             f"{base}.json names {header['bin']!r} as its .bin, which must be in the same folder; {FIX}"
-        )  # a header may be untrusted
+        )  # a header may be from an untrusted source
     path_of |= {"bin": str(base.parent / header["bin"]), **(parts or {})}
     documents, itemsize = header["num_documents"], np.dtype(header["dtype"]).itemsize
     if "://" not in path_of["bin"]:
@@ -169,7 +169,7 @@ def open_shard(
 
 
 def shard_files(path: Path) -> Iterator[tuple[str, str, str]]:
-    """Yields (part, path, sha256) for each file of a shard except its header at `path`."""
+    """Yields (part, path, sha256) for each file of a shard except the header. path: path of the header."""
     header, base = read_header(path), path.with_suffix("")
     if header is None:
         raise BadInput(f"{base}.json is not the header of a token shard; {FIX}")
@@ -178,7 +178,10 @@ def shard_files(path: Path) -> Iterator[tuple[str, str, str]]:
 
 
 def verify_shards(paths: Iterable[Path], cfg: DataConfig, cache: Path, say: Callable[[str], None]) -> None:
-    """Hashes shards as data.verify requires. Raises BadInput for a mismatch; a lineage may be missing."""
+    """Verifies the hashes of shards as configured by data.verify. Raises BadInput for changed files.
+
+    The lineage may be missing.
+    """
     folders: dict[Path, dict[str, str]] = {}
     for path in paths if cfg.verify != "size" else ():
         files = {file: sha256 for name, file, sha256 in shard_files(path) if name != "docs" or os.path.lexists(file)}
@@ -192,10 +195,10 @@ def verify_shards(paths: Iterable[Path], cfg: DataConfig, cache: Path, say: Call
 
 @contextlib.contextmanager
 def open_lineage(path: str) -> Iterator["pyarrow.parquet.ParquetFile"]:
-    """Opens a lineage, to be read by row group; its hash is not checked. Raises BadInput if it cannot be read.
+    """Opens a lineage file without checking its hash. Raises BadInput if the file cannot be read.
 
-    Read it with use_threads=False: an Arrow thread that holds Python's bytes at exit aborts the process
-    (github.com/apache/arrow/issues/34314).
+    Use read_row_group(..., use_threads=False), because an Arrow thread that holds a Python object at exit aborts the
+    process (github.com/apache/arrow/issues/34314).
     """
     import pyarrow
     import pyarrow.parquet
@@ -208,7 +211,7 @@ def open_lineage(path: str) -> Iterator["pyarrow.parquet.ParquetFile"]:
 
 
 def read_token_bytes(path: str) -> np.ndarray | None:
-    """Reads int32[vocabulary], or returns None if the file does not exist. Raises BadInput if it is damaged."""
+    """Returns int32[vocabulary], the bytes per id, or None if there is no file. Raises BadInput for a damaged file."""
     if not os.path.lexists(path):
         return None
     content = io.BytesIO(read_whole(path))
@@ -222,7 +225,7 @@ def read_token_bytes(path: str) -> np.ndarray | None:
 
 
 def read_whole(path: str) -> bytes:
-    """Reads a regular file. Raises BadInput naming it on failure."""
+    """Returns the content of a regular file. Raises BadInput naming the file if reading fails."""
     try:
         with open_regular(path) as file:
             return file.read()
@@ -231,13 +234,13 @@ def read_whole(path: str) -> bytes:
 
 
 def read_array(path: str, dtype: str, count: int) -> np.ndarray:
-    """Reads a raw file as an array of `count` elements."""
+    """Returns the content of a raw file as an array of `count` elements."""
     expect_size(path, count * np.dtype(dtype).itemsize)
     return np.frombuffer(read_whole(path), dtype)
 
 
 def expect_size(path: str, size: int, size_source: str = "its header", fix: str = FIX) -> None:
-    """Raises BadInput unless the file exists and has this size. size_source: origin of the size, for the message."""
+    """Raises BadInput unless a file exists and has this size. size_source: origin of the size, for the message."""
     try:
         status = os.stat(path)
         check_regular(status.st_mode, path)
@@ -258,7 +261,7 @@ def changed_line(path: str) -> str:
 
 
 def tokenizer_header(tokenizer: Tokenizer, name: str) -> dict[str, Any]:
-    """Returns the header's "tokenizer" entry."""
+    """Returns the "tokenizer" entry of a header."""
     return {
         "name": name,
         "eos_token": tokenizer.eos_token,
@@ -269,24 +272,24 @@ def tokenizer_header(tokenizer: Tokenizer, name: str) -> dict[str, Any]:
 
 
 def file_entry(file: SourceFile, documents: int) -> dict[str, Any]:
-    """Returns an entry of the header's "files"."""
+    """Returns an entry of the list "files" of a header."""
     return {"name": file.name, "source": file.source, "documents": documents}
 
 
 def unknown_tokenizer_header(file: dict[str, Any], eos_id: int | None, vocab_size: int = 0) -> dict[str, Any]:
-    """Returns header entries for token ids of an unknown tokenizer. file: its entry in "files"."""
+    """Returns the header entries for token ids of an unknown tokenizer. file: result of file_entry()."""
     tokenizer = {"name": "", "eos_token": "", "vocab_size": vocab_size, "fingerprint": ""}
     return {"tokenizer": tokenizer, "eos_id": eos_id, "text_bytes": 0, "skipped": {}, "files": [file]}
 
 
 def encode_header(header: dict[str, Any]) -> bytes:
-    """Returns the header as JSON, including its own sha256."""
+    """Returns the header as JSON, with an added sha256 of the header."""
     plain = json.loads(json.dumps(header))
     return json.dumps({**plain, "sha256": {**plain["sha256"], HEADER_SUM: json_sha256(plain)}}, indent=1).encode()
 
 
 def read_header(path: Path) -> dict[str, Any] | None:
-    """Returns the header next to a .bin, or at `path`; None if there is none of ours. Raises BadInput if invalid."""
+    """Returns the header of a shard, given its .bin or .json, or None for other files. Raises BadInput if invalid."""
     path = path.with_suffix(".json")
     try:
         header = parse_json(read_bytes(path))
@@ -311,14 +314,14 @@ def read_header(path: Path) -> dict[str, Any] | None:
     sums = {name: sum_ for name, sum_ in header["sha256"].items() if name != HEADER_SUM}
     if unknown := sorted(sums.keys() - SUFFIXES.keys()):
         raise BadInput(f"{path} has a sha256 of {unknown[0]!r}, which is not a file of a shard; {FIX}")
-    expected = json_sha256({**header, "sha256": sums}) if header["version"] == VERSION else None  # OLD_VERSION has none
+    expected = json_sha256({**header, "sha256": sums}) if header["version"] == VERSION else None  # not in OLD_VERSION
     if header["sha256"].get(HEADER_SUM) != expected:
         raise BadInput(f"{path} was changed after it was written: its own sha256 does not match; {FIX}")
     return {**header, "sha256": sums}
 
 
 def check_header(path: Path, header: dict[str, Any]) -> None:
-    """Raises BadInput for a missing entry or one of the wrong type."""
+    """Raises BadInput if a header entry is missing or invalid."""
     for key, kind in HEADER_TYPES.items():
         value = header.get(key)
         if value is None or type(value) is not kind or not all(name in value for name in REQUIRED_KEYS.get(key, ())):
@@ -343,5 +346,5 @@ def check_header(path: Path, header: dict[str, Any]) -> None:
 
 
 def has_type(value: Any, kind: type) -> bool:
-    """Returns True for a value of this type; an int must be at least 0."""
+    """Returns True if the value has exactly this type and, for int, is at least 0."""
     return type(value) is kind and (kind is not int or value >= 0)

@@ -1,4 +1,4 @@
-"""The validation split: a function of file name and position in the file, so that it never changes."""
+"""Splits documents into training and validation by a hash of file name and position in the file."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -14,25 +14,25 @@ from jaxscale.runtime.data.shards import Shard
 from jaxscale.system.exits import BadInput
 from jaxscale.units import plural
 
-FETCHED_AT_ONCE = 8  # indexes, one round trip each
-MIN_DOCUMENTS = 5  # expected validation documents of a source; with fewer, a random split might have none
+FETCHED_AT_ONCE = 8  # indexes fetched concurrently, with one round trip each
+MIN_DOCUMENTS = 5  # expected validation documents of a source below which a random split might select none
 
 
 class CorpusSplit(NamedTuple):
-    """The training and validation shards and how documents are split."""
+    """The shards of a corpus, and the rule that splits documents into training and validation."""
 
     train_shards: Sequence[Shard]
     valid_shards: Sequence[Shard]
-    names: Sequence[str]  # of the sources
-    fraction: float  # of the training documents that is held out
+    names: Sequence[str]  # names of the sources
+    fraction: float  # held-out fraction of the training documents
     content: list[str]  # inputs of the data fingerprint
-    conversations: "ConversationSplit | None" = None  # split and clipped one by one at each start
+    conversations: "ConversationSplit | None" = None  # split of conversations, computed at each start
 
     def rule(self) -> tuple[SplitRule, str]:
-        """Returns (rule, description of the validation part). Reads the source of each document.
+        """Returns (rule, description of the validation part). Reads the sources of all documents.
 
-        Documents are held out by a hash of file name and position. For a source with fewer than MIN_DOCUMENTS of these,
-        the last `fraction` of every document is held out, so that it has a loss.
+        Documents are held out by a hash of file name and position. If fewer than MIN_DOCUMENTS of a source are
+        expected, the last `fraction` of each document of this source is held out instead.
         """
         if self.conversations is not None:
             return self.conversations.rule, self.conversations.description
@@ -51,7 +51,7 @@ class CorpusSplit(NamedTuple):
         return SplitRule(self.fraction, tuple(np.flatnonzero(is_short).tolist())), "; ".join(rules)
 
     def chunks(self, rule: SplitRule, *, keep_empty: bool) -> Iterator[DocumentChunk]:
-        """Yields all documents, training files first. keep_empty: include empty documents."""
+        """Yields all documents, with training files first. keep_empty: include empty documents."""
         if self.conversations is not None:
             yield from self.conversations.chunks
             return
@@ -71,17 +71,17 @@ class CorpusSplit(NamedTuple):
 
 
 class ConversationSplit(NamedTuple):
-    """The split of conversations, which are never cut between training and validation, nor between rows."""
+    """Split of conversations, which are not divided between training and validation, or between rows."""
 
     rule: SplitRule
     description: str
     chunks: list[DocumentChunk]
-    fitted: list[str]  # log lines about those longer than a row
+    fitted: list[str]  # log lines about conversations that are longer than seq_len
 
 
 def read_indexes(shards: Sequence[Shard], names: Sequence[str]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yields (lengths, sources as indices into `names`) of the documents of each shard."""
-    with ThreadPoolExecutor(FETCHED_AT_ONCE) as pool:  # those in a bucket
+    with ThreadPoolExecutor(FETCHED_AT_ONCE) as pool:  # downloads indexes in a bucket
         list(pool.map(lambda shard: shard.doc_index.fetch(), shards))
     for shard in shards:
         renumber = np.array([names.index(name) for name in shard.header["sources"]], np.uint16)
@@ -90,7 +90,7 @@ def read_indexes(shards: Sequence[Shard], names: Sequence[str]) -> Iterator[tupl
 
 
 def file_holdout(file_name: str, num_documents: int, fraction: float) -> np.ndarray:
-    """Returns bool[num_documents]: held-out documents of a file, each with probability `fraction`."""
+    """Returns bool[num_documents], True for held-out documents of a file, each with probability `fraction`."""
     limit = np.uint64(min(int(fraction * 2**64), 2**64 - 1))
     parts = [
         document_hashes(file_name, first, min(CHUNK_DOCUMENTS, num_documents - first)) < limit
@@ -100,7 +100,7 @@ def file_holdout(file_name: str, num_documents: int, fraction: float) -> np.ndar
 
 
 def document_hashes(file_name: str, first: int, number: int) -> np.ndarray:
-    """Returns uint64[number]: the hash of each document's position in the file, from `first` on."""
+    """Returns uint64[number], the hashes of file name and position for documents from position `first` on."""
     seed = int.from_bytes(hashlib.blake2b(file_name.encode(errors="surrogateescape"), digest_size=8).digest(), "little")
     return mix64(np.arange(first, first + number, dtype=np.uint64) + np.uint64(seed))
 
@@ -108,7 +108,7 @@ def document_hashes(file_name: str, first: int, number: int) -> np.ndarray:
 def split_corpus(
     cfg: DataConfig, train_shards: Sequence[Shard], valid_shards: Sequence[Shard], names: Sequence[str], seq_len: int
 ) -> CorpusSplit:
-    """Splits the corpus: validation shards, or without them a part of the training documents."""
+    """Returns the split of a corpus. Validation is valid_shards or, if empty, a part of the training documents."""
     train, valid = ([shard.fingerprint for shard in shards] for shards in (train_shards, valid_shards))
     content = [*train, "validation", *valid]
     fraction = 0.0 if valid_shards else cfg.val_fraction
@@ -123,12 +123,12 @@ def split_corpus(
 
 
 def source_files(shard: Shard) -> list[tuple[str, int]]:
-    """Returns (name, number of documents) of each file of a shard. Raises BadInput if they do not add up."""
+    """Returns (name, number of documents) of each file of a shard. Raises BadInput if the sum of documents is wrong."""
     files = [(file["name"], file["documents"]) for file in shard.header["files"]]
     if (listed := sum(number for _, number in files)) != shard.header["num_documents"]:
         raise BadInput(
             f"the header of {shard.place} lists the files of {listed:,} of its {shard.header['num_documents']:,} "
-            "documents, but the split needs the file of each; set data.val_files, or data.val_fraction=0"
+            "documents, but the split needs the files of all; set data.val_files, or data.val_fraction=0"
         )
     return files
 
@@ -136,14 +136,14 @@ def source_files(shard: Shard) -> list[tuple[str, int]]:
 def split_conversations(
     shards: Sequence[Shard], num_train: int, names: Sequence[str], fraction: float, too_long: str, seq_len: int
 ) -> tuple[ConversationSplit, list[str]]:
-    """Returns (conversations, inputs of the data fingerprint). The shards from num_train on are validation.
+    """Returns (split, inputs of the data fingerprint). Shards from number num_train on are validation shards.
 
-    For a source with few conversations, the number closest to `fraction`, at least one and never all, with the smallest
-    hashes are held out. Conversations longer than a row are cut or dropped.
+    In a source with few conversations, the fraction is rounded to at least one and never all conversations, selected by
+    the smallest hashes. Conversations longer than seq_len are truncated or dropped (data.chat.too_long).
     """
     indexes = list(read_indexes(shards, names))
     in_valid = [np.full(len(lengths), number >= num_train) for number, (lengths, _) in enumerate(indexes)]
-    if fraction:  # then all shards are training
+    if fraction:  # without validation shards
         in_validation = conversation_holdout(
             shards, np.concatenate([sources for _, sources in indexes]), names, fraction
         )
@@ -152,17 +152,17 @@ def split_conversations(
     for shard, (lengths, sources), valid in zip(shards, indexes, in_valid):
         is_long = lengths > seq_len
         keep = ~is_long
-        if too_long == "cut" and is_long.any():  # if the part has a loss; its first token is never a target
+        if too_long == "cut" and is_long.any():  # keeps truncated conversations with targets
             marks: Any = np.memmap(shard.loss_mask_path, np.uint8, mode="r")
             starts = (np.cumsum(lengths) - lengths)[is_long]
             keep[is_long] = [marks[start + 1 : start + seq_len].any() for start in starts]
         cut, dropped = cut + int((is_long & keep).sum()), dropped + int((~keep).sum())
         keep &= lengths > 0
         chunks.append(DocumentChunk(lengths, sources, keep & ~valid, keep & valid))
-    fitted = [f"{plural(cut, 'document')} longer than a row truncated (data.chat.too_long)"] if cut else []
+    fitted = [f"{plural(cut, 'document')} longer than seq_len truncated (data.chat.too_long)"] if cut else []
     if dropped:
-        reason = ", their loss mask starts after the end of the row" if too_long == "cut" else ""
-        fitted += [f"{plural(dropped, 'document')} longer than a row dropped (data.chat.too_long{reason})"]
+        reason = ", all targets are after the end" if too_long == "cut" else ""
+        fitted += [f"{plural(dropped, 'document')} longer than seq_len dropped (data.chat.too_long{reason})"]
     by_hash = f"{fraction:.3g} of the documents, by a hash of their names" * bool(fraction)
     description = "data.val_files" if num_train < len(shards) else by_hash
     split = ConversationSplit(SplitRule(clip=seq_len), description, chunks, fitted)
@@ -170,14 +170,14 @@ def split_conversations(
 
 
 def fitted_content(too_long: str, seq_len: int, dropped: int) -> list[str]:
-    """Returns the inputs of the data fingerprint about clipping."""
+    """Returns the inputs of the data fingerprint that describe the truncation."""
     return [too_long, str(seq_len), *([f"dropped {dropped}"] if too_long == "cut" and dropped else [])]
 
 
 def conversation_holdout(
     train_shards: Sequence[Shard], sources: np.ndarray, names: Sequence[str], fraction: float
 ) -> np.ndarray:
-    """Returns bool[documents]: held-out conversations."""
+    """Returns bool[documents], True for held-out conversations."""
     files = [named for shard in train_shards for named in source_files(shard)]
     validation = np.concatenate([file_holdout(name, number, fraction) for name, number in files])
     hashes = np.concatenate([document_hashes(name, 0, number) for name, number in files])

@@ -1,6 +1,6 @@
-"""Batches of numpy rows: stacked, padded, split and hashed; the documents of a row, and its random numbers.
+"""Stacks, pads, splits and hashes batches of numpy rows, and provides random numbers for each row.
 
-Random numbers are a pure function of seed, batch and row, on any machine.
+Random numbers are a pure function of seed, batch and row, and equal on all machines.
 """
 
 import hashlib
@@ -14,21 +14,21 @@ from jaxscale.system.exits import BadInput
 
 
 def stack_rows(rows: Sequence[Any]) -> Any:
-    """Stacks rows of [T] into a batch of [rows, T]. All rows have the same fields; fields may be tuples of arrays."""
+    """Stacks rows of [T] into a batch of [rows, T]. All rows must have the same fields, which may be nested tuples."""
     if len({tuple(field is None for field in row) for row in rows}) > 1:
         raise BadInput("some rows of a batch have a prefix or encoder input and some do not")
     return map_fields(lambda *fields: np.stack(fields), *rows)
 
 
 def map_fields(f: Callable[..., Any], *batches: Any) -> Any:
-    """Returns a batch of f of each field of the batches, also of nested tuples. Fields that are None stay None."""
+    """Applies f to each field of the batches, including fields of nested tuples. Fields with None remain None."""
     columns = zip(*batches, strict=True)
     apply = lambda column: map_fields(f, *column) if isinstance(column[0], tuple) else f(*column)
     return type(batches[0])(*(None if column[0] is None else apply(column) for column in columns))
 
 
 def padding_row(seq_len: int, *, prefix: bool = False, encoder_len: int | None = None) -> Batch:
-    """Returns a padding row of [T]: segment and weight 0. prefix, encoder_len: of rows that it is stacked with."""
+    """Returns a row of [T] with segment ids and weights of 0. prefix, encoder_len: add these fields."""
     zeros_T = np.zeros(seq_len, np.int32)
     encoder = None if encoder_len is None else EncoderInput(*[np.zeros(encoder_len, np.int32)] * 3)
     weights_T = np.zeros(seq_len, np.float32)
@@ -36,10 +36,10 @@ def padding_row(seq_len: int, *, prefix: bool = False, encoder_len: int | None =
 
 
 def split_rows(batch: Batch, row_tokens: int) -> Batch:
-    """Splits each row of [T] into T / row_tokens rows, as if the documents had been packed into rows of row_tokens.
+    """Splits each row of [T] into T / row_tokens rows.
 
-    Documents are cut at row ends and their positions restart at 0. Targets and weights are unchanged, so the last token
-    of a row still predicts the first token of the next one.
+    Documents are cut at row ends, and positions restart at 0. Targets and weights are unchanged, so the last token of a
+    row still predicts the first token of the next row.
     """
     if batch.tokens.shape[1] == row_tokens:
         return batch
@@ -52,7 +52,7 @@ def split_rows(batch: Batch, row_tokens: int) -> Batch:
 
 
 def tokens_hash(batch: Batch) -> str:
-    """Returns 16 hexadecimal digits of all token ids, equal on every machine; encoder columns follow the others."""
+    """Returns a hash of all token ids as 16 hexadecimal digits. Columns of the encoder follow those of the decoder."""
     sums = [0, 0]
     for words_BT, first_column in hashed_token_arrays(batch):
         words_BT = np.asarray(words_BT).astype(np.uint32)
@@ -64,12 +64,12 @@ def tokens_hash(batch: Batch) -> str:
 
 
 def format_hash(sums: Sequence[int]) -> str:
-    """Formats the two 32-bit sums of a hash."""
+    """Returns the two 32-bit sums of a hash as hexadecimal digits."""
     return "".join(f"{int(number):08x}" for number in sums)
 
 
 def find_documents(segment_ids_T: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (starts int64[D], lengths int64[D]) of the documents of a row: runs of equal nonzero segment ids."""
+    """Returns (starts int64[D], lengths int64[D]) of the documents in a row, from its segment ids."""
     edges = np.flatnonzero(np.diff(segment_ids_T)) + 1
     starts = np.concatenate([[0], edges])
     lengths = np.diff(np.concatenate([starts, [len(segment_ids_T)]]))
@@ -78,19 +78,19 @@ def find_documents(segment_ids_T: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def aranges(lengths: np.ndarray) -> np.ndarray:
-    """Returns int64[sum of lengths]: 0, 1, 2, ... for each length, concatenated."""
+    """Returns int64[sum of lengths], the concatenation of arange(length) for each length."""
     first = np.cumsum(lengths) - lengths
     return np.arange(int(lengths.sum())) - np.repeat(first, lengths)
 
 
 def random_words(seed: int, n: int, row: int, number: int) -> np.ndarray:
-    """Returns uint64[number] for row `row` of batch `n`: raw output of Philox, which numpy guarantees to stay."""
+    """Returns random uint64[number] for row `row` of batch `n`, from the raw output of Philox, which never changes."""
     key = hashlib.blake2b(f"objective {seed} {n} {row}".encode(), digest_size=16).digest()
     return np.random.Philox(key=int.from_bytes(key, "little")).random_raw(number)
 
 
 def random_integers(words: np.ndarray, bounds: np.ndarray | int) -> np.ndarray:
-    """Returns int64: each word scaled to [0, bound), for bounds below 2**31. A bound of 0 gives 0."""
+    """Returns int64, each word scaled to [0, bound), for bounds below 2**31. A bound of 0 gives 0."""
     return ((words >> np.uint64(32)) * np.asarray(bounds).astype(np.uint64) >> np.uint64(32)).astype(np.int64)
 
 

@@ -1,4 +1,4 @@
-"""Opens token files as shards: prepared sets, shards, Megatron datasets, ArrayRecord files and raw ids."""
+"""Opens prepared sets, shards, Megatron datasets, ArrayRecord files and raw ids as shards."""
 
 import contextlib
 import dataclasses
@@ -35,17 +35,17 @@ from jaxscale.system.open_files import check_open_files, require_open_files
 from jaxscale.system.paths import is_remote
 from jaxscale.system.storage import open_bucket
 
-PARTS = (".json", *SUFFIXES.values())  # suffixes of shard files; Megatron also has .bin and .idx
-CONCURRENT_FETCHES = 8  # headers of a bucket, one round trip each
-PROBED_DOCUMENTS = 16  # documents of each file; the majority decides, since the first or last one may be cut
+PARTS = (".json", *SUFFIXES.values())  # suffixes of shard files; Megatron also uses .bin and .idx
+CONCURRENT_FETCHES = 8  # headers fetched concurrently from a bucket, with one round trip each
+PROBED_DOCUMENTS = 16  # number of documents per file to read; the majority decides, because documents may be cut
 
 
 def bin_of(path: str) -> str:
-    """Returns the .bin of the shard or Megatron dataset of a file; the path itself for other files."""
+    """Returns the path of the .bin that belongs to a file of a shard or Megatron dataset; for other files, the path."""
     stem = next((path.removesuffix(ending) for ending in PARTS if path.endswith(ending)), os.path.splitext(path)[0])
     try:
         is_part = is_megatron(path) or read_header(Path(f"{stem}.json")) is not None
-    except BadInput:  # raised again when the file is opened
+    except BadInput:  # opening the file later raises the error
         is_part = False
     return f"{stem}.bin" if is_part else path
 
@@ -53,7 +53,7 @@ def bin_of(path: str) -> str:
 def open_tokens(
     cfg: DataConfig, files: Sequence[SourceFile], val_files: Sequence[SourceFile], vocab_size: int, say: Say
 ) -> tuple[list[Shard], list[Shard], Tokenizer | None]:
-    """Returns (training shards, validation shards, tokenizer or None) of token files with or without a header."""
+    """Returns (training shards, validation shards, tokenizer or None) for data.name='tokens'. Raises BadInput."""
     tokenizer = load_tokenizer(cfg.tokenizer, cfg.eos_token, cfg.bos_token) if cfg.tokenizer else None
     eos_id = cfg.eos_id if cfg.eos_id is not None or tokenizer is None else tokenizer.eos_id
 
@@ -74,10 +74,10 @@ def open_tokens(
     shards = [rename_source(shard, file, cfg.files) for file in files for shard in open_one(file)]
     val_shards = [rename_source(shard, file, cfg.val_files) for file in val_files for shard in open_one(file)]
     for check in (require_open_files, check_open_files):
-        check(len(shards) + len(val_shards), "shards")  # a mapped file counts as open
-    verify_shards(ours, cfg, cache_folder(cfg), say)  # after opening, so that no change in between is missed
+        check(len(shards) + len(val_shards), "shards")  # mapped files count as open
+    verify_shards(ours, cfg, cache_folder(cfg), say)  # after opening, to detect changes after the hash
     made_with = {shard.header["tokenizer"]["fingerprint"]: shard for shard in [*shards, *val_shards]}
-    made_with.pop("", None)  # of files without a tokenizer entry
+    made_with.pop("", None)  # files with an unknown tokenizer
     if len(made_with) > 1:
         names = sorted(shard.header["tokenizer"]["name"] for shard in made_with.values())
         raise BadInput(
@@ -86,16 +86,16 @@ def open_tokens(
     for fingerprint, shard in made_with.items():
         header, end = shard.header["tokenizer"], shard.header.get("eos_id", "unknown")
         if tokenizer and tokenizer.fingerprint != fingerprint and not cfg.bos_token:
-            with contextlib.suppress(BadInput):  # it has no such token, so it is a different tokenizer
+            with contextlib.suppress(BadInput):  # a tokenizer without this begin token is a different tokenizer
                 tokenizer = load_tokenizer(cfg.tokenizer, cfg.eos_token, bos_setting(header.get("begin_tokens", ())))
         if tokenizer and tokenizer.fingerprint != fingerprint:
             raise BadInput(
                 f"data.tokenizer={cfg.tokenizer} is not the tokenizer of {shard.place}, which is "
                 f"{header['name']} with end token {end} and data.bos_token="
-                f"{bos_setting(header.get('begin_tokens', ())) or 'its own'}; use that one, or leave it empty"
+                f"{bos_setting(header.get('begin_tokens', ())) or 'its own'}; use that tokenizer, or leave it empty"
             )
         if tokenizer is None and tokenizer_problem(header["name"]) is None:
-            with contextlib.suppress(BadInput):  # the file at this path has changed
+            with contextlib.suppress(BadInput):  # the file at this path may have changed
                 found = load_tokenizer(header["name"], header["eos_token"], bos_setting(header.get("begin_tokens", ())))
                 tokenizer = found if found.fingerprint == fingerprint else None
     if tokenizer and not made_with:
@@ -104,13 +104,13 @@ def open_tokens(
         if tokenizer and shard.header["max_id"] >= tokenizer.vocab_size:
             raise BadInput(
                 f"{shard.place} holds token id {shard.header['max_id']}, which data.tokenizer={tokenizer.name} does "
-                f"not have (its largest is {tokenizer.vocab_size - 1}); use the tokenizer of the file, or none"
+                f"not have (its largest id is {tokenizer.vocab_size - 1}); use the tokenizer of the file, or none"
             )
     return shards, val_shards, tokenizer
 
 
 def match_begin_tokens(cfg: DataConfig, tokenizer: Tokenizer, shards: Sequence[Shard], say: Say) -> Tokenizer:
-    """Returns data.tokenizer for ids of an unknown tokenizer, with begin tokens only if most documents have them."""
+    """Returns `tokenizer` for ids of unknown origin, without begin tokens unless most documents have begin tokens."""
     if not tokenizer.begin_ids or cfg.bos_token:
         return tokenizer
     found = []
@@ -121,12 +121,12 @@ def match_begin_tokens(cfg: DataConfig, tokenizer: Tokenizer, shards: Sequence[S
     if 2 * sum(found) > len(found):
         return tokenizer
     name = "".join(begin_names(tokenizer))
-    say(f"data.files: documents do not begin with {name}, unlike those of {cfg.tokenizer}; see data.bos_token")
+    say(f"data.files: documents do not begin with {name}, the begin token of {cfg.tokenizer}; see data.bos_token")
     return load_tokenizer(cfg.tokenizer, cfg.eos_token, NO_BOS)
 
 
 def rename_source(shard: Shard, file: SourceFile, globs: Globs) -> Shard:
-    """Replaces the sources of a shard by the one that the settings name for its file, if any."""
+    """Replaces the sources of a shard by the source that the settings name for the file, if any."""
     header = shard.header
     if not names_sources(globs) or header["sources"] == [file.source]:
         return shard
@@ -136,18 +136,18 @@ def rename_source(shard: Shard, file: SourceFile, globs: Globs) -> Shard:
 
 
 def open_prepared(path: str, cfg: DataConfig, say: Say) -> list[Shard]:
-    """Opens the shards of a manifest. Files in a bucket are verified as they are read, others as data.verify says."""
+    """Opens the shards of a prepared set. Verifies local files as in data.verify, other files when downloaded."""
     if is_remote(path):
         return open_remote_set(path, shard_cache(str(cache_folder(cfg) / "bucket"), cfg.cache_bytes))
     manifest = check_manifest(path, deep=False)
     shards = open_set(manifest)
-    if cfg.verify != "size":  # after opening, so that no change in between is missed
+    if cfg.verify != "size":  # after opening, to detect changes after the hash
         verify_once(manifest, cache_folder(cfg), say, remember=cfg.verify == "hash")
     return shards
 
 
 def prepared_set_folder(cfg: DataConfig, files: Sequence[SourceFile]) -> str:
-    """Returns the folder or gs:// address of the prepared set, if the files are one; else ''."""
+    """Returns the folder or gs:// URL of the prepared set if the files are a single manifest, else ''."""
     if cfg.name != "tokens" or len(files) != 1 or not is_manifest(files[0].path):
         return ""
     path = files[0].path
@@ -155,7 +155,7 @@ def prepared_set_folder(cfg: DataConfig, files: Sequence[SourceFile]) -> str:
 
 
 def prepared_problems(path: str, cfg: DataConfig) -> tuple[Manifest | None, list[str]]:
-    """Returns (manifest or None, a line for each problem found from names and sizes)."""
+    """Returns (manifest or None, messages for problems in names and sizes)."""
     try:
         if not is_remote(path):
             manifest = read_manifest(path)
@@ -168,12 +168,12 @@ def prepared_problems(path: str, cfg: DataConfig) -> tuple[Manifest | None, list
 
 
 def too_small(url: str, largest: int) -> str:
-    """Returns the message for a cache smaller than a single file."""
+    """Returns the message for a cache that is smaller than a single file of the set."""
     return f"{url} has a file of {largest:,} bytes; raise data.cache_bytes to a few times that"
 
 
 def read_remote_manifest(url: str, bucket: Bucket) -> Manifest:
-    """Reads the manifest at a gs:// address. Raises BadInput if it is missing or invalid."""
+    """Returns the manifest at a gs:// URL. Raises BadInput if the manifest is missing or invalid."""
     content = bucket.read(url)
     try:
         value = parse_json(content)
@@ -183,7 +183,7 @@ def read_remote_manifest(url: str, bucket: Bucket) -> Manifest:
 
 
 def open_remote_set(url: str, cache: ShardCache) -> list[Shard]:
-    """Opens the shards of a manifest at a gs:// address. Downloads headers now, indexes and ids on demand."""
+    """Opens the shards of a manifest at a gs:// URL. Downloads headers immediately, and indexes and ids on demand."""
     manifest = read_remote_manifest(url, cache.bucket)
     base = url.rpartition("/")[0]
     if (largest := max(size for size, _ in manifest.files.values())) > cache.max_bytes:

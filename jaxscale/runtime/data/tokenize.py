@@ -1,4 +1,4 @@
-"""Reads and encodes the files of a corpus once, into a shard in the cache."""
+"""Reads and encodes the files of a corpus once, and stores the result as a shard in the cache."""
 
 import datetime
 import hashlib
@@ -36,17 +36,17 @@ from jaxscale.runtime.text.tokenizer.loss import TextLoss, measure_loss
 from jaxscale.system.exits import BadInput
 from jaxscale.units import plural
 
-CHUNK_BYTES = 4 << 20  # of text per call of the tokenizer: enough for all cores in little memory
+CHUNK_BYTES = 4 << 20  # bytes of text per call of the tokenizer, enough to use all cores with little memory
 SAY_SECONDS = 10.0
-DAMAGED_SHOWN = 5  # files with a line each; the total covers the others
+DAMAGED_SHOWN = 5  # largest number of files that are logged individually
 ReadItem = tuple[SourceFile, Document, Item]
-END = b"\xff" * 4  # between documents: no id is that large
+END = b"\xff" * 4  # separator of documents in hashes; larger than any id
 
 
 def open_documents(
     cfg: DataConfig, files: Sequence[SourceFile], val_files: Sequence[SourceFile], vocab_size: int, say: Say
 ) -> tuple[list[Shard], list[Shard], Tokenizer | None]:
-    """Returns (training shards, validation shards, tokenizer or None) of text, conversations or token ids."""
+    """Returns (training shards, validation shards, tokenizer or None) for files of text, conversations or token ids."""
     tokenizer = load_tokenizer(cfg.tokenizer or "bytes", cfg.eos_token, cfg.bos_token)
     if fits(tokenizer, vocab_size) and (line := describe_unused(tokenizer, vocab_size)):
         say(f"{tokenizer.name} {line}")
@@ -56,14 +56,14 @@ def open_documents(
     for file in files:
         if file.path.startswith("hf://") and "revision=" not in file.path:
             say(
-                f"{file.path}: using the version of {made}, when it was tokenized; newer versions are not checked. "
-                "revision=COMMIT pins a version"
+                f"{file.path}: using the version that was tokenized on {made}, without a check for newer versions; "
+                "revision=COMMIT selects a version"
             )
     val_shards = [open_tokenized(val_files, tokenizer, cfg, say)] if val_files else []
     if cfg.name == "chat" and not shards[0].header["conversations"]:
         raise BadInput(
-            f"data.name='chat', and {files[0].path}{' and the other files' * (len(files) > 1)} have no conversation "
-            "and no prompt with a completion; set data.name='files' to train on all of their text"
+            f"data.name='chat', but {files[0].path}{' and the other files' * (len(files) > 1)} have no conversation "
+            "and no prompt with a completion; set data.name='files' to train on all text"
         )
     only_ids = [not shard.header["tokenizer"]["fingerprint"] for shard in [*shards, *val_shards]]
     if not any(only_ids):
@@ -78,7 +78,7 @@ def open_documents(
 
 
 def open_tokenized(files: Sequence[SourceFile], tokenizer: Tokenizer, cfg: DataConfig, say: Say) -> Shard:
-    """Returns the documents of all files as one shard, from the cache if they were tokenized before."""
+    """Returns the documents of all files as one shard, from the cache if the same files were tokenized before."""
     cache_key: dict[str, Any] = {
         "files": [[*file, *size_and_mtime(file.path)] for file in files],
         "tokenizer": tokenizer.fingerprint,
@@ -98,7 +98,7 @@ def open_tokenized(files: Sequence[SourceFile], tokenizer: Tokenizer, cfg: DataC
 def tokenize(
     folder: Path, files: Sequence[SourceFile], tokenizer: Tokenizer, cfg: DataConfig, say: Say, reader: DocumentReader
 ) -> None:
-    """Writes the shard of `files` into `folder`. Documents are encoded in batches."""
+    """Encodes the documents of `files` in batches, and writes the shard into `folder`."""
     chat = cfg.chat if cfg.name == "chat" else None
     choices = choose_fields(files, cfg, chat)
     check_tokenizer(choices, is_named=bool(cfg.tokenizer), needed=chat is not None)
@@ -140,7 +140,7 @@ def tokenize(
 def write_documents(
     writer: ShardWriter, counts: "ReadCounts", documents: Iterable[ReadItem], reader: DocumentReader, say: Say
 ) -> Any:
-    """Encodes and writes the documents, and returns their lineage as a pyarrow.Table."""
+    """Encodes and writes the documents; returns their lineage as a pyarrow.Table."""
     started = logged = time.monotonic()
     lineage: list[Any] = []
     pending: list[ReadItem] = []
@@ -175,16 +175,16 @@ class ReadCounts:
     """Counts and hashes of the documents that were read, for the header of a shard."""
 
     def __init__(self, files: Sequence[SourceFile], tokenizer: Tokenizer | None):
-        """tokenizer: None if unknown."""
+        """tokenizer: None for token ids of an unknown tokenizer."""
         self.files, self.tokenizer = files, tokenizer
         self.text_bytes = self.conversations = self.ids_documents = self.ids_ended = 0
         self.documents: Counter[SourceFile] = Counter()
         self.loss = TextLoss()
-        self.largest, self.largest_place = -1, ""  # token id, and its file and row
-        self.hashes = {file: hashlib.sha256() for file in files}  # per file, so that errors can name a changed file
+        self.largest, self.largest_place = -1, ""  # largest token id, and its file and row
+        self.hashes = {file: hashlib.sha256() for file in files}  # one per file, so that errors can name changed files
 
     def add(self, file: SourceFile, item: Item, encoded: Encoded) -> None:
-        """Counts a document."""
+        """Adds a document to the counts and hashes."""
         self.documents[file] += 1
         self.conversations += is_conversation(item)
         self.hashes[file].update(np.asarray(encoded.ids, "<u4").tobytes() + END)
@@ -209,7 +209,7 @@ class ReadCounts:
         ]
 
     def header(self, *, only_ids: bool) -> dict[str, Any]:
-        """Returns the header entries about the documents. only_ids: the tokenizer of the ids is unknown."""
+        """Returns header entries with the counts and hashes. only_ids: True if the tokenizer of the ids is unknown."""
         sums = {file: {"sha256": found.hexdigest()} for file, found in self.hashes.items()}
         entries = [file_entry(file, self.documents[file]) | sums[file] for file in self.files]
         found: dict[str, Any] = unknown_tokenizer_header({}, None)
@@ -222,7 +222,7 @@ class ReadCounts:
 def read_documents(
     choices: Mapping[SourceFile, FieldChoice], reader: DocumentReader, skipped: Counter, say: Say
 ) -> Iterator[ReadItem]:
-    """Yields (file, document, item to encode) of all files, and logs files with documents that are not UTF-8."""
+    """Yields (file, document, item to encode) for all files, and logs files with documents that are not UTF-8."""
     counted = damaged = 0
     for file, choice in choices.items():
         for document, item in reader.read(file, choice, skipped):
@@ -233,6 +233,6 @@ def read_documents(
 
 
 def describe_rate(documents: int, text_bytes: int, seconds: float) -> str:
-    """Formats progress: documents, MB, seconds and speed."""
+    """Returns a text with the number of documents, MB, seconds and MB/s."""
     speed = text_bytes / 1e6 / max(seconds, 1e-9)
     return f"{plural(documents, 'document')}, {text_bytes / 1e6:,.1f} MB in {seconds:,.1f} s ({speed:,.1f} MB/s)"

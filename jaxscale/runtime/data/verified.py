@@ -1,7 +1,7 @@
-"""Verification of files by sha256: hashed before use, once per machine while they are unchanged.
+"""Verifies files by sha256 before use, once per machine unless a file changes.
 
-A file counts as unchanged while its size, mtime, ctime and inode are. mtime can be set (`cp -p`, `touch -r`); ctime
-cannot. Neither detects bit rot; data.verify='always' hashes everything at each start.
+A file is considered unchanged if its size, mtime, ctime and inode are unchanged. mtime can be set (`cp -p`, `touch
+-r`), ctime cannot. This does not detect bit rot. With data.verify='always', all files are hashed at each start.
 """
 
 import contextlib
@@ -21,23 +21,23 @@ from jaxscale.system.exits import BadInput, Exit, Stop
 from jaxscale.system.foreign import Unreadable, is_of_storage
 from jaxscale.system.paths import locked, make_private, read_json, write_json
 
-HASH_THREADS = 4  # hashlib releases the GIL; more threads would wait for the disk
-HASHED = "hashed.json"  # in a cached folder: files that were hashed when it was created
-REPORTED_BYTES = 100_000_000  # reading a larger set is logged
-LOOK_SECONDS = 1.0  # between checks of a file: each is a round trip on network storage
+HASH_THREADS = 4  # hashlib releases the GIL; with more threads the disk limits the speed
+HASHED = "hashed.json"  # list of files in a cached folder that were hashed when the folder was created
+REPORTED_BYTES = 100_000_000  # reading at least this number of bytes is logged
+LOOK_SECONDS = 1.0  # time between checks of a file, each of which is a round trip on network storage
 Say = Callable[[str], None]
 Stamp = tuple[int, int, int, int]
 
 
 class Expected(NamedTuple):
-    """The state that a file must keep while a run reads it."""
+    """The expected state of a file while a run reads the file."""
 
-    stamp: Stamp  # when it was verified
-    sha256: str  # '': check only the size
+    stamp: Stamp  # result of stamp_of() when the file was verified
+    sha256: str  # '' to check only the size
 
 
 def stamp_of(path: str | Path) -> Stamp:
-    """Returns (bytes, mtime_ns, ctime_ns, inode)."""
+    """Returns (bytes, mtime_ns, ctime_ns, inode) of a file."""
     status = os.stat(path)
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
 
@@ -51,24 +51,24 @@ def find_damaged(
     remember: bool = True,
     known: Mapping[str, Any] | None = None,
 ) -> dict[str, str]:
-    """Returns {path: problem} of files that do not match their sha256; '' if only the hash differs.
+    """Returns {path: problem} for files that do not match their sha256, with '' as problem if only the hash differs.
 
-    Args: files: {path: sha256}, with sizes already checked. name: path of the set; verified files are recorded in
-    `cache` under this name, even if others fail, so that a large set is not read twice. If the cache cannot be written,
-    files are read again next time. say: logs waiting and long reads. remember: False to read everything now. known:
-    files verified elsewhere, see `read_verified`.
-    Raises: Unreadable naming a file that the storage fails to read.
+    Verified files are recorded in the cache, and are not read again until they change.
+    files: {path: sha256}; sizes must have been checked. name: path of the set, used as the key in the cache. say:
+    receives log lines about waiting and long reads. remember: False to hash all files again. known: result of
+    read_verified() for files that were hashed elsewhere.
+    Raises: Unreadable naming the file if the storage cannot be read.
     """
     key = hashlib.sha256(os.fsencode(name)).hexdigest()[:32]
     memory = cache / f"verified-{key}.json"
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError, BadInput):
             make_private(cache)
-            waiting = lambda: say and say(f"waiting for another process that verifies {name}")
+            waiting = lambda: say and say(f"waiting while another process verifies {name}")
             stack.enter_context(locked(cache / f"verified-{key}.lock", waiting))
         stamps: dict[str, Any] = {}
         for path, sha256 in files.items():
-            with contextlib.suppress(OSError):  # reported when the file is read
+            with contextlib.suppress(OSError):  # reading the file reports the error
                 stamps[path] = [*stamp_of(path), sha256]
         before = {**(known or {}), **read_verified(memory)}
         new = [path for path in files if not remember or path not in stamps or before.get(path) != stamps[path]]
@@ -85,7 +85,7 @@ def find_damaged(
 
 
 def hash_mismatches(files: Mapping[str, str]) -> dict[str, str]:
-    """Hashes files concurrently and returns {path: problem}, with errors as `find_damaged`."""
+    """Hashes files concurrently; returns {path: problem} as find_damaged() does. Raises Unreadable."""
 
     def problem(path: str) -> str | None:
         try:
@@ -101,7 +101,7 @@ def hash_mismatches(files: Mapping[str, str]) -> dict[str, str]:
 
 
 def read_verified(memory: Path) -> dict[str, Any]:
-    """Reads the record of verified files; empty if it is missing or damaged, so that files are hashed again."""
+    """Returns the record of verified files, or {} if the record is missing or damaged."""
     try:
         known = read_json(memory)
     except (OSError, BadInput):
@@ -110,17 +110,17 @@ def read_verified(memory: Path) -> dict[str, Any]:
 
 
 def snapshot_files(files: Mapping[str, str]) -> dict[str, Expected]:
-    """Records the current state of files {path: sha256} for FileWatch. Call it before hashing them."""
+    """Returns the current state of files {path: sha256} for FileWatch. Call this function before hashing the files."""
     return {path: Expected(stamp_of(path), sha256) for path, sha256 in files.items()}
 
 
 def size_only(files: Mapping[str, Expected]) -> dict[str, Expected]:
-    """Returns the states without hashes, so that only sizes are checked."""
+    """Returns the expected states without hashes, so that FileWatch checks only sizes."""
     return {path: known._replace(sha256="") for path, known in files.items()}
 
 
 class BackgroundHasher:
-    """Hashes files one at a time in a background thread."""
+    """Hashes files in a background thread, one at a time."""
 
     def __init__(self):
         self._lock = threading.Lock()
@@ -128,7 +128,7 @@ class BackgroundHasher:
         self._done: dict[str, tuple[Stamp, str | Exception]] = {}
 
     def result(self, path: str, stamp: Stamp) -> tuple[Stamp, str] | None:
-        """Returns (stamp, sha256) once after the first request for a file is done; None until then."""
+        """Requests the hash of a file; returns (stamp, sha256) if available, else None. Returns each result once."""
         with self._lock:
             if path not in self._done:
                 if path not in self._waiting:
@@ -162,7 +162,7 @@ class FileWatch:
         self._hasher = BackgroundHasher()
 
     def check(self, paths: Collection[str]) -> None:
-        """Raises as check_file, once per LOOK_SECONDS. Call it before reading: a truncated file ends the process."""
+        """Calls check_file() at most once per LOOK_SECONDS. Call before reading: reading a truncated map is fatal."""
         now = time.monotonic()
         for path in paths:
             if now - self._checked_at.get(path, -math.inf) >= LOOK_SECONDS:
@@ -179,7 +179,7 @@ class FileWatch:
                 return
             same = now[0] == known.stamp[0]
             if same and known.sha256:
-                # after chmod or a hard link only ctime differs, almost never after a change of content
+                # if only ctime differs, the cause is probably chmod or a hard link, so hash in the background
                 if is_open and (now[:2], now[3]) == (known.stamp[:2], known.stamp[3]):
                     if (result := self._hasher.result(path, now)) is None:
                         return
@@ -189,8 +189,8 @@ class FileWatch:
                 same = sha256 == known.sha256
         except (OSError, BadInput) as error:
             if not is_of_storage(error):
-                return  # opening it raises
-            raise Stop(Exit.STORAGE, f"{path} can no longer be read: {error}; restart when it can") from None
+                return  # opening the file raises the error
+            raise Stop(Exit.STORAGE, f"{path} can no longer be read: {error}; fix the storage and restart") from None
         if not same:
             size, was = now[0], known.stamp[0]
             what = f"{'truncated' if size < was else 'too long'}, {size:,} bytes of {was:,}"
@@ -198,11 +198,11 @@ class FileWatch:
             raise Stop(
                 Exit.DATA_MISMATCH, f"{path} was changed after the run started: it is {what}; restore it and restart"
             )
-        self._files[path] = known._replace(stamp=now)  # touched or restored
+        self._files[path] = known._replace(stamp=now)  # same content
 
 
 def remove(path: Path) -> None:
-    """Deletes a file or folder, if it exists."""
+    """Deletes a file or folder if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -1,6 +1,6 @@
-"""Training objectives: transforms of packed rows into inputs, targets and weights.
+"""Training objectives, which transform packed rows into inputs, targets and weights.
 
-Each is a pure function of a row and (seed, batch, row index), so that any host makes the same rows.
+An objective is a pure function of a row and (seed, batch, row index), so all hosts compute the same rows.
 """
 
 import functools
@@ -31,14 +31,14 @@ from jaxscale.runtime.data.stacking import (
 def apply_objective(
     cfg: ObjectiveConfig, ids: SpecialIds, batch: Batch, n: int, row_indices: Sequence[int], seed: int
 ) -> Batch:
-    """Applies the objective to rows `row_indices` of batch n, which are packed in `batch`."""
+    """Applies the objective to packed rows. row_indices: indices in batch n of the rows in `batch`."""
     return apply_with_origin(cfg, ids, batch, n, row_indices, seed)[0]
 
 
 def apply_with_origin(
     cfg: ObjectiveConfig, ids: SpecialIds, batch: Batch, n: int, row_indices: Sequence[int], seed: int
 ) -> tuple[Batch, np.ndarray]:
-    """Returns (result of apply_objective, int32[rows, T]: position of each target in its packed row)."""
+    """Returns (result of apply_objective, int32[rows, T] with the position of each target in its packed row)."""
     numbers = list(map(int, row_indices))
     origin_BT = np.broadcast_to(np.arange(batch.tokens.shape[1], dtype=np.int32), batch.tokens.shape)
     if isinstance(cfg, NextTokenConfig):
@@ -49,16 +49,16 @@ def apply_with_origin(
         make = prefix_row if isinstance(cfg, PrefixLmConfig) else functools.partial(masked_row, cfg, ids)
         rows = zip(zip(*batch[:5], strict=True), numbers, strict=True)
         result = stack_rows([make(Batch(*fields), seed, int(n), number) for fields, number in rows])
-    has_weight_B1 = np.any(batch.weights > 0, axis=1, keepdims=True)  # rows that had no weight get none
+    has_weight_B1 = np.any(batch.weights > 0, axis=1, keepdims=True)  # keeps rows without weights at weight 0
     sources = None if batch.sources is None else np.take_along_axis(batch.sources, origin_BT, axis=1)
     return result._replace(weights=result.weights * has_weight_B1, sources=sources), origin_BT
 
 
 def prefix_row(row: Batch, seed: int, n: int, number: int) -> Batch:
-    """Returns the row of [T] with prefixes; weights are zero for targets inside the prefix of their document.
+    """Returns a row of [T] with prefixes, and with weights of 0 for targets in the prefix of their document.
 
     Prefix LM of arXiv:1910.10683, section 3.2.1: bidirectional attention over the prefix of each document, loss on the
-    rest. The prefix length is uniform and leaves at least one token on either side.
+    rest. The prefix length is uniformly distributed, with at least one token before and after the boundary.
     """
     starts, lengths = find_documents(row.segment_ids)
     words = random_words(seed, n, number, len(lengths))
@@ -72,10 +72,10 @@ def prefix_row(row: Batch, seed: int, n: int, number: int) -> Batch:
 
 
 def masked_row(cfg: MaskedLmConfig, ids: SpecialIds, row: Batch, seed: int, n: int, number: int) -> Batch:
-    """Returns the row of [T] with masked tokens; targets are the original tokens, with weight 1 where selected.
+    """Returns a row of [T] with masked tokens. Targets are the original tokens, with weight 1 at selected positions.
 
-    Masked language modelling (BERT, arXiv:1810.04805, section 3.1). Exactly round(rate * ordinary tokens) are
-    selected, at least one, and never special tokens. Documents are unchanged, and attention does not cross them.
+    Masked language modelling (BERT, arXiv:1810.04805, section 3.1). Selects exactly round(rate * number of ordinary
+    tokens) positions, at least one, and never special tokens. Attention does not cross documents.
     """
     T = len(row.tokens)
     words = random_words(seed, n, number, 3 * T).reshape(3, T)

@@ -1,12 +1,13 @@
 """Span corruption of packed rows, for encoder-decoder models or decoder-only models with a prefix.
 
-In the inputs a sentinel replaces each span; the targets are the spans, each after its sentinel (T5, arXiv:1910.10683,
-section 3.1.4). The numbers of tokens and spans depend only on the row's length, so that rows of one length give inputs
-and targets of one length. Spans are drawn as in T5's code: noise and remaining tokens are divided into equally many
-spans and gaps by uniform random compositions; a document begins with a gap and ends with a span.
+In the inputs, a sentinel replaces each span. The targets are the spans, each after its sentinel (T5, arXiv:1910.10683,
+section 3.1.4). The numbers of noise tokens and spans depend only on the row's length, so rows of equal length give
+inputs and targets of equal lengths. Spans are sampled as in T5's code: uniform random compositions divide the noise
+tokens into spans and the remaining tokens into the same number of gaps. A document begins with a gap and ends with a
+span.
 
-Inputs and targets of a document have the same segment id. If a row has more documents than its sentinels and end tokens
-have room for, or than tokens that are not noise, the shortest documents are joined to the previous one.
+Inputs and targets of a document have the same segment id. If a row has more documents than the space for sentinels and
+end tokens allows, or more than tokens that are not noise, its shortest documents are joined to the preceding document.
 
 B rows  R rows with documents  T tokens of a row  D documents of all rows  P pairs of a gap and a span  L tokens
 """
@@ -30,14 +31,14 @@ from jaxscale.runtime.data.stacking import aranges, find_documents, padding_row,
 
 
 def split_noise(lengths: np.ndarray, rows: np.ndarray, budgets: np.ndarray, words: np.ndarray) -> tuple:
-    """Returns (noise int64[D], spans int64[D]) of documents of these lengths, in these rows (sorted, none is empty).
+    """Divides the noise of each row among its documents; returns (noise tokens int64[D], spans int64[D]).
 
-    budgets: int64[3, R]: noise tokens, spans if the row is one document, and the capacity for spans plus documents, at
-    least twice the documents. words: uint64[R, 2].
+    lengths, rows: length and row of each document, sorted by row. budgets: int64[3, R] with the noise tokens, the spans
+    for a row with a single document, and the capacity for spans plus documents, at least twice the number of documents.
+    words: random uint64[R, 2].
 
-    The noise of a row is shared in proportion to document lengths. Each document after the first needs two more end
-    tokens, of its inputs and targets; without room for them, it has one span less, so that a full row is as long as
-    that of a single document.
+    The noise is proportional to the document lengths. Each document after the first needs end tokens of its inputs and
+    targets. If there is no space for these, the document has one span less.
     """
     (noise, spans, most_marks), R = budgets, budgets.shape[1]
     in_row = lambda values: np.bincount(rows, values, R).astype(np.int64)
@@ -56,15 +57,15 @@ class TokenNoise(NamedTuple):
     """The noise tokens of concatenated documents."""
 
     is_noise: np.ndarray  # bool[L]
-    begins: np.ndarray  # bool[L]: first token of a span
-    span: np.ndarray  # int64[L]: index of the gap and span within the document
+    begins: np.ndarray  # bool[L]: True for the first token of a span
+    span: np.ndarray  # int64[L]: index of the (gap, span) pair within the document
 
 
 def make_noise(
     lengths: np.ndarray, noise: np.ndarray, spans: np.ndarray, noise_words: np.ndarray, gap_words: np.ndarray
 ) -> TokenNoise:
-    """Draws noise and spans, int64[D], in documents. words: uint64, one for each noise token or each other token."""
-    pairs = np.maximum(spans, 1)  # a document without noise is one gap
+    """Samples span positions. noise, spans: int64[D]. noise_words, gap_words: uint64 per noise token or other token."""
+    pairs = np.maximum(spans, 1)  # a document without noise is a single gap
     spans_P = np.zeros(int(pairs.sum()), np.int64)
     spans_P[np.repeat(spans > 0, pairs)] = random_compositions(noise, spans, noise_words)
     gaps_P = random_compositions(lengths - noise, pairs, gap_words)
@@ -74,7 +75,7 @@ def make_noise(
 
 
 def systematic_shares(totals: np.ndarray, sizes: np.ndarray, rows: np.ndarray, words: np.ndarray) -> np.ndarray:
-    """Returns int64[D]: totals shared in proportion to the sizes, by systematic sampling from offsets uint64[R]."""
+    """Returns int64[D], totals divided in proportion to the sizes, by systematic sampling. words: random uint64[R]."""
     row_sizes = np.maximum(np.bincount(rows, sizes, len(totals)).astype(np.int64), 1)
     offsets = (words % row_sizes.astype(np.uint64)).astype(np.int64)
     first = np.diff(rows, prepend=-1) > 0
@@ -87,7 +88,7 @@ def systematic_shares(totals: np.ndarray, sizes: np.ndarray, rows: np.ndarray, w
 def adjust_to_totals(
     counts: np.ndarray, least: np.ndarray, most: np.ndarray, totals: np.ndarray, rows: np.ndarray
 ) -> np.ndarray:
-    """Clips counts to their bounds and moves the difference to each row's total to the counts with the most slack."""
+    """Clips counts to [least, most], and changes the counts with the most slack until they sum to the row's total."""
     counts = np.clip(counts, least, most)
     missing = totals - np.bincount(rows, counts, len(totals)).astype(np.int64)
     for row in np.flatnonzero(missing):
@@ -102,14 +103,14 @@ def adjust_to_totals(
 
 
 def random_compositions(lengths: np.ndarray, parts: np.ndarray, words: np.ndarray) -> np.ndarray:
-    """Returns int64[sum of parts]: a uniform random composition of each length into `parts` positive numbers.
+    """Returns int64[sum of parts], a uniform random composition of each length into `parts` positive numbers.
 
-    The first token of a document begins a part, and so do those of the others with the smallest words. words:
+    A part begins at the first token of each document, and at the tokens with the smallest words. words: random
     uint64[sum of lengths].
     """
     total = int(lengths.sum())
     document, place = np.repeat(np.arange(len(lengths)), lengths), aranges(lengths)
-    # Sort key: the document, then its first token before all others, then 43 random bits.
+    # Sort by document, with the first token of a document before its other tokens, and by 43 random bits.
     key = document.astype(np.uint64) << np.uint64(44) | (place > 0).astype(np.uint64) << np.uint64(43)
     order = np.argsort(key | words >> np.uint64(21), kind="stable")
     begins = np.zeros(total + 1, bool)
@@ -119,7 +120,7 @@ def random_compositions(lengths: np.ndarray, parts: np.ndarray, words: np.ndarra
 
 
 class TokenStream(NamedTuple):
-    """Inputs or targets of all rows, concatenated."""
+    """Concatenated inputs or targets of all rows."""
 
     ids: np.ndarray
     document: np.ndarray  # index among the documents of all rows
@@ -127,18 +128,18 @@ class TokenStream(NamedTuple):
 
 
 class NoisyDocuments(NamedTuple):
-    """The D documents of all rows after joining, and their noise."""
+    """The D documents of all rows after joining short documents, with their noise."""
 
     lengths: np.ndarray  # int64[D]
     rows: np.ndarray  # int64[D]: row of each document
     noise: TokenNoise
-    mode_ids: np.ndarray | None  # int32[D], or None without modes
+    mode_ids: np.ndarray | None  # int32[D]; None without modes
 
 
 def corrupt_rows(
     cfg: DenoisingConfig, ids: SpecialIds, batch: Batch, seed: int, n: int, numbers: Sequence[int]
 ) -> tuple[Batch, np.ndarray]:
-    """Returns (rows with spans cut out, position of each target in its row of `batch`)."""
+    """Returns (rows with corrupted spans, position of each target in its row of `batch`)."""
     B, T = batch.tokens.shape
     lengths, where = denoised_lengths(cfg, T), np.flatnonzero(batch.segment_ids)
     noisy = plan_noise(cfg, ids, lengths, batch.segment_ids, [(seed, n, number) for number in numbers])
@@ -152,30 +153,30 @@ def corrupt_rows(
 
 
 class NoisyRow(NamedTuple):
-    """The documents of a row after joining, and the noise to draw in it."""
+    """The documents of a row after joining short documents, and the amount of noise."""
 
     lengths: np.ndarray  # int64[documents]
     denoiser: Denoiser
-    noise: int  # tokens
-    spans: int  # if the row is one document
-    most_marks: int
-    words: np.ndarray  # uint64[2 + tokens]
+    noise: int  # number of noise tokens
+    spans: int  # number of spans if the row is a single document
+    most_marks: int  # largest number of spans plus documents
+    words: np.ndarray  # random uint64[2 + tokens]
 
 
 def plan_row(cfg: DenoisingConfig, made: RowLengths, lengths: np.ndarray, key: tuple[int, int, int]) -> NoisyRow:
-    """Plans the noise of a row of documents of these lengths. key: (seed, batch, row)."""
+    """Plans the noise of a row with documents of the given lengths. key: (seed, batch, row)."""
     tokens, choices = int(lengths.sum()), denoisers(cfg)
     words = random_words(*key, tokens + 3)
     reached = np.cumsum([choice.weight for choice in choices])
     drawn = np.searchsorted(reached, random_floats(words[:1])[0] * reached[-1], side="right")
     denoiser = choices[0] if len(choices) == 1 else choices[int(drawn)]
     noise, spans = noise_amount(tokens, denoiser.noise_density, denoiser.mean_span)
-    if made.encoder is None:  # room for spans plus documents
+    if made.encoder is None:  # space for sentinels and end tokens
         most_marks = (made.row - tokens) // 2
     else:
         most_marks = min(made.encoder - (tokens - noise), made.row - noise)
-    # Each document needs one token that is not noise. With more documents than such tokens the noise would shrink
-    # and the inputs would exceed the row length, which assumes the full noise.
+    # Each document needs at least one token that is not noise. With more documents than such tokens there would be
+    # less noise, and the inputs would exceed the row length, which is computed for the full noise.
     joined = join_shortest(lengths, max(min(most_marks // 2, tokens - noise), 1))
     return NoisyRow(joined, denoiser, noise, spans, most_marks, words[1:])
 
@@ -183,7 +184,7 @@ def plan_row(cfg: DenoisingConfig, made: RowLengths, lengths: np.ndarray, key: t
 def plan_noise(
     cfg: DenoisingConfig, ids: SpecialIds, made: RowLengths, segment_ids_BT: np.ndarray, keys: Sequence[tuple]
 ) -> NoisyDocuments | None:
-    """Draws the noise of each row from the row's own random words; None if all rows are padding. keys: see plan_row."""
+    """Samples the noise of each row; returns None if all rows are padding. keys: (seed, batch, row) of each row."""
     lengths_B = [find_documents(segment_ids_T)[1] for segment_ids_T in segment_ids_BT]
     used = [row for row, lengths in enumerate(lengths_B) if len(lengths)]
     if not used:
@@ -202,7 +203,7 @@ def plan_noise(
 
 
 def join_shortest(lengths: np.ndarray, most: int) -> np.ndarray:
-    """Joins the shortest documents, except the first, to the previous one until at most `most` remain."""
+    """Joins the shortest documents, except the first, to the preceding document until at most `most` remain."""
     if len(lengths) <= most:
         return lengths
     longest = np.argsort(-lengths[1:], kind="stable")[: most - 1] + 1
@@ -210,7 +211,7 @@ def join_shortest(lengths: np.ndarray, most: int) -> np.ndarray:
 
 
 def split_streams(ids: SpecialIds, tokens_L: np.ndarray, noisy: NoisyDocuments) -> tuple[TokenStream, TokenStream]:
-    """Returns (inputs, targets)."""
+    """Returns the concatenated (inputs, targets) of all rows."""
     lengths, noise = noisy.lengths, noisy.noise
     document = np.repeat(np.arange(len(lengths)), lengths)
     first, last = np.diff(document, prepend=-1) > 0, np.diff(document, append=len(lengths)) > 0
@@ -226,7 +227,7 @@ def split_streams(ids: SpecialIds, tokens_L: np.ndarray, noisy: NoisyDocuments) 
 
 
 def interleave(document: np.ndarray, *columns: tuple[np.ndarray, np.ndarray]) -> TokenStream:
-    """Interleaves (ids, mask) columns token by token, and drops masked-out ids."""
+    """Interleaves (ids, mask) columns token by token, and removes ids with a False mask."""
     selected = np.flatnonzero(np.stack([keep for _, keep in columns], axis=1))
     ids = np.stack([column for column, _ in columns], axis=1).ravel()[selected]
     origin = selected // len(columns)
@@ -257,13 +258,13 @@ def encoder_decoder_rows(
 def decoder_rows(
     ids: SpecialIds, inputs: TokenStream, targets: TokenStream, rows: np.ndarray, num_rows: int, lengths: RowLengths
 ) -> tuple[Batch, np.ndarray]:
-    """Returns decoder-only rows: each document's inputs as a prefix, then its targets."""
+    """Returns decoder-only rows with each document's inputs as a prefix, followed by its targets."""
     order = np.argsort(np.concatenate([inputs.document, targets.document]), kind="stable")
     tokens, document, origin = (np.concatenate(pair)[order] for pair in zip(inputs, targets))
     is_target = np.repeat([0, 1], [len(inputs.ids), len(targets.ids)])[order]
     shape = (num_rows, lengths.row)
     index, position, segment = row_layout(document, rows, shape)
-    shift_left = lambda x_BT: np.pad(x_BT[:, 1:], ((0, 0), (0, 1)))  # shifts left by one; 0 at the end
+    shift_left = lambda x_BT: np.pad(x_BT[:, 1:], ((0, 0), (0, 1)))  # pads with 0
     tokens_BT, is_target_BT = scatter(tokens, index, shape), scatter(is_target, index, shape)
     batch = Batch(
         tokens=tokens_BT,
@@ -277,7 +278,7 @@ def decoder_rows(
 
 
 def row_layout(document: np.ndarray, rows: np.ndarray, shape: tuple[int, int]) -> tuple[np.ndarray, ...]:
-    """Returns (flat index in an array of this shape, position in its document, segment id) of each token."""
+    """Returns (flat index in an array of the given shape, position in the document, segment id) of each token."""
     sizes = np.bincount(document, minlength=len(rows))
     in_row = np.bincount(rows[document], minlength=shape[0])
     assert in_row.max(initial=0) <= shape[1], f"{in_row.max()} tokens for a row of {shape[1]}"
@@ -286,7 +287,7 @@ def row_layout(document: np.ndarray, rows: np.ndarray, shape: tuple[int, int]) -
 
 
 def scatter(values: np.ndarray | int, index: np.ndarray, shape: tuple[int, int], dtype: type = np.int32) -> np.ndarray:
-    """Returns an array of this shape with the values at these flat indices, and zeros elsewhere."""
+    """Returns an array of the given shape with the values at the flat indices, and zeros elsewhere."""
     array = np.zeros(shape, dtype)
     array.reshape(-1)[index] = values
     return array

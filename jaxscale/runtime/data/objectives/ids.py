@@ -1,4 +1,4 @@
-"""Special token ids of an objective, from its settings or the tokenizer."""
+"""Determines the special token ids of an objective from its settings or the tokenizer."""
 
 import dataclasses
 import functools
@@ -20,9 +20,9 @@ from jaxscale.system.exits import BadInput
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SpecialIds:
-    """Special ids of an objective. Fields that it does not use are 0 or empty."""
+    """Special token ids of an objective. Unused fields are 0 or empty."""
 
-    is_special: np.ndarray  # bool[model's vocabulary]
+    is_special: np.ndarray  # bool[vocab_size of the model]
     mask_id: int = 0
     sentinels: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))  # int32, first to last
     start_id: int = 0  # first input of a decoder
@@ -31,14 +31,14 @@ class SpecialIds:
 
     @functools.cached_property
     def ordinary(self) -> np.ndarray:
-        """Returns int32: the ids that are not special."""
+        """Returns int32, the ids that are not special."""
         return np.flatnonzero(~self.is_special).astype(np.int32)
 
 
 def find_ids(
     cfg: ObjectiveConfig, tokenizer: Any | None, token_bytes: np.ndarray | None, vocab_size: int, seq_len: int
 ) -> SpecialIds:
-    """Returns the special ids of the objective. Raises BadInput if one is unknown, too large, or used by text."""
+    """Returns the special ids of the objective. Raises BadInput for unknown or too large ids, and ids used by text."""
     known = (tokenizer, token_bytes, vocab_size)
     marks = ObjectiveTokens() if tokenizer is None else tokenizer.marks
     if isinstance(cfg, MaskedLmConfig):
@@ -65,7 +65,7 @@ def find_ids(
 def find_sentinels(
     cfg: DenoisingConfig, marks: ObjectiveTokens, tokenizer: Any | None, vocab_size: int, seq_len: int
 ) -> list[int]:
-    """Returns the sentinels, first to last."""
+    """Returns the sentinel ids, from first to last."""
     if cfg.first_sentinel_id is not None:
         sentinels = [cfg.first_sentinel_id + i * cfg.sentinel_step for i in range(cfg.num_sentinels)]
     else:
@@ -79,8 +79,8 @@ def find_sentinels(
     needed = max(noise_amount(seq_len, d.noise_density, d.mean_span).spans for d in denoisers(cfg))
     if needed > len(sentinels):
         raise BadInput(
-            f"seq_len={seq_len} has up to {needed} spans, but there are {len(sentinels)} sentinels; shorten the row, "
-            "raise data.objective.mean_span, or set first_sentinel_id and num_sentinels"
+            f"seq_len={seq_len} has up to {needed} spans, but there are {len(sentinels)} sentinels; reduce "
+            "seq_len, raise data.objective.mean_span, or set first_sentinel_id and num_sentinels"
         )
     return sentinels
 
@@ -88,10 +88,10 @@ def find_sentinels(
 def find_special(
     named: Sequence[int], tokenizer: Any | None, token_bytes: np.ndarray | None, vocab_size: int
 ) -> np.ndarray:
-    """Returns bool[vocab_size]: named ids, the tokenizer's end, and ids without text if token_bytes are known."""
+    """Returns bool[vocab_size], True for `named` ids, the end token, and, if token_bytes is known, ids without text."""
     is_special = np.zeros(vocab_size, bool)
     if token_bytes is not None:
-        is_special[:] = True  # ids beyond the tokenizer's are not text
+        is_special[:] = True  # ids beyond the tokenizer's vocabulary have no text
         is_special[: len(token_bytes)] = token_bytes[:vocab_size] == 0
     eos_id = getattr(tokenizer, "eos_id", None)
     is_special[[*named, *([] if eos_id is None else [eos_id])]] = True
@@ -99,7 +99,7 @@ def find_special(
 
 
 class TokenizerIds(NamedTuple):
-    """Special ids in place of a tokenizer."""
+    """Name and special ids of an unknown or synthetic tokenizer."""
 
     name: str
     eos_id: int | None
@@ -107,14 +107,14 @@ class TokenizerIds(NamedTuple):
 
 
 def synthetic_ids(vocab_size: int) -> TokenizerIds:
-    """Returns special ids for random tokens, from the end of the vocabulary; half of it are sentinels."""
+    """Returns special ids for random tokens, from the end of the vocabulary. Half of the vocabulary are sentinels."""
     last = vocab_size - 1
     sentinels = tuple(range(max(last - 2, 0), vocab_size // 2, -1))
     return TokenizerIds("synthetic", last, ObjectiveTokens(mask_id=max(last - 1, 0), sentinel_ids=sentinels))
 
 
 def known_id(name: str, chosen: int | None, found: int | None, tokenizer: Any | None, vocab_size: int) -> int:
-    """Returns the id of the setting data.objective.`name`, or else `found`. Raises BadInput if neither is usable."""
+    """Returns `chosen`, the value of data.objective.NAME, or else `found`. Raises BadInput if neither id is usable."""
     found = found if chosen is None else chosen
     if found is None:
         raise BadInput(
@@ -126,7 +126,7 @@ def known_id(name: str, chosen: int | None, found: int | None, tokenizer: Any | 
 
 
 def check_in_vocabulary(name: str, ids: Sequence[int], vocab_size: int) -> None:
-    """Raises BadInput for an id outside the vocabulary."""
+    """Raises BadInput if an id is outside the vocabulary."""
     outside = [id for id in ids if not 0 <= id < vocab_size]
     if outside:
         raise BadInput(
@@ -136,7 +136,7 @@ def check_in_vocabulary(name: str, ids: Sequence[int], vocab_size: int) -> None:
 
 
 def check_distinct(named: Mapping[str, Sequence[int]], token_bytes: np.ndarray | None) -> None:
-    """Raises BadInput if an id has two uses, or is used by text."""
+    """Raises BadInput if an id has two uses, or is used by text. named: {setting: ids}."""
     used_by: dict[int, str] = {}
     for name, ids in named.items():
         for id in ids:
@@ -144,12 +144,12 @@ def check_distinct(named: Mapping[str, Sequence[int]], token_bytes: np.ndarray |
                 raise BadInput(f"id {id} is used by data.objective.{used_by[id]} and by {name}; they must differ")
             if token_bytes is not None and id < len(token_bytes) and token_bytes[id]:
                 raise BadInput(
-                    f"data.objective.{name} is id {id}, which the tokenizer uses for text; use one that it does "
-                    f"not have, such as {len(token_bytes)}"
+                    f"data.objective.{name} is id {id}, which the tokenizer uses for text; use an id that it does not "
+                    f"have, such as {len(token_bytes)}"
                 )
             used_by[id] = name
 
 
 def missing_id_reason(tokenizer: Any | None) -> str:
-    """Returns why the tokenizer gave no id."""
-    return f"data.tokenizer={tokenizer.name} has none" if tokenizer is not None else "no tokenizer is known"
+    """Returns the reason why the tokenizer provides no id, for error messages."""
+    return f"data.tokenizer={tokenizer.name} has no such id" if tokenizer is not None else "no tokenizer is known"
