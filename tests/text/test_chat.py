@@ -192,7 +192,7 @@ def test_a_record_that_is_not_utf8_or_holds_nul_is_skipped_repaired_or_named_as_
         "repaired: NUL removed": 2, "repaired: half a surrogate pair": 1, "repaired: windows-1252": 1,
         "empty completion": 1,
     }  # fmt: skip
-    with pytest.raises(BadInput, match="chat.jsonl is not UTF-8 at line 1 .it holds NUL.; repair it, or set data.inv"):
+    with pytest.raises(BadInput, match="chat.jsonl is not UTF-8 at line 1 .it contains NUL.; repair it, or set data"):
         documents(invalid_utf8="stop")
 
 
@@ -242,7 +242,7 @@ def test_a_conversation_of_which_the_cut_would_leave_nothing_to_learn_is_dropped
     cfg = DataConfig(**{**vars(cfg), "chat": ChatConfig(too_long="cut")})
     corpus = open_data(cfg, seq_len=16, vocab_size=300, seed=0, say=lambda text: None)
     assert "2 documents, " in corpus.summary and "1 document longer than seq_len truncated" in corpus.summary
-    assert "2 documents longer than seq_len dropped (data.chat.too_long, all targets are after the end" in corpus.summary
+    assert "2 documents longer than seq_len dropped (data.chat.too_long, all targets are after the" in corpus.summary
     batch = corpus.batches(len(corpus.train_rows)).batch(0)
     assert batch.weights.sum() == (9 + 1) + 1 and (batch.weights.sum(1) > 0).all()
 

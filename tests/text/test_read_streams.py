@@ -88,7 +88,7 @@ def test_data_sets_on_this_disk_are_read_row_by_row(tmp_path):
         read(tmp_path / "three")
     with pytest.raises(ValueError, match="one has no column 'body'; its columns are text, id; set text_field"):
         read(tmp_path / "one", text_field="body")
-    with pytest.raises(ValueError, match="hf://.*split=no cannot be read.*without a network, save it elsewhere"):
+    with pytest.raises(ValueError, match="hf://.*split=no cannot be read.*without a network, save the dataset"):
         read(f"hf://{tmp_path}/files?split=no")
 
 

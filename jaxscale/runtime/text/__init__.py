@@ -1,1 +1,1 @@
-"""Text sources in many file formats, tokenizers, and conversations."""
+"""Readers of text in many file formats, tokenizers, and chat templates."""

@@ -1,4 +1,4 @@
-"""Settings of reading raw text and conversations."""
+"""Settings for reading raw text and conversations."""
 
 import dataclasses
 import datetime
@@ -9,16 +9,16 @@ from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
 
 Globs = str | tuple[str, ...] | dict[str, str | tuple[str, ...]]
-NAME = "{name}"  # placeholder in a glob for the name of its source
+NAME = "{name}"  # placeholder in a glob for the name of a source
 
 
 def names_sources(globs: Globs) -> bool:
-    """Returns True if the globs name their sources, which then replace those in the files."""
+    """Returns True if the globs name sources, which replace the source names in the files."""
     return isinstance(globs, dict) or NAME in "".join(globs)
 
 
 def expand_source_names(globs: Globs, names: Sequence[str], setting: str) -> tuple[Globs, str | None]:
-    """Returns (globs with {name} replaced by a source or each of `names`, None), or (no globs, the problem)."""
+    """Returns (globs with {name} replaced by source names, None), or ((), problem). names: sources of data.mixture."""
     listed = lambda some: (some,) if isinstance(some, str) else some
     expand = lambda name, some: tuple(glob.replace(NAME, name) for glob in listed(some))
     if not names_sources(globs):
@@ -41,18 +41,18 @@ class ChatConfig:
 
     template: str = setting(
         "",
-        "file of a Jinja chat template; empty: the one in the tokenizer's folder (chat_template.jinja, or in "
+        "file of a Jinja chat template; empty: the template in the tokenizer's folder (chat_template.jinja or "
         "tokenizer_config.json), or else a built-in ChatML template",
     )
     variables: dict[str, bool | int | float | str] = setting(
         {}, "variables of the template in addition to the messages, such as {'enable_thinking': False}"
     )
-    today: str = setting("", "YYYY-MM-DD: date for templates that call strftime_now; empty: none")
+    today: str = setting("", "date YYYY-MM-DD for templates that call strftime_now; empty: none")
     too_long: Literal["drop", "cut"] = setting(
-        "drop", "documents longer than a row: drop them, or truncate them (cut); both are counted"
+        "drop", "documents longer than seq_len; drop: drop and count; cut: truncate and count"
     )
-    prompt_field: str = setting("prompt", "field of a record with the prompt, without loss")
-    completion_field: str = setting("completion", "field with the completion, with loss")
+    prompt_field: str = setting("prompt", "field of a record with the prompt, which has no loss")
+    completion_field: str = setting("completion", "field of a record with the completion, which has a loss")
 
     def __post_init__(self):
         if self.today:
@@ -66,60 +66,59 @@ class ChatConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReadConfig:
-    """Settings of reading raw text from files, with limits."""
+    """Settings for reading raw text from files, with limits."""
 
     where: ClassVar[str] = ""  # prefix of the settings' names in messages
-    language_field: ClassVar[str] = ""  # as licence_field; used only by recipes
-    may_skip: ClassVar[bool] = True  # messages offer damaged='skip'
-    field_settings: ClassVar[tuple[str, ...]] = ("text_field",)  # settings to name when no text is found
+    language_field: ClassVar[str] = ""  # field or column with the language; used only by recipes
+    may_skip: ClassVar[bool] = True  # True: messages suggest damaged='skip'
+    field_settings: ClassVar[tuple[str, ...]] = ("text_field",)  # settings in the message if no text is found
 
     text_field: str = setting(
-        "text", "text field or column of JSON lines, Parquet, Arrow and data sets; a.b: field b of a"
+        "text", "text field or column of JSON Lines, Parquet, Arrow and datasets; a.b: field b of field a"
     )
     id_field: str = setting("id", "field or column with the document's id, if any")
-    url_field: str = setting("url", "field or column with its URL, if any")
-    licence_field: str = setting("license", "field or column with its licence, if any")
-    licence: str = setting("", "licence of documents without one")
+    url_field: str = setting("url", "field or column with the document's URL, if any")
+    licence_field: str = setting("license", "field or column with the document's licence, if any")
+    licence: str = setting("", "licence of documents without a licence field")
     invalid_utf8: Literal["skip", "repair", "stop"] = setting(
         "skip",
-        "documents that are not UTF-8 or contain NUL: skip and count them; repair (see encoding) and count them; "
-        "or stop with an error that has the file and byte",
+        "documents that are not UTF-8 or contain NUL; skip: skip and count; repair: repair (see encoding) and count; "
+        "stop: raise an error with the file and byte",
     )
     encoding: str = setting(
         "",
-        "repair: encoding to try first; empty: UTF-16 if there is a byte order mark, then Windows-1252",
+        "encoding that repair tries first; empty: UTF-16 if there is a byte order mark, then Windows-1252",
         read_if=".invalid_utf8=repair",
     )
     damaged: Literal["stop", "skip"] = setting(
         "stop",
-        "truncated or corrupt files, and malformed records: stop with an error, or skip and count them",
+        "truncated or corrupt files and malformed records; stop: raise an error; skip: skip and count",
     )
     text_documents: Literal["file", "line", "paragraph"] = setting(
         "file",
-        "what is a document in a plain text file. file: the whole file, split at a line end after each MiB; line: each "
+        "documents of a plain text file; file: the whole file, split at a line end after each MiB; line: each "
         "nonblank line; paragraph: consecutive nonblank lines",
     )
     html_text: Literal["resiliparse", "trafilatura"] = setting(
-        "resiliparse", "text extractor for web pages. resiliparse: fast; trafilatura: slower, more accurate"
+        "resiliparse", "text extractor for web pages; resiliparse: faster; trafilatura: more accurate"
     )
     html_mode: Literal["default", "fast", "precision", "recall"] = setting(
         "default",
-        "trafilatura: its default; fast: without its fallback extractors; precision and recall: its favor_precision "
-        "and favor_recall",
+        "mode of trafilatura; fast: without fallback extractors; precision: favor_precision; recall: favor_recall",
         read_if=".html_text=trafilatura",
     )
     record_format: Literal["text", "json", "example"] = setting(
-        "text", "format of the records of an ArrayRecord file: text, JSON objects, or tf.train.Example"
+        "text", "format of records in ArrayRecord files: text, JSON objects (json), or tf.train.Example (example)"
     )
     max_document_bytes: int = setting(1 << 24, "longer documents are skipped and counted")
     max_line_bytes: int = setting(
-        1 << 25, "longer lines, web pages and records are skipped and counted, without reading them into memory"
+        1 << 25, "longer lines, web pages and records are skipped and counted without reading their content"
     )
     max_unpacked_bytes: int = setting(1 << 40, "limit of the uncompressed size of a compressed file")
     max_unpacked_ratio: float = setting(250.0, "limit of the compression ratio of a file, checked beyond 64 MiB")
     max_window_bytes: int = setting(
         1 << 31,
-        "limit of the window of a .zst file (zstd --long); each process that reads one needs this much memory",
+        "limit of the window of .zst files (zstd --long); each process that reads a file needs this memory",
     )
 
     def __post_init__(self):
@@ -140,34 +139,33 @@ class ReadConfig:
 
     @property
     def set_field(self) -> str:
-        """Returns the settings to name when no text is found."""
+        """Returns the names of the settings for the message if no text is found."""
         return " or ".join(f"{self.where}{name}" for name in self.field_settings)
 
     @property
     def metadata_fields(self) -> tuple[str, str, str, str]:
-        """Returns the fields of a document's id, URL, licence and language; '' for one that is not read."""
+        """Returns the names of the id, URL, licence and language fields, with '' for fields that are not read."""
         return self.id_field, self.url_field, self.licence_field, self.language_field
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DocumentsConfig(ReadConfig):
-    """Settings of reading training documents: text or token ids."""
+    """Settings for reading training documents as text or token ids."""
 
     field_settings: ClassVar[tuple[str, ...]] = ("text_field", "ids_field")
 
     ids_field: str = setting(
         "",
-        "field or column with token ids, to train on them instead of text; empty: "
-        "input_ids if there is no text field. Each row is a document, its ids unchanged; labels (-100: no loss) "
-        "and attention_mask (0: padding) are read too",
+        "field or column with token ids to train on instead of text; empty: input_ids if there is no text field. Each "
+        "row is a document with unchanged ids; labels (-100: no loss) and attention_mask (0: padding) are also read",
     )
 
 
 def read_settings(cfg: ReadConfig) -> dict[str, object]:
-    """Returns the settings that affect what is read, for a fingerprint."""
+    """Returns the settings that affect the documents that are read, for a fingerprint."""
     found = {field.name: getattr(cfg, field.name) for field in dataclasses.fields(ReadConfig)}
     if cfg.html_text != "trafilatura":
-        found.pop("html_mode")  # unused, and left out so that older caches are found
+        found.pop("html_mode")  # unused; excluded so that older caches remain valid
     if cfg.max_window_bytes == ReadConfig.max_window_bytes:
         found.pop("max_window_bytes")  # for the same reason
     return found

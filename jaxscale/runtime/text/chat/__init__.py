@@ -1,1 +1,1 @@
-"""Fine-tuning data: conversations and prompt-completion pairs as token ids with a loss mask."""
+"""Converts conversations and prompt-completion pairs to token ids with a loss mask, for fine-tuning."""

@@ -1,4 +1,4 @@
-"""Parses JSON records of fine-tuning data: conversations, prompt-completion pairs, or plain text."""
+"""Parses JSON records of fine-tuning data as conversations, prompt-completion pairs, or plain text."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from jaxscale.system.exits import BadInput
 from jaxscale.system.foreign import check_depth, parse_json
 
 ASSISTANT = "assistant"
-# Speakers in ShareGPT files.
+# Roles in ShareGPT files.
 ROLES = {
     "human": "user", "user": "user", "gpt": ASSISTANT, "chatgpt": ASSISTANT, "bard": ASSISTANT, "bing": ASSISTANT,
     "assistant": ASSISTANT, "model": ASSISTANT, "function_call": ASSISTANT, "system": "system", "tool": "tool",
@@ -19,22 +19,22 @@ WORD = re.compile(r"[A-Za-z][A-Za-z_-]*")
 
 
 class Conversation(NamedTuple):
-    """A conversation. in_loss: True for each assistant message with a loss."""
+    """The messages of a conversation. in_loss: True for each assistant message with a loss."""
 
     messages: tuple[Mapping[str, Any], ...]
     in_loss: tuple[bool, ...]
-    tools: Any = None  # unchanged, for the template
+    tools: Any = None  # passed to the template unchanged
 
 
 class PromptCompletion(NamedTuple):
-    """A prompt without loss and a completion with loss; plain text is a completion."""
+    """A prompt without loss, and a completion with loss. Plain text is a completion with an empty prompt."""
 
     prompt: str
     completion: str
 
 
 def parse_record(record: Any, cfg: ChatConfig, text_field: str) -> Conversation | PromptCompletion:
-    """Parses a conversation, a pair or plain text. A BadInput's message is appended to the record's location."""
+    """Parses a record. Raises BadInput with a message that callers append to the location of the record."""
     if not isinstance(record, Mapping):
         raise BadInput(f"is of type {json_type(record)}; it must be an object")
     try:
@@ -52,14 +52,14 @@ def parse_record(record: Any, cfg: ChatConfig, text_field: str) -> Conversation 
     has = ", ".join(map(str, record))[:300] or "none"
     raise BadInput(
         f"has no messages, conversations, {text_field}, or {cfg.prompt_field} with {cfg.completion_field}; its fields "
-        f"are {has}; see data.chat"
+        f"are {has}; set the field names in data.chat"
     )
 
 
 def make_conversation(
     messages: Sequence[Mapping[str, Any]], record: Mapping[str, Any], num_prompt: int = 0
 ) -> Conversation:
-    """Builds a conversation; the first `num_prompt` messages and those with OpenAI's weight 0 have no loss."""
+    """Makes a conversation. The first `num_prompt` messages, and messages with OpenAI's weight 0, have no loss."""
     in_loss = [
         index >= num_prompt and message["role"] == ASSISTANT and message.get("weight", 1) != 0
         for index, message in enumerate(messages)
@@ -69,7 +69,7 @@ def make_conversation(
 
 
 def parse_tools(tools: Any) -> Any:
-    """Returns the tools of a record; a JSON string, as in tables with heterogeneous tools, is parsed."""
+    """Returns the tools of a record. Parses a JSON string, which tables use for tools with different fields."""
     if not isinstance(tools, str) or not tools:
         return tools
     try:
@@ -82,7 +82,7 @@ def parse_tools(tools: Any) -> Any:
 
 
 def parse_pair(record: Mapping[str, Any], cfg: ChatConfig) -> Conversation | PromptCompletion:
-    """Parses prompt and completion: two texts, or two message lists, which form one conversation."""
+    """Parses a prompt and a completion, which are two texts, or two lists of messages of a single conversation."""
     prompt: Any = record[cfg.prompt_field]
     completion: Any = record[cfg.completion_field]
     if isinstance(prompt, list) and isinstance(completion, list):
@@ -96,14 +96,14 @@ def parse_pair(record: Mapping[str, Any], cfg: ChatConfig) -> Conversation | Pro
 
 
 def openai_messages(found: Any, field: str) -> list[dict[str, Any]]:
-    """Parses messages with role and text; other fields are unchanged."""
+    """Parses a list of messages in OpenAI's format (role, content). Other fields are unchanged."""
     if not isinstance(found, list):
         raise BadInput(f"has {field} of type {json_type(found)}; it must be a list")
     return [openai_message(message, f"{field}[{index}]") for index, message in enumerate(found)]
 
 
 def openai_message(message: Any, where: str) -> dict[str, Any]:
-    """Parses one message: joins the parts of its content and parses the arguments of its tool calls."""
+    """Parses a message in OpenAI's format: joins the parts of the content, and parses arguments of tool calls."""
     if not isinstance(message, Mapping):
         raise BadInput(f"has {where} of type {json_type(message)}; it must be an object")
     role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls")
@@ -125,7 +125,7 @@ def openai_message(message: Any, where: str) -> dict[str, Any]:
 
 
 def parse_arguments(call: Any, where: str) -> Any:
-    """Returns a tool call with its arguments parsed: templates expect an object, OpenAI has JSON text."""
+    """Returns a tool call with parsed arguments. Templates expect an object, but OpenAI's format has JSON text."""
     if not isinstance(call, Mapping):
         raise BadInput(f"has an item of type {json_type(call)} in {where}.tool_calls; it must be an object")
     function = call.get("function")
@@ -145,7 +145,7 @@ def sharegpt_messages(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     messages = []
     for index, message in enumerate(found):
         where = f"conversations[{index}]"
-        if isinstance(message, Mapping) and "role" in message:  # both formats use this name
+        if isinstance(message, Mapping) and "role" in message:  # OpenAI's format in the field `conversations`
             messages.append(openai_message(message, where))
             continue
         if not isinstance(message, Mapping) or not isinstance(message.get("value"), str):
@@ -160,6 +160,6 @@ def sharegpt_messages(record: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def json_type(value: Any) -> str:
-    """Returns JSON's name for the type of a value."""
+    """Returns the name of a value's JSON type, for messages."""
     names = {dict: "object", list: "list", str: "text", bool: "boolean", type(None): "null"}
     return names.get(type(value), "number")

@@ -1,9 +1,9 @@
 """Renders Jinja chat templates, which are untrusted code, in a subprocess.
 
-`sandbox` starts this program, since a template may not terminate or may use all memory. It reads requests and writes
-responses, one JSON line each; a signal kills it if a request takes too long.
+template.py starts this program, because a template may not terminate or may use all memory. The program reads requests
+and writes responses, each a line of JSON. A signal kills the program if a request takes too long.
 
-Templates get the environment of Transformers (huggingface.co/docs/transformers/chat_templating): trim_blocks and
+Templates have the environment of Transformers (huggingface.co/docs/transformers/chat_templating): trim_blocks and
 lstrip_blocks, loop controls, tojson without escapes, raise_exception, and the generation tag around text with a loss.
 """
 
@@ -22,45 +22,45 @@ import jinja2.nodes
 import jinja2.sandbox
 
 LONGEST_ERROR = 1000  # characters
-TOO_MUCH_MEMORY = '{"error": "it needs too much memory"}\n'  # a constant: formatting it may need memory
+TOO_MUCH_MEMORY = '{"error": "it needs too much memory"}\n'  # a constant, because formatting would need memory
 
 
 class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """The environment of a template. marks: put around text in generation tags."""
+    """Environment of a template. marks: strings that are inserted before and after text in generation tags."""
 
     marks: tuple[str, str] = ("", "")
 
 
 class Generation(jinja2.ext.Extension):
-    """{% generation %} ... {% endgeneration %}: puts the text between `marks`."""
+    """Jinja extension for {% generation %} ... {% endgeneration %}, which inserts `marks` around the text."""
 
     tags = {"generation"}
     environment: Environment
 
     def parse(self, parser: Any) -> jinja2.nodes.Node:
-        """Returns the node of the tag."""
+        """Returns the syntax node of a generation tag."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return jinja2.nodes.CallBlock(self.call_method("marked"), [], [], body).set_lineno(line)
 
     def marked(self, caller: Callable[[], str]) -> str:
-        """Returns the text of the body, between the marks."""
+        """Returns the text of the tag's body between the marks."""
         begin, end = self.environment.marks
         return f"{begin}{caller()}{end}"
 
 
 def raise_exception(message: str) -> None:
-    """Implements raise_exception of templates."""
+    """Implements the function raise_exception of templates."""
     raise jinja2.TemplateError(message)
 
 
 def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **more: Any) -> str:
-    """Implements the filter tojson, without HTML escapes."""
+    """Implements the filter tojson of templates, without HTML escapes."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **more)
 
 
 def compile_source(source: str, marks: tuple[str, str], today: str) -> jinja2.Template:
-    """Compiles a template. Raises jinja2.TemplateError if it is invalid."""
+    """Compiles a template. Raises jinja2.TemplateError if the source is invalid. today: date for strftime_now."""
     environment = Environment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols])
     environment.marks = marks
     environment.filters["tojson"] = tojson
@@ -71,7 +71,7 @@ def compile_source(source: str, marks: tuple[str, str], today: str) -> jinja2.Te
 
 
 def handle_request(request: Mapping[str, Any], templates: dict[str, jinja2.Template]) -> dict[str, Any]:
-    """Returns {"text"} after rendering, {} after compiling, or {"error"} for any error of the template."""
+    """Compiles or renders a template; returns {} after compiling, {"text"} after rendering, or {"error", "line"}."""
     try:
         if "source" in request:
             templates[request["key"]] = compile_source(request["source"], tuple(request["marks"]), request["today"])
@@ -85,10 +85,10 @@ def handle_request(request: Mapping[str, Any], templates: dict[str, jinja2.Templ
 
 
 def main(memory_bytes: int, seconds: float) -> None:
-    """Handles requests until stdin ends. SIGPROF kills the process if a request takes more than `seconds` of CPU."""
+    """Handles requests until stdin ends. SIGPROF kills the process after `seconds` of CPU time for a request."""
     with contextlib.suppress(ValueError, OSError):  # the limit is already lower, or not supported
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the parent's ignored or blocked signals are inherited
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the parent process may ignore or block the signal
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
     templates: dict[str, jinja2.Template] = {}
     for request in sys.stdin:

@@ -1,6 +1,6 @@
-"""Renders a conversation with its chat template, finds the assistant turns for the loss mask, and encodes it.
+"""Renders conversations with a chat template, locates the assistant turns for the loss mask, and encodes the text.
 
-For generation, a conversation up to the assistant's turn gets the token ids of training.
+The prompt of an assistant turn has the same token ids in training and generation.
 """
 
 import contextlib
@@ -19,8 +19,8 @@ from jaxscale.runtime.text.tokenizer.load import SavedTokenizer, find_template
 from jaxscale.system.exits import BadInput
 
 NO_TURN = "no assistant turn"
-LINE_END = "\n"  # tokenizers do not merge across it, but some add a space at the start of a text
-Message = Mapping[str, Any]  # {"role": "user", "content": "..."}, and other keys of the template
+LINE_END = "\n"  # tokenizers do not merge across line ends; some tokenizers add a space at the start of a text
+Message = Mapping[str, Any]  # {"role": "user", "content": "..."}, with other keys that the template may use
 WORD = "answer"
 MARK = GUARDS[0]
 
@@ -28,7 +28,7 @@ MARK = GUARDS[0]
 class TextPiece(NamedTuple):
     """A part of a document that is encoded separately."""
 
-    text: str  # or the name of a special token
+    text: str  # text, or the name of a special token
     special: bool
     in_loss: bool
 
@@ -42,7 +42,7 @@ class TurnSpan(NamedTuple):
 
 
 class RenderedDocument(NamedTuple):
-    """A document in pieces. end_in_loss: its end token has a loss."""
+    """The pieces of a document. end_in_loss: True if the end token has a loss."""
 
     pieces: tuple[TextPiece, ...]
     end_in_loss: bool
@@ -54,7 +54,7 @@ class RenderedDocument(NamedTuple):
 
 
 def render_pair(pair: PromptCompletion, begin: Sequence[str] = ()) -> RenderedDocument:
-    """Renders a prompt, encoded as in generation, and its completion. begin: special tokens before the prompt."""
+    """Renders a prompt-completion pair, with the prompt as in generation. begin: special tokens before the prompt."""
     first = [TextPiece(name, True, False) for name in begin]
     texts = [
         TextPiece(text, False, in_loss) for text, in_loss in ((pair.prompt, False), (pair.completion, True)) if text
@@ -63,12 +63,12 @@ def render_pair(pair: PromptCompletion, begin: Sequence[str] = ()) -> RenderedDo
 
 
 def render_conversation(chat: Conversation, template: ChatTemplate, guard: Guard) -> RenderedDocument:
-    """Renders the conversation with the template.
+    """Renders the conversation with the template, and determines the text with a loss.
 
-    The loss covers each assistant turn after its prompt, including the token that ends the turn, or the text in
-    {% generation %} tags. Text is split at the start of every assistant turn, where a prompt ends in generation.
-    Raises: BadInput, with a message to append to the record's location, if the template rejects the conversation, or
-    renders the text before a turn differently than the prompt of that turn.
+    This is the text in {% generation %} tags or, without tags, each assistant turn after its prompt, including the
+    end-of-turn token. The text is split at the start of each assistant turn, as in generation.
+    Raises: BadInput, with a message that callers append to the location of the record, if the template rejects the
+    conversation, or if the text before a turn differs from the prompt of that turn.
     """
     mark = guard.choose_marker([list(chat.messages), chat.tools])
     messages, tools = guard.escape(chat.messages, mark), guard.escape(chat.tools, mark) if chat.tools else None
@@ -84,7 +84,7 @@ def render_conversation(chat: Conversation, template: ChatTemplate, guard: Guard
 def render_prompt(
     messages: Sequence[Mapping[str, Any]], tools: Any, template: ChatTemplate, guard: Guard
 ) -> RenderedDocument:
-    """Renders the prompt of the assistant turn after these messages, as in render_conversation."""
+    """Renders the prompt of the assistant turn after the messages. Raises the errors of render_conversation."""
     mark = guard.choose_marker([list(messages), tools])
     messages, tools = guard.escape(messages, mark), guard.escape(tools, mark) if tools else None
     whole, spans = marked_spans(template.render(messages, tools, True), ())
@@ -100,7 +100,7 @@ def turn_spans(
     template: ChatTemplate,
     guard: Guard,
 ) -> list[TurnSpan]:
-    """Returns turn_span of each assistant turn; turns without loss are skipped if it fails."""
+    """Returns the spans of the assistant turns, except turns without a loss that cannot be located."""
     spans = []
     for index, message in enumerate(messages):
         if message["role"] == ASSISTANT:
@@ -109,31 +109,31 @@ def turn_spans(
                 spans.append(span._replace(in_loss=in_loss[index]))
             except BadInput:
                 if in_loss[index]:
-                    raise  # a turn without loss needs no span
+                    raise  # only turns with a loss need a span
     return spans
 
 
 def turn_span(
     messages: Sequence[Mapping[str, Any]], index: int, tools: Any, whole: str, template: ChatTemplate, guard: Guard
 ) -> TurnSpan:
-    """Locates a turn in `whole` by rendering the conversation up to it. Raises BadInput if its prompt differs."""
+    """Locates a turn in `whole` by rendering the conversation up to that turn. Raises BadInput if texts differ."""
     before = template.render(messages[:index], tools, True)
     after = template.render(messages[: index + 1], tools, False)
     if not whole.startswith(before) or not after.startswith(before):
         raise BadInput(
-            f"has a turn {index + 1} whose prompt differs from the text before it, as rendered by the template "
-            f"{template.name}; put text with a loss between {{% generation %}} and {{% endgeneration %}} in the "
-            "template"
+            f"has a turn {index + 1} whose prompt, as rendered by the template {template.name}, differs from the text "
+            "before the turn; put text with a loss between {% generation %} and {% endgeneration %} in "
+            "the template"
         )
     begin, end = len(before), len(after)
     last = list(guard.pattern.finditer(after, begin))[-1:]
-    if last:  # the end-of-turn token; a line end after it belongs to the next turn
+    if last:  # the end-of-turn token; a following line end belongs to the next turn
         end = last[0].end()
-    if not whole.startswith(after[:end]):  # the turn is shorter if others follow: Qwen3 drops reasoning
+    if not whole.startswith(after[:end]):  # templates may shorten earlier turns, for example remove Qwen3's reasoning
         found_at = whole.find(last[0][0], begin) if last else -1
         if found_at < 0:
             raise BadInput(
-                f"has a turn {index + 1} whose end cannot be located in the rendering by the template {template.name}; "
+                f"has a turn {index + 1} whose end cannot be located in the text rendered by {template.name}; "
                 "put text with a loss between {% generation %} and {% endgeneration %} in the template"
             )
         end = found_at + len(last[0][0])
@@ -141,7 +141,7 @@ def turn_span(
 
 
 def marked_spans(whole: str, turns: Sequence[bool]) -> tuple[str, list[TurnSpan]]:
-    """Returns (text without marks, spans between them). turns: if each assistant turn has a loss; () for none."""
+    """Returns (text without marks, spans between the marks). turns: True for assistant turns with a loss; or ()."""
     text, spans, begin = "", [], 0
     for part in re.split(f"([{OPEN}{CLOSE}])", whole):
         if part == OPEN:
@@ -153,12 +153,14 @@ def marked_spans(whole: str, turns: Sequence[bool]) -> tuple[str, list[TurnSpan]
     if all(turns):
         return text, spans
     if len(spans) != len(turns):
-        raise BadInput(f"has {len(turns)} assistant turns, not all with a loss, but the template marks {len(spans)}")
+        raise BadInput(
+            f"has {len(turns)} assistant turns, not all with a loss, but the template marks {len(spans)} turns"
+        )
     return text, [span._replace(in_loss=in_loss) for span, in_loss in zip(spans, turns)]
 
 
 def split_pieces(whole: str, spans: Sequence[TurnSpan], mark: str, guard: Guard) -> RenderedDocument:
-    """Splits the text at special tokens and span boundaries. mark: the guard character to remove."""
+    """Splits the text at special tokens and span boundaries. mark: character of Guard.escape to remove."""
     edges = {edge for span in spans for edge in (span.begin, span.end)}
     specials = {found.start(): found.end() for found in guard.pattern.finditer(whole)}
     inside = [edge for edge in edges if any(begin < edge < end for begin, end in specials.items())]
@@ -176,7 +178,7 @@ def split_pieces(whole: str, spans: Sequence[TurnSpan], mark: str, guard: Guard)
 
 
 def encode_rendered(tokenizer: Tokenizer, documents: Sequence[RenderedDocument]) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Returns (int32[n] ids without the end token, bool[n + 1] loss mask with it) of each document."""
+    """Returns (int32[n] ids without the end token, bool[n + 1] loss mask with the end token) of each document."""
     found = []
     for document, ids in zip(documents, encode_pieces(tokenizer, documents), strict=True):
         in_loss = [np.full(len(part), piece.in_loss) for part, piece in zip(ids, document.pieces, strict=True)]
@@ -189,13 +191,13 @@ def encode_rendered(tokenizer: Tokenizer, documents: Sequence[RenderedDocument])
 
 
 def encode_prompt(tokenizer: Tokenizer, document: RenderedDocument) -> np.ndarray:
-    """Returns int32[n]: the ids of the document, as in encode_rendered."""
+    """Returns int32[n], the ids of a rendered prompt."""
     return np.concatenate([np.zeros(0, np.int32), *encode_pieces(tokenizer, [document])[0]])
 
 
 def encode_pieces(tokenizer: Tokenizer, documents: Sequence[RenderedDocument]) -> list[list[np.ndarray]]:
     """Returns the ids of each piece of each document."""
-    begins, continuations = [], []  # texts at the start of a document, and other texts
+    begins, continuations = [], []  # texts at the start of a document; other texts
     for document in documents:
         for is_start, piece in zip(starts_document(tokenizer, document), document.pieces):
             if not piece.special:
@@ -210,13 +212,13 @@ def encode_pieces(tokenizer: Tokenizer, documents: Sequence[RenderedDocument]) -
 
 
 def starts_document(tokenizer: Tokenizer, document: RenderedDocument) -> list[bool]:
-    """Returns True for each piece whose text is encoded as at the start of a document."""
+    """Returns a list with True for each piece whose text is encoded as at the start of a document."""
     before = [True, *(tokenizer.prefix_after_special and piece.special for piece in document.pieces[:-1])]
     return before[: len(document.pieces)]
 
 
 def encode_continuations(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
-    """Encodes texts that follow others, without the space that some tokenizers add at the start."""
+    """Encodes texts that are not at the start of a document, without the space that some tokenizers add there."""
     line_end = tokenizer.encode(LINE_END)
     after_line_end = tokenizer.encode(f"{LINE_END}a")
     if np.array_equal(after_line_end[len(line_end) :], tokenizer.encode("a")) or not np.array_equal(
@@ -228,16 +230,16 @@ def encode_continuations(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.
 
 
 class ChatPrompts(NamedTuple):
-    """Functions that turn conversations into prompts, for one model."""
+    """Functions of a model that convert conversations to prompts."""
 
     ids: Callable[[Sequence[Message]], list[int]]  # raises BadInput if the template rejects the messages
-    text: Callable[[Sequence[Message], bool], str]  # for text_ids; the flag adds the generation prompt
+    text: Callable[[Sequence[Message], bool], str]  # (messages, add generation prompt) -> text for text_ids
     text_ids: Callable[[str, str], list[int]]  # (result of `text`, plain text to append) -> ids
-    stop_ids: tuple[int, ...]  # each ends the model's turn
+    stop_ids: tuple[int, ...]  # ids that end the model's turn
 
 
 def open_prompts(saved: SavedTokenizer, today: str) -> ChatPrompts:
-    """Returns the prompts of the model of this tokenizer. today: for templates, unless the run recorded a date."""
+    """Returns the prompt functions for a saved tokenizer. today: date for templates, unless the run recorded one."""
     tokenizer, about = saved.tokenizer, saved.about
     found = find_template(about)
     if found is None:
@@ -273,7 +275,7 @@ def open_prompts(saved: SavedTokenizer, today: str) -> ChatPrompts:
 
 @contextlib.contextmanager
 def prefix_errors(subject: str) -> Iterator[None]:
-    """Prefixes BadInput messages with the subject."""
+    """Adds the subject at the start of BadInput messages."""
     try:
         yield
     except BadInput as error:
@@ -281,7 +283,7 @@ def prefix_errors(subject: str) -> Iterator[None]:
 
 
 def render_text(messages: Sequence[Message], answer: bool, template: ChatTemplate, guard: Guard) -> str:
-    """Renders messages, with MARK in names of special tokens. answer: add its prompt, else continue the last one."""
+    """Renders messages, with MARK in names of special tokens. answer: add a prompt, else continue the last message."""
     if guard.choose_marker(list(messages)) != MARK:
         raise BadInput("contains noncharacters (U+FDD0 to U+FDEF), which are reserved; remove them")
     if not answer and messages and messages[-1]["role"] == ASSISTANT:
@@ -291,7 +293,7 @@ def render_text(messages: Sequence[Message], answer: bool, template: ChatTemplat
 
 
 def turn_end(template: ChatTemplate, guard: Guard) -> tuple[str, ...]:
-    """Returns the special token that ends an assistant turn; () if the template ends it with plain text."""
+    """Returns a tuple with the special token that ends assistant turns, or () if plain text ends the turns."""
     turns = [{"role": "user", "content": "?"}, {"role": ASSISTANT, "content": WORD}]
     try:
         text = template.render(turns, None, False)

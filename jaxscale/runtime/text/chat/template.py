@@ -1,10 +1,10 @@
-"""The chat template of a tokenizer: from the settings, from its folder, or built in.
+"""Loads the chat template from the settings or the tokenizer's folder, or uses the built-in template.
 
-Templates are rendered in a subprocess with limits on memory and time; one process serves all templates.
+A single subprocess with limits on memory and time renders all templates.
 
-The names of special tokens in messages are escaped, so that text can never become a control token: before rendering, a
-noncharacter that does not occur in the conversation is inserted into each such name. The rendered text is split at
-intact names, which only the template can have written; then the noncharacter is removed.
+Names of special tokens in messages are escaped, so that text in a message is never encoded as a special token. A
+Unicode noncharacter that is not in the conversation is inserted into each such name before rendering. The rendered text
+is split at names without the noncharacter, which are from the template, and the noncharacter is removed.
 """
 
 import contextlib
@@ -40,42 +40,42 @@ from jaxscale.system import packages
 from jaxscale.system.exits import BadInput
 
 OPEN, CLOSE = "\ufdee", "\ufdef"  # noncharacters around text in {% generation %} tags
-GUARDS = tuple(map(chr, range(0xFDD0, 0xFDEE)))  # noncharacters: no text should have them (Unicode 17.0, section 23.7)
-MIN_NAME_CHARACTERS = 2  # a name of one character cannot be split, and is never treated as a token
+GUARDS = tuple(map(chr, range(0xFDD0, 0xFDEE)))  # noncharacters, not for use in text (Unicode 17.0, section 23.7)
+MIN_NAME_CHARACTERS = 2  # shorter names cannot be split, and are never treated as special tokens
 START, END = "<|im_start|>", "<|im_end|>"  # ChatML
 BUILT_IN = "built-in (ChatML)"
 CHAT = "pip install 'jaxscale[chat]'"
 
 Render = Callable[[Sequence[Mapping[str, Any]], Any, bool], str]  # (messages, tools, add_generation_prompt) -> text
 PROGRAM = Path(__file__).with_name("jinja.py")
-MEMORY_BYTES = 1 << 30  # of address space; Python and Jinja take 50 MB
-SECONDS = 5.0  # of CPU time per conversation; a typical one takes about 1 ms
-WAIT_SECONDS = 120.0  # of wall time, in case the machine is overloaded
+MEMORY_BYTES = 1 << 30  # limit of address space; Python and Jinja use 50 MB
+SECONDS = 5.0  # limit of CPU time per conversation; a typical conversation takes about 1 ms
+WAIT_SECONDS = 120.0  # limit of wall time, for overloaded machines
 LONGEST_ANSWER = 256 << 20  # bytes
 READ_BYTES = 1 << 20
-NEEDED = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "VIRTUAL_ENV", "TMPDIR")  # environment; no secrets
+NEEDED = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "VIRTUAL_ENV", "TMPDIR")  # environment variables to pass
 
 
 class ChatTemplate(NamedTuple):
-    """Renders conversations."""
+    """A chat template that renders conversations."""
 
-    name: str  # for messages: its file, or BUILT_IN
+    name: str  # file of the template, or BUILT_IN, for messages
     render: Render
-    source: str  # in Jinja
-    fingerprint: str  # equal fingerprints render equal text
+    source: str  # Jinja source
+    fingerprint: str  # templates with equal fingerprints render equal text
     begin: tuple[str, ...]  # special tokens before a prompt that is not a conversation
     variables: Mapping[str, Any]
     today: str
 
     @property
     def note(self) -> dict[str, Any]:
-        """Returns the part for save_tokenizer, so that generation formats prompts as training did."""
+        """Returns the values to save with the tokenizer, so that generation renders prompts as in training."""
         note = {"template": self.source, "variables": dict(self.variables), "today": self.today}
         return note | {"fingerprint": self.fingerprint}
 
 
 def load_template(tokenizer: Tokenizer, cfg: ChatConfig) -> ChatTemplate:
-    """Returns the template of the settings, the tokenizer's folder, or the built-in one. Raises BadInput."""
+    """Returns the template from the settings or the tokenizer's folder, or the built-in template. Raises BadInput."""
     about = read_settings(tokenizer_folder(tokenizer))
     if cfg.template:
         name = f"data.chat.template={cfg.template}"
@@ -87,10 +87,10 @@ def load_template(tokenizer: Tokenizer, cfg: ChatConfig) -> ChatTemplate:
 def make_template(
     tokenizer: Tokenizer, cfg: ChatConfig, about: TokenizerFolder, source: str, where: str
 ) -> ChatTemplate:
-    """Returns the template of this source from the file `where`. Raises as load_template."""
+    """Returns the template with the Jinja `source`, which is from the file `where`. Raises BadInput."""
     if turn_end(tokenizer) and source == (builtin := builtin_template(tokenizer)).source:
-        return builtin  # saved by a run; it does not need jinja2
-    if not packages.is_installed("jinja2"):  # an extra
+        return builtin  # saved by a run; does not need jinja2
+    if not packages.is_installed("jinja2"):  # optional dependency
         raise missing_package(f"the chat template {where}", "jinja2", CHAT)
     defaults = DEFAULTS.get(class_of(about.settings), {})
     names = {key: name for key, name in defaults.items() if name in tokenizer.special_ids}
@@ -104,8 +104,8 @@ def make_template(
     def render(messages: Sequence[Mapping[str, Any]], tools: Any, add_generation_prompt: bool) -> str:
         if tools and has_other_for_tools:
             raise BadInput(
-                f"has tools, for which {where} has a separate template {TOOL_USE}; write it to a file and set "
-                "data.chat.template to that file"
+                f"has tools, for which {where} has a separate template {TOOL_USE}; write that template to a file and "
+                "set data.chat.template to the file"
             )
         return compiled(messages, tools, add_generation_prompt)
 
@@ -113,19 +113,19 @@ def make_template(
 
 
 def end_name(tokenizer: Tokenizer) -> str:
-    """Returns the name of the token that ends a document; '' if it is not a special token."""
+    """Returns the name of the end-of-document token, or '' if the token is not a special token."""
     return next((name for name, i in tokenizer.special_ids.items() if i == tokenizer.eos_id), "")
 
 
 def turn_end(tokenizer: Tokenizer) -> str:
-    """Returns the end of a turn of the built-in template; '' for a tokenizer without a special token that could."""
+    """Returns the text that ends a turn in the built-in template, or '' if there is no suitable special token."""
     return f"{END}\n" if END in tokenizer.special_ids else end_name(tokenizer)
 
 
 def builtin_template(tokenizer: Tokenizer) -> ChatTemplate:
-    """Returns the built-in template: each turn is '<|im_start|>role', the text on the next lines, and '<|im_end|>'.
+    """Returns the built-in template, in which a turn is '<|im_start|>role', a line end, the text, and '<|im_end|>'.
 
-    Without <|im_end|> in the tokenizer, the end-of-document token ends a turn, so that text cannot end one.
+    If the tokenizer has no <|im_end|>, the end-of-document token ends a turn, because plain text must not end a turn.
     """
     begin = begin_names(tokenizer)
     first, end = "".join(begin), turn_end(tokenizer)
@@ -151,11 +151,11 @@ def builtin_template(tokenizer: Tokenizer) -> ChatTemplate:
 
 
 class ProcessEnded(Exception):
-    """The process has ended, for the reason in the message."""
+    """Raised if the process has ended; the message is the reason."""
 
 
 class TemplateProcess:
-    """The subprocess, started on first use and restarted after a template has ended it."""
+    """The subprocess that renders templates. Started at first use, and restarted after a failure."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -164,7 +164,7 @@ class TemplateProcess:
         self.end: Callable[[], Any] = lambda: None
 
     def start(self) -> subprocess.Popen[bytes]:
-        """Returns the running process."""
+        """Starts the process if needed; returns the running process."""
         if self.process is None:
             environment = {k: v for k, v in os.environ.items() if k in NEEDED or k.startswith("PYTHON")}
             command = [sys.executable, "-P", str(PROGRAM), str(MEMORY_BYTES), str(SECONDS)]  # -P: safe sys.path
@@ -177,7 +177,7 @@ class TemplateProcess:
         return self.process
 
     def ask(self, compile_it: Mapping[str, Any], render_it: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Compiles a template if needed, then renders it; returns the last response. Raises ProcessEnded."""
+        """Compiles a template if needed, and renders it; returns the last response. Raises ProcessEnded."""
         with self.lock:
             process = self.start()
             found: dict[str, Any] = {}
@@ -187,15 +187,15 @@ class TemplateProcess:
                     if "error" not in found:
                         self.known.add(compile_it["key"])
                 return found if render_it is None or "error" in found else exchange(process, render_it)
-            except BaseException:  # it has ended, or a late response would be mistaken for the next one
+            except BaseException:  # a late response could be taken for the response to the next request
                 self.end()
                 self.process = None
                 raise
 
 
 def exchange(process: subprocess.Popen[bytes], request: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the response to one request. Raises ProcessEnded."""
-    assert process.stdin is not None and process.stdout is not None, "start opens both"
+    """Sends a request and returns the response. Raises ProcessEnded."""
+    assert process.stdin is not None and process.stdout is not None, "start() opens stdin and stdout"
     unsent = memoryview(json.dumps(request).encode() + b"\n")
     try:
         while unsent:
@@ -215,7 +215,7 @@ def exchange(process: subprocess.Popen[bytes], request: Mapping[str, Any]) -> di
 
 
 def cause_of_end(process: subprocess.Popen[bytes]) -> str:
-    """Returns why the process ended, for messages."""
+    """Returns the reason why the process has ended, for messages."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         code = process.wait(timeout=WAIT_SECONDS)
         if code == -signal.SIGPROF:
@@ -236,7 +236,7 @@ TEMPLATES = TemplateProcess()
 
 
 def reset_after_fork() -> None:
-    """Replaces TEMPLATES after a fork: the process belongs to the parent, and another thread may have held the lock."""
+    """Replaces TEMPLATES after a fork, because the parent owns the process and a thread may have locked it."""
     global TEMPLATES
     if isinstance(TEMPLATES.end, weakref.finalize):
         TEMPLATES.end.detach()
@@ -249,7 +249,7 @@ os.register_at_fork(after_in_child=reset_after_fork)
 def compile_template(
     source: str, where: str, names: Mapping[str, str], variables: Mapping[str, Any], today: str
 ) -> Callable[[Sequence[Mapping[str, Any]], Any, bool], str]:
-    """Returns render(messages, tools, add_generation_prompt). names: bos_token etc. Both raise BadInput on failure."""
+    """Returns render(messages, tools, add_generation_prompt). names: such as {'bos_token': '<s>'}. Raises BadInput."""
     key = hashlib.sha256(json.dumps([source, today]).encode()).hexdigest()
     compile_it = {"key": key, "source": source, "marks": [OPEN, CLOSE], "today": today}
 
@@ -275,7 +275,7 @@ def compile_template(
 
 
 class Guard:
-    """Finds and escapes the names of a tokenizer's special tokens."""
+    """Finds and escapes names of a tokenizer's special tokens."""
 
     def __init__(self, names: Iterable[str]):
         self.names = sorted((name for name in names if len(name) >= MIN_NAME_CHARACTERS), key=len, reverse=True)
@@ -284,7 +284,7 @@ class Guard:
         self._ends = tuple({name[n:] for name in self.names for n in range(1, len(name))})
 
     def choose_marker(self, value: Any) -> str:
-        """Returns a noncharacter that does not occur in the value. Raises BadInput if all or a reserved one do."""
+        """Returns a noncharacter that is not in the value. Raises BadInput if there is none, or for OPEN or CLOSE."""
         whole = "".join(strings_in(value))
         free = [guard for guard in GUARDS if guard not in whole]
         if not free or OPEN in whole or CLOSE in whole:
@@ -292,7 +292,7 @@ class Guard:
         return free[0]
 
     def escape(self, value: Any, guard: str) -> Any:
-        """Escapes names in all strings of the value, including names that a string may begin or end with."""
+        """Escapes names in all strings of a value, including parts of names at the start or end of a string."""
         if isinstance(value, Mapping):
             key_of = lambda key: self.escape_text(key, guard) if self.pattern.search(key) else key
             return {key_of(str(key)): self.escape(inner, guard) for key, inner in value.items()}
@@ -301,8 +301,8 @@ class Guard:
         return self.escape_text(value, guard) if isinstance(value, str) else value
 
     def escape_text(self, text: str, guard: str) -> str:
-        """Escapes names in one string."""
-        while found := self.pattern.search(text):  # repeated, since names may overlap
+        """Escapes names in a string."""
+        while found := self.pattern.search(text):  # repeated, because names may overlap
             text = text[: found.start() + 1] + guard + text[found.start() + 1 :]
         if text.endswith(self._beginnings):
             text += guard

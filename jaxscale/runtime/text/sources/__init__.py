@@ -1,1 +1,1 @@
-"""Readers of raw text in every format, with bounded memory; each document keeps its origin."""
+"""Readers of raw text in all supported formats, with bounded memory. Each document has its origin."""

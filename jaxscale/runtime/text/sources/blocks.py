@@ -1,4 +1,4 @@
-"""Bytes and lines of a file, .gz (RFC 1952) and .zst (RFC 8878) decompressed on the fly in bounded memory."""
+"""Reads bytes and lines of files, and decompresses .gz (RFC 1952) and .zst (RFC 8878) in bounded memory."""
 
 import codecs
 import contextlib
@@ -32,22 +32,22 @@ else:
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 BLOCK_BYTES = 1 << 18  # fits the cache of a core
-READ_BYTES = 1 << 16  # compressed bytes read at once
-RATIO_FLOOR = 64 << 20  # the ratio of a file that has unpacked to less than this is not checked
+READ_BYTES = 1 << 16  # compressed bytes that are read at a time
+RATIO_FLOOR = 64 << 20  # uncompressed bytes up to which the compression ratio is not checked
 GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 SKIPPABLE = tuple(bytes([low, 0x2A, 0x4D, 0x18]) for low in range(0x50, 0x60))  # zstd frames without content
 MAGIC = {GZIP: ".gz", ZSTD: ".zst"} | dict.fromkeys(SKIPPABLE, ".zst")
 MAGIC_BYTES = 4
-WINDOW_LOGS = (10, 31)  # the smallest and the largest window that zstd decodes, as powers of two
+WINDOW_LOGS = (10, 31)  # smallest and largest windows that zstd decodes, as powers of two
 
 
 def is_packed(path: str) -> bool:
-    """Returns True for the name of a packed file."""
+    """Returns True for the name of a compressed file."""
     return path.lower().endswith(PACKED)
 
 
 def read_blocks(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) -> Iterator[bytes]:
-    """Yields the bytes of a file, or of a part of one that is not packed. Args and errors: see unpack."""
+    """Yields the uncompressed bytes of a file, or of a part of an uncompressed file. Raises Damaged as unpack()."""
     if is_packed(path):
         yield from unpack(path, cfg, part.on_progress, skipped)
         return
@@ -62,7 +62,7 @@ def read_blocks(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE
 
 
 def check_unpacked(path: str, cfg: ReadConfig) -> None:
-    """Raises Damaged for a file that is packed by its first bytes but not by its name."""
+    """Raises Damaged for a file whose first bytes are those of a compressed file, but whose name is not."""
     with open_binary(path) as file:
         found = packed_suffix(file.read(MAGIC_BYTES))
     if found:
@@ -73,7 +73,7 @@ def check_unpacked(path: str, cfg: ReadConfig) -> None:
 
 
 def packed_problem(path: str, cfg: ReadConfig) -> str:
-    """Returns why a packed file cannot be unpacked, which may explain errors in its text; '' if it can."""
+    """Returns why a compressed file cannot be decompressed, which may explain errors in its text; '' if it can."""
     try:
         for _ in unpack(path, cfg):
             pass
@@ -83,7 +83,7 @@ def packed_problem(path: str, cfg: ReadConfig) -> str:
 
 
 class BlockStream(io.RawIOBase):
-    """Blocks of bytes as a raw stream, for io.BufferedReader."""
+    """Raw stream of blocks of bytes, for io.BufferedReader."""
 
     def __init__(self, blocks: Iterator[bytes]):
         self._blocks, self._buffered, self._place = blocks, b"", 0
@@ -95,7 +95,7 @@ class BlockStream(io.RawIOBase):
         return self._place
 
     def readinto(self, buffer: memoryview) -> int:
-        """Reads the next bytes of one block; returns 0 at the end."""
+        """Reads bytes of the next block; returns 0 at the end."""
         self._buffered = self._buffered or next(self._blocks, b"")
         size = min(len(buffer), len(self._buffered))
         buffer[:size], self._buffered = self._buffered[:size], self._buffered[size:]
@@ -104,14 +104,14 @@ class BlockStream(io.RawIOBase):
 
 
 def as_file(blocks: Iterator[bytes]) -> io.BufferedReader:
-    """Wraps the blocks as a file that is open for reading."""
+    """Returns a file object that reads the blocks."""
     return io.BufferedReader(BlockStream(blocks), BLOCK_BYTES)
 
 
 def read_lines(
     blocks: Iterator[bytes], limit: int, skipped: Counter, offset: int = 0
 ) -> Iterator[tuple[int, int, bytes]]:
-    """Yields (offset when unpacked, number from 1, line without its end). Longer lines are counted, not buffered."""
+    """Yields (uncompressed offset, number from 1, line without line end). Lines over the limit are only counted."""
     stream, number = as_file(blocks), 0
     while piece := stream.readline(BLOCK_BYTES):
         number += 1
@@ -130,7 +130,7 @@ def read_lines(
 
 
 def next_line(path: str, place: int, size: int, begin: int = 0) -> int:
-    """Returns the first line start at or after `place`; the file's `size` if there is none."""
+    """Returns the first start of a line at or after `place`, or the `size` of the file if there is none."""
     if place <= 0:
         return 0
     with open(path, "rb") as file:
@@ -144,7 +144,7 @@ def next_line(path: str, place: int, size: int, begin: int = 0) -> int:
 
 
 def cut_parts(path: str, part_bytes: int, find: Callable[[str, int, int, int], int]) -> list[Part]:
-    """Splits a file into parts of about part_bytes. find: next_line, or a similar function for other split points."""
+    """Splits a file into parts of about part_bytes. find: next_line(), or a function for different split points."""
     size = os.path.getsize(path)
     if is_packed(path) or size <= part_bytes:
         return [WHOLE]
@@ -155,7 +155,7 @@ def cut_parts(path: str, part_bytes: int, find: Callable[[str, int, int, int], i
 
 
 class UnpackError(Exception):
-    """Packed data that cannot be decompressed. fix: instead of fetching the file again."""
+    """Raised for data that cannot be decompressed. fix: replaces the default fix of downloading the file again."""
 
     def __init__(self, reason: str, fix: str = ""):
         super().__init__(reason)
@@ -163,7 +163,7 @@ class UnpackError(Exception):
 
 
 class GzipDecompressor:
-    """zlib with the interface of zstd.ZstdDecompressor (PEP 784), for one member of a packed file."""
+    """Decompressor of a gzip member with the interface of zstd.ZstdDecompressor (PEP 784)."""
 
     def __init__(self) -> None:
         self._zlib = zlib.decompressobj(16 + zlib.MAX_WBITS)
@@ -185,17 +185,17 @@ class GzipDecompressor:
 
 
 def packed_suffix(head: bytes) -> str:
-    """Returns '.gz' or '.zst' if these first bytes are those of a gzip or Zstandard file, else ''."""
+    """Returns '.gz' or '.zst' if the first bytes `head` are those of a gzip or Zstandard file, else ''."""
     return next((ending for magic, ending in MAGIC.items() if head.startswith(magic)), "")
 
 
 def unpack(
     path: str, cfg: ReadConfig, on_progress: Callable[[float], None] = ignore_progress, skipped: Counter | None = None
 ) -> Iterator[bytes]:
-    """Yields the unpacked bytes of a .gz or .zst file, at most BLOCK_BYTES at a time.
+    """Yields the uncompressed bytes of a .gz or .zst file, at most BLOCK_BYTES at a time.
 
-    Args: on_progress: called with the fraction of the file read. skipped: counts TRAILING bytes after the packed data.
-    Raises: Damaged naming the file, location, reason and fix.
+    on_progress: called with the fraction of the file that was read. skipped: counts files with TRAILING bytes.
+    Raises: Damaged with the file, location, reason and fix.
     """
     unpacked = 0
     with open_binary(path) as file:
@@ -222,7 +222,7 @@ def unpack(
 def members(
     file: BinaryIO, path: str, cfg: ReadConfig, skipped: Counter | None = None, exact_from: int = 1 << 62
 ) -> Iterator[bytes]:
-    """Yields the content of all members in blocks; from byte `exact_from` on one byte at a time. Raises UnpackError."""
+    """Yields the content of all members in blocks; single bytes after `exact_from` bytes. Raises UnpackError."""
     unpacked, data = 0, file.read(READ_BYTES)
     if not data:
         return  # an empty file has no content
@@ -251,7 +251,7 @@ def members(
 
 
 def open_member(data: bytes, cfg: ReadConfig) -> "GzipDecompressor | zstd.ZstdDecompressor | None":
-    """Returns the decompressor of the member that begins with `data`; None if none begins there."""
+    """Returns the decompressor of the member that begins with `data`, or None if this is not a member."""
     ending = packed_suffix(data)
     if ending == ".zst":
         smallest, largest = WINDOW_LOGS
@@ -261,7 +261,7 @@ def open_member(data: bytes, cfg: ReadConfig) -> "GzipDecompressor | zstd.ZstdDe
 
 
 def up_to_break(path: str, cfg: ReadConfig, begin: int) -> Iterator[bytes]:
-    """Yields the bytes from `begin` up to the break of a broken file, which decompressors drop with the last block."""
+    """Yields the bytes of a broken file from `begin` to the break. Decompressors drop these bytes of the last block."""
     place, remaining = 0, bytearray()
     with contextlib.suppress(UnpackError), open_binary(path) as file:
         for block in members(file, path, cfg, exact_from=begin):
@@ -273,7 +273,7 @@ def up_to_break(path: str, cfg: ReadConfig, begin: int) -> Iterator[bytes]:
 
 
 def check_size(path: str, unpacked: int, packed: int, cfg: ReadConfig) -> None:
-    """Raises Damaged for a file that unpacks to more than the settings allow."""
+    """Raises Damaged if the uncompressed size of a file exceeds the limits in the settings."""
     if unpacked > cfg.max_unpacked_bytes:
         setting = f"{cfg.where}max_unpacked_bytes"
     elif unpacked > max(RATIO_FLOOR, cfg.max_unpacked_ratio * packed):
@@ -287,7 +287,7 @@ def check_size(path: str, unpacked: int, packed: int, cfg: ReadConfig) -> None:
 
 
 def not_packed(path: str, head: bytes) -> UnpackError:
-    """Returns the error for a file that is packed only by its name."""
+    """Returns the error for a file with the name, but not the content, of a compressed file."""
     fix = f"if it is text, rename it: mv {shlex.quote(path)} {shlex.quote(os.path.splitext(path)[0])}"
     try:
         is_text = "\0" not in codecs.getincrementaldecoder("utf-8")().decode(head)
@@ -298,18 +298,18 @@ def not_packed(path: str, head: bytes) -> UnpackError:
 
 
 def explain_error(error: Exception, path: str, cfg: ReadConfig) -> UnpackError:
-    """Converts a decompressor's error to a reason and a fix."""
+    """Converts an error of a decompressor to UnpackError with a reason and a fix."""
     reason = str(error).removeprefix("Unable to decompress Zstandard data: ")
     reason = reason.removeprefix("Error -3 while decompressing data: ")
     if "too much memory" in reason:
         setting = f"{cfg.where}max_window_bytes"
         return UnpackError(
             f"needs a zstd window larger than {setting}={cfg.max_window_bytes:,}",
-            f"raise it, or decompress the file: zstd -d --long=31 {shlex.quote(path)}",
+            f"raise the setting, or decompress the file: zstd -d --long=31 {shlex.quote(path)}",
         )
     if "Dictionary" in reason:
         return UnpackError(
-            "was compressed with a zstd dictionary, which it does not contain",
-            f"decompress it: zstd -d -D DICTIONARY {shlex.quote(path)}",
+            "was compressed with a zstd dictionary, which is not in the file",
+            f"decompress the file: zstd -d -D DICTIONARY {shlex.quote(path)}",
         )
     return UnpackError(f"is corrupt ({reason})")

@@ -1,4 +1,4 @@
-"""Tables read in bounded memory: Parquet, Arrow files and streams, and Hugging Face datasets."""
+"""Reads Parquet files, Arrow files and streams, and Hugging Face datasets in bounded memory."""
 
 import contextlib
 import itertools
@@ -16,13 +16,13 @@ from jaxscale.system.exits import BadInput
 BATCH_BYTES = 8 << 20
 BATCH_ROWS = 1024
 NUMBER_TYPES = {"INT32": 4, "INT64": 8}  # bytes per value of Parquet types
-NUMBER_BYTES = 5  # maximum of a dictionary index per row
+NUMBER_BYTES = 5  # largest number of bytes of a dictionary index
 
 
 def parquet_batches(
     table: Any, columns: list[str], path: str, cfg: ReadConfig, part: Part = WHOLE
 ) -> Iterator[tuple[int, Any]]:
-    """Yields (first row, record batch) of these columns and the row groups of the part. Raises Damaged."""
+    """Yields (first row, record batch) for the given columns and the row groups of the part. Raises Damaged."""
     meta = table.metadata
     row = sum(meta.row_group(group).num_rows for group in range(part.begin))
     for group in range(part.begin, min(part.end, meta.num_row_groups)):
@@ -36,7 +36,7 @@ def parquet_batches(
 
 
 def open_parquet(path: str, cfg: ReadConfig) -> Any:
-    """Opens a Parquet file. A text column in dictionary encoding stays encoded, so that memory is bounded."""
+    """Opens a Parquet file. A dictionary-encoded text column is not decoded, so that memory is bounded."""
     import pyarrow
     import pyarrow.parquet
 
@@ -61,7 +61,7 @@ def is_dictionary_encoded(chunk: Any) -> bool:
 
 @contextlib.contextmanager
 def opening(path: str, cfg: ReadConfig, kind: str) -> Iterator[None]:
-    """Wraps the opening of a file. Raises Damaged if it does not have this format or is truncated."""
+    """Converts errors of opening a file to Damaged. kind: name of the format."""
     import pyarrow
 
     try:
@@ -73,7 +73,7 @@ def opening(path: str, cfg: ReadConfig, kind: str) -> Iterator[None]:
 
 
 def column_indices(table: Any, fields: Iterable[str]) -> list[int]:
-    """Returns the column indices of these fields in row groups, including nested ones."""
+    """Returns the column indices in row groups of the given fields, including nested fields."""
     schema = table.metadata.schema
     inside = tuple(f"{field}." for field in fields)
     paths = [f"{schema.column(i).path}." for i in range(len(schema))]
@@ -81,11 +81,11 @@ def column_indices(table: Any, fields: Iterable[str]) -> list[int]:
 
 
 def text_bytes(table: Any, group: int, path: str, cfg: ReadConfig, fields: Iterable[str]) -> int:
-    """Returns the unpacked bytes of fields of a row group. Raises Damaged if they exceed the limits of cfg."""
+    """Returns the uncompressed bytes of the fields in a row group. Raises Damaged if the limits are exceeded."""
     chunks = [table.metadata.row_group(group).column(i) for i in column_indices(table, fields)]
     if not chunks:
         return table.metadata.row_group(group).total_byte_size
-    # run-length encoding makes files of numbers much smaller than they are in memory
+    # with run-length encoding, numbers take much less space in a file than in memory
     number_bytes = lambda chunk: chunk.num_values * NUMBER_TYPES.get(chunk.physical_type, 0)
     size = sum(max(chunk.total_uncompressed_size, number_bytes(chunk)) for chunk in chunks)
     packed = max(sum(chunk.total_compressed_size for chunk in chunks), 1)
@@ -98,7 +98,7 @@ def text_bytes(table: Any, group: int, path: str, cfg: ReadConfig, fields: Itera
 
 
 def small_batches(batches: Iterator[Any]) -> Iterator[tuple[int, Any]]:
-    """Yields (first row, record batch of at most BATCH_ROWS rows)."""
+    """Splits record batches; yields (first row, record batch of at most BATCH_ROWS rows)."""
     row = 0
     for batch in batches:
         for first in range(0, batch.num_rows, BATCH_ROWS):
@@ -107,7 +107,7 @@ def small_batches(batches: Iterator[Any]) -> Iterator[tuple[int, Any]]:
 
 
 def arrow_batches(source: Any) -> tuple[Any, Iterator[Any]]:
-    """Returns (schema, record batches) of an Arrow file or stream; Hugging Face datasets write streams."""
+    """Returns (schema, record batches) of an Arrow file or stream. Hugging Face datasets uses streams."""
     import pyarrow
 
     is_file = source.read(6) == b"ARROW1"
@@ -120,7 +120,7 @@ def arrow_batches(source: Any) -> tuple[Any, Iterator[Any]]:
 
 
 def validated(batches: Iterator[Any], path: str, cfg: ReadConfig) -> Iterator[Any]:
-    """Yields the batches after validation. Raises Damaged naming the file and row."""
+    """Validates and yields the batches. Raises Damaged naming the file and row."""
     import pyarrow
 
     rows = 0
@@ -140,12 +140,12 @@ def validated(batches: Iterator[Any], path: str, cfg: ReadConfig) -> Iterator[An
 
 
 def first_line(error: Exception) -> str:
-    """Returns the beginning of a message."""
+    """Returns the first line of an error message, truncated to 200 characters."""
     return str(error).partition("\n")[0][:200]
 
 
 def select_columns(schema: Any, path: str, cfg: ReadConfig) -> tuple[str, ...]:
-    """Returns the columns of text and metadata, '' for a missing one. Raises BadInput without a text column."""
+    """Returns the text and metadata columns, with '' for missing columns. Raises BadInput without a text column."""
     fields = (cfg.text_field, *cfg.metadata_fields)
     names = [name if name and type_of(schema, name) is not None else "" for name in fields]
     if not names[0]:
@@ -156,7 +156,7 @@ def select_columns(schema: Any, path: str, cfg: ReadConfig) -> tuple[str, ...]:
 
 
 def type_of(schema: Any, name: str) -> Any:
-    """Returns the Arrow type of a column, or None; a.b is the field b of the column a."""
+    """Returns the Arrow type of a column, or None. The name a.b refers to field b of column a."""
     with contextlib.suppress(KeyError, ValueError, IndexError, AttributeError, TypeError):
         head, *tail = [name] if name in schema.names else name.split(".")
         kind = schema.field(head).type
@@ -167,7 +167,7 @@ def type_of(schema: Any, name: str) -> Any:
 
 
 def batch_rows(batch: Any, names: tuple[str, ...], row: int, path: str) -> Records:
-    """Yields the rows of a batch, with text as bytes, so that data.invalid_utf8 applies."""
+    """Yields the rows of a batch with text as bytes, so that data.invalid_utf8 can be applied later."""
     texts = as_bytes(column_of(batch, names[0]), path, names[0])
     empty = [""] * batch.num_rows
     columns = zip(*(column_strings(column_of(batch, name)) if name else empty for name in names[1:]))
@@ -176,7 +176,7 @@ def batch_rows(batch: Any, names: tuple[str, ...], row: int, path: str) -> Recor
 
 
 def column_of(batch: Any, name: str) -> Any:
-    """Returns a column or a field of one."""
+    """Returns a column, or a field of a struct column."""
     import pyarrow.compute
 
     if name in batch.schema.names:
@@ -197,12 +197,12 @@ def as_bytes(column: Any, path: str, name: str) -> Iterator[bytes | None]:
         values = column.cast(pyarrow.large_binary())
     except (pyarrow.ArrowNotImplementedError, pyarrow.ArrowInvalid):
         raise BadInput(f"{path}: column {name!r} is {column.type}, not text") from None
-    values.validate(full=True)  # the offsets are untrusted
+    values.validate(full=True)  # offsets in the file may be invalid
     return iter(values.to_pylist())
 
 
 def column_strings(column: Any) -> list[str]:
-    """Returns the values of a column as text, '' for null; invalid UTF-8 is replaced."""
+    """Returns the values of a column as text, with '' for null. Invalid UTF-8 is replaced."""
     import pyarrow
 
     if pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type):
@@ -211,7 +211,7 @@ def column_strings(column: Any) -> list[str]:
 
 
 def parquet_parts(path: str, cfg: ReadConfig, part_bytes: int) -> list[Part]:
-    """Splits the row groups into parts of about part_bytes of text."""
+    """Splits the row groups of a file into parts with about part_bytes of text."""
     with open_parquet(path, cfg) as table:
         parts, begin, num_bytes = [], 0, 0
         for group in range(table.metadata.num_row_groups):
@@ -229,14 +229,14 @@ class Table(NamedTuple):
 
 
 def is_table(path: str) -> bool:
-    """Returns True for Parquet and Arrow files and Hugging Face datasets."""
+    """Returns True for Parquet files, Arrow files and Hugging Face datasets."""
     name = unpacked_name(path)
     return name.endswith((".parquet", ".arrow", ".feather")) or path.startswith("hf://") or is_saved_dataset(path)
 
 
 @contextlib.contextmanager
 def open_table(path: str, cfg: ReadConfig, part: Part = WHOLE) -> Iterator[Table]:
-    """Opens a file or dataset for which is_table is True; only Parquet supports parts. Raises BadInput."""
+    """Opens a file or dataset with is_table(path). Parts are supported only for Parquet. Raises BadInput."""
     import pyarrow
 
     if path.startswith("hf://") or is_saved_dataset(path):
@@ -264,7 +264,7 @@ def read_table(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE)
 
 
 def batch_records(batch: Any) -> Iterator[dict[str, Any]]:
-    """Yields each row as in JSON Lines, without null fields; in a row with invalid UTF-8, all strings are bytes."""
+    """Yields each row as a dict without null fields. All strings of a row with invalid UTF-8 are bytes."""
     import pyarrow
 
     try:
@@ -279,7 +279,7 @@ def batch_records(batch: Any) -> Iterator[dict[str, Any]]:
 
 
 def as_binary(kind: Any) -> Any:
-    """Replaces text by binary in an Arrow type, including lists and structs."""
+    """Replaces text types by binary types in an Arrow type, including in lists and structs."""
     import pyarrow
     from pyarrow import types
 
@@ -295,7 +295,7 @@ def as_binary(kind: Any) -> Any:
 
 
 def without_nulls(value: Any) -> Any:
-    """The value without the fields of its objects that are null."""
+    """Removes null fields from all objects in a value."""
     if isinstance(value, dict):
         return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
     return [without_nulls(inner) for inner in value] if isinstance(value, list) else value

@@ -1,7 +1,7 @@
-"""Files and datasets that other libraries read.
+"""Reads files and datasets with other libraries.
 
-ArrayRecord files whose records are text, JSON objects or tf.train.Example, as TensorFlow Datasets writes them; Hugging
-Face datasets; and seqio tasks (Roberts et al. 2022) including TFDS.
+Supports ArrayRecord files with records of text, JSON objects or tf.train.Example (as written by TensorFlow Datasets),
+Hugging Face datasets, and seqio tasks (Roberts et al. 2022) including TFDS.
 """
 
 import contextlib
@@ -26,15 +26,15 @@ from jaxscale.runtime.text.sources.part import (
 )
 from jaxscale.system.exits import BadInput
 
-OPTIONS = "readahead_buffer_size:4M,max_parallelism:0"  # of ArrayRecord
+OPTIONS = "readahead_buffer_size:4M,max_parallelism:0"  # options of ArrayRecordReader
 HF_SETTINGS = ("config", "split", "revision")
 SEQIO_SETTINGS = ("split", "module", "field")
-TABLE_ROWS = 256  # rows of a Hugging Face dataset in a table
+TABLE_ROWS = 256  # rows per table when reading a Hugging Face dataset
 SEQIO = "pip install 'jaxscale[seqio]'"
 
 
 def read_array_record(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) -> Records:
-    """Yields the text of the records of the part by cfg.record_format. Raises as array_records."""
+    """Yields the text of the records in a part, as set by cfg.record_format. Raises BadInput."""
     for number, record, value in array_records(path, cfg, skipped, part):
         if cfg.record_format == "text":
             yield number, number, record, NO_METADATA
@@ -45,10 +45,10 @@ def read_array_record(path: str, cfg: ReadConfig, skipped: Counter, part: Part =
 def array_records(
     path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE, raw: Sequence[str] = ()
 ) -> Iterator[tuple[int, bytes, Any]]:
-    """Yields (number, record, value by cfg.record_format) of the records [part.begin, part.end).
+    """Yields (number, record, value) for records [part.begin, part.end). The value depends on cfg.record_format.
 
-    raw: features of a tf.train.Example that stay bytes, as the text field, so that invalid UTF-8 is detected. For text
-    the value is the record. Raises: BadInput naming file and record for one that is invalid.
+    raw: features of a tf.train.Example to return as bytes, in addition to the text field, so that invalid UTF-8 can be
+    detected. Raises: BadInput naming the file and record for an invalid record.
     """
     with opened(path, cfg) as reader:
         if part.begin:
@@ -71,21 +71,21 @@ def array_records(
 
 
 def is_array_record(path: str) -> bool:
-    """Returns True for an ArrayRecord file name."""
+    """Returns True for the name of an ArrayRecord file."""
     return ".array_record" in os.path.basename(path) or path.endswith(".arrayrecord")
 
 
 def load_package() -> Any:
-    """Imports the package. Raises BadInput if it is not installed."""
+    """Imports the package array_record. Raises BadInput if it is not installed."""
     with importing("reading and writing ArrayRecord files", "array_record"):
         return importlib.import_module("array_record.python.array_record_module")
 
 
 @contextlib.contextmanager
 def opened(path: str, cfg: ReadConfig) -> Iterator[Any]:
-    """Opens a file. Raises Damaged if it is not ArrayRecord."""
+    """Opens an ArrayRecord file. Raises Damaged if the file has a different format."""
     package = load_package()
-    os.stat(path)  # raises the usual OSError if it is missing
+    os.stat(path)  # raises FileNotFoundError if the file is missing
     try:
         reader = package.ArrayRecordReader(path, OPTIONS)
         if not reader.ok():
@@ -101,7 +101,7 @@ def opened(path: str, cfg: ReadConfig) -> Iterator[Any]:
 
 
 def array_record_parts(path: str, cfg: ReadConfig, part_bytes: int) -> list[Part]:
-    """Splits the records into parts of about part_bytes."""
+    """Splits the records of a file into parts of about part_bytes."""
     with opened(path, cfg) as reader:
         total = reader.num_records()
     step = max(1, total * part_bytes // max(os.path.getsize(path), 1))
@@ -109,7 +109,7 @@ def array_record_parts(path: str, cfg: ReadConfig, part_bytes: int) -> list[Part
 
 
 def example(record: bytes, cfg: ReadConfig, skipped: Counter, place: str, raw: Sequence[str] = ()) -> Any:
-    """Returns {name: first value} of the byte features of a tf.train.Example; MISSING if invalid. raw: stay bytes."""
+    """Returns {name: first value} of byte features of a tf.train.Example; MISSING if invalid. raw: not decoded."""
     from google.protobuf.message import DecodeError
 
     found = {}
@@ -128,7 +128,7 @@ def example(record: bytes, cfg: ReadConfig, skipped: Counter, place: str, raw: S
 
 
 def length_delimited(message: bytes, wanted: int = 0) -> Iterator[tuple[int, bytes]]:
-    """Yields (number, content) of the length-delimited fields of a message. wanted: this number; 0: all."""
+    """Yields (number, content) of the length-delimited fields of a message. wanted: field number; 0: all fields."""
     from google.protobuf.empty_pb2 import Empty
     from google.protobuf.unknown_fields import UnknownFieldSet
 
@@ -142,7 +142,7 @@ def parse_query(path: str, scheme: str, known: tuple[str, ...]) -> tuple[str, di
     name, _, query = path.removeprefix(scheme).partition("?")
     found = dict(urllib.parse.parse_qsl(query, keep_blank_values=True))
     if wrong := sorted(set(found) - set(known)):
-        raise BadInput(f"{path}: {wrong[0]} is unknown; {scheme}NAME accepts ?{'=...&'.join(known)}=...")
+        raise BadInput(f"{path}: {wrong[0]} is unknown; use {scheme}NAME?{'=...&'.join(known)}=...")
     if not name:
         raise BadInput(f"{path} has no name; write {scheme}NAME")
     return name, found
@@ -151,7 +151,7 @@ def parse_query(path: str, scheme: str, known: tuple[str, ...]) -> tuple[str, di
 def dataset_tables(path: str) -> Iterator[Any]:
     """Yields the rows of hf://NAME?config=C&split=S&revision=R, or of a folder of save_to_disk, as pyarrow tables.
 
-    Of a saved dataset with splits, the train split. Raises BadInput, also for errors of the library.
+    Reads the train split of a saved dataset with splits. Raises BadInput, including for errors of the library.
     """
     with importing(f"reading {path}", "datasets"):
         import datasets
@@ -169,7 +169,7 @@ def dataset_tables(path: str) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def dataset_errors(datasets: Any, path: str, place: str = "") -> Iterator[None]:
-    """Converts errors of the library to BadInput."""
+    """Converts errors of the datasets library to BadInput. place: location in the dataset, for the message."""
     try:
         yield
     except BadInput:
@@ -177,13 +177,13 @@ def dataset_errors(datasets: Any, path: str, place: str = "") -> Iterator[None]:
     except (OSError, RuntimeError, ValueError, datasets.exceptions.DatasetsError) as error:
         reason = str(error).strip().partition("\n")[0][:300] or type(error).__name__
         raise BadInput(
-            f"{path} cannot be read{place}: {reason}; without a network, save it elsewhere (save_to_disk), copy "
-            "the folder here and use its path"
+            f"{path} cannot be read{place}: {reason}; without a network, save the dataset on a different machine "
+            "(save_to_disk), copy the folder to this machine, and use its path"
         ) from None
 
 
 def open_rows(path: str, datasets: Any) -> Any:
-    """Opens a dataset of the hub or a folder of data files for streaming, or loads a saved dataset."""
+    """Opens a dataset of the Hugging Face Hub or a folder of data files for streaming, or loads a saved dataset."""
     if path.startswith("hf://"):
         name, query = parse_query(path, "hf://", HF_SETTINGS)
         options = dict(split=query.get("split", "train"), revision=query.get("revision"), streaming=True)
@@ -198,25 +198,25 @@ def open_rows(path: str, datasets: Any) -> Any:
 
 
 def read_seqio(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) -> Records:
-    """Yields the text of each example of seqio://TASK?split=train&module=MODULE&field=targets, unshuffled.
+    """Yields the text of each example of seqio://TASK?split=train&module=MODULE&field=targets, without shuffling.
 
-    module: the Python module that adds the task to seqio's registry. field: the feature to read; without it the text
-    field of the settings, then targets_pretokenized, then targets, decoded with the task's own vocabulary.
-    Raises: BadInput naming a task that does not exist or lacks the feature.
+    module: Python module that adds the task to seqio's registry. field: feature to read, by default the first of the
+    text field in the settings, targets_pretokenized, and targets (decoded with the vocabulary of the task).
+    Raises: BadInput for a task that does not exist or lacks the feature.
     """
     name, query = parse_query(path, "seqio://", SEQIO_SETTINGS)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     with importing("reading seqio tasks", "seqio", SEQIO):
         import seqio
         import tensorflow
-    for device in ("GPU", "TPU"):  # training uses them
+    for device in ("GPU", "TPU"):  # reserves the devices for training
         tensorflow.config.set_visible_devices([], device)
     if module := query.get("module"):
         try:
             importlib.import_module(module)
         except (Exception, SystemExit) as error:  # importing a module may raise anything
             what = f"{type(error).__name__}: {error}"
-            raise BadInput(f"{path}: module {module} cannot be imported ({what}); fix it, or set PYTHONPATH") from None
+            raise BadInput(f"{path}: module {module} cannot be imported ({what}); fix it or set PYTHONPATH") from None
     try:
         task = seqio.get_mixture_or_task(name)
     except ValueError:
@@ -224,7 +224,7 @@ def read_seqio(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE)
     split = query.get("split", "train")
     if split not in task.splits:
         raise BadInput(f"{path}: the task has no split {split!r}; its splits are {', '.join(sorted(task.splits))}")
-    # one epoch without shuffling, so that example numbers are stable
+    # a single epoch without shuffling, so that example numbers do not change
     dataset = task.get_dataset(sequence_length=None, split=split, shuffle=False, num_epochs=1)
     candidates = [query["field"]] if query.get("field") else [cfg.text_field, "targets_pretokenized", "targets"]
     decode = lambda value: value.decode("utf-8", "replace") if isinstance(value, bytes) else value  # ids and URLs

@@ -1,4 +1,4 @@
-"""Decodes bytes to text: invalid documents are skipped, repaired or raise, as data.invalid_utf8 says."""
+"""Decodes bytes to text, and handles invalid documents as configured by data.invalid_utf8."""
 
 import codecs
 import contextlib
@@ -15,19 +15,19 @@ REPAIRED = "repaired: "  # prefix of the counts of repairs, which are not losses
 SURROGATES = re.compile("[\ud800-\udfff]")
 NOT_TEXT = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x84\x86-\x9f\ufffd]")  # control characters and U+FFFD
 MAX_INVALID = 4
-MAX_INVALID_SHARE = 0.05  # of the characters; with more it is not text in any encoding
+MAX_INVALID_SHARE = 0.05  # fraction of invalid characters above which a repaired document is skipped
 BYTE_ORDER_MARKS = ((codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))
 
 
 def decode_text(
     content: bytes | str, cfg: ReadConfig, skipped: Counter, path: str, place: Callable[[int], str]
 ) -> str | None:
-    """Returns the text; None if skipped and counted. Repairs are counted. place: formats the location of a byte."""
+    """Returns the text, or None if skipped. Counts skips and repairs. place: formats the location of a byte."""
     try:
         text = content if isinstance(content, str) else content.decode("utf-8")
         if "\0" not in text:
             return text
-        reason, start = "it holds NUL", text.index("\0")
+        reason, start = "it contains NUL", text.index("\0")
     except UnicodeDecodeError as error:
         reason, start = error.reason, error.start
     if cfg.invalid_utf8 == "stop":
@@ -42,15 +42,15 @@ def decode_text(
             return text
         count_skipped(skipped, "no text in any encoding", len(content))
         return None
-    count_skipped(skipped, "invalid UTF-8" if reason != "it holds NUL" else "NUL bytes", len(content))
+    count_skipped(skipped, "invalid UTF-8" if reason != "it contains NUL" else "NUL bytes", len(content))
     return None
 
 
 def repair(content: bytes | str, cfg: ReadConfig) -> tuple[str, str]:
-    """Returns (valid text, the repair).
+    """Returns (valid text, description of the repair).
 
-    Tries UTF-8, the encoding of a byte order mark or the settings, then UTF-8 with invalid bytes read as Windows-1252
-    (a superset of Latin-1's letters), with U+FFFD for bytes undefined in both.
+    Tries UTF-8, the encoding of a byte order mark, and the encoding in the settings. If all fail, decodes as UTF-8 with
+    invalid bytes as Windows-1252 (a superset of Latin-1's letters), and with U+FFFD for bytes undefined in both.
     """
     if isinstance(content, str):
         text, how = content, ""
@@ -60,7 +60,7 @@ def repair(content: bytes | str, cfg: ReadConfig) -> tuple[str, str]:
             with contextlib.suppress(UnicodeError):
                 text, how = SURROGATES.sub("\ufffd", content.decode(encoding)), "" if encoding == "utf-8" else encoding
                 break
-        else:  # calls Python for each invalid byte: 100 times as slow
+        else:  # 100 times slower, because the error handler is a Python function
             text, how = content.decode("utf-8", "windows-1252-fallback"), "windows-1252"
     if "\0" in text:
         text, how = text.replace("\0", ""), how or "NUL removed"
@@ -68,7 +68,7 @@ def repair(content: bytes | str, cfg: ReadConfig) -> tuple[str, str]:
 
 
 def is_utf8(text: str) -> bool:
-    """Returns False for a text with a lone surrogate, which JSON can contain. 30 times as fast as a search."""
+    """Returns False for text with a lone surrogate, which JSON may contain. 30 times faster than a regex search."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -77,7 +77,7 @@ def is_utf8(text: str) -> bool:
 
 
 def repair_strings(value: Any) -> Any:
-    """Repairs all strings of a JSON value: removes NUL and replaces lone surrogates by U+FFFD."""
+    """Repairs all strings in a JSON value: removes NUL, and replaces lone surrogates by U+FFFD."""
     if isinstance(value, str):
         return SURROGATES.sub("\ufffd", value).replace("\0", "")
     if isinstance(value, dict):
@@ -86,7 +86,7 @@ def repair_strings(value: Any) -> Any:
 
 
 def windows_1252(error: UnicodeError) -> tuple[str, int]:
-    """Decodes invalid bytes as Windows-1252; an error handler of codecs."""
+    """Error handler for codecs that decodes invalid bytes as Windows-1252."""
     if not isinstance(error, UnicodeDecodeError):
         raise error
     return error.object[error.start : error.end].decode("cp1252", "replace"), error.end
@@ -96,5 +96,5 @@ codecs.register_error("windows-1252-fallback", windows_1252)
 
 
 def is_repair(reason: str) -> bool:
-    """Returns True if a count is of repairs, not of skipped documents."""
+    """Returns True if the reason of a count is a repair and not a skip."""
     return reason.startswith(REPAIRED)

@@ -1,4 +1,4 @@
-"""Files that match globs, with names that do not change when a corpus moves."""
+"""Lists the files that match globs, with names that do not change if a corpus is moved."""
 
 import collections
 import contextlib
@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeAlias
 from jaxscale.runtime.text.config import Globs
 from jaxscale.units import plural
 
-STREAMS = ("hf://", "seqio://")  # begin the names of datasets that other libraries read
+STREAMS = ("hf://", "seqio://")  # schemes of datasets that other libraries read
 PACKED = (".gz", ".zst")
 NOT_TEXT = (".bin", ".npy", ".npz", ".zip", ".tar", ".tgz", ".xz", ".bz2", ".pdf", ".model", ".idx")
 TABLES = (".csv", ".tsv")
@@ -25,7 +25,7 @@ def ignore_line(line: str) -> None:
 
 
 class SourceFile(NamedTuple):
-    """A file of a corpus. `name` is relative to the fixed part of its glob, so that the corpus can move."""
+    """A file of a corpus. `name` is relative to the fixed part of the glob, so that the corpus can be moved."""
 
     path: str
     name: str
@@ -39,12 +39,11 @@ def list_files(
     same: Callable[[str], str] = str,
     say: Callable[[str], None] = ignore_line,
 ) -> tuple[list[SourceFile], list[str]]:
-    """Returns the files that the globs match, sorted within each source, and a line for each unusable glob.
+    """Returns (files that match the globs, sorted within each source; a message for each unusable glob).
 
-    A file occurs once per source, even if several globs or links lead to it.
-
-    Args: setting: name for messages, such as data.files. same: maps a path to that of the file that identifies it.
-    say: logs skipped links.
+    A file is listed once per source, even if it matches several globs or has several links.
+    setting: name of the setting, for messages. same: maps a path to a path that identifies the file, such as the .bin
+    of a shard. say: receives a log line about skipped links.
     """
     sources = globs if isinstance(globs, dict) else {default_source: globs}
     files: dict[tuple[str, Identity], SourceFile] = {}
@@ -78,7 +77,7 @@ def list_files(
 
 
 def file_identity(path: str) -> Identity:
-    """Returns (device, inode) of a file or folder, equal for all its names; the path if it is neither."""
+    """Returns (device, inode) of a file or folder, which all links share; for other names, returns the name."""
     if path.startswith(STREAMS):
         return path
     try:
@@ -89,12 +88,12 @@ def file_identity(path: str) -> Identity:
 
 
 def link_rank(path: str) -> tuple[bool, int, str]:
-    """Returns a sort key of names of one file: not a link first, then fewest folders, then alphabetical."""
+    """Returns a sort key for names of the same file: first names that are not links, then by depth, then by name."""
     return os.path.realpath(path) != path, path.count(os.sep), path
 
 
 def glob_unique(pattern: str, links: dict[str, str]) -> set[str]:
-    """Returns glob.glob, visiting each folder once, since links may form cycles. links: {unused link: folder}."""
+    """Returns the paths that match. Visits each folder once, because links may form cycles. links: skipped links."""
     parts = pattern.split(os.sep)
     if "**" not in parts:
         return set(glob.glob(pattern))
@@ -106,7 +105,7 @@ def glob_unique(pattern: str, links: dict[str, str]) -> set[str]:
 
 
 def folders_below(roots: Sequence[str], links: dict[str, str]) -> Iterator[str]:
-    """Yields the roots and the folders below them once, links last; '**' does not match hidden folders."""
+    """Yields the roots and all folders below them except hidden ones, each once, with links last."""
     visited: dict[Identity, str] = {}
     folders, linked = collections.deque(roots), collections.deque[str]()
     while folders or linked:
@@ -116,14 +115,14 @@ def folders_below(roots: Sequence[str], links: dict[str, str]) -> Iterator[str]:
             links[folder] = first
             continue
         yield folder
-        with contextlib.suppress(OSError), os.scandir(folder) as entries:  # as glob.glob, skips unreadable folders
+        with contextlib.suppress(OSError), os.scandir(folder) as entries:  # skips unreadable folders, as glob does
             for entry in sorted(entries, key=lambda entry: entry.name):
                 if not entry.name.startswith(".") and os.path.isdir(entry.path):
                     (linked if entry.is_symlink() else folders).append(entry.path)
 
 
 def match(pattern: str, setting: str, links: dict[str, str]) -> tuple[list[str], str | None]:
-    """Returns (absolute paths, None), or ([], the problem and its fix). links: see glob_unique."""
+    """Returns (absolute paths, None), or ([], message with the fix). links: see glob_unique."""
     if "://" in pattern:
         return [], (
             f"{setting}={pattern}: in a bucket, only the manifest.json of a prepared set can be read; copy or mount "
@@ -138,7 +137,7 @@ def match(pattern: str, setting: str, links: dict[str, str]) -> tuple[list[str],
             f"{setting}={pattern} is a folder; use a glob of its files, such as {os.path.join(pattern, '**', '*.txt')}",
         )
     if os.path.isfile(full):
-        return [full], None  # before globbing: a name may contain brackets
+        return [full], None  # before globbing, because file names may contain brackets
     matched = sorted(glob_unique(full, links))
     found = [path for path in matched if os.path.isfile(path)]
     if unreadable := [path for path in matched if not os.path.isfile(path) and not os.path.isdir(path)]:
@@ -151,7 +150,7 @@ def match(pattern: str, setting: str, links: dict[str, str]) -> tuple[list[str],
 
 
 def fixed_folder(pattern: str) -> str:
-    """Returns the folder before the first wildcard."""
+    """Returns the folder before the first wildcard of a pattern."""
     parts = Path(os.path.abspath(os.path.expanduser(pattern))).parts[:-1]
     has_wildcard = next((i for i, part in enumerate(parts) if glob.has_magic(part)), len(parts))
     return str(Path(*parts[:has_wildcard]))
@@ -171,22 +170,22 @@ def unpacked_name(path: str) -> str:
 
 
 def text_problem(file: SourceFile) -> str | None:
-    """Returns a message if the file's suffix is not that of text, else None."""
+    """Returns a message if the file's suffix is not the suffix of a text format, else None."""
     if file.path.lower().endswith(".json"):
         return (
-            f"{file.path} may be one JSON value or several; rename it to .jsonl if it has one per line, or to .txt "
-            "if it is text"
+            f"{file.path} may be one JSON value or several; rename it to .jsonl if each line is a JSON value, or to "
+            ".txt if the file is text"
         )
     return not_documents_problem(file)
 
 
 def not_documents_problem(file: SourceFile) -> str | None:
-    """Returns a message if the file's suffix is not that of documents, else None."""
+    """Returns a message if the file's suffix is not the suffix of a supported format, else None."""
     name = "" if file.path.startswith(STREAMS) else unpacked_name(file.path)
     if name.endswith(TABLES):
         return (
-            f"{file.path} is a table by its suffix; convert its text column to .jsonl or .parquet, or rename it to "
-            ".txt if it is plain text"
+            f"{file.path} is a table by its suffix; convert the text column to .jsonl or .parquet, or rename the file "
+            "to .txt if it is plain text"
         )
     if name.endswith(NOT_TEXT):
         return (
@@ -197,12 +196,12 @@ def not_documents_problem(file: SourceFile) -> str | None:
 
 
 def size_of(path: str) -> int | None:
-    """Returns the bytes of a file or saved dataset; None for a stream, whose size is unknown."""
+    """Returns the size in bytes of a file or saved dataset, or None for a stream, whose size is unknown."""
     return None if path.startswith(STREAMS) else file_stamp(path)[0]
 
 
 def file_stamp(path: str) -> tuple[int, int]:
-    """Returns (bytes, mtime in nanoseconds) of a file or saved dataset, part of cache keys; (0, 0) for a stream."""
+    """Returns (bytes, mtime in nanoseconds) of a file or saved dataset, for cache keys; (0, 0) for a stream."""
     if path.startswith(STREAMS):
         return 0, 0
     stats = [os.stat(inner) for inner in (folder_files(path) if os.path.isdir(path) else [path])]
@@ -215,7 +214,7 @@ def folder_files(path: str) -> list[str]:
 
 
 def stdlib_files() -> list[SourceFile]:
-    """Returns the sources of the standard library (12 MB): 'modules' at its top level, 'packages' in folders."""
+    """Returns the standard library's source files (12 MB), with the sources 'modules' (top level) and 'packages'."""
     root = sysconfig.get_paths()["stdlib"]
     files = []
     for folder, folders, names in os.walk(root):

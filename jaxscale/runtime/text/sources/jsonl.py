@@ -1,4 +1,4 @@
-"""JSON Lines files: .jsonl, .ndjson, and .json.gz as in Dolma."""
+"""Reads JSON Lines files (.jsonl, .ndjson, and .json.gz as in Dolma)."""
 
 import contextlib
 import json
@@ -13,23 +13,23 @@ from jaxscale.runtime.text.sources.part import NO_METADATA, WHOLE, Metadata, Par
 from jaxscale.system import packages
 from jaxscale.system.exits import BadInput
 
-orjson: Any = None  # optional: faster, with equal results
+orjson: Any = None  # optional dependency, faster with equal results
 if packages.is_installed("orjson"):
     import orjson
 
 JSON_LINES = (".jsonl", ".ndjson", ".json", ".jsonlines")
 MISSING = object()
-JSON_ERRORS = (BadInput, json.JSONDecodeError, UnicodeDecodeError)  # of `loads`; orjson's is a JSONDecodeError
+JSON_ERRORS = (BadInput, json.JSONDecodeError, UnicodeDecodeError)  # errors of loads(), including those of orjson
 
 
 def json_records(
     path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE
 ) -> Iterator[tuple[int, int, bytes, Any, bool]]:
-    """Yields (offset, line number, line, value, is_valid) of each nonblank line.
+    """Yields (offset, line number, line, value, is_valid) for each nonblank line.
 
-    is_valid: False if the line was reparsed, since it may have invalid UTF-8 or a lone surrogate. The value of a line
-    that is not UTF-8 is the line, unless cfg says to repair it.
-    Raises: BadInput naming file and line for one that is not JSON, if cfg says to stop.
+    is_valid: False if the fast parser rejected the line, which may have invalid UTF-8 or a lone surrogate. The value of
+    a line that is not UTF-8 is the line itself, unless cfg.invalid_utf8 is 'repair'.
+    Raises: BadInput with the file and line for a line that is not JSON, if cfg.damaged is 'stop'.
     """
     blocks = read_blocks(path, cfg, skipped, part)
     for offset, number, line in read_lines(blocks, cfg.max_line_bytes, skipped, part.begin):
@@ -38,18 +38,18 @@ def json_records(
             record = loads(line)
         except JSON_ERRORS:
             is_valid = False
-            content = line.removeprefix(BYTE_ORDER_MARK)  # also inside a file that was concatenated
+            content = line.removeprefix(BYTE_ORDER_MARK)  # concatenated files may have several byte order marks
             record = reparse(content, cfg, skipped, f"{path} {format_line(number, part)}")
         if record is not MISSING:
             yield offset, number, line, record, is_valid
 
 
 def read_json_lines(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) -> Records:
-    """Yields the text of each nonblank line; bytes for one that is not UTF-8. Raises as record_text."""
+    """Yields the text of each nonblank line, or bytes if a line is not UTF-8. Raises BadInput as record_text()."""
     text_field, metadata_fields = cfg.text_field, cfg.metadata_fields
     for offset, number, line, record, is_valid in json_records(path, cfg, skipped, part):
         text = record.get(text_field) if is_valid and type(record) is dict else None
-        if type(text) is str:  # the common case
+        if type(text) is str:  # fast path for the common case
             yield offset, number, text, get_metadata(record, metadata_fields, line)
         else:
             yield from record_text(record, offset, number, line, cfg, skipped, f"{path} {format_line(number, part)}")
@@ -58,7 +58,7 @@ def read_json_lines(path: str, cfg: ReadConfig, skipped: Counter, part: Part = W
 def record_text(
     record: Any, offset: int, number: int, line: bytes, cfg: ReadConfig, skipped: Counter, place: str
 ) -> Records:
-    """Yields the text of a record, or bytes that are not UTF-8. Raises BadInput beginning with `place`."""
+    """Yields the text of a record, or bytes that are not UTF-8. Raises BadInput with a message that names `place`."""
     if isinstance(record, bytes):
         yield offset, number, record, NO_METADATA
         return
@@ -81,7 +81,7 @@ def record_text(
 
 
 def loads(line: bytes) -> Any:
-    """Parses a line with the fast parser. Raises JSON_ERRORS, also for JSON that only strict_loads accepts."""
+    """Parses a line with the fast parser. Raises JSON_ERRORS, including for JSON that only strict_loads() accepts."""
     if orjson is not None:
         return orjson.loads(line)
     if b"\\ud" in line or b"\\uD" in line:
@@ -90,9 +90,9 @@ def loads(line: bytes) -> Any:
 
 
 def strict_loads(text: str) -> Any:
-    """Parses with the json module. Raises BadInput with a message that follows 'is not'."""
+    """Parses text with the json module. Raises BadInput with a message to append to 'is not'."""
     try:
-        # int() accepts at most 4,300 digits; more become inf
+        # int() accepts at most 4,300 digits; longer numbers become inf
         return json.loads(text, parse_int=lambda digits: int(digits) if len(digits) < 4000 else float(digits))
     except json.JSONDecodeError as error:
         raise BadInput(f"JSON: {error.msg} at column {error.colno}") from None
@@ -101,10 +101,10 @@ def strict_loads(text: str) -> Any:
 
 
 def reparse(line: bytes, cfg: ReadConfig, skipped: Counter, place: str) -> Any:
-    """Parses a line again that the fast parser rejected.
+    """Parses a line that the fast parser rejected.
 
-    Returns the line if it is not UTF-8 and not to be repaired; MISSING if it is blank, or not JSON and counted.
-    Raises: BadInput beginning with `place` if it is not JSON and cfg says to stop.
+    Returns the line itself if it is not UTF-8 and not repaired, and MISSING if it is blank, or not JSON and counted.
+    Raises: BadInput with a message that begins with `place` if the line is not JSON and cfg.damaged is 'stop'.
     """
     if not line.strip():
         return MISSING
@@ -126,7 +126,7 @@ def reparse(line: bytes, cfg: ReadConfig, skipped: Counter, place: str) -> Any:
 
 
 def get_field(record: Any, field: str, missing: Any = None) -> Any:
-    """Returns a field of a record, or `missing`; a.b is the field b of the object a."""
+    """Returns a field of a record, or `missing`. The name a.b refers to field b of object a."""
     if not isinstance(record, dict):
         return missing
     if field in record:
@@ -136,19 +136,19 @@ def get_field(record: Any, field: str, missing: Any = None) -> Any:
 
 
 def get_metadata(record: dict[str, Any], fields: Metadata, line: bytes = b"") -> Metadata:
-    """Returns get_string of the fields of a record; '' for an empty field name."""
+    """Returns the metadata fields of a record as text, with '' for empty field names. line: see get_string."""
     id, url, licence, language = [get_string(record, field, line) if field else "" for field in fields]
     return id, url, licence, language
 
 
 def get_string(record: dict[str, Any], field: str, line: bytes = b"") -> str:
-    """Returns a field as text; '' if it is missing, null, an object or a list."""
+    """Returns a field as text, or '' if missing, null, an object or a list. line: to parse large integers again."""
     value = record.get(field)
     if value is None:
         if "." not in field:
             return ""
         value = get_field(record, field)
-    if type(value) is float and line and orjson is not None:  # may be an integer of more than 64 bits
+    if type(value) is float and line and orjson is not None:  # orjson parses larger integers than 64 bits as float
         with contextlib.suppress(*JSON_ERRORS):
             value = get_field(strict_loads(line.decode()), field)
     if not isinstance(value, (str, int, float)):
@@ -158,12 +158,12 @@ def get_string(record: dict[str, Any], field: str, line: bytes = b"") -> str:
 
 
 def skip_or_raise(message: str, cfg: ReadConfig, skipped: Counter, reason: str, size: int) -> None:
-    """Raises BadInput, or counts the record of `size` bytes if data.damaged='skip'."""
+    """Raises BadInput, or counts the record of `size` bytes as skipped if data.damaged='skip'."""
     if cfg.damaged == "stop":
         raise BadInput(message)
     count_skipped(skipped, reason, size)
 
 
 def format_line(number: int, part: Part) -> str:
-    """Formats 'line 3', with the part's first byte if lines are counted from there."""
+    """Returns a location such as 'line 3', or 'line 3 after byte 1000' if lines are counted from a part's start."""
     return f"line {number}" + (f" after byte {part.begin}" if part.begin else "")

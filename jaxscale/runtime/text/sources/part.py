@@ -1,4 +1,4 @@
-"""Parts of a file, records, errors of reading them, and counts of skipped documents."""
+"""Types and errors for reading parts of files, and counts of skipped documents."""
 
 import contextlib
 from collections import Counter
@@ -11,60 +11,60 @@ from jaxscale.system import packages
 from jaxscale.system.exits import BadInput
 from jaxscale.system.open_files import too_many
 
-SKIP_REMAINDER = " to skip the rest of it"
+SKIP_REMAINDER = " to skip the rest of the file"
 PREPARE = "pip install 'jaxscale[prepare]'"  # installs the optional packages
 BYTES = "bytes left out"  # total bytes of skipped documents
 BROKEN = "files cut short or broken"
 TRAILING = "files with other bytes after the packed data"
-FILE_REASONS = (BROKEN, TRAILING)  # reasons that are counted by file, with an unknown loss
+FILE_REASONS = (BROKEN, TRAILING)  # reasons that are counted by file, because the lost amount is unknown
 MUCH = 0.01  # fraction of documents or bytes above which a warning is logged
 NOT_UTF8 = "not UTF-8; set {where}invalid_utf8='repair', and {where}encoding if it is not Windows-1252"
-FIXES = {  # by reason; other counts, such as requests in a WARC file, are not losses
+FIXES = {  # {reason: fix}; other counts, such as requests in a WARC file, are not losses
     "invalid UTF-8": NOT_UTF8,
     "NUL bytes": "UTF-16, or not text; set {where}invalid_utf8='repair'",
-    "no text in any encoding": "set {where}encoding, or remove them",
-    "not JSON": "rewrite them, or rename the files to .txt if lines are not records",
-    "not tf.train.Example": "set their format in {where}record_format",
+    "no text in any encoding": "set {where}encoding, or remove these documents",
+    "not JSON": "rewrite these lines, or rename the files to .txt if lines are not records",
+    "not tf.train.Example": "set the format in {where}record_format",
     "without text field": "set {where}text_field",
     "without token ids": "set {where}ids_field, or rewrite these rows",
     "longer than max_line_bytes": "raise {where}max_line_bytes, or write one document per line",
     "longer than max_document_bytes": "raise {where}max_document_bytes",
-    "page that is no text": "download them again",
-    "page nested too deeply": "remove them",
-    "WARC: packed in an unknown way": "decompress them first",
-    BROKEN: "the size of the lost rest is unknown; download them again",
-    TRAILING: "it is neither gzip nor zstd; download them again if text is missing",
+    "page that is no text": "download these pages again",
+    "page nested too deeply": "remove these pages",
+    "WARC: packed in an unknown way": "decompress these records first",
+    BROKEN: "the lost amount is unknown; download these files again",
+    TRAILING: "the bytes are neither gzip nor zstd; download these files again if text is missing",
 }  # fmt: skip
 
 
 def ignore_progress(share: float) -> None:
-    """Ignores progress."""
+    """Ignores a progress report."""
 
 
 class Part(NamedTuple):
-    """A part [begin, end) of a file: bytes, row groups or records, depending on the format."""
+    """A part [begin, end) of a file, in bytes, row groups or records depending on the format."""
 
     begin: int
     end: int
-    on_progress: Callable[[float], None] = ignore_progress  # called with the fraction of bytes read
+    on_progress: Callable[[float], None] = ignore_progress  # called with the fraction of the bytes that were read
 
 
-Metadata = tuple[str, str, str, str]  # id, url, licence, language of a document in its file
+Metadata = tuple[str, str, str, str]  # id, URL, licence and language of a document, from its file
 NO_METADATA = ("", "", "", "")
-# Undecoded documents: (byte offset in the unpacked file, or row or record number; number of the line, row or record for
-# messages; text; metadata).
+# Documents before decoding: (offset in the uncompressed file as byte, row or record number; number of the line, row or
+# record for messages; text; metadata).
 Records = Iterator[tuple[int, int, bytes | str, Metadata]]
 
 WHOLE = Part(0, 1 << 62)
 
 
 class Damaged(BadInput):
-    """A file, or its rest, is unreadable: truncated, broken, or larger than allowed when unpacked."""
+    """Raised if a file or its rest is unreadable: truncated, corrupt, or beyond the limits when decompressed."""
 
 
 @contextlib.contextmanager
 def importing(what: str, package: str, fix: str = PREPARE) -> Iterator[None]:
-    """Wraps the import of an optional package. Raises BadInput naming `what` if it is not installed."""
+    """Converts ImportError to BadInput for an optional package. what: use of the package, for the message."""
     if not all(packages.is_installed(name) for name in package.split(" with ")):
         raise missing_package(what, package, fix)
     try:
@@ -79,7 +79,7 @@ def missing_package(what: str, package: str, fix: str = PREPARE) -> BadInput:
 
 
 def damage_fix(cfg: ReadConfig, loss: str = "", first: str = "download it again") -> str:
-    """Returns the fix for an unreadable file. loss: what skipping loses. first: fix without loss."""
+    """Returns the fix for an unreadable file. loss: what is lost by skipping. first: fix without a loss."""
     return f"{first}, or set {cfg.where}damaged='skip'{loss}" if cfg.may_skip else first
 
 
@@ -89,11 +89,11 @@ def read_error(path: str, error: OSError) -> BadInput:
 
 
 class ReadLosses(NamedTuple):
-    """Skipped documents of a reading."""
+    """Summary of skipped documents."""
 
     documents: int
-    is_much: bool  # more than MUCH of documents or bytes, or any damaged file
-    line: str  # log line with amounts, reasons, examples and fixes
+    is_much: bool  # True for more than MUCH of the documents or bytes, or any damaged file
+    line: str  # log line with amounts, reasons, files and fixes
 
 
 def count_skipped(skipped: Counter, reason: str, size: int) -> None:
@@ -109,7 +109,7 @@ def summarize_losses(
     where: str,
     places: Mapping[str, Sequence[str]] | None = None,
 ) -> ReadLosses | None:
-    """Summarizes what was skipped of `documents` and `size` bytes; None if nothing. places: {reason: file names}."""
+    """Returns a summary of skipped documents, or None. documents, size: number and bytes of documents not skipped."""
     found = {reason: skipped[reason] for reason in FIXES if skipped.get(reason)}
     if not found:
         return None

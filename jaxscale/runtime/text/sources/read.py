@@ -1,4 +1,4 @@
-"""Reads documents from a file of any supported format, whole or in parts."""
+"""Reads documents from whole files or parts of files, in all supported formats."""
 
 import contextlib
 from collections import Counter
@@ -20,15 +20,15 @@ from jaxscale.system.exits import BadInput
 
 
 class FormatReader(NamedTuple):
-    """Functions that read files of one format."""
+    """Functions that read files of a format."""
 
-    unit: str  # name of a record in messages; '' for plain text, located by byte
+    unit: str  # name of a record in messages; '' for plain text, with byte offsets as locations
     read: Callable[[str, ReadConfig, Counter, Part], Records]
-    cut: Callable[[str, ReadConfig, int], list[Part]] | None = None  # (path, settings, bytes of a part)
+    cut: Callable[[str, ReadConfig, int], list[Part]] | None = None  # (path, settings, bytes per part) -> parts
 
 
 def format_reader(path: str) -> FormatReader:
-    """Returns the reader of a file, by its name."""
+    """Returns the reader for a file, selected by the file name."""
     name = unpacked_name(path)
     if path.startswith("seqio://"):
         return FormatReader("example", read_seqio)
@@ -47,7 +47,7 @@ def format_reader(path: str) -> FormatReader:
 
 @contextlib.contextmanager
 def handle_damage(path: str, cfg: ReadConfig, skipped: Counter) -> Iterator[None]:
-    """Wraps the reading of a file: counts damage, or raises BadInput, as data.damaged says."""
+    """Handles errors of reading a file as configured by data.damaged: counts damage or raises BadInput."""
     try:
         yield
     except Damaged as error:
@@ -56,17 +56,17 @@ def handle_damage(path: str, cfg: ReadConfig, skipped: Counter) -> Iterator[None
         skipped[BROKEN] += 1
     except BadInput as error:
         if cfg.damaged == "stop" and is_packed(path) and (cause := packed_problem(path, cfg)):
-            raise BadInput(cause) from None  # bytes unpacked before the break was detected are not text
+            raise BadInput(cause) from None  # corrupt bytes may be decompressed before the error is detected
         raise error
     except OSError as error:
         raise read_error(path, error) from None
 
 
 def read_file(file: SourceFile, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) -> Iterator[Document]:
-    """Yields the documents of a file, or of a part of it, in order; skipped documents are counted.
+    """Yields the documents of a file, or of a part of a file, in order, and counts skipped documents.
 
-    skipped: {reason: count}, also of repairs, see decode.is_repair.
-    Raises: BadInput naming file and location where cfg says to stop, or if the file cannot be read.
+    skipped: receives {reason: count}, including counts of repairs, see decode.is_repair.
+    Raises: BadInput as configured by data.invalid_utf8 and data.damaged, or if the file cannot be read.
     """
     path, name, source = file
     unit, read, _ = format_reader(path)
@@ -88,7 +88,7 @@ def read_file(file: SourceFile, cfg: ReadConfig, skipped: Counter, part: Part = 
 
 
 def format_position(unit: str, part: Part, offset: int, number: int, start: int) -> str:
-    """Formats the location of a byte: 'line 3', 'row 7', or its offset in plain text."""
+    """Returns the location of a byte, such as 'line 3' or 'row 7', or the byte offset for plain text."""
     if not unit:
         return str(offset + start)
     if unit == "line":
@@ -99,7 +99,7 @@ def format_position(unit: str, part: Part, offset: int, number: int, start: int)
 def split_file(file: SourceFile, cfg: ReadConfig, part_bytes: int) -> list[Part]:
     """Splits a file into parts of about part_bytes, between lines, records or row groups.
 
-    [WHOLE] for packed files and for formats that cannot be read from the middle.
+    Returns [WHOLE] for compressed files and for formats that do not support parts.
     """
     if part_bytes < 1:
         raise BadInput(f"part_bytes={part_bytes} must be 1 or more")

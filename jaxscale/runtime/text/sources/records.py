@@ -1,4 +1,4 @@
-"""Records of evaluation files (JSON Lines, Parquet, Arrow) and lines of list files, with names for messages."""
+"""Reads records of evaluation files (JSON Lines, Parquet, Arrow) and lines of text files, with names for messages."""
 
 import dataclasses
 import os
@@ -20,9 +20,9 @@ from jaxscale.system.exits import BadInput
 from jaxscale.system.foreign import check_depth
 
 ROWS_AT_ONCE = 1024
-BATCH_BYTES = 256 << 20  # of rows of a table that are decoded together, if each has the longest text
+BATCH_BYTES = 256 << 20  # bytes of table rows that are decoded together, if all rows have the longest text
 LONGEST_LINE = 8 << 20  # bytes
-MOST_TEXT = 128 << 20  # bytes of an unpacked file: evaluation items are in memory
+MOST_TEXT = 128 << 20  # bytes of an uncompressed file, because evaluation items are in memory
 MOST_RECORDS = 1_000_000
 ENDINGS = (*JSON_LINES, ".parquet", ".arrow")
 Damage = Literal["stop", "skip"]
@@ -31,7 +31,7 @@ Found = TypeVar("Found")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ListReadConfig(ReadConfig):
-    """Read settings for files in which no record may be skipped."""
+    """Settings for reading files in which no record may be skipped."""
 
     may_skip: ClassVar[bool] = False
 
@@ -44,10 +44,10 @@ def kind_of(path: Path | str) -> str:
 def read_records(
     path: Path, damaged: Damage | None = None, skipped: Counter | None = None
 ) -> Iterator[tuple[str, Any]]:
-    """Yields (FILE:LINE or FILE:ROW counted from 1, value) of each record of a file.
+    """Yields (FILE:LINE or FILE:ROW, counted from 1, value) for each record of a file.
 
-    Args: damaged: 'skip' counts unreadable records in `skipped`; None: as 'stop', without that setting in messages.
-    Raises: BadInput naming the file, the line that is not JSON, or the limit that is exceeded.
+    damaged: 'skip' counts unreadable records in `skipped`; None: as 'stop', but messages do not name the setting.
+    Raises: BadInput naming the file and the line that is not JSON, or the exceeded limit.
     """
     kind, skipped = kind_of(path), Counter() if skipped is None else skipped
     assert kind in ENDINGS, path
@@ -66,12 +66,12 @@ def read_records(
 
 
 def too_large(path: Path | str, what: str) -> BadInput:
-    """Returns the error for a file beyond a limit."""
+    """Returns the error for a file that exceeds a limit."""
     return BadInput(f"{path} {what}; use part of it")
 
 
 def text_size(value: Any) -> int:
-    """Returns the characters of all strings in a value."""
+    """Returns the number of characters in all strings of a value."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, dict):
@@ -80,19 +80,19 @@ def text_size(value: Any) -> int:
 
 
 def list_config(damaged: Damage | None = None) -> ReadConfig:
-    """Returns the settings for evaluation files and lists."""
+    """Returns the settings for reading evaluation files and lists."""
     cls = ListReadConfig if damaged is None else ReadConfig
     return cls(damaged=damaged or "stop", max_line_bytes=LONGEST_LINE)
 
 
 def yield_readable(found: Iterator[Found], path: Path | str, cfg: ReadConfig, skipped: Counter) -> Iterator[Found]:
-    """Yields the records of a file; see `handle_damage`."""
+    """Yields the records of a file, with errors handled by handle_damage()."""
     with handle_damage(str(path), cfg, skipped):
         yield from found
 
 
 def check_bounds(path: Path | str, cfg: ReadConfig, skipped: Counter, total: int, max_bytes: int | None) -> None:
-    """Raises BadInput for a file of more than max_bytes, or, if nothing may be skipped, with too long a line."""
+    """Raises BadInput for a file of more than max_bytes or, unless damaged='skip', with long lines or other bytes."""
     if max_bytes is not None and total > max_bytes:
         raise too_large(path, f"has more than {max_bytes:,} bytes")
     if cfg.damaged == "stop" and skipped["longer than max_line_bytes"]:
@@ -102,7 +102,7 @@ def check_bounds(path: Path | str, cfg: ReadConfig, skipped: Counter, total: int
 
 
 def text_lines(path: str, max_bytes: int | None = None) -> Iterator[tuple[int, str]]:
-    """Yields (number from 1, line without its end) of a text file of at most max_bytes, which may be packed."""
+    """Yields (number from 1, line without line end) of a text file, which may be compressed. Raises BadInput."""
     cfg, skipped, total = list_config(), Counter(), 0
     lines = numbered_lines(read_blocks(path, cfg, skipped), cfg, skipped, 0)
     for _, number, line in yield_readable(lines, path, cfg, skipped):
@@ -119,7 +119,7 @@ def text_lines(path: str, max_bytes: int | None = None) -> Iterator[tuple[int, s
 def json_records(
     path: str, damaged: Damage | None = None, skipped: Counter | None = None, max_bytes: int | None = None
 ) -> Iterator[tuple[int, Any]]:
-    """Yields (number from 1, value) of nonblank lines. Args and errors: see read_records and text_lines."""
+    """Yields (number from 1, value) for each nonblank line of JSON. Arguments and errors: see read_records()."""
     cfg, skipped, total = list_config(damaged), Counter() if skipped is None else skipped, 0
     for _, number, line, value, _ in yield_readable(read_values(path, cfg, skipped), path, cfg, skipped):
         total += len(line)
@@ -137,7 +137,7 @@ def json_records(
 
 
 def table_records(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yields the rows of a Parquet file, or of an Arrow file or stream (Hugging Face datasets write streams)."""
+    """Yields (FILE:ROW, row) for a Parquet file, or an Arrow file or stream (used by Hugging Face datasets)."""
     import pyarrow
     from pyarrow import parquet
 
@@ -153,7 +153,7 @@ def table_records(path: Path) -> Iterator[tuple[str, Any]]:
 
     try:
         if is_parquet:
-            with parquet.ParquetFile(path, pre_buffer=False) as file:  # no thread that Python's exit could interrupt
+            with parquet.ParquetFile(path, pre_buffer=False) as file:  # without threads, which are unsafe at exit
                 yield from rows(path, parquet_batches(file))
         else:
             with pyarrow.OSFile(str(path)) as source:
@@ -163,7 +163,7 @@ def table_records(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def rows(path: Path, batches: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the rows of Arrow record batches."""
+    """Yields (FILE:ROW, row) for Arrow record batches. Raises BadInput for batches that are too large."""
     number = 0
     for batch in batches:
         if batch.nbytes > MOST_TEXT:
@@ -176,5 +176,5 @@ def rows(path: Path, batches: Any) -> Iterator[tuple[str, Any]]:
 
 
 def rows_at_once(size: int) -> int:
-    """Returns the number of rows to decode together, if each may have a text of `size` bytes."""
+    """Returns the number of rows to decode together if each row may have a text of `size` bytes."""
     return min(ROWS_AT_ONCE, max(1, BATCH_BYTES // max(size, 1)))

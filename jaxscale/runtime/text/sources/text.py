@@ -1,4 +1,4 @@
-"""Plain text files: a document is a file, a line or a paragraph."""
+"""Reads plain text files, in which a document is a file, a line or a paragraph."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -7,14 +7,14 @@ from jaxscale.runtime.text.config import ReadConfig
 from jaxscale.runtime.text.sources.blocks import BYTE_ORDER_MARK, cut_parts, next_line, read_blocks, read_lines
 from jaxscale.runtime.text.sources.part import NO_METADATA, WHOLE, Part, Records, count_skipped
 
-# A longer file is cut into documents of this size, at line ends, to bound memory and to allow a validation split of a
-# single file. The model sees an additional end of document once per MiB.
+# Longer files are split into documents of this size at line ends, to bound memory and to allow a validation split of a
+# single file. This adds an end token per MiB.
 DOCUMENT_BYTES = 1 << 20
-CHARACTER_BYTES = 4  # longest UTF-8 sequence
+CHARACTER_BYTES = 4  # length of the longest UTF-8 sequence
 
 
 def read_text(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) -> Records:
-    """Yields the documents of a plain text file; see cfg.text_documents."""
+    """Yields the documents of a plain text file, as set by cfg.text_documents."""
     blocks = read_blocks(path, cfg, skipped, part)
     if cfg.text_documents == "file":
         yield from cut_text(blocks, part.begin)
@@ -25,9 +25,9 @@ def read_text(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) 
 
 
 def cut_text(blocks: Iterator[bytes], offset: int = 0) -> Records:
-    """Yields documents of DOCUMENT_BYTES, each extended to a line end. An empty file is one empty document."""
+    """Yields documents of DOCUMENT_BYTES, each extended to a line end. An empty file gives one empty document."""
     pieces, size, number, more = [], 0, 1, True
-    enough = 2 * DOCUMENT_BYTES + CHARACTER_BYTES  # with this many bytes, the end of the next document is known
+    enough = 2 * DOCUMENT_BYTES + CHARACTER_BYTES  # enough bytes to determine the end of the next document
     while more:
         if (block := next(blocks, None)) is not None:
             pieces.append(block)
@@ -46,7 +46,7 @@ def cut_text(blocks: Iterator[bytes], offset: int = 0) -> Records:
 
 
 def line_remainder(after: bytes) -> int:
-    """Returns how many bytes after the first DOCUMENT_BYTES belong to the document: up to the line end, if near."""
+    """Returns the number of bytes of `after` in the document: to the line end, or DOCUMENT_BYTES without line end."""
     if end := after.find(b"\n", 0, DOCUMENT_BYTES) + 1:
         return end
     end = min(len(after), DOCUMENT_BYTES)
@@ -58,7 +58,7 @@ def line_remainder(after: bytes) -> int:
 def numbered_lines(
     blocks: Iterator[bytes], cfg: ReadConfig, skipped: Counter, offset: int
 ) -> Iterator[tuple[int, int, bytes]]:
-    """Yields (offset, number, line) of all lines, including blank ones, without line ends and byte order mark."""
+    """Yields (offset, number, line) for all lines, including blank lines, without line ends and byte order mark."""
     for place, number, line in read_lines(blocks, cfg.max_line_bytes, skipped, offset):
         content = line.removesuffix(b"\r")
         if place == 0:
@@ -69,7 +69,7 @@ def numbered_lines(
 def paragraphs(
     lines: Iterator[tuple[int, int, bytes]], cfg: ReadConfig, skipped: Counter
 ) -> Iterator[tuple[int, int, bytes]]:
-    """Yields each run of nonblank lines; one that is too long is counted and not buffered."""
+    """Yields (offset, number, text) for each run of nonblank lines. Too long runs are counted and not buffered."""
     lines_of_paragraph: list[bytes] = []
     size = offset = number = 0
     for place, count, line in lines:
@@ -92,13 +92,13 @@ def paragraphs(
 
 
 def text_parts(path: str, cfg: ReadConfig, part_bytes: int) -> list[Part]:
-    """Splits a file into parts of about part_bytes at document starts."""
+    """Splits a file into parts of about part_bytes, at the starts of documents."""
     find = {"file": next_document, "line": next_line, "paragraph": next_paragraph}[cfg.text_documents]
     return cut_parts(path, part_bytes, find)
 
 
 def next_document(path: str, place: int, size: int, begin: int) -> int:
-    """Returns the first document start at or after `place`, as in cut_text, given the document start `begin`."""
+    """Returns the first start of a document at or after `place`, as in cut_text(). begin: start of a document."""
     with open(path, "rb") as file:
         while begin < min(place, size):
             after = b""

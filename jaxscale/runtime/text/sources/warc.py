@@ -1,6 +1,6 @@
-"""Web pages in WARC files (ISO 28500, WARC/1.1), WET files of extracted text, and single HTML files.
+"""Reads web pages in WARC files (ISO 28500, WARC/1.1), WET files of extracted text, and single HTML files.
 
-resiliparse (Bevendorff et al. 2018) or trafilatura (Barbaresi 2021) extract the main text of a page.
+resiliparse (Bevendorff et al. 2018) or trafilatura (Barbaresi 2021) extracts the main text of a page.
 """
 
 import io
@@ -39,13 +39,13 @@ NEVER_NESTED = set(  # elements without an end tag, or with an optional one
     "tbody tfoot colgroup html body rp rt".split()
 )
 MODES = {"fast": "fast", "precision": "favor_precision", "recall": "favor_recall"}  # arguments of trafilatura
-MAX_DEPTH = 1000  # browsers go to about 512
-DECLARED_WITHIN = 4096  # bytes; the HTML standard says 1024, but many pages exceed it
+MAX_DEPTH = 1000  # largest nesting of elements; the limit of browsers is about 512
+DECLARED_WITHIN = 4096  # bytes to search for a declared encoding; the HTML standard has 1024, which many pages exceed
 MARKS = ((b"\xef\xbb\xbf", "utf-8"), (b"\xff\xfe", "utf-16-le"), (b"\xfe\xff", "utf-16-be"))
 
 
 def read_warc(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) -> Records:
-    """Yields the text of each page or text record in a WARC file, with its id and URL; others are counted."""
+    """Yields the text, id and URL of each page or text record in a WARC file, and counts other records."""
     for offset, header, block in warc_records(path, cfg, skipped, part):
         kind = header.get("warc-type", "")
         url = header.get("warc-target-uri", "").strip("<>")
@@ -72,9 +72,9 @@ def read_warc(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) 
 def warc_records(
     path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE
 ) -> Iterator[tuple[int, dict[str, str], bytes | None]]:
-    """Yields (offset, header, block) of the records; None for a block longer than max_line_bytes.
+    """Yields (offset, header, block) for each record, with None for a block longer than max_line_bytes.
 
-    Raises: Damaged naming file and byte of a truncated or invalid one.
+    Raises: Damaged with the file and byte of a truncated or invalid record.
     """
     stream = as_file(read_blocks(path, cfg, skipped, part))
     fix = damage_fix(cfg, SKIP_REMAINDER)
@@ -101,9 +101,9 @@ def warc_records(
 
 
 def read_head(stream: io.BufferedReader) -> tuple[int, bytes]:
-    """Skips line ends; returns (offset, bytes up to and including the next blank line), b"" at the end of the stream.
+    """Returns (offset, bytes through the next blank line) after skipping line ends; b"" at the end of the stream.
 
-    The bytes do not end in a blank line if the stream ends before, or if there are more than MAX_HEADER_BYTES.
+    The bytes do not end with a blank line if the stream ends first, or if there are more than MAX_HEADER_BYTES.
     """
     offset, head = stream.tell(), b""
     while len(head) < MAX_HEADER_BYTES and (line := stream.readline(MAX_HEADER_BYTES)):
@@ -117,7 +117,7 @@ def read_head(stream: io.BufferedReader) -> tuple[int, bytes]:
 
 
 def parse_header(head: bytes) -> dict[str, str]:
-    """Parses header fields, names in lower case, first value of each; a line with leading space is a continuation."""
+    """Returns {lower-case name: first value} of header fields. Lines with a leading space are continuations."""
     found: dict[str, str] = {}
     lines = head.decode("utf-8", "replace").replace("\r\n ", " ").replace("\r\n\t", " ").split("\r\n")
     for line in lines[1:]:
@@ -128,7 +128,7 @@ def parse_header(head: bytes) -> dict[str, str]:
 
 
 def http_body(block: bytes, cfg: ReadConfig) -> tuple[str, bytes] | str:
-    """Returns (content type, decoded body) of an HTTP response, or the reason for a missing page."""
+    """Returns (content type, decoded body) of an HTTP response, or the reason why there is no page."""
     head, blank, body = block.partition(b"\r\n\r\n")
     if not head.startswith(b"HTTP/") or len(head) > MAX_HEADER_BYTES:
         return "WARC: not HTTP"
@@ -149,7 +149,7 @@ def http_body(block: bytes, cfg: ReadConfig) -> tuple[str, bytes] | str:
 
 
 def decode_chunked(body: bytes) -> bytes:
-    """Decodes a chunked body (RFC 9112, 7.1); unchanged if it is not chunked, since some crawlers decode it."""
+    """Decodes a chunked body (RFC 9112, 7.1), or returns a body unchanged that the crawler has already decoded."""
     pieces, place = [], 0
     while True:
         end = body.find(b"\r\n", place, place + 64)
@@ -164,7 +164,7 @@ def decode_chunked(body: bytes) -> bytes:
 
 
 def unpack_body(body: bytes, limit: int) -> bytes | None:
-    """Unpacks a gzip or deflate body; unchanged if it is neither (some crawlers unpack it); None if too long."""
+    """Decompresses a gzip or deflate body; returns None if too long, and an uncompressed body unchanged."""
     for window in (zlib.MAX_WBITS | 32, -zlib.MAX_WBITS):
         try:
             unpacked = zlib.decompressobj(window).decompress(body, limit + 1)
@@ -175,7 +175,7 @@ def unpack_body(body: bytes, limit: int) -> bytes | None:
 
 
 def charset_of(content_type: str) -> str:
-    """Returns the charset of a Content-Type, or ''."""
+    """Returns the charset in a Content-Type header, or ''."""
     for word in content_type.split(";")[1:]:
         name, _, value = word.partition("=")
         if name.strip().lower() == "charset":
@@ -195,11 +195,10 @@ def read_page(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) 
 
 
 def page_text(page: bytes, charset: str, cfg: ReadConfig, skipped: Counter) -> str | None:
-    """Returns the text of a page; None if it is not text, which is counted.
+    """Returns the text of a page, or None, and counts the page, if it is not text.
 
-    charset: of the HTTP header, or ''. It has priority over the page's own declaration, as in the HTML standard
-    (https://html.spec.whatwg.org/multipage/parsing.html#determining-the-character-encoding); without either, it is
-    guessed.
+    charset: charset of the HTTP header, or ''. The charset has priority over the declaration in the page, as in the
+    HTML standard (https://html.spec.whatwg.org/multipage/parsing.html#determining-the-character-encoding).
     """
     html = page_string(page, charset)
     if html.count("\ufffd") > 0.01 * len(html) or "\0" in html[:1024]:
@@ -212,7 +211,7 @@ def page_text(page: bytes, charset: str, cfg: ReadConfig, skipped: Counter) -> s
 
 
 def too_deep(html: str) -> bool:
-    """Returns True if elements are nested more than MAX_DEPTH deep: extractors take quadratic time in the depth."""
+    """Returns True if the depth of elements exceeds MAX_DEPTH. The time of extractors is quadratic in the depth."""
     if html.count("<") < MAX_DEPTH:
         return False
     depth = 0
@@ -235,7 +234,7 @@ def page_string(page: bytes, charset: str) -> str:
     for name in (charset, declared[1].decode("ascii") if declared else ""):
         encoding = encodings.map_encoding_to_html5(name, fallback_utf8=False) if name else None
         if encoding and encoding.startswith("utf-16") and declared and name != charset:
-            encoding = "utf-8"  # a declaration readable as ASCII cannot be UTF-16
+            encoding = "utf-8"  # a page in UTF-16 could not have a declaration in ASCII
         if encoding:
             break
     else:
@@ -248,7 +247,7 @@ def page_string(page: bytes, charset: str) -> str:
 
 
 def extract(html: str, cfg: ReadConfig) -> str:
-    """Returns the text of the main content, '' if there is none."""
+    """Returns the text of the main content of a page, or ''."""
     if cfg.html_text == "trafilatura":
         with importing(f"{cfg.where}html_text='trafilatura'", "trafilatura with lxml_html_clean"):
             import trafilatura

@@ -1,1 +1,1 @@
-"""Tokenizers behind one interface: bytes, tokenizer.json, WordPiece and SentencePiece models."""
+"""Tokenizers with a common interface: bytes, tokenizer.json, WordPiece and SentencePiece models."""

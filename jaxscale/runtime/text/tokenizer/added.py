@@ -1,8 +1,8 @@
-"""Added and special tokens in the files next to a tokenizer, by the rules of transformers 4 and 5.
+"""Reads added and special tokens from the files next to a tokenizer, as transformers 4 and 5 do.
 
-The rules are those of `PreTrainedTokenizerBase._from_pretrained` and of the constructor of a fast tokenizer:
-`added_tokens_decoder` in tokenizer_config.json replaces added_tokens.json and special_tokens_map.json; without it,
-special_tokens_map.json overrides tokenizer_config.json. Special tokens that are only named are added last.
+Follows `PreTrainedTokenizerBase._from_pretrained` and the constructor of fast tokenizers. If tokenizer_config.json has
+`added_tokens_decoder`, this entry replaces added_tokens.json and special_tokens_map.json. Otherwise
+special_tokens_map.json overrides tokenizer_config.json. Special tokens with only a name are added last.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,11 +18,11 @@ ADDED = "added_tokens.json"
 DECODER = "added_tokens_decoder"
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 LISTED = ("additional_special_tokens", "extra_special_tokens")
-MOST_DIGITS = 10  # of an id
+MOST_DIGITS = 10  # limit for the digits of an id
 FLAGS = ("special", "normalized", "lstrip", "rstrip", "single_word")
 SETTINGS_READ = ("tokenizer_class", "legacy", "add_prefix_space", "add_bos_token", "do_lower_case")
 LLAMA, GEMMA = "LlamaTokenizer", "GemmaTokenizer"
-DEFAULTS = {  # special tokens of the classes that transformers reads a SentencePiece model of a decoder with
+DEFAULTS = {  # special tokens of transformers' classes for SentencePiece models of decoders
     GEMMA: {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>", "pad_token": "<pad>"},
     **dict.fromkeys(
         (LLAMA, "CodeLlamaTokenizer", "Phi3Tokenizer"),
@@ -32,7 +32,7 @@ DEFAULTS = {  # special tokens of the classes that transformers reads a Sentence
 
 
 class AddedToken(NamedTuple):
-    """A token in addition to a tokenizer's vocabulary. id: from its file; None: that of the tokenizer, or the next."""
+    """A token added to a tokenizer's vocabulary. id: from its file; None: the tokenizer's id, or the next free id."""
 
     content: str
     id: int | None = None
@@ -44,20 +44,20 @@ class AddedToken(NamedTuple):
 
 
 class Neighbors(NamedTuple):
-    """Additions of the files next to a tokenizer; hashable. settings: pairs of SETTINGS_READ and NAMED."""
+    """Tokens and settings from the files next to a tokenizer. settings: pairs for SETTINGS_READ and NAMED."""
 
     added: tuple[AddedToken, ...] = ()
     settings: tuple[tuple[str, Any], ...] = ()
 
 
 def class_of(settings: Mapping[str, Any]) -> str:
-    """Returns the tokenizer_class of transformers, without 'Fast'; '' if the files name none."""
+    """Returns the tokenizer_class of transformers without the suffix 'Fast', or '' if the files have none."""
     found = settings.get("tokenizer_class")
     return found.removesuffix("Fast") if isinstance(found, str) else ""
 
 
 def read_neighbors(settings: Mapping[str, Any], ids: Mapping[str, Any], where: str, *, is_model: bool) -> Neighbors:
-    """Returns the additions of files next to a tokenizer. is_model: SentencePiece. Others: see added_tokens."""
+    """Returns the tokens and settings from files next to a tokenizer. is_model: True for a SentencePiece model."""
     if is_model:
         settings = {**DEFAULTS.get(class_of(settings), {}), **settings}
     pairs = [(name, settings[name]) for name in SETTINGS_READ if isinstance(settings.get(name), (str, bool))]
@@ -66,13 +66,13 @@ def read_neighbors(settings: Mapping[str, Any], ids: Mapping[str, Any], where: s
 
 
 def token_text(value: Any) -> str:
-    """Returns the name of a special token, given as text or as an object with flags; '' for none."""
+    """Returns the name of a special token, which is text or an object with flags; '' for other values."""
     value = value.get("content") if isinstance(value, Mapping) else value
     return value if isinstance(value, str) else ""
 
 
 def merge_settings(config: Mapping[str, Any], special_map: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns tokenizer_config.json with special_tokens_map.json, as far as transformers reads that."""
+    """Merges special_tokens_map.json into tokenizer_config.json, in the cases in which transformers does."""
     if DECODER in config:
         return dict(config)
     merged = {**config, **special_map}
@@ -83,10 +83,10 @@ def merge_settings(config: Mapping[str, Any], special_map: Mapping[str, Any]) ->
 
 
 def added_tokens(settings: Mapping[str, Any], ids: Mapping[str, Any], where: str) -> tuple[AddedToken, ...]:
-    """Returns the tokens in the order in which transformers adds them.
+    """Returns the tokens in the order in which transformers adds these tokens.
 
-    Args: settings: of merge_settings. ids: added_tokens.json. where: the folder, for errors.
-    Raises: BadInput for an entry that is not a token or has no id.
+    settings: result of merge_settings. ids: content of added_tokens.json. where: folder, for error messages.
+    Raises: BadInput for an entry that is not a token or has no valid id.
     """
     listed = [value for key in LISTED for value in as_list(settings.get(key))]
     values = [settings.get(key) for key in NAMED] + listed
@@ -108,19 +108,19 @@ def added_tokens(settings: Mapping[str, Any], ids: Mapping[str, Any], where: str
         special = token.get("special", False) or token["content"] in names
         fields: dict[str, Any] = {"normalized": not special} | token | {"special": special, "id": number}
         found[number] = AddedToken(**fields)
-    first = {token["content"]: token for token in reversed(named)}  # first entry of each name
+    first = {token["content"]: token for token in reversed(named)}  # the first entry for each name
     known = {token.content for token in found.values()}
     only_named = [name for name in dict.fromkeys(token["content"] for token in named) if name not in known]
     return (*(found[i] for i in sorted(found)), *(AddedToken(**first[name]) for name in only_named))
 
 
 def as_list(value: Any) -> list[Any]:
-    """Returns the tokens of a setting with several, a list or {name: token}."""
+    """Returns the tokens of a setting that is a list or {name: token}; [] for other values."""
     return list(value.values()) if isinstance(value, Mapping) else list(value) if isinstance(value, list) else []
 
 
 def read_token(value: Any, where: str) -> dict[str, Any]:
-    """Returns a token's content and flags. Raises BadInput for an invalid token."""
+    """Returns the content and flags of a token. Raises BadInput for an invalid token."""
     token = {"content": value} if isinstance(value, str) else value
     content = token_text(token)
     flags = {name: token[name] for name in FLAGS if name in token} if isinstance(token, Mapping) else {}
@@ -130,11 +130,11 @@ def read_token(value: Any, where: str) -> dict[str, Any]:
 
 
 def add_all(tokenizer: "tokenizers.Tokenizer", tokens: Sequence[AddedToken], where: str) -> bool:
-    """Adds the tokens as transformers does and returns whether that changed the tokenizer.
+    """Adds the tokens as transformers does; returns True if this changed the tokenizer.
 
-    A vocabulary word that is also named as a special token, such as "!" for padding, stays a word: otherwise decoding
-    would drop it from text.
-    Raises: BadInput for a token whose id in the files differs from that of transformers.
+    A vocabulary word that is also named as a special token, such as "!" for padding, remains an ordinary word, because
+    decoding drops special tokens.
+    Raises: BadInput for a token whose id in the files differs from the id in the tokenizer.
     """
     import tokenizers
 
@@ -160,7 +160,7 @@ def add_all(tokenizer: "tokenizers.Tokenizer", tokens: Sequence[AddedToken], whe
     for token in tokens:
         if token.id is not None and (found := tokenizer.token_to_id(token.content)) != token.id:
             raise BadInput(
-                f"{where}: the files next to the tokenizer give {token.content!r:.80} the id {token.id}, but the "
-                f"tokenizer's own file gives it {found}; use files of the same tokenizer"
+                f"{where}: {token.content!r:.80} has the id {token.id} in the files next to the tokenizer, but {found} "
+                f"in the tokenizer's own file; use files of the same tokenizer"
             )
     return snapshot() != before

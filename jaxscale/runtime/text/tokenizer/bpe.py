@@ -1,4 +1,4 @@
-"""Byte-level BPE (arXiv:1508.07909; on bytes as GPT-2): patterns that split text into words, and training."""
+"""Trains byte-level BPE (arXiv:1508.07909, on bytes as in GPT-2), and defines patterns that split text into words."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,8 +11,8 @@ from jaxscale.runtime.text.tokenizer.config import Split
 from jaxscale.system.exits import BadInput
 
 # GPT-2: github.com/openai/gpt-2 src/encoder.py; the others: github.com/openai/tiktoken tiktoken_ext/openai_public.py.
-# Possessive quantifiers are left out of the latter two, since Oniguruma (tokenizers) reads `{1,3}+` as something else;
-# they save time and change no match. cl100k is also the pattern of Llama 3.
+# The latter have no possessive quantifiers here, because Oniguruma (tokenizers) parses `{1,3}+` differently. Possessive
+# quantifiers save time without changing matches. cl100k is also the pattern of Llama 3.
 PATTERNS: dict[Split, str] = {
     "gpt2": r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
     "cl100k": (
@@ -25,7 +25,7 @@ PATTERNS: dict[Split, str] = {
         r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     ),
 }
-# Other spellings in published files: GPT-2's original, with separate contractions.
+# Includes a different form in published files: GPT-2's original, with separate contractions.
 SPELLINGS: dict[str, Split] = {
     **{pattern: name for name, pattern in PATTERNS.items()},
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+": "gpt2",
@@ -39,7 +39,7 @@ def train_bpe(
     split: Split,
     trainer: Literal["rustbpe", "tokenizers"],
 ) -> tokenizers.Tokenizer:
-    """Trains a byte-level tokenizer of at most `vocab_size` ids. Both trainers are deterministic, but they differ."""
+    """Trains a byte-level tokenizer with up to `vocab_size` ids. The trainers are deterministic but not equivalent."""
     num_pieces = vocab_size - len(special)
     if trainer == "rustbpe":
         vocab, merges = merges_by_rustbpe(texts, num_pieces, split)
@@ -55,7 +55,7 @@ def train_bpe(
 
 
 def make_pre_tokenizer(split: Split) -> pre_tokenizers.PreTokenizer:
-    """Returns the pre-tokenizer of a byte-level tokenizer: words, then the characters of their bytes."""
+    """Returns the pre-tokenizer of a byte-level tokenizer, which splits words and maps bytes to characters."""
     if split == "gpt2":
         return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     words = pre_tokenizers.Split(tokenizers.Regex(PATTERNS[split]), behavior="isolated")
@@ -74,7 +74,7 @@ def merges_by_tokenizers(texts: Iterable[str], num_pieces: int, split: Split) ->
 
 
 def merges_by_rustbpe(texts: Iterable[str], num_pieces: int, split: Split) -> tuple[dict, list[tuple[str, str]]]:
-    """Returns ({piece: id}, merges) trained by rustbpe, which returns only the joined pieces."""
+    """Returns ({piece: id}, merges) trained by rustbpe, which only returns merged pieces."""
     import rustbpe
 
     trainer = rustbpe.Tokenizer()  # pyright: ignore[reportAttributeAccessIssue] - compiled, without type stubs
@@ -90,7 +90,7 @@ def merges_by_rustbpe(texts: Iterable[str], num_pieces: int, split: Split) -> tu
 
 
 def halves(piece: bytes, ranks: Mapping[bytes, int]) -> tuple[bytes, bytes]:
-    """Returns the two pieces that were merged into `piece`, by applying the earlier merges to its bytes."""
+    """Returns the two pieces that were merged into `piece`. Applies all earlier merges to the bytes of `piece`."""
     parts, piece_rank = [piece[i : i + 1] for i in range(len(piece))], ranks[piece]
     while len(parts) > 2:
         rank, at = min((ranks.get(parts[i] + parts[i + 1], piece_rank), i) for i in range(len(parts) - 1))
@@ -101,14 +101,14 @@ def halves(piece: bytes, ranks: Mapping[bytes, int]) -> tuple[bytes, bytes]:
 
 
 def byte_alphabet() -> dict[str, int]:
-    """Returns {character: byte} of byte-level vocabularies (GPT-2's table)."""
+    """Returns {character: byte} as used in byte-level vocabularies (GPT-2's table)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
 
 
 def split_of(spec: Mapping[str, Any]) -> Split | None:
-    """Returns the split pattern of a tokenizer.json of byte-level BPE and no other steps; None for other tokenizers."""
+    """Returns the split pattern of a tokenizer.json with plain byte-level BPE; None for other tokenizers."""
     model = spec.get("model") or {}
     if model.get("type") != "BPE" or spec.get("normalizer"):
         return None
@@ -127,7 +127,7 @@ def split_of(spec: Mapping[str, Any]) -> Split | None:
 
 
 def is_byte_level(step: Mapping[str, Any], *, use_regex: bool) -> bool:
-    """Returns True for a ByteLevel step without prefix space. use_regex: splits words as GPT-2."""
+    """Returns True for a ByteLevel step without prefix space. use_regex: whether the step splits words as in GPT-2."""
     return (
         step.get("type") == "ByteLevel"
         and not step.get("add_prefix_space", True)

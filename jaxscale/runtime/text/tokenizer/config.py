@@ -1,4 +1,4 @@
-"""Settings of tokenizer training and of encoding."""
+"""Settings of tokenizer training and encoding."""
 
 import dataclasses
 from typing import Literal
@@ -6,22 +6,22 @@ from typing import Literal
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
 
-BERT_NAMES = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # in the order of its files
+BERT_NAMES = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # in the order of BERT's vocabulary files
 SENTINEL_NAMES = ("<extra_id_{}>", "<|reserved_special_token_{}|>")  # T5; Llama 3
 Split = Literal["gpt2", "cl100k", "o200k"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EncodeConfig:
-    """Settings of the encoder of a tokenizer.json. All encoders give the same ids."""
+    """Settings of encoders for a tokenizer.json. All encoders give the same ids."""
 
     encoder: Literal["auto", "gigatoken", "tiktoken", "exact"] = setting(
         "auto",
-        "encoder of byte-level BPE: auto uses gigatoken if it is installed and supports the file's split pattern, else "
-        "tiktoken, else the tokenizers package; exact: only the tokenizers package, which needs no check",
+        "encoder of byte-level BPE; auto: gigatoken if it is installed and supports the file's split pattern, else "
+        "tiktoken, else the tokenizers package; exact: the tokenizers package, without checks",
     )
     check_every: int = setting(
-        1000, "compare the ids of one in this many documents with those of the tokenizers package; 0: none"
+        1000, "compare one of this number of documents with the ids of the tokenizers package; 0: no comparison"
     )
 
     def __post_init__(self):
@@ -35,37 +35,37 @@ class TrainTokenizerConfig:
 
     kind: Literal["bpe", "sentencepiece_bpe", "unigram", "wordpiece"] = setting(
         "bpe",
-        "bpe: byte-level, as in GPT-2 and Llama 3 (tokenizer.json); sentencepiece_bpe: as in Llama 2 and Gemma "
-        "(.model); unigram: also SentencePiece, as in T5 (.model); wordpiece: as in BERT, for masked language models "
-        "(tokenizer.json)",
+        "algorithm and file format; bpe: byte-level BPE as in GPT-2 and Llama 3 (tokenizer.json); sentencepiece_bpe: "
+        "as in Llama 2 and Gemma (.model); unigram: SentencePiece as in T5 (.model); wordpiece: as in BERT, for masked "
+        "language models (tokenizer.json)",
     )
-    vocab_size: int = setting(32_768, "number of ids including special tokens; 32K to 100K is usual. Up to 65,536, "
-                              "shards have two bytes per id")  # fmt: skip
+    vocab_size: int = setting(32_768, "number of ids including special tokens, usually 32K to 100K; up to 65,536, "
+                              "shards use two bytes per id")  # fmt: skip
     trainer: Literal["rustbpe", "tokenizers"] = setting(
-        "rustbpe", "bpe: training package; rustbpe is twice as fast, but their results differ"
+        "rustbpe", "for kind=bpe: training package; rustbpe is twice as fast; the results differ"
     )
     split: Split = setting(
-        "gpt2", "bpe: pattern that splits text into words: that of GPT-2, or tiktoken's cl100k (also Llama 3) or o200k"
+        "gpt2", "for kind=bpe: pattern that splits text into words, from GPT-2 or tiktoken (cl100k, as Llama 3; o200k)"
     )
     byte_fallback: bool = setting(
         True,
-        "SentencePiece: encode characters outside the vocabulary as bytes, which makes decoding lossless, as with bpe",
+        "for SentencePiece; true: encode characters outside the vocabulary as bytes, which makes decoding lossless",
     )
-    character_coverage: float = setting(0.9995, "SentencePiece: fraction of characters that get a token")
-    lowercase: bool = setting(True, "wordpiece: convert to lower case, as uncased BERT")
-    strip_accents: bool = setting(True, "wordpiece: remove accents, as uncased BERT")
+    character_coverage: float = setting(0.9995, "for SentencePiece: fraction of characters that get a token")
+    lowercase: bool = setting(True, "for kind=wordpiece; true: convert to lower case, as in uncased BERT")
+    strip_accents: bool = setting(True, "for kind=wordpiece; true: remove accents, as in uncased BERT")
     max_alphabet: int = setting(
-        1000, "wordpiece: maximum number of distinct characters; words with other characters are [UNK]"
+        1000, "for kind=wordpiece: largest number of distinct characters; words with other characters are [UNK]"
     )
-    eos_token: str = setting("<|endoftext|>", "end-of-document token; wordpiece uses [SEP]")
+    eos_token: str = setting("<|endoftext|>", "end-of-document token; not used for kind=wordpiece, which uses [SEP]")
     special_tokens: tuple[str, ...] = setting(
-        (), "additional special tokens, after the end token; text is never encoded to them"
+        (), "additional special tokens, with ids after the end token; text is never encoded as a special token"
     )
     reserved: int = setting(0, "number of sentinels <extra_id_0>, <extra_id_1>, ... for span corruption or future use")
     sample_bytes: int = setting(
-        1 << 30, "size of the text sample to train on, in memory; selected by a hash of each document"
+        1 << 30, "size in bytes of the training sample, which is in memory and selected by a hash of each document"
     )
-    seed: int = setting(0, "seed of the sample")
+    seed: int = setting(0, "seed of the selection of the sample")
 
     def __post_init__(self):
         names = special_names(self)
@@ -74,7 +74,7 @@ class TrainTokenizerConfig:
         if self.vocab_size <= smallest:
             pieces = "256 bytes" if has_bytes else "one token"
             raise BadInput(
-                f"vocab_size={self.vocab_size} must be above {smallest}, for {pieces} and {len(names)} special tokens"
+                f"vocab_size={self.vocab_size} must be above {smallest}: {pieces} and {len(names)} special tokens"
             )
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise BadInput(f"special_tokens, eos_token and reserved tokens have duplicates: {twice}")
@@ -95,7 +95,7 @@ class TrainTokenizerConfig:
 
     @property
     def ending(self) -> str:
-        """Returns the suffix of its file."""
+        """Returns the suffix of the tokenizer file."""
         return ".model" if self.is_sentencepiece else ".json"
 
 

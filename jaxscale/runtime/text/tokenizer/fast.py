@@ -1,7 +1,8 @@
-"""The fastest encoder with identical ids for byte-level BPE: gigatoken, else tiktoken, each verified before use.
+"""Selects the fastest installed encoder for byte-level BPE (gigatoken, then tiktoken), and verifies its ids.
 
-The reference is the `tokenizers` package, which reads every tokenizer.json. A fast encoder replaces it only for files
-with a known split pattern, after it gave the same ids for the probes below; a sample of documents is also compared.
+The reference is the `tokenizers` package, which supports every tokenizer.json. A fast encoder is used only for files
+with a known split pattern, and only if its ids equal the reference for the probe texts below. During encoding, a sample
+of documents is also compared.
 """
 
 import concurrent.futures
@@ -23,18 +24,18 @@ from jaxscale.runtime.text.tokenizer.config import EncodeConfig, Split
 from jaxscale.system import packages
 from jaxscale.system.exits import BadInput
 
-# gigatoken caches every word (about 110 bytes each, measured 2026-11). It is recreated, in about 0.3 s, when the
-# process has grown by CACHE_BYTES, or after CACHE_TEXT_BYTES of text if the size of the process is unknown.
+# gigatoken caches every word (about 110 bytes per word, measured 2026-11). The encoder is recreated, in about 0.3 s,
+# when the process has grown by CACHE_BYTES, or after CACHE_TEXT_BYTES of text if the process size is unknown.
 CACHE_BYTES = 512 << 20
 CACHE_TEXT_BYTES = 4 << 30
-CACHE_CHECK_BYTES = 64 << 20  # of text between checks
-PIECES = 512  # of the vocabulary, encoded as probes
-TEXTS_AT_ONCE = 64  # searched together for newer characters: texts of 4 kB fit a core's cache
-FIRST_NEWER = 0x800  # code points below it have not changed since 2018
-# Letters, digits and marks, and so the splits of a text, depend on the Unicode version of each package: in 2026-11
-# tokenizers 0.23 and tiktoken 0.14 have 16.0, gigatoken 0.10 has 17.0, and of 132,189 characters compared they differ
-# in 359 (GPT-2's and cl100k's patterns) and 401 (o200k's), all new in 17.0.
-# New letters, digits and marks of Unicode 17.0 (unicode.org/Public/17.0.0/ucd), for a Python that knows them.
+CACHE_CHECK_BYTES = 64 << 20  # bytes of text between checks
+PIECES = 512  # number of vocabulary pieces that are encoded as probes
+TEXTS_AT_ONCE = 64  # texts that are searched together for newer characters: texts of 4 kB fit the cache of a core
+FIRST_NEWER = 0x800  # lower code points have not changed since 2018
+# The classes of letters, digits and marks, and so the splits of a text, depend on a package's Unicode version. In
+# 2026-11, tokenizers 0.23 and tiktoken 0.14 have 16.0, and gigatoken 0.10 has 17.0. Of 132,189 compared characters, 359
+# (patterns of GPT-2 and cl100k) and 401 (o200k) differ, all new in 17.0.
+# New letters, digits and marks of Unicode 17.0 (unicode.org/Public/17.0.0/ucd), in case Python already has 17.0.
 NEW_IN_17 = (
     (0x88F, 0x88F), (0xC5C, 0xC5C), (0xCDC, 0xCDC), (0x1ACF, 0x1ADD), (0x1AE0, 0x1AEB), (0xA7CE, 0xA7CF),
     (0xA7D2, 0xA7D2), (0xA7D4, 0xA7D4), (0xA7F1, 0xA7F1), (0x10940, 0x10959), (0x10EC5, 0x10EC7), (0x10EFA, 0x10EFB),
@@ -64,15 +65,14 @@ EDGES = (
 )  # fmt: skip
 RUNS = ("a" * 300, " " * 300 + "x", "\n" * 99, "1" * 99, "!" * 99, "ab" * 150, "日" * 99, " \n" * 60, "😀" * 40)
 TEXTS = (WORDS, DIGITS, SPACES, SIGNS, SCRIPTS, EMOJI, MARKS, CONTROLS, CODE)
-HASHED_CHARACTERS = 256  # hashed of a document, to select those that are compared
+HASHED_CHARACTERS = 256  # first characters of a document, whose hash selects documents to compare
 SHOWN_CHARACTERS, SHOWN_IDS = 120, 12
 
 
 def make_encode(path: str, spec: Mapping[str, Any], exact: Encode, cfg: EncodeConfig) -> tuple[str, Encode]:
-    """Returns (name, encode) of the encoder for the tokenizer.json `path` with parsed content `spec`.
+    """Returns (name, encode) of the encoder for a tokenizer.json. spec: parsed content. exact: reference encoder.
 
-    Raises: BadInput if cfg names an encoder that is not installed or does not support this file, or if its ids differ
-    from `exact` for a probe, or later for a document that is compared.
+    Raises BadInput if the encoder in cfg is not installed or does not support the file, or if ids differ from `exact`.
     """
     if cfg.encoder == "exact":
         return "tokenizers", exact
@@ -99,7 +99,7 @@ def make_encode(path: str, spec: Mapping[str, Any], exact: Encode, cfg: EncodeCo
 
 
 def without_added(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """Removes added tokens from a tokenizer.json, so that their names are plain text."""
+    """Removes the added tokens from a tokenizer.json, so that their names are encoded as plain text."""
     added = {entry["content"] for entry in spec.get("added_tokens") or []}
     merged = {left + right for left, right in pairs_of(spec)} | byte_alphabet().keys()
     vocab = {piece: i for piece, i in spec["model"]["vocab"].items() if piece not in added or piece in merged}
@@ -107,20 +107,20 @@ def without_added(spec: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def pairs_of(spec: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Returns the merges in order; older files have them as one string with a space."""
+    """Returns the merges in order. In older files, a merge is a string with a space."""
     halves = (merge.split(" ", 1) if isinstance(merge, str) else merge for merge in spec["model"]["merges"])
     return [(left, right) for left, right in halves]
 
 
 def make_gigatoken(spec: Mapping[str, Any], split: Split, exact: Encode) -> Encode | str:
-    """Returns the encoder with gigatoken, which uses all cores except in a child process, or the problem."""
+    """Returns an encoder that uses gigatoken, on all cores except in child processes, or an error message."""
     import gigatoken
 
     text = json.dumps(without_added(spec))
     try:
         tokenizer = gigatoken.Tokenizer.from_json(text)
     except (ValueError, TypeError, RuntimeError) as error:  # an unsupported regex or model
-        return f"gigatoken says: {error}"
+        return f"gigatoken reports: {error}"
     size, checked_at, text_bytes = resident_bytes(), 0, 0
 
     def encode(texts: Sequence[str]) -> EncodedBlock:
@@ -140,7 +140,7 @@ def make_gigatoken(spec: Mapping[str, Any], split: Split, exact: Encode) -> Enco
 
 
 def resident_bytes() -> int:
-    """Returns the resident memory of this process [bytes]; 0 if unknown."""
+    """Returns the resident memory of this process in bytes, or 0 if unknown."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -149,10 +149,10 @@ def resident_bytes() -> int:
 
 
 def make_tiktoken(spec: Mapping[str, Any], split: Split, exact: Encode) -> Encode | str:
-    """Returns the encoder with tiktoken, on all cores except in a child process, or the problem.
+    """Returns an encoder that uses tiktoken, on all cores except in child processes, or an error message.
 
-    tiktoken has no merges: it joins the neighbours whose joined piece has the smallest id. That is equivalent if ids
-    rise with the merges and every longer piece results from one merge.
+    tiktoken has no list of merges, and joins the adjacent pieces whose joined piece has the smallest id. This is
+    equivalent if ids increase with the order of merges, and each longer piece results from one merge.
     """
     import tiktoken
 
@@ -172,19 +172,19 @@ def make_tiktoken(spec: Mapping[str, Any], split: Split, exact: Encode) -> Encod
         except ValueError as error:
             if isinstance(error, UnicodeError):
                 raise
-            return exact([text]).ids  # hundreds of thousands of spaces overflow the stack of its regex engine
+            return exact([text]).ids  # very long runs of spaces overflow the stack of tiktoken's regex engine
 
     def encode(texts: Sequence[str]) -> EncodedBlock:
         if threads == 1 or len(texts) < 2 * threads:
             return concat_block([encode_one(text) for text in texts])
-        with concurrent.futures.ThreadPoolExecutor(threads) as pool:  # it releases the GIL
+        with concurrent.futures.ThreadPoolExecutor(threads) as pool:  # tiktoken releases the GIL
             return concat_block(list(pool.map(encode_one, texts)))
 
     return encode
 
 
 def with_exact_fallback(encode: Encode, exact: Encode, names: Sequence[str]) -> Encode:
-    """Returns `encode`, but `exact` for texts with one of `names` (nonspecial added tokens) or a newer character."""
+    """Returns an encoder that uses `exact` for texts with newer characters or nonspecial added tokens (`names`)."""
     found = re.compile("|".join(map(re.escape, names))).search if names else None
 
     def encode_around(texts: Sequence[str]) -> EncodedBlock:
@@ -202,7 +202,7 @@ def with_exact_fallback(encode: Encode, exact: Encode, names: Sequence[str]) -> 
 
 @functools.cache
 def newer_characters() -> np.ndarray:
-    """Returns bool[0x110000]: code points from FIRST_NEWER on that are unassigned in Python, or in NEW_IN_17."""
+    """Returns bool[0x110000], True for code points from FIRST_NEWER on that are unassigned in Python or new in 17.0."""
     newer = np.ones(0x110000, bool)
     newer[0xF0000:] = False  # private use
     for first, end in ((0, 0x34000), (0xE0000, 0xE0200), (0xFFFFE, 0x100000), (0x10FFFE, 0x110000)):  # all assigned
@@ -215,7 +215,7 @@ def newer_characters() -> np.ndarray:
 
 
 def with_newer(texts: Sequence[str]) -> list[int]:
-    """Returns the indices of texts with a newer character."""
+    """Returns the indices of the texts that contain newer characters."""
     places, found = [i for i, text in enumerate(texts) if not text.isascii()], []
     for begin in range(0, len(places), TEXTS_AT_ONCE):
         group = places[begin : begin + TEXTS_AT_ONCE]
@@ -228,7 +228,7 @@ def with_newer(texts: Sequence[str]) -> list[int]:
 
 
 def pieces_of(spec: Mapping[str, Any]) -> list[str]:
-    """Returns the texts of evenly spaced pieces of the vocabulary that are whole characters."""
+    """Returns texts of evenly spaced pieces of the vocabulary, except pieces with incomplete characters."""
     byte_of, vocab = byte_alphabet(), without_added(spec)["model"]["vocab"]
     ordered = sorted(vocab, key=vocab.get)
     selected = ordered[:: max(1, len(ordered) // PIECES)]
@@ -237,7 +237,7 @@ def pieces_of(spec: Mapping[str, Any]) -> list[str]:
 
 
 def probes(names: Iterable[str], pieces: Iterable[str]) -> list[str]:
-    """Returns 25 kB of probes: classes of characters, runs, edge cases, names of special tokens, single tokens."""
+    """Returns 25 kB of probe texts with character classes, runs, edge cases, names of special tokens, and pieces."""
     texts = [*TEXTS, *EDGES, *RUNS, " ".join(TEXTS), "".join(reversed(TEXTS))]
     texts += [text.replace(" ", "") for text in TEXTS] + [text.upper() for text in TEXTS]
     texts += [f"x{name}y" for name in names] + [f" {name} " for name in names] + list(names)
@@ -247,7 +247,7 @@ def probes(names: Iterable[str], pieces: Iterable[str]) -> list[str]:
 
 
 def check_equal_ids(path: str, name: str, texts: Sequence[str], encode: Encode, exact: Encode) -> None:
-    """Raises BadInput with the text if the encoder `name` gives other ids than `exact`."""
+    """Raises BadInput with the text if the ids of the encoder `name` differ from the ids of `exact`."""
     ours, theirs = encode(texts), exact(texts)
     if np.array_equal(ours.lengths, theirs.lengths) and np.array_equal(ours.ids, theirs.ids):
         return
@@ -266,7 +266,7 @@ def check_equal_ids(path: str, name: str, texts: Sequence[str], encode: Encode, 
 
 
 def with_spot_checks(path: str, name: str, encode: Encode, exact: Encode, every: int) -> Encode:
-    """Returns `encode`, which compares one text in `every` with `exact`, selected by a hash of its beginning."""
+    """Returns an encoder that compares one of `every` texts, selected by a hash of the beginning, with `exact`."""
 
     def encode_and_compare(texts: Sequence[str]) -> EncodedBlock:
         block = encode(texts)

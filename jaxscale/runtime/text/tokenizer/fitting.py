@@ -1,7 +1,7 @@
-"""Tokenizers with more ids than the embedding table of their model.
+"""Handles tokenizers with more ids than the embedding table of the model.
 
-Gemma 3's has <image_soft_token>, which is not in the table of the text-only model; adapters are published with a
-padding token that their model lacks. Such ids are never sampled, and text that contains them raises.
+For example, Gemma 3's tokenizer has <image_soft_token>, which is not in the table of the text-only model, and some
+adapters are published with an additional padding token. Such ids are never sampled, and encoding text to them raises.
 """
 
 from collections.abc import Sequence
@@ -14,14 +14,14 @@ from jaxscale.system.exits import BadInput
 
 
 def fits(tokenizer: Tokenizer, vocab_size: int) -> bool:
-    """Returns True if a model with vocab_size ids covers all ids of text, and the begin and end tokens."""
+    """Returns True if all ids of text and the begin and end tokens are below vocab_size."""
     ends = max(tokenizer.eos_id, *tokenizer.begin_ids, 0)
     is_text = (tokenizer.token_bytes[vocab_size:] > 0) | tokenizer.fallback[vocab_size:]
     return ends < vocab_size and not is_text.any()
 
 
 def describe_unused(tokenizer: Tokenizer, vocab_size: int) -> str:
-    """Returns a message about special tokens outside the model's vocabulary, to follow the tokenizer's name; or ''."""
+    """Returns a message, to append to the tokenizer's name, about special tokens outside the vocabulary; or ''."""
     names = sorted(name for name, i in tokenizer.special_ids.items() if i >= vocab_size)
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     line = f"has special tokens outside the model's vocabulary, which are not used: {', '.join(names[:3])}{more}"
@@ -29,7 +29,7 @@ def describe_unused(tokenizer: Tokenizer, vocab_size: int) -> str:
 
 
 def limit_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> Tokenizer:
-    """Returns the tokenizer; if it has more ids than the model, one that raises for them."""
+    """Returns the tokenizer or, if it has more ids than the model, a BoundedTokenizer."""
     return tokenizer if tokenizer.vocab_size <= vocab_size else cast(Tokenizer, BoundedTokenizer(tokenizer, vocab_size))
 
 
@@ -47,15 +47,15 @@ class BoundedTokenizer:
         return getattr(self._tokenizer, name)
 
     def encode(self, text: str) -> np.ndarray:
-        """Returns int32[tokens]."""
+        """Encodes a text as int32[tokens]."""
         return self._checked(self._tokenizer.encode(text))
 
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Encodes each text."""
+        """Encodes each text as int32[tokens]."""
         return [self._checked(ids) for ids in self._tokenizer.encode_many(texts)]
 
     def encode_block(self, texts: Sequence[str]) -> EncodedBlock:
-        """Encodes each text into one array."""
+        """Encodes texts into one concatenated array."""
         block = self._tokenizer.encode_block(texts)
         self._checked(block.ids)
         return block
@@ -67,7 +67,7 @@ class BoundedTokenizer:
 
 
 class BoundedIds(dict[str, int]):
-    """{name: id}; access to an id outside the model's vocabulary raises BadInput."""
+    """Dict {name: id} that raises BadInput for access to an id outside the model's vocabulary."""
 
     vocab_size = 0
 
@@ -77,9 +77,9 @@ class BoundedIds(dict[str, int]):
         return found
 
     def refusal(self, found: int) -> str:
-        """Returns the message for an id."""
+        """Returns the error message for an id outside the model's vocabulary."""
         name = next((name for name, i in self.items() if i == found), "a token")
         return (
             f"contains {name}, token id {found} of the tokenizer, but the model has only {self.vocab_size} ids; "
-            "remove it from the text or the chat template"
+            "remove the token from the text or the chat template"
         )

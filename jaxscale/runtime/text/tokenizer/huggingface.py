@@ -1,4 +1,4 @@
-"""Tokenizers of the `tokenizers` package: tokenizer.json and WordPiece (arXiv:1810.04805), which is trained too."""
+"""Loads a tokenizer.json or vocab.txt with the `tokenizers` package, and trains WordPiece (arXiv:1810.04805)."""
 
 import contextlib
 import functools
@@ -31,13 +31,13 @@ from jaxscale.system import foreign
 from jaxscale.system.exits import BadInput
 
 JSON, VOCAB_TXT = "tokenizer.json", "vocab.txt"
-PREFIX = "##"  # of pieces inside a word, in WordPiece
+PREFIX = "##"  # prefix of WordPiece pieces that do not begin a word
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A tokenizer.json or vocab.txt. The name of a special token in text is encoded as plain text.
+    """Tokenizer of a tokenizer.json or vocab.txt. Names of special tokens in text are encoded as plain text.
 
-    Batches of texts use the fastest encoder that gives the same ids (see fast.py); `encoder` is its name.
+    Batches of texts are encoded by the fastest encoder with the same ids (see fast.py), named by `encoder`.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class HuggingFaceTokenizer(Tokenizer):
         self.token_bytes, self.fallback = self._count_bytes(json.loads(self._tokenizer.to_str()))
 
     def saved_file(self) -> tuple[str, bytes]:
-        """Returns (name, content) of a single file that gives the same ids; with added tokens a tokenizer.json."""
+        """Returns (name, content) of a single file that gives the same ids, a tokenizer.json if tokens were added."""
         if self._is_changed:
             return JSON, self._tokenizer.to_str().encode()
         return VOCAB_TXT if self.name.endswith(".txt") else JSON, foreign.read_named(self.name, LARGEST)
@@ -93,12 +93,12 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._fast[0]
 
     def encode(self, text: str) -> np.ndarray:
-        """Returns int32[tokens] without special tokens."""
+        """Encodes a text as int32[tokens], without special tokens."""
         with self._works():
             return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
     def encode_block(self, texts: Sequence[str]) -> EncodedBlock:
-        """Encodes each text into one array. Raises BadInput for other ids or invalid Unicode."""
+        """Encodes texts into one array. Raises BadInput for invalid Unicode, and if checked ids of encoders differ."""
         try:
             return self._fast[1](texts)
         except (TypeError, UnicodeEncodeError):  # raised by the packages for invalid Unicode
@@ -108,7 +108,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @functools.cached_property
     def _fast(self) -> tuple[str, Encode]:
-        """Returns (name, encoder), created and tested at first use."""
+        """Returns (name, encode) of the fast encoder, which is created and tested at first use."""
         return make_encode(self.name, json.loads(self._tokenizer.to_str()), self._encode_exactly, self._encoding)
 
     def _encode_exactly(self, texts: Sequence[str]) -> EncodedBlock:
@@ -118,19 +118,19 @@ class HuggingFaceTokenizer(Tokenizer):
             return concat_block(one.ids for one in encoded)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Decodes ids without special tokens."""
+        """Decodes ids, and drops special tokens."""
         with self._works():
             return self._tokenizer.decode(np.asarray(ids, np.int64).tolist(), skip_special_tokens=True)
 
     def _works(self) -> contextlib.AbstractContextManager[None]:
-        """Wraps calls of the package: some files load but fail to encode."""
+        """Converts errors of the tokenizers package to BadInput, for files that can be loaded but cannot encode."""
         return library_errors(f"data.tokenizer={self.name} cannot be used")
 
     def _count_bytes(self, spec: dict) -> tuple[np.ndarray, np.ndarray]:
         """Returns (token_bytes, fallback).
 
-        Bytes are exact for byte-level models and SentencePiece's alphabet; otherwise those of the token's name. They
-        are counted after normalization (lower case, NFC).
+        Bytes are exact for byte-level models and SentencePiece's alphabet. Otherwise the bytes of the token's name are
+        counted. All counts are after normalization (lower case, NFC).
         """
         byte_level = '"ByteLevel"' in json.dumps([spec.get("pre_tokenizer"), spec.get("decoder")])
         unknown = (spec.get("model") or {}).get("unk_token")
@@ -138,8 +138,8 @@ class HuggingFaceTokenizer(Tokenizer):
         byte_of = byte_alphabet()
         if byte_level and unknown is None and (absent := byte_of.keys() - self._tokenizer.get_vocab().keys()):
             self.loss_reason = (
-                f"its vocabulary lacks {len(absent)} of the 256 bytes and it has no unknown token: retrain it with "
-                "initial_alphabet=ByteLevel.alphabet(), or use another tokenizer"
+                f"its vocabulary lacks {len(absent)} of the 256 bytes, and it has no unknown token; retrain it with "
+                "initial_alphabet=ByteLevel.alphabet(), or use a different tokenizer"
             )
         counts, fallback = np.zeros(self.vocab_size, np.int32), np.zeros(self.vocab_size, bool)
         for token, i in self._tokenizer.get_vocab(with_added_tokens=True).items():
@@ -149,16 +149,16 @@ class HuggingFaceTokenizer(Tokenizer):
             elif byte_level:
                 counts[i] = len(token)  # one character per byte
                 fallback[i] = byte_of.get(token, 0) >= 0x80
-            elif re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", token):  # SentencePiece's name of a byte
+            elif re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", token):  # SentencePiece's name for a byte
                 counts[i], fallback[i] = 1, True
-            else:  # '▁' is a space, '##' nothing
+            else:  # '▁' represents a space, '##' represents no text
                 counts[i] = len(token.replace("▁", " ").removeprefix("##").encode()) or len(token)
                 fallback[i] = token == unknown
         return counts, fallback
 
 
 def read_file(path: str, neighbors: Neighbors) -> tuple[tokenizers.Tokenizer, bool]:
-    """Returns the tokenizer of a file with tokens of the files next to it, and whether these changed it."""
+    """Returns (tokenizer of a file with the tokens of `neighbors`, True if it differs from the file)."""
     content, settings = foreign.read_named(path, LARGEST), dict(neighbors.settings)
     if path.endswith(".model"):
         from jaxscale.runtime.text.tokenizer.sentencepiece import convert
@@ -171,25 +171,25 @@ def read_file(path: str, neighbors: Neighbors) -> tuple[tokenizers.Tokenizer, bo
         with library_errors(f"data.tokenizer={path} cannot be read as a {kind}"):
             made = read_vocab_txt(content, lowercase) if is_list else tokenizers.Tokenizer.from_str(content.decode())
         is_changed = is_list and lowercase is not None
-    for name in ("dropout", "alpha", "nbest_size"):  # training would not be reproducible
+    for name in ("dropout", "alpha", "nbest_size"):  # with random ids, training would not be reproducible
         if value := getattr(made.model, name, None):
             raise BadInput(
                 f"data.tokenizer={path}: {name}={value} in its model makes the ids random; set "
-                f'"{name}" to null in that file'
+                f'"{name}" to null in the file'
             )
     declared, actual = settings.get("add_prefix_space"), getattr(made.pre_tokenizer, "add_prefix_space", None)
     is_known = isinstance(declared, bool) and isinstance(actual, bool) and path.endswith(JSON)
-    if is_known and actual != declared:  # transformers 4 follows one, 5 the other
+    if is_known and actual != declared:  # transformers 4 and 5 use different values
         raise BadInput(
-            f"data.tokenizer={path}: its pre_tokenizer has add_prefix_space={actual}, but tokenizer_config.json next "
-            f"to it has {declared}; make them agree"
+            f"data.tokenizer={path}: its pre_tokenizer has add_prefix_space={actual}, but tokenizer_config.json in the "
+            f"same folder has {declared}; set both to the same value"
         )
     with library_errors(f"data.tokenizer={path} cannot be used"):
         return made, add_all(made, neighbors.added, f"data.tokenizer={path}") or is_changed
 
 
 def check_text(text: str) -> None:
-    """Raises BadInput with the location of a lone surrogate, which UTF-8 cannot encode."""
+    """Raises BadInput if the text has a lone surrogate, which UTF-8 cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -198,7 +198,7 @@ def check_text(text: str) -> None:
 
 
 def read_vocab_txt(content: bytes, lowercase: bool | None = None) -> tokenizers.Tokenizer:
-    """Returns the tokenizer of a vocab.txt. lowercase: None: decided by the pieces."""
+    """Returns the tokenizer of a vocab.txt. lowercase: None to detect lower case from the pieces."""
     pieces = content.decode().removesuffix("\n").split("\n")
     ids = {piece.removesuffix("\r"): i for i, piece in enumerate(pieces)}
     if "[UNK]" not in ids:
@@ -214,10 +214,10 @@ def read_vocab_txt(content: bytes, lowercase: bool | None = None) -> tokenizers.
 def build_wordpiece(
     ids: dict[str, int], special: Sequence[str], *, lowercase: bool, strip_accents: bool
 ) -> tokenizers.Tokenizer:
-    """Builds a tokenizer with the pieces `ids`; text is never encoded as a `special` one.
+    """Builds a WordPiece tokenizer. ids: {piece: id}. special: names of special tokens.
 
-    BERT's normalizer removes control characters and puts spaces around Chinese characters; published models are uncased
-    (lower case, accents stripped) or cased (neither).
+    BERT's normalizer removes control characters and adds spaces around Chinese characters. Published models are uncased
+    (lower case, without accents) or cased (without these changes).
     """
     tokenizer = tokenizers.Tokenizer(models.WordPiece(ids, unk_token="[UNK]", continuing_subword_prefix=PREFIX))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase, strip_accents=strip_accents)
@@ -228,10 +228,10 @@ def build_wordpiece(
 
 
 def train_wordpiece(texts: Sequence[str], cfg: TrainTokenizerConfig) -> tokenizers.Tokenizer:
-    """Trains a WordPiece tokenizer with at most cfg.vocab_size pieces, independent of the order of `texts`.
+    """Trains a WordPiece tokenizer with up to cfg.vocab_size pieces, independent of the order of `texts`.
 
-    The trainer numbers characters inside words in the order of a hash table that differs between runs, and breaks ties
-    by these numbers. So both forms of each character are passed first, as special tokens.
+    The trainer numbers characters within words in a random order, which affects ties. To be deterministic, both forms
+    of each character are passed first, as special tokens.
     """
     special, normaliser = special_names(cfg), dict(lowercase=cfg.lowercase, strip_accents=cfg.strip_accents)
     tokenizer = build_wordpiece({"[UNK]": 0}, (), **normaliser)
@@ -245,7 +245,7 @@ def train_wordpiece(texts: Sequence[str], cfg: TrainTokenizerConfig) -> tokenize
     if len(first) > cfg.vocab_size:
         raise BadInput(
             f"vocab_size={cfg.vocab_size} is too small for {len(special)} special tokens and {len(alphabet)} "
-            "characters in two forms each; raise it, or reduce max_alphabet"
+            "characters in two forms each; raise vocab_size, or reduce max_alphabet"
         )
     trainer = trainers.WordPieceTrainer(
         vocab_size=cfg.vocab_size, special_tokens=first, initial_alphabet=alphabet, limit_alphabet=len(alphabet),

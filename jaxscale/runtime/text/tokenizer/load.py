@@ -1,9 +1,9 @@
-"""Loads the tokenizer of `data.tokenizer` and the settings in its folder; saves it with a run's checkpoints.
+"""Loads the tokenizer in `data.tokenizer` with the settings in its folder, and saves tokenizers to work folders.
 
-The settings define special tokens, begin and end tokens, and the chat template. A training run copies its tokenizer's
-files and chat template to WORKDIR/tokenizer/, so that a work folder can be moved, and describes them in
-`jaxscale.json`. A converted model has its original files (tokenizer.json or tokenizer.model, tokenizer_config.json,
-generation_config.json) there without `jaxscale.json`; these files then define the begin tokens.
+The settings in the folder define special tokens, begin and end tokens, and the chat template. A training run copies the
+tokenizer's files and chat template to WORKDIR/tokenizer/, so that the work folder can be moved, and lists the files in
+`jaxscale.json`. The tokenizer folder of a converted model has the original files (tokenizer.json or tokenizer.model,
+tokenizer_config.json, generation_config.json) without `jaxscale.json`. These files then define the begin tokens.
 """
 
 import dataclasses
@@ -25,20 +25,20 @@ from jaxscale.system.exits import BadInput
 
 NOTE, SETTINGS, GENERATION = "jaxscale.json", "tokenizer_config.json", "generation_config.json"
 SPECIAL, TEMPLATE = "special_tokens_map.json", "chat_template.jinja"
-MORE_TEMPLATES = "additional_chat_templates"  # a folder of NAME.jinja
-TEMPLATE_JSON = "chat_template.json"  # of processors, which older releases of transformers wrote
-TOOL_USE = "tool_use"  # the name of the template for conversations with tools
-LARGEST_TEMPLATE = 4 << 20  # bytes; those of published models have up to 30 kB
-NO_BOS = "none"  # bos_token for no begin token
+MORE_TEMPLATES = "additional_chat_templates"  # folder with files NAME.jinja
+TEMPLATE_JSON = "chat_template.json"  # file of processors, which older releases of transformers wrote
+TOOL_USE = "tool_use"  # name of the template for conversations with tools
+LARGEST_TEMPLATE = 4 << 20  # bytes; templates of published models have up to 30 kB
+NO_BOS = "none"  # value of data.bos_token for no begin token
 COMPANIONS = (NOTE, SETTINGS, GENERATION, TEMPLATE, TEMPLATE_JSON, SPECIAL, ADDED)  # files next to a tokenizer
 EXACT_OR_FAST = EncodeConfig()
-EOS_ID = 256  # of the byte tokenizer
+EOS_ID = 256  # end token of the byte tokenizer
 FOLDER = "tokenizer"
-FILES = ("tokenizer.json", "tokenizer.model", "vocab.txt")  # by priority
+FILES = ("tokenizer.json", "tokenizer.model", "vocab.txt")  # in order of priority
 
 
 class ByteTokenizer(Tokenizer):
-    """Ids 0 to 255 are UTF-8 bytes, 256 ends a document; untrained and lossless."""
+    """Lossless tokenizer without training: ids 0 to 255 are UTF-8 bytes, and 256 is the end token."""
 
     name = "bytes"
     vocab_size = 257
@@ -53,27 +53,27 @@ class ByteTokenizer(Tokenizer):
     prefix_after_special = False
 
     def encode_block(self, texts: Sequence[str]) -> EncodedBlock:
-        """Encodes each text into one array."""
+        """Encodes texts into one concatenated array."""
         encoded = [text.encode() for text in texts]
         ids = np.frombuffer(b"".join(encoded), np.uint8).astype(np.uint32)
         return EncodedBlock(ids, np.array([len(text) for text in encoded], np.int64))
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Decodes ids; a truncated character becomes U+FFFD."""
+        """Decodes ids. Incomplete characters become U+FFFD."""
         return bytes(int(i) for i in ids if 0 <= int(i) < EOS_ID).decode(errors="replace")
 
     def saved_file(self) -> None:
-        """Returns None: bytes need no file."""
+        """Returns None, because the byte tokenizer has no file."""
 
 
 def load_tokenizer(
     name: str, eos_token: str = "", bos_token: str = "", encoding: EncodeConfig = EXACT_OR_FAST
 ) -> Tokenizer:
-    """Loads 'bytes', or the path of a tokenizer.json, a SentencePiece .model or a WordPiece vocab.txt.
+    """Loads a tokenizer. name: 'bytes', or the path of a tokenizer.json, SentencePiece .model or WordPiece vocab.txt.
 
-    eos_token: ends a document; empty: from the settings in its folder, else one of EOS_NAMES. bos_token: begins a
-    document; empty: from the settings in its folder, else from its file; 'none': no begin token. encoding: encoder of a
-    tokenizer.json, with equal ids. Raises: BadInput for an invalid `name`.
+    eos_token: end token; empty: from the settings in the folder, else one of EOS_NAMES. bos_token: begin token; empty:
+    from the settings in the folder, else from the tokenizer file; 'none': no begin token. encoding: settings of the
+    encoder of a tokenizer.json. Raises: BadInput for an invalid name.
     """
     if problem := tokenizer_problem(name):
         raise BadInput(problem)
@@ -85,16 +85,16 @@ def load_tokenizer(
     folder = path.absolute().parent
     if folder.name == "tokenizer" and (folder.parent / "checkpoints").is_dir():  # in a work folder
         foreign.check_folder(path.parent, path.parent.parent)
-        foreign.resolve_file(path)  # raises for a link out of a folder, which may be untrusted
+        foreign.resolve_file(path)  # raises for a link to a different folder, because a work folder may be untrusted
     about = read_settings(foreign.companion_folder(path))
-    recorded = about.note.get("eos_token")  # by a run; else the tokenizer's, as in TRL's SFTTrainer and levanter
+    recorded = about.note.get("eos_token")  # recorded by a run; else from the tokenizer
     recorded = recorded if isinstance(recorded, str) and recorded else about.token("eos_token")
     ends, begins = eos_token or recorded, begin_tokens(about, bos_token)
     neighbors = read_neighbors(about.settings, about.ids, str(about.folder), is_model=path.suffix == ".model")
     tokenizer = read_tokenizer(str(path), ends, begins, path.stat().st_mtime_ns, encoding, neighbors)
     if bos_token and begin_names(tokenizer) != begins:
         raise BadInput(
-            f"data.bos_token={bos_token} is not a special token of {name}; use one of its special tokens, or none"
+            f"data.bos_token={bos_token} is not a special token of {name}; use a special token of the file, or none"
         )
     return tokenizer
 
@@ -108,7 +108,7 @@ def read_tokenizer(
     encoding: EncodeConfig,
     neighbors: Neighbors,
 ) -> Tokenizer:
-    """Loads a tokenizer file; cached, since a large one takes 0.5 s and is loaded repeatedly."""
+    """Loads a tokenizer file. Results are cached, because large files take 0.5 s and are loaded repeatedly."""
     if path.endswith(".model"):
         from jaxscale.runtime.text.tokenizer.sentencepiece import SentencePieceTokenizer, is_converted
 
@@ -120,7 +120,7 @@ def read_tokenizer(
 
 
 def tokenizer_problem(name: str) -> str | None:
-    """Returns why the setting does not name a tokenizer, without opening the file; None if it does."""
+    """Returns an error message if `name` is not 'bytes' or the path of a tokenizer file, which is not opened."""
     if name == "bytes":
         return None
     if "://" in name:
@@ -135,16 +135,16 @@ def tokenizer_problem(name: str) -> str | None:
 
 
 class TokenizerFolder(NamedTuple):
-    """Settings in a tokenizer's folder; {} for each missing file."""
+    """Settings in a tokenizer's folder, with {} for missing files."""
 
     folder: Path | None
     settings: Mapping[str, Any] = {}  # tokenizer_config.json and special_tokens_map.json, see merge_settings
-    generation: Mapping[str, Any] = {}
-    note: Mapping[str, Any] = {}  # jaxscale.json of the run that saved it
+    generation: Mapping[str, Any] = {}  # generation_config.json
+    note: Mapping[str, Any] = {}  # jaxscale.json of the run that saved the folder
     ids: Mapping[str, Any] = {}  # added_tokens.json
 
     def token(self, which: str) -> str:
-        """Returns the name of bos_token etc., '' for none."""
+        """Returns the name of a special token such as bos_token, or ''."""
         return token_text(self.settings.get(which))
 
 
@@ -162,7 +162,7 @@ def naming_files(tokenizer_file: Path) -> list[Path]:
 
 
 def read_object(folder: Path | None, name: str) -> dict[str, Any]:
-    """Reads the JSON object in a file without null values; {} if it is missing."""
+    """Returns the JSON object in a file, without null values; {} if the file is missing."""
     path = folder / name if folder else None
     if path is None or not foreign.is_file(path):
         return {}
@@ -177,15 +177,15 @@ def read_object(folder: Path | None, name: str) -> dict[str, Any]:
 
 
 def tokenizer_folder(tokenizer: Tokenizer) -> Path | None:
-    """Returns the folder of a tokenizer's file; None for bytes."""
+    """Returns the folder of a tokenizer's file, or None for bytes."""
     return None if tokenizer.name == "bytes" else foreign.companion_folder(tokenizer.name)
 
 
 def begin_tokens(about: TokenizerFolder, bos_token: str) -> tuple[str, ...] | None:
-    """Returns the names of the special tokens that begin a document; None: those that the tokenizer file adds.
+    """Returns the names of the begin tokens, or None to use the begin tokens in the tokenizer file.
 
-    bos_token: the setting. If empty, the begin tokens recorded by a run, else add_bos_token, which Llama's tokenizers
-    use in transformers 4 (transformers 5 uses only tokenizer.json).
+    bos_token: value of data.bos_token. If empty, uses the begin tokens recorded by a run, else add_bos_token, which
+    Llama's tokenizers use in transformers 4 (transformers 5 uses only tokenizer.json).
     """
     if bos_token:
         return () if bos_token == NO_BOS else (bos_token,)
@@ -200,12 +200,12 @@ def begin_tokens(about: TokenizerFolder, bos_token: str) -> tuple[str, ...] | No
 
 
 def bos_setting(begin_tokens: Sequence[str]) -> str:
-    """Returns the setting bos_token for these tokens; empty for several, which only the tokenizer file can define."""
+    """Returns data.bos_token for these tokens; '' for several tokens, which only the tokenizer file can define."""
     return NO_BOS if not begin_tokens else begin_tokens[0] if len(begin_tokens) == 1 else ""
 
 
 def end_ids(tokenizer: Tokenizer, about: TokenizerFolder) -> tuple[int, ...]:
-    """Returns the ids that end generation: eos_id and those of generation_config.json."""
+    """Returns the ids that end generation, which are eos_id and the ids in generation_config.json."""
     found = about.generation.get("eos_token_id")
     more = [] if found is None else found if isinstance(found, list) else [found]
     if not all(type(one) is int and one >= 0 for one in more):
@@ -216,18 +216,18 @@ def end_ids(tokenizer: Tokenizer, about: TokenizerFolder) -> tuple[int, ...]:
 
 
 def find_template(about: TokenizerFolder) -> tuple[str, str] | None:
-    """Returns (the folder's chat template in Jinja, its file), or None; BadInput for several without a default."""
+    """Returns (chat template, its file) or None. Raises BadInput for several templates without a default."""
     named, where = named_templates(about)
     if named and "default" not in named:
         raise BadInput(
             f"{where} has the chat templates {', '.join(named)}, but none is called default; write the intended "
-            f"one to {Path(about.folder or '') / TEMPLATE}, or set data.chat.template to its file"
+            f"template to {Path(about.folder or '') / TEMPLATE}, or set data.chat.template to a file"
         )
     return (named["default"], where) if named else None
 
 
 def named_templates(about: TokenizerFolder) -> tuple[dict[str, str], str]:
-    """Returns ({name: chat template}, location), as transformers: files, settings, chat_template.json."""
+    """Returns ({name: chat template}, location), from files, settings, or chat_template.json, as in transformers."""
     if about.folder is None:
         return {}, ""
     found, where = {}, about.folder / TEMPLATE
@@ -251,7 +251,7 @@ def named_templates(about: TokenizerFolder) -> tuple[dict[str, str], str]:
 
 
 def read_source(path: Path, name: str) -> str:
-    """Reads a template file named by the user, which may be a link. name: for errors."""
+    """Returns the content of a template file in the settings, which may be a link. name: name for error messages."""
     try:
         with foreign.open_regular(path) as file:
             return decode_template(foreign.read_at_most(file, path, LARGEST_TEMPLATE), name)
@@ -260,7 +260,7 @@ def read_source(path: Path, name: str) -> str:
 
 
 def decode_template(content: bytes, name: str) -> str:
-    """Decodes a template."""
+    """Decodes a template. Raises BadInput if the template is not UTF-8."""
     try:
         return content.decode()
     except UnicodeDecodeError as error:
@@ -272,12 +272,12 @@ class SavedTokenizer:
     """A tokenizer and the settings in its folder."""
 
     tokenizer: Tokenizer
-    stop_ids: tuple[int, ...] = ()  # each ends a text
+    stop_ids: tuple[int, ...] = ()  # ids that end generation
     about: TokenizerFolder = TokenizerFolder(None)
 
 
 def save_tokenizer(tokenizer: Tokenizer, workdir: Any, chat: Mapping[str, Any] | None = None) -> None:
-    """Writes WORKDIR/tokenizer/ for open_saved, if missing. chat: ChatTemplate.note of a chat run."""
+    """Writes WORKDIR/tokenizer/ for open_saved, unless it is up to date. chat: ChatTemplate.note of a chat run."""
     folder = paths.as_path(workdir) / FOLDER
     note: dict[str, Any] = {name: getattr(tokenizer, name) for name in ("name", "eos_token", "fingerprint")}
     note |= {"begin_tokens": list(begin_names(tokenizer))}
@@ -299,17 +299,17 @@ def save_tokenizer(tokenizer: Tokenizer, workdir: Any, chat: Mapping[str, Any] |
         paths.make_private(folder)
     for name, content in copied.items():
         paths.write_bytes_atomic(folder / name, content)
-    paths.write_json(folder / NOTE, note)  # last, so that the files that it lists exist
+    paths.write_json(folder / NOTE, note)  # last, so that the listed files exist
 
 
 def open_saved(
     workdir: Any, data: Mapping[str, Any], *, converted: bool = False, named: str = ""
 ) -> SavedTokenizer | None:
-    """Returns the tokenizer of a work folder; None if neither the folder nor the settings have one.
+    """Returns the tokenizer of a work folder, or None if neither the folder nor the settings have a tokenizer.
 
-    data: the run's data settings, used if the folder has no tokenizer. converted: the model was imported, so that
-    settings without a tokenizer do not mean bytes. named: the user's choice, for a folder without one.
-    Raises: BadInput for a file that cannot be read, or is not the one that the run was trained with.
+    data: data settings of the run, used if the folder has no tokenizer. converted: True for an imported model, for
+    which missing settings do not imply bytes. named: tokenizer to use if the folder has none.
+    Raises: BadInput for a file that cannot be read, or that differs from the run's tokenizer.
     """
     folder = paths.as_path(workdir) / FOLDER
     foreign.check_folder(folder, workdir)
@@ -325,27 +325,27 @@ def open_saved(
         return None
     if problem := tokenizer_problem(name):
         raise BadInput(f"{workdir} has no folder {FOLDER}/, and {problem}")
-    # older settings without bos_token added no begin token
+    # older runs, whose settings have no bos_token, did not add begin tokens
     return open_named(name, data.get("eos_token") or "", data.get("bos_token", NO_BOS))
 
 
 def default_tokenizer(data: Mapping[str, Any]) -> str:
-    """Returns the tokenizer of a run whose settings and work folder have none; '' if unknown, or token ids."""
+    """Returns the tokenizer of a run without a recorded tokenizer; '' if unknown or trained on token ids."""
     is_known = data.get("name") not in ("tokens", "synthetic", None)
     return "bytes" if is_known and (data["name"] == "stdlib" or "ids_field" not in data) else ""
 
 
 def open_named(name: str, eos_token: str, bos_token: str) -> SavedTokenizer:
-    """Opens the tokenizer of this name with the settings in its folder."""
+    """Opens a tokenizer by name, with the settings in its folder."""
     tokenizer = load_tokenizer(name, eos_token, bos_token)
     about = read_settings(tokenizer_folder(tokenizer))
     return SavedTokenizer(tokenizer, end_ids(tokenizer, about), about)
 
 
 def read_folder(folder: Path) -> SavedTokenizer:
-    """Opens the tokenizer in a local folder. Raises BadInput as open_saved."""
+    """Opens the tokenizer in a local folder. Raises BadInput as open_saved() does."""
     about = read_settings(folder)
-    recorded = about.note.get("files", {})  # older runs recorded none
+    recorded = about.note.get("files", {})  # older runs did not record files
     for name, sha256 in recorded.items() if isinstance(recorded, dict) else ():
         path = folder / name
         if name in (*FILES, *COMPANIONS) and not (foreign.is_file(path) and digest.file_sha256(str(path)) == sha256):
@@ -365,7 +365,7 @@ def read_folder(folder: Path) -> SavedTokenizer:
 
 
 def local_copy(folder: Any) -> Path | None:
-    """Returns the folder, or a copy of a bucket's folder in the cache; None if there is none."""
+    """Returns a local folder, or a copy in the cache of a folder in a bucket; None if the folder has no tokenizer."""
     names = [name for name in (*FILES, *COMPANIONS) if (folder / name).exists()]
     if not names or not paths.is_remote(folder):
         return Path(folder) if names else None

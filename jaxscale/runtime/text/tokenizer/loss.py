@@ -1,7 +1,7 @@
-"""Round-trip loss of a tokenizer: characters of samples that are missing after encoding and decoding.
+"""Measures the round-trip loss of a tokenizer: characters of samples that are missing after encoding and decoding.
 
-A byte-level BPE trained without its 256 bytes drops unseen characters; a vocabulary without byte fallback encodes them
-as unknown; normalizers change case, accents or spaces by design.
+Byte-level BPE that was trained without all 256 bytes drops unseen characters. Vocabularies without byte fallback encode
+such characters as unknown. Normalizers change case, accents or spaces by design.
 """
 
 import dataclasses
@@ -13,26 +13,26 @@ from jaxscale import units
 from jaxscale.runtime.text.tokenizer.base import Tokenizer
 
 MUCH = 0.01  # fraction of characters above which a warning is logged
-SAMPLED_TEXTS = 20  # per batch of texts
-SAMPLED_CHARACTERS = 4000  # of each, from its beginning
-LETTERS = 8  # most frequent ones that are shown
-SHOWN = 30  # characters of the example
+SAMPLED_TEXTS = 20  # sampled texts per batch
+SAMPLED_CHARACTERS = 4000  # characters from the beginning of each sampled text
+LETTERS = 8  # number of most frequent missing characters to show
+SHOWN = 30  # characters of the example to show
 MISSING, SPACES, CHANGED = "missing", "white space", "changed by its normalizer"
 KINDS = (MISSING, SPACES, CHANGED)
 
 
 @dataclasses.dataclass
 class TextLoss:
-    """Characters of sampled texts that are lost by encoding and decoding."""
+    """Counts of characters in sampled texts that are lost by encoding and decoding."""
 
     texts: int = 0
     characters: int = 0
-    kinds: Counter[str] = dataclasses.field(default_factory=Counter)  # characters of each of KINDS
+    kinds: Counter[str] = dataclasses.field(default_factory=Counter)  # {kind from KINDS: characters}
     letters: Counter[str] = dataclasses.field(default_factory=Counter)  # missing characters
-    example: tuple[str, str] | None = None  # an excerpt, before and after
+    example: tuple[str, str] | None = None  # excerpts before and after
 
     def add(self, other: "TextLoss") -> None:
-        """Adds another sample."""
+        """Adds the counts of a different sample."""
         self.texts += other.texts
         self.characters += other.characters
         self.kinds += other.kinds
@@ -46,11 +46,11 @@ class TextLoss:
 
     @property
     def is_much(self) -> bool:
-        """True if the loss is more than MUCH of the characters."""
+        """Returns True if more than the fraction MUCH of the characters is lost."""
         return self.lost > MUCH * self.characters
 
     def line(self, name: str, reason: str = "") -> str:
-        """Returns a log line with amounts, kinds and examples. reason: the cause, if known."""
+        """Returns a log line with amounts, kinds and examples. reason: cause of the loss, if known."""
         found = [f"{self.kinds[kind]:,} {kind}" for kind in KINDS if self.kinds[kind]]
         letters = " ".join(repr(letter) for letter, _ in self.letters.most_common(LETTERS))
         shown = "{!r} is decoded as {!r}".format(*self.example) if self.example else ""
@@ -65,7 +65,7 @@ class TextLoss:
 
 
 def measure_loss(tokenizer: Tokenizer, texts: Sequence[str]) -> TextLoss:
-    """Measures the loss on the beginnings of a few of the texts, evenly spaced."""
+    """Measures the loss on the beginnings of evenly spaced texts."""
     loss = TextLoss()
     chosen = [text[:SAMPLED_CHARACTERS] for text in texts[:: max(1, -(-len(texts) // SAMPLED_TEXTS))]]
     for text, ids in zip(chosen, tokenizer.encode_block(chosen).split(), strict=True):
@@ -74,7 +74,7 @@ def measure_loss(tokenizer: Tokenizer, texts: Sequence[str]) -> TextLoss:
 
 
 def compare(text: str, back: str) -> TextLoss:
-    """Compares character counts before and after; order and additional characters do not matter."""
+    """Compares character counts before and after, ignoring order and additional characters."""
     loss = TextLoss(1, len(text))
     if text == back:
         return loss

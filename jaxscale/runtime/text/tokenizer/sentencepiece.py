@@ -1,8 +1,8 @@
 """Loads and trains SentencePiece models (arXiv:1808.06226): BPE (arXiv:1508.07909) and Unigram (arXiv:1804.10959).
 
-A model of Llama or Gemma is read as a tokenizer of the `tokenizers` package, as transformers converts it: fine-tunes
-were published as a tokenizer.model with more tokens next to it. Where those are matched in a text, and whether a text
-after one begins with a space, follows from the conversion (transformers 4: convert_slow_tokenizer.py).
+Models of Llama and Gemma are converted to the `tokenizers` package as in transformers (convert_slow_tokenizer.py in
+transformers 4), because fine-tuned models may have added tokens in files next to the tokenizer.model. The conversion
+determines how added tokens are matched in text, and whether text after an added token begins with a space.
 """
 
 import io
@@ -30,12 +30,12 @@ from jaxscale.runtime.text.tokenizer.config import TrainTokenizerConfig, special
 from jaxscale.system import foreign
 from jaxscale.system.exits import BadInput
 
-SENTENCE_BYTES = 4000  # the trainer skips sentences of more than 4,192
-THREADS = 8  # of training; fixed, since float sums and so the pieces depend on it
+SENTENCE_BYTES = 4000  # the trainer skips sentences of more than 4,192 bytes
+THREADS = 8  # training threads; constant, because float sums, and so the pieces, depend on the number of threads
 UNIGRAM = 1  # TrainerSpec.ModelType
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # ModelProto.SentencePiece.Type
 GEMMA_TURNS = ("<start_of_turn>", "<end_of_turn>")
-# Their ids are shifted from those of the model's pieces, or come from another file.
+# Classes with ids that are shifted from the ids of the model's pieces, or that are from a different file.
 RENUMBERED = (
     "XLMRobertaTokenizer", "CamembertTokenizer", "MBartTokenizer", "MBart50Tokenizer", "NllbTokenizer",
     "BarthezTokenizer", "BartphoTokenizer", "PegasusTokenizer", "XGLMTokenizer", "MarianTokenizer", "M2M100Tokenizer",
@@ -45,7 +45,7 @@ RENUMBERED = (
 
 
 def check_model(content: bytes, path: str) -> sentencepiece.SentencePieceProcessor:
-    """Returns the processor of a model. Raises BadInput for an invalid model."""
+    """Returns a processor for the content of a model file. Raises BadInput for an invalid model."""
     try:
         return sentencepiece.SentencePieceProcessor(model_proto=content)
     except (RuntimeError, OSError) as error:
@@ -54,7 +54,7 @@ def check_model(content: bytes, path: str) -> sentencepiece.SentencePieceProcess
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A .model file, including its normalizer (most replace line ends by spaces)."""
+    """Tokenizer of a .model file, including its normalizer, which for most models replaces line ends by spaces."""
 
     def __init__(self, path: str, eos_token: str = "", begin_tokens: Sequence[str] | None = None):
         content = foreign.read_named(path, LARGEST)
@@ -72,18 +72,18 @@ class SentencePieceTokenizer(Tokenizer):
             [processor.is_byte(i) or processor.is_unknown(i) for i in range(self.vocab_size)], bool
         )
         self.special_ids = {piece: i for i, piece in enumerate(pieces) if processor.is_control(i) or i == self.eos_id}
-        default_begin = [i for i in (processor.bos_id(),) if i >= 0]  # as Llama and Gemma
+        default_begin = [i for i in (processor.bos_id(),) if i >= 0]  # as in Llama and Gemma
         self.begin_ids = choose_begin(begin_tokens, default_begin, self.special_ids)
         self.fingerprint = fingerprint("sentencepiece", content, self.eos_id, self.begin_ids)
         self.prefix_after_special = False
         self.marks = find_objective_tokens({piece: i for i, piece in enumerate(pieces) if processor.is_control(i)})
 
     def encode_block(self, texts: Sequence[str]) -> EncodedBlock:
-        """Encodes each text into one array."""
+        """Encodes texts into one concatenated array."""
         return concat_block(self._processor.encode(list(texts)))
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Decodes ids without control tokens."""
+        """Decodes ids, and drops control tokens."""
         return self._processor.decode([int(i) for i in ids])
 
     def saved_file(self) -> tuple[str, bytes]:
@@ -91,7 +91,7 @@ class SentencePieceTokenizer(Tokenizer):
         return "tokenizer.model", foreign.read_named(self.name, LARGEST)
 
     def _count_bytes(self, i: int, piece: str) -> int:
-        """Exact, but for the space most models prepend, and unknown characters, which count as 1."""
+        """Returns the bytes of a piece. Not exact for a prepended space or unknown characters, which count as 1."""
         if self._processor.is_control(i):
             return 0
         if self._processor.is_byte(i) or self._processor.is_unknown(i):
@@ -100,7 +100,7 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 def train_sentencepiece(texts: Iterable[str], cfg: TrainTokenizerConfig) -> tuple[bytes, int]:
-    """Returns (.model of cfg.kind without normalization, number of ids). Line ends are bytes, as in Llama."""
+    """Returns (content of a .model without normalization, number of ids). Line ends are bytes, as in Llama."""
     file, special = io.BytesIO(), special_names(cfg)
     kind = "bpe" if cfg.kind == "sentencepiece_bpe" else "unigram"
     try:
@@ -122,8 +122,8 @@ def train_sentencepiece(texts: Iterable[str], cfg: TrainTokenizerConfig) -> tupl
 
 
 def sentences(texts: Iterable[str]) -> Iterator[str]:
-    """Yields the lines of the texts, without NUL, cut into SENTENCE_BYTES before a space in the second half if any."""
-    limit = SENTENCE_BYTES // 4  # characters of at most four bytes
+    """Yields the lines of the texts without NUL. Long lines are split, if possible before a space."""
+    limit = SENTENCE_BYTES // 4  # characters, with at most four bytes per character
     for text in texts:
         for line in text.replace("\x00", "").split("\n"):
             while len(line.encode()) > SENTENCE_BYTES:
@@ -136,7 +136,7 @@ def sentences(texts: Iterable[str]) -> Iterator[str]:
 
 
 def is_converted(path: str, neighbors: Neighbors) -> bool:
-    """Returns True if transformers' conversion determines the ids of a model. BadInput for an unknown conversion."""
+    """Returns True if the model must be converted as in transformers. Raises BadInput for unsupported classes."""
     settings = dict(neighbors.settings)
     kind = class_of(settings)
     fix = "save it with transformers' AutoTokenizer as a tokenizer.json"
@@ -152,17 +152,17 @@ def is_converted(path: str, neighbors: Neighbors) -> bool:
     missing = [token.content for token in neighbors.added if token.content not in pieces]
     if missing and kind not in ("", "PreTrainedTokenizer", "TokenizersBackend"):
         raise BadInput(
-            f"data.tokenizer={path}: {missing[0]!r:.80} is added to the model by the files next to it, which is not "
-            f"supported for tokenizer_class={kind}; {fix}"
+            f"data.tokenizer={path}: the files next to the model add {missing[0]!r:.80}, which is not supported for "
+            f"tokenizer_class={kind}; {fix}"
         )
     return bool(missing)
 
 
 def convert(content: bytes, path: str, neighbors: Neighbors) -> tokenizers.Tokenizer:
-    """Returns the tokenizer of a model, without the tokens that are only in the files next to it."""
+    """Returns the converted tokenizer of a model, without tokens that are only in the files next to the model."""
     check_model(content, path)
-    parsed: Any = sentencepiece_model_pb2  # made by protoc, without type stubs
-    proto = parsed.ModelProto.FromString(content)  # the processor does not say which pieces are user-defined
+    parsed: Any = sentencepiece_model_pb2  # generated by protoc, without type stubs
+    proto = parsed.ModelProto.FromString(content)  # the processor does not show which pieces are user-defined
     pieces = proto.pieces
     settings = dict(neighbors.settings)
     kind = class_of(settings)
@@ -172,7 +172,7 @@ def convert(content: bytes, path: str, neighbors: Neighbors) -> tokenizers.Token
         first = {token.id: token.content for token in neighbors.added if token.id is not None and token.id < 3}
     ids = {piece.piece: i for i, piece in enumerate(pieces)}
     vocab = [(str(first.get(i, piece.piece)), 0.0 if i < 3 else piece.score) for i, piece in enumerate(pieces)]
-    if kind == GEMMA and "\t" not in ids and "<0x09>" in ids:  # the first Gemma lacks the tab
+    if kind == GEMMA and "\t" not in ids and "<0x09>" in ids:  # Gemma 1 has no tab
         vocab[ids["<0x09>"]] = ("\t", 0.0)
         ids["\t"] = ids["<0x09>"]
     if proto.trainer_spec.model_type == UNIGRAM:
@@ -194,7 +194,7 @@ def convert(content: bytes, path: str, neighbors: Neighbors) -> tokenizers.Token
 
 
 def set_spaces(tokenizer: tokenizers.Tokenizer, settings: Mapping[str, Any], *, prefix: bool) -> None:
-    """Sets how spaces are encoded and decoded. `legacy` (the default): each text between tokens begins with one."""
+    """Sets the encoding and decoding of spaces. With `legacy` (default), text after each added token gets a space."""
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*steps, *([decoders.Strip(content=" ", left=1)] if prefix else [])])
     if settings.get("legacy") is False:
@@ -206,7 +206,7 @@ def set_spaces(tokenizer: tokenizers.Tokenizer, settings: Mapping[str, Any], *, 
 
 
 def merges_of(vocab: Sequence[tuple[str, float]], ids: Mapping[str, int]) -> list[tuple[str, str]]:
-    """Returns the merges of a BPE model, best first. ids: of its pieces."""
+    """Returns the merges of a BPE model in order of decreasing score. ids: {piece: id}."""
     found = []
     for text, score in dict(vocab).items():
         halves = ((text[:cut], text[cut:]) for cut in range(1, len(text)))

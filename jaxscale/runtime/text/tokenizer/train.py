@@ -1,4 +1,4 @@
-"""Trains a tokenizer on a sample of the corpus and writes a tokenizer.json or a SentencePiece .model."""
+"""Trains a tokenizer on a sample of the corpus, and writes a tokenizer.json or a SentencePiece .model."""
 
 import hashlib
 import heapq
@@ -12,22 +12,22 @@ from jaxscale.system import packages
 from jaxscale.system.exits import BadInput
 from jaxscale.system.paths import write_bytes_atomic
 
-PIECE_CHARACTERS = 1 << 20  # unit of sampling
+PIECE_CHARACTERS = 1 << 20  # documents are sampled in pieces of this length
 
 
 class TrainedTokenizer(NamedTuple):
-    """A trained tokenizer and its provenance."""
+    """A trained tokenizer file, with facts about the training."""
 
     path: str
-    trainer: str  # the package and its version
+    trainer: str  # package and version
     vocab_size: int  # less than requested if the text has fewer pieces
-    documents: int  # in the sample; a very long one counts once per piece
+    documents: int  # documents in the sample; long documents count once per piece
     text_bytes: int
-    sha256: str  # of the file
+    sha256: str  # hash of the file
 
 
 def train_tokenizer(texts: Iterable[str], cfg: TrainTokenizerConfig, path: str | Path) -> TrainedTokenizer:
-    """Trains on a sample of `texts` and writes `path`, which ends in cfg.ending; their order does not matter."""
+    """Trains a tokenizer on a sample of `texts` and writes it to `path`. The order of `texts` has no effect."""
     path = Path(path)
     if path.suffix != cfg.ending:
         raise BadInput(f"{path}: a tokenizer of kind={cfg.kind} must have the suffix {cfg.ending}; rename it")
@@ -54,7 +54,7 @@ def train_tokenizer(texts: Iterable[str], cfg: TrainTokenizerConfig, path: str |
 
 
 def train(texts: list[str], cfg: TrainTokenizerConfig) -> tuple[bytes, int]:
-    """Returns (tokenizer.json or SentencePiece .model, number of ids)."""
+    """Returns (content of the tokenizer.json or SentencePiece .model, number of ids)."""
     from jaxscale.runtime.text.tokenizer import bpe, huggingface, sentencepiece  # heavy dependencies
 
     if cfg.is_sentencepiece:
@@ -67,14 +67,13 @@ def train(texts: list[str], cfg: TrainTokenizerConfig) -> tuple[bytes, int]:
 
 
 def sample(texts: Iterable[str], sample_bytes: int, seed: int) -> list[str]:
-    """Returns the texts with the smallest hashes, up to `sample_bytes` of UTF-8, in hash order.
+    """Returns the texts with the smallest hashes, up to `sample_bytes` of UTF-8, in the order of the hashes.
 
-    The result does not depend on the order of `texts` or on their division among workers; another seed selects others.
-    Memory: at most sample_bytes and one piece; documents are cut into pieces of PIECE_CHARACTERS.
+    The sample depends on the seed but not on the order of `texts`. Long documents are split into pieces.
     """
     key = seed.to_bytes(16, "little", signed=True)
     heap: list[tuple[int, bytes]] = []  # max-heap by hash
-    size, limit = 0, 1 << 128  # hashes from here on are excluded
+    size, limit = 0, 1 << 128  # larger hashes are excluded
     pieces = (text[at : at + PIECE_CHARACTERS] for text in texts for at in range(0, len(text), PIECE_CHARACTERS))
     for raw in map(str.encode, pieces):
         order = int.from_bytes(hashlib.blake2b(raw, digest_size=16, key=key).digest(), "big")
