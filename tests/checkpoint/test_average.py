@@ -119,7 +119,7 @@ def test_a_folder_in_use_is_never_written_to(kept, tmp_path):
     at_it = tmp_path / "mean" / "checkpoints" / "averaging-10" / "state"
     at_it.mkdir(parents=True)
     with folder_lock(tmp_path / "mean" / "checkpoints", ""):
-        with pytest.raises(ValueError, match="another process is writing into .*checkpoints now; wait for it, or"):
+        with pytest.raises(ValueError, match="another process is writing into .*checkpoints now; wait until it ends"):
             average_steps(kept, [10], tmp_path / "mean")
     assert at_it.exists()
     average_steps(kept, [10], tmp_path / "mean")

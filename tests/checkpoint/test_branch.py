@@ -191,7 +191,7 @@ def test_names_that_do_not_fit_are_told_with_the_nearest(old):
         f"init.from_path: {old[0]}/checkpoints/7 does not fit this config: params/header is not in the checkpoint "
         "(nearest: params/head); params/head is in the checkpoint, but not in this config "
         "(nearest: params/header or params/embedding); use "
-        "init.rename or init.skip, or the model it was trained with"
+        "init.rename or init.skip, or the model config of the checkpoint"
     )
 
 
@@ -245,7 +245,7 @@ def test_an_average_that_was_never_kept_is_refused(tmp_path):
         ({"skip": ("(",)}, "'\\(' is not a regular expression"),
         (
             {"from_path": None, "what": "ema"},
-            "what applies only to a run that starts from another's weights; also set from_path",
+            "what applies only to initial weights from a checkpoint; also set from_path",
         ),
     ],
     ids=str,

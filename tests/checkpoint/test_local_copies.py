@@ -234,7 +234,7 @@ def test_a_copy_of_another_mesh_is_told_and_passed_over(opened):
     second, said = opened(), []
     assert second.newest_readable(said.append) == 14
     stop = stop_of(second.restore, 14, abstract((2, 4)))
-    assert stop.code == Exit.CHECKPOINT_CORRUPT and "saved on another mesh" in str(stop)
+    assert stop.code == Exit.CHECKPOINT_CORRUPT and "saved on a different mesh" in str(stop)
     assert second.fall_back(14, stop, said.append) == 10
     assert_same_bits(second.restore(10, abstract((2, 4))), state_of(10, (2, 4)))
 

@@ -361,7 +361,7 @@ def test_a_run_that_goes_on_without_room_for_all_is_told_what_can_go_and_not_ref
     told = capsys.readouterr().out
     aside = sorted(str(path) for path in checkpoints.directory.glob("rewound-*"))
     assert told.startswith("WARNING: ") and "4 checkpoints of 1.9 MiB need 8.4 MiB" in told and len(aside) == 2
-    assert told.endswith(f"which this removes: rm -r {aside[0]} {aside[1]}\n")
+    assert told.endswith(f"which the run does not need: rm -r {aside[0]} {aside[1]}\n")
     checkpoints.save(3, big_state(), {}, wait=True)
     with contextlib.suppress(OSError), (own_disk / "ballast").open("wb") as file:
         while True:

@@ -77,7 +77,7 @@ def test_another_run_is_never_written_over(kept, tmp_path):
     other = kept_run.make_run(tmp_path / "other", steps=(10, 20), seed=7)
     before = content(tmp_path / "other")
     for step in (20, 30):
-        with pytest.raises(ValueError, match="holds step 10 of another run; choose an empty folder"):
+        with pytest.raises(ValueError, match="contains step 10 of another run; choose an empty folder"):
             copy_step(kept, step, tmp_path / "other")
     assert content(tmp_path / "other") == before
 
@@ -88,12 +88,12 @@ def test_another_run_is_never_written_over(kept, tmp_path):
 
     copy_step(other, 10, tmp_path / "begun")
     (tmp_path / "begun" / "checkpoints" / "10").rename(tmp_path / "begun" / "checkpoints" / "copying-10")
-    with pytest.raises(ValueError, match="holds a copy of another run"):
+    with pytest.raises(ValueError, match="has a copy of another run"):
         copy_step(kept, 20, tmp_path / "begun")
 
     (tmp_path / "fresh").mkdir()
     (tmp_path / "fresh" / "config.json").write_text(json.dumps({"config": {}}))  # started, and not yet saved
-    with pytest.raises(ValueError, match="holds a run that shares no step"):
+    with pytest.raises(ValueError, match="contains a run that shares no step"):
         copy_step(kept, 20, tmp_path / "fresh")
     with pytest.raises(ValueError, match="is the folder of the copied run"):
         copy_step(kept, 20, kept.directory.parent)
@@ -142,7 +142,7 @@ def test_what_cannot_be_read_is_told_of_the_file_it_is_in_and_not_of_the_copy(ru
     (tmp_path / "copy/checkpoints/copying-20").mkdir(exist_ok=True)
     with folder_lock(tmp_path / "copy/checkpoints/copying-20", ""):
         with pytest.raises(
-            BadInput, match="another process is copying into .*copying-20 now; wait for it, or choose a"
+            BadInput, match="another process is copying into .*copying-20 now; wait until it ends, or choose a"
         ):
             copy_step(run, 20, tmp_path / "copy")
     assert copy_step(run, 20, tmp_path / "copy").num_files > 9

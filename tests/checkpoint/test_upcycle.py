@@ -177,11 +177,11 @@ def test_so_are_checkpoints_of_other_models(dense):
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"init.what": "state"}, "what='state' has no moments for the experts of experts='copy'"),
+        ({"init.what": "state"}, "what='state' has no optimizer moments for experts='copy'"),
         ({"model.experts": None}, "init.experts='copy': this model has no experts; set model.experts"),
         (
             {"init.from_path": None},
-            "experts applies only to a run that starts from another's weights; also set from_path",
+            "experts applies only to initial weights from a checkpoint; also set from_path",
         ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

@@ -265,7 +265,7 @@ def test_every_verb_works_in_a_bucket(kept, tmp_path):
         assert copied == {
             str(path.relative_to(kept.directory / "30")): path.read_bytes() for path in kept_run.files_of(kept, 30)
         }
-    assert "holds step 10 of another run" in answers[11][0] and "holds no checkpoint" in answers[12][0]
+    assert "contains step 10 of another run" in answers[11][0] and "holds no checkpoint" in answers[12][0]
     assert answers[13][0].startswith("error: cannot access the bucket: ") and "Storage Object Viewer" in answers[13][0]
     assert "cannot be read now: PERMISSION_DENIED; it is unknown whether it is intact" in answers[14][0]
     assert "step 30 cannot be read now: PERMISSION_DENIED" in answers[15][0]

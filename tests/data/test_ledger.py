@@ -135,7 +135,7 @@ def test_a_document_that_is_not_there_or_held_out_is_an_error(folder):
     rows, shard = ledger.corpus.train_rows, ledger.corpus.shards[0]
     assert rows.num_documents < open_ledger(folder).corpus.train_rows.num_documents
     missing = next(n for n in range(len(shard.source_ids)) if rows.documents.rank("train", 0, n) is None)
-    with pytest.raises(ValueError, match="is empty or in validation"):
+    with pytest.raises(ValueError, match="is empty or in the validation set"):
         ledger.steps_of(f"{shard.bin_path}:{missing}", 5)
 
 
@@ -187,6 +187,6 @@ def test_of_documents_with_one_id_those_in_training_are_listed(tmp_path):
             numbers = [n for n, twin in enumerate(twins) if twin.id == name]
             assert offsets == {100 * n for n, inside in zip(numbers, trained) if inside}
         else:
-            with pytest.raises(ValueError, match="each of the [23] documents of this name.* in validation"):
+            with pytest.raises(ValueError, match="each of the [23] documents of this name.* in the validation set"):
                 ledger.steps_of(name, steps)
     assert {(False, True), (True, True), (False, False)} <= kinds

@@ -135,7 +135,7 @@ def test_a_shard_of_a_set_is_not_read_past_its_manifest(folder, tmp_path):
 def test_what_is_wrong_with_a_set_is_told_before_anything_is_read(folder, tmp_path, monkeypatch):
     cfg = config(folder / "manifest.json", tmp_path)
     (problem,) = check_data(cfg, SEQ_LEN, 100)
-    assert "holds token id 256, but the model has model.vocab_size=100" in problem
+    assert "contains token id 256, but the model has model.vocab_size=100" in problem
     assert "fewer than one sequence" in check_data(cfg, 1_000_000, 257)[0]
     (folder / "manifest.json").write_text("{")
     assert "manifest.json is not valid JSON" in check_data(cfg, SEQ_LEN, 257)[0]

@@ -83,7 +83,7 @@ def test_a_data_set_of_the_hub_is_tokenized_once(tmp_path, changes):
     corpus, said = opened(tmp_path, name, **changes)
     assert any("1 document" in line for line in said)
     again = opened(tmp_path, name, **changes)[1]
-    assert all("the version of" in line for line in again)  # it is not pinned, and that is all there is to say
+    assert all("using the version" in line for line in again)  # it is not pinned, and that is all there is to say
 
 
 def test_what_was_repaired_is_told_and_not_as_a_loss(tmp_path):

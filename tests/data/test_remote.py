@@ -215,7 +215,7 @@ def test_what_is_in_use_stays_and_a_full_cache_is_told(cache, gcs):
     contents = put_many(gcs, 4, 300_000)
     paths = [fetch(cache, content, f"set/{i}.bin") for i, content in enumerate(contents[:3])]
     other = ShardCache(cache.folder, cache.max_bytes)
-    with pytest.raises(ValueError, match="no room for 300,000 more: all of its files are in use; raise data.cache_byt"):
+    with pytest.raises(ValueError, match="no space for 300,000 more, because all files are in use; raise data.cache"):
         fetch(other, contents[3], "set/3.bin")
     assert all(path.exists() for path in paths)
     cache.release(sha256(contents[1]))

@@ -165,7 +165,7 @@ BAD = [
     (dict(input_ids=[1, 2, 3], attention_mask=[1, 0, 1]), "has padding between tokens in its attention_mask"),
     (dict(input_ids=[1, 2, 3], attention_mask=[1, 1, 2]), "has 2 in its attention_mask, which must be 1"),
     (dict(input_ids=[1, None, 3]), "'input_ids' is not a list of integers"),
-    (dict(input_ids=[1, 50_000]), "has the token id 50000|holds token id 50000"),
+    (dict(input_ids=[1, 50_000]), "has the token id 50000|contains token id 50000"),
     (dict(input_ids=[1, -1]), "has the token id -1"),
 ]
 
@@ -188,7 +188,7 @@ def test_a_row_that_is_malformed_is_named_with_its_file(tmp_path, kind, row, tol
 def test_ids_beyond_a_smaller_model_are_named_out_of_the_cache_too(tmp_path):
     path = write_table(tmp_path / "a.parquet", pyarrow.table({"input_ids": [[1, 2], [3, 40], [4, 5]]}))
     opened(tmp_path, path, seq_len=2, vocab_size=50)
-    with pytest.raises(BadInput, match=r"a.parquet row 1 holds token id 40, but the model has model.vocab_size=30"):
+    with pytest.raises(BadInput, match=r"a.parquet row 1 contains token id 40, but the model has model.vocab_size=30"):
         opened(tmp_path, path, seq_len=2, vocab_size=30)
 
 

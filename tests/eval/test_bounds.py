@@ -67,7 +67,7 @@ def test_a_small_file_does_not_take_all_memory(tmp_path):
 @pytest.mark.parametrize(
     ("name", "value", "told"),
     [
-        ("MOST_RECORDS", 2, "has more than 2 records; use part of it"),
+        ("MOST_RECORDS", 2, "has more than 2 records; use a part of the file"),
         ("MOST_TEXT", 90, "has more than 90 bytes"),
         ("LONGEST_LINE", 30, "has a line of more than 30 bytes"),
     ],

@@ -148,7 +148,7 @@ def test_what_can_never_be_sent_is_refused_before_anything_is_converted(tmp_path
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     hub.check_push("org/name", tmp_path)
     for name in ("name", "../x", "org/name/more", "org/..", "org/a--b", "https://x/y", "org/na me"):
-        with pytest.raises(ValueError, match="must be a repository on the Hub, written as OWNER/NAME"):
+        with pytest.raises(ValueError, match="must be a Hugging Face Hub repository, written as OWNER/NAME"):
             hub.check_push(name, tmp_path)
     with pytest.raises(ValueError, match="--push needs a local folder, but gs://bucket/out is remote"):
         hub.check_push("org/name", "gs://bucket/out")

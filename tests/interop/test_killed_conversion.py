@@ -132,7 +132,7 @@ def test_two_conversions_do_not_write_into_one_folder_and_a_dead_one_holds_nothi
     first = Journal(tmp_path / "converting.json", "one")
     assert not first.begin()
     with pytest.raises(
-        ValueError, match=f"another process is converting into {tmp_path} now; wait for it, or choose a"
+        ValueError, match=f"another process is converting into {tmp_path} now; wait until it ends, or choose a"
     ):
         Journal(tmp_path / "converting.json", "one").begin()
     first.close()  # as the system does where a process dies

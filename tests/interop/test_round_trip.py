@@ -210,7 +210,7 @@ def test_it_is_no_run_to_go_on_with(tmp_path):
         (["--workdir=a", "--to=b", "--config=c"], "the settings are read from the model's config.json"),
         (
             ["--workdir=a", "--to=b", "--push=alone"],
-            "push='alone' must be a repository on the Hub, written as OWNER/NAME",
+            "push='alone' must be a Hugging Face Hub repository, written as OWNER/NAME",
         ),
     ],
 )

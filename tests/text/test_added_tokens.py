@@ -120,7 +120,7 @@ def test_another_token_next_to_the_file_is_another_tokenizer(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "error"),
     [
-        ("added_tokens.json", {"<|im_end|>": 999}, "give '<|im_end|>' the id 999, but the tokenizer's own file gives"),
+        ("added_tokens.json", {"<|im_end|>": 999}, "'<|im_end|>' has the id 999 in the files next to the tokenizer"),
         ("added_tokens.json", {"<|im_end|>": "x"}, "the added token '<|im_end|>' has the invalid id 'x'"),
         ("tokenizer_config.json", {"added_tokens_decoder": []}, "added_tokens_decoder in tokenizer_config.json is not"),
         ("tokenizer_config.json", {"added_tokens_decoder": {"300": 1}}, "added_tokens_decoder: 300 1 must be text"),
@@ -141,7 +141,7 @@ def test_added_tokens_that_cannot_be_meant_are_refused_by_name(tmp_path, name, c
 def test_a_model_whose_class_has_other_ids_is_refused_by_name(tmp_path, kind, error):
     path = write_layout(tmp_path / "hf", "slow, added_tokens.json and no map")
     (tmp_path / "hf/tokenizer_config.json").write_text(json.dumps({"tokenizer_class": kind}))
-    error = error or "'<|im_end|>' is added to the model by the files next to it, which is not supported for tokenizer"
+    error = error or "the files next to the model add '<|im_end|>', which is not supported for tokenizer"
     with pytest.raises(BadInput, match=re.escape(error)):
         load_tokenizer(path)
 

@@ -110,7 +110,7 @@ def test_the_field_is_named_where_others_could_have_been_meant(tmp_path, tokeniz
 @pytest.mark.parametrize("kind", ["jsonl", *TABLES])
 def test_conversations_are_refused_where_there_are_none(tmp_path, kind):
     files = write(kind, tmp_path / "table", [{"text": f"text {i}" * 9} for i in range(30)])
-    with pytest.raises(BadInput, match="data.name='chat', and .* have no conversation .* set data.name='files'"):
+    with pytest.raises(BadInput, match="data.name='chat', but .* have no conversation .* set data.name='files'"):
         opened(tmp_path, files, record_format="json")
 
 

@@ -57,7 +57,7 @@ def test_a_name_that_is_no_special_token_is_refused_with_the_way_out(tmp_path):
     for path in (folder_of(tmp_path), "bytes"):
         with pytest.raises(
             ValueError,
-            match="data.bos_token=hi.*(not a special token of .*; use one of its special tokens, or none|no such)",
+            match="data.bos_token=hi.*(not a special token of .*; use a special token of the file, or none|no such)",
         ):
             load_tokenizer(path, bos_token="hi")
 

@@ -135,7 +135,7 @@ def branch_state(program: Any, cfg: InitConfig, log: Callable[[str], None], sour
     program: the Program from build.py. source: the open checkpoint; None opens init.from_path.
     Raises: BadInput with one line for all mismatches, Stop (CHECKPOINT_CORRUPT) if a bit of the checkpoint has changed.
     """
-    assert source or cfg.from_path, "a run that begins with another one's weights names it"
+    assert source or cfg.from_path, "init.from_path is set unless a source is given"
     source = source or open_source(str(cfg.from_path))
     targets = named_leaves(program.abstract_state)
     plan = plan_branch(cfg, source, targets, program.cfg.model)

@@ -184,7 +184,7 @@ def plan_upcycling(
 
 
 def is_dense_mlp(old: list[int], new: list[int], name: str) -> bool:
-    """Returns True if `old` is the shape of a dense MLP's matrix, and `new` that of the same matrix with experts."""
+    """Returns True if `old` is the shape of a dense MLP's matrix, and `new` the shape of the matrices of experts."""
     found = STACKED_LEAF.fullmatch(name)
     return found is not None and found["leaf"] in COLUMNS and len(new) == len(old) + 1
 

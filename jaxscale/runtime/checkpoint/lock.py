@@ -170,8 +170,8 @@ class RunLock:
     def poll(self) -> None:
         """Checks that this process still holds the lock; called after every step.
 
-        Reads no files unless the process was suspended for three lease periods. In that case it makes one short
-        request, unless the renewal thread is already making one.
+        Reads no files unless the process was suspended for three lease periods. In that case the method makes a short
+        request, unless a request of the renewal thread is in progress.
         Raises: Stop with LOCK_HELD if the lock was lost, and with STORAGE if the folder was moved, deleted or
         unreachable for too long.
         """

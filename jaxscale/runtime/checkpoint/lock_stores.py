@@ -338,7 +338,7 @@ def folder_lock(folder: Any, doing: str) -> Iterator[None]:
     handle = os.open(folder, os.O_RDONLY)  # locks the folder itself, so that no lock file remains
     try:
         if flock(handle) is False:
-            raise BadInput(f"another process is {doing} {folder} now; wait for it, or choose a new folder")
+            raise BadInput(f"another process is {doing} {folder} now; wait until it ends, or choose a new folder")
         yield
     finally:
         os.close(handle)

@@ -134,7 +134,7 @@ def retention_reasons(facts: Sequence[StepFacts], last_good: int | None, cfg: Ch
     """Returns {step: reason} for the steps that training would keep with these settings.
 
     Always includes last_good (the newest step that training read back), pinned steps, the newest clean step, and steps
-    whose record cannot be read, because such a step may be one of these.
+    whose record cannot be read, because these could be clean.
     """
     unread = {fact.step for fact in facts if fact.problem}
     health = lambda fact: None if fact.problem else fact.health or CLEAN

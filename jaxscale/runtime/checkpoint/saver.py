@@ -63,7 +63,7 @@ class SharedReports:
         self.lock = threading.Lock()
 
     def failed(self, step: int, cause: str) -> None:
-        """Reports a failed save, from any thread. Of several causes, the first posted one is delivered."""
+        """Reports a failed save, from any thread. If several causes are reported, the first cause is delivered."""
         if self.board is None:
             return self.local.append((step, cause))
         name = f"process {self.board.peer.process} of {self.board.peer.count}"

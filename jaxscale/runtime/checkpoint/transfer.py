@@ -137,7 +137,7 @@ def check_destination(run: Any, record: Mapping[str, Any], step: int, workdir: A
         except BadInput:
             continue  # the run of a damaged step is unknown
         if run_identity(found) != identity:
-            raise BadInput(f"--to={workdir} holds step {theirs} of another run; choose an empty folder")
+            raise BadInput(f"--to={workdir} contains step {theirs} of another run; choose an empty folder")
         mine = record if theirs == step else read_optional(run / "checkpoints" / str(theirs) / RECORD)
         if mine and mine["sha256"] != found["sha256"]:
             raise BadInput(
@@ -146,9 +146,9 @@ def check_destination(run: Any, record: Mapping[str, Any], step: int, workdir: A
         shared |= bool(mine)
     started = [read_optional(note) for note in sorted((destination / COPIED).glob("*.json"))]
     if any(note.get("run", identity) != identity for note in started):
-        raise BadInput(f"--to={workdir} holds a copy of another run, {started[0].get('from')}; choose an empty folder")
+        raise BadInput(f"--to={workdir} has a copy of another run, {started[0].get('from')}; choose an empty folder")
     if not started and not shared and (steps or (folder / "config.json").exists()):
-        raise BadInput(f"--to={workdir} holds a run that shares no step with {run}; choose an empty folder")
+        raise BadInput(f"--to={workdir} contains a run that shares no step with {run}; choose an empty folder")
     return destination
 
 

@@ -121,7 +121,7 @@ def tree_damages(folder: Any, leaves: Mapping[str, Any]) -> Iterator[StepDamage]
                 yield StepDamage(name, f"a leaf is described as {value}")
             described["/".join(str(part["key"]) for part in entry["key_metadata"])] = entry
         if wrong := sorted(set(described) ^ set(leaves)):
-            yield StepDamage(name, f"its leaves differ from those of the record: {', '.join(wrong[:4])}")
+            yield StepDamage(name, f"its leaves differ from the leaves in the record: {', '.join(wrong[:4])}")
     except (OSError, BadInput, KeyError, TypeError, AttributeError) as error:
         require_reachable(error, folder)
         yield StepDamage(name, f"it cannot be parsed: {short_reason(error)}")

@@ -264,7 +264,7 @@ def fill_by_pairs(sizes: np.ndarray, capacity: int) -> np.ndarray:
 
 
 def best_pair(indices_by_size: dict[int, list[int]], remaining: int, fitting: int, room: int) -> list[int]:
-    """Returns the one or two remaining sizes with the largest sum up to `room`; tries CANDIDATES first sizes."""
+    """Returns one or two of the remaining sizes, with the largest sum up to `room`. Tries CANDIDATES first sizes."""
     best, untried = [fitting.bit_length() - 1], fitting
     for _ in range(CANDIDATES):
         if not untried or sum(best) == room:

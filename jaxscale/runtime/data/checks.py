@@ -177,7 +177,7 @@ def inspect_token_file(path: str, cfg: DataConfig, seq_len: int, vocab_size: int
 def vocabulary_problem(path: str, max_id: int, vocab_size: int) -> str:
     """Returns the message for a file with token ids outside the model's vocabulary."""
     return (
-        f"{path} holds token id {max_id}, but the model has model.vocab_size={vocab_size}; "
+        f"{path} contains token id {max_id}, but the model has model.vocab_size={vocab_size}; "
         f"set it to {max_id + 1} or more, or check data.token_dtype and the tokenizer"
     )
 

@@ -103,7 +103,7 @@ def open_tokens(
     for shard in [*shards, *val_shards]:
         if tokenizer and shard.header["max_id"] >= tokenizer.vocab_size:
             raise BadInput(
-                f"{shard.place} holds token id {shard.header['max_id']}, which data.tokenizer={tokenizer.name} does "
+                f"{shard.place} contains token id {shard.header['max_id']}, which data.tokenizer={tokenizer.name} does "
                 f"not have (its largest id is {tokenizer.vocab_size - 1}); use the tokenizer of the file, or none"
             )
     return shards, val_shards, tokenizer

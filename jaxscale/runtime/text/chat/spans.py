@@ -116,7 +116,7 @@ def turn_spans(
 def turn_span(
     messages: Sequence[Mapping[str, Any]], index: int, tools: Any, whole: str, template: ChatTemplate, guard: Guard
 ) -> TurnSpan:
-    """Locates a turn in `whole` by rendering the conversation up to that turn. Raises BadInput if texts differ."""
+    """Locates a turn in `whole` by rendering the conversation up to that turn. Raises BadInput if not possible."""
     before = template.render(messages[:index], tools, True)
     after = template.render(messages[: index + 1], tools, False)
     if not whole.startswith(before) or not after.startswith(before):

@@ -62,7 +62,7 @@ def read_blocks(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE
 
 
 def check_unpacked(path: str, cfg: ReadConfig) -> None:
-    """Raises Damaged for a file whose first bytes are those of a compressed file, but whose name is not."""
+    """Raises Damaged for a file with the content, but not the name, of a compressed file."""
     with open_binary(path) as file:
         found = packed_suffix(file.read(MAGIC_BYTES))
     if found:
@@ -185,7 +185,7 @@ class GzipDecompressor:
 
 
 def packed_suffix(head: bytes) -> str:
-    """Returns '.gz' or '.zst' if the first bytes `head` are those of a gzip or Zstandard file, else ''."""
+    """Returns '.gz' or '.zst' if the first bytes `head` are from a gzip or Zstandard file, else ''."""
     return next((ending for magic, ending in MAGIC.items() if head.startswith(magic)), "")
 
 

@@ -67,7 +67,7 @@ def read_records(
 
 def too_large(path: Path | str, what: str) -> BadInput:
     """Returns the error for a file that exceeds a limit."""
-    return BadInput(f"{path} {what}; use part of it")
+    return BadInput(f"{path} {what}; use a part of the file")
 
 
 def text_size(value: Any) -> int:

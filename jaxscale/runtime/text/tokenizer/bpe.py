@@ -11,7 +11,7 @@ from jaxscale.runtime.text.tokenizer.config import Split
 from jaxscale.system.exits import BadInput
 
 # GPT-2: github.com/openai/gpt-2 src/encoder.py; the others: github.com/openai/tiktoken tiktoken_ext/openai_public.py.
-# The latter have no possessive quantifiers here, because Oniguruma (tokenizers) parses `{1,3}+` differently. Possessive
+# The last two have no possessive quantifiers here, because Oniguruma (tokenizers) parses `{1,3}+` differently; such
 # quantifiers save time without changing matches. cl100k is also the pattern of Llama 3.
 PATTERNS: dict[Split, str] = {
     "gpt2": r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
