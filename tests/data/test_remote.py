@@ -286,7 +286,7 @@ def test_what_another_process_uses_stays_until_it_is_killed(cache, gcs):
     contents = put_many(gcs, 2, 600_000)
     fetcher = start_fetcher(cache.folder, contents[0], "set/0.bin")
     assert [fetcher.stdout.readline().strip() for _ in range(2)] == ["begun", sha256(contents[0])]
-    with pytest.raises(ValueError, match="no room"):
+    with pytest.raises(ValueError, match="no space"):
         fetch(cache, contents[1], "set/1.bin")
     fetcher.send_signal(signal.SIGKILL)
     fetcher.communicate()
@@ -301,7 +301,7 @@ def test_what_another_process_is_fetching_has_its_room_set_aside(cache, gcs):
     fetcher = start_fetcher(cache.folder, contents[0], "set/0.bin")
     while not list(cache.folder.glob("objects/*/.part-600000")):
         time.sleep(0.01)
-    with pytest.raises(ValueError, match="no room for 600,000 more"):
+    with pytest.raises(ValueError, match="no space for 600,000 more"):
         fetch(cache, contents[1], "set/1.bin")
     fetcher.send_signal(signal.SIGKILL)
     fetcher.communicate()
@@ -348,5 +348,5 @@ def test_a_forked_process_holds_its_own_files(cache, gcs):
     asked.start()
     asked.join()
     assert asked.exitcode == 0
-    with pytest.raises(ValueError, match="no room"):  # the child's end has not let go of what the parent uses
+    with pytest.raises(ValueError, match="no space"):  # the child's end has not let go of what the parent uses
         fetch(cache, contents[1], "set/1.bin")

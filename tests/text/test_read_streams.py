@@ -60,7 +60,7 @@ def test_a_missing_trafilatura_is_named_with_the_setting(tmp_path, monkeypatch):
     ("name", "told"),
     [
         ("hf://", "hf:// has no name; write hf://NAME"),
-        ("hf://name?spilt=train", r"spilt is unknown; hf://NAME accepts \?config=...&split=...&revision=..."),
+        ("hf://name?spilt=train", r"spilt is unknown; use hf://NAME\?config=...&split=...&revision=..."),
     ],
 )
 def test_a_name_that_cannot_be_is_told(name, told):

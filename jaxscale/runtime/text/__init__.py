@@ -1,1 +1,1 @@
-"""Readers of text in many file formats, tokenizers, and chat templates."""
+"""Text sources in many file formats, tokenizers, and conversations."""
