@@ -173,7 +173,7 @@ def test_a_bad_line_is_named_with_file_and_number_or_skipped_and_counted(tmp_pat
     assert str(error.value).startswith(f"{tmp_path}/chat.jsonl line 3 {told}") and "\n" not in str(error.value)
     skipping = DataConfig(**{**vars(cfg), "damaged": "skip"})
     corpus = open_data(skipping, seq_len=40, vocab_size=300, seed=0, say=lambda text: None)
-    assert "2 documents" in corpus.summary and "skipped 1 malformed record" in corpus.summary
+    assert "2 documents" in corpus.summary and "skipped 1 not " in corpus.summary
 
 
 def test_a_record_that_is_not_utf8_or_holds_nul_is_skipped_repaired_or_named_as_told(tmp_path):

@@ -175,7 +175,7 @@ class ConversationReader(NamedTuple):
                 skipped["empty completion"] += 1
                 return None
         except BadInput as error:
-            skip_or_raise(f"{place} {error}", self.cfg, skipped, "malformed record", 0)
+            skip_or_raise(f"{place} {error}", self.cfg, skipped, "not a valid record", 0)
             return None
         if written is None or not written.end_in_loss and not any(piece.in_loss for piece in written.pieces):
             skipped[NO_TURN] += 1
