@@ -1,1 +1,1 @@
-"""The data pipeline, from documents to packed rows of token ids: numpy on the host, without jax."""
+"""The data pipeline from documents to packed sequences of token ids, in numpy on the host, without jax."""
