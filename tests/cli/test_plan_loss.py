@@ -69,7 +69,7 @@ def test_the_band_lies_in_the_work_folder_where_the_report_finds_it(runs, config
 def test_five_runs_are_forecast_where_the_noise_is_told(runs, config_file, tmp_path, capsys):
     five = ",".join(f"{runs}/{name}" for name in ("16-200", "16-800", "32-400", "64-200", "64-800"))
     argv = [f"--runs={five}", f"--config={config_file}", f"--json={tmp_path / 'all.json'}"]
-    with pytest.raises(ValueError, match="needs 7 or more finished runs, and the ladder has 5.*--noise=0.005"):
+    with pytest.raises(ValueError, match="needs 7 or more finished runs, but the ladder has 5.*--noise=0.005"):
         main(argv)
     assert main([*argv, "--noise=0.3%"]) == 0
     told, printed = json.loads((tmp_path / "all.json").read_text()), capsys.readouterr().out
@@ -95,8 +95,8 @@ def test_without_the_same_schedule_there_is_no_band_and_nothing_is_written(runs,
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (["--runs=RUNS/16-*"], "needs 7 or more finished runs, and the ladder has 3"),
-        (["--runs=RUNS/16-*", "--noise=0.5%"], "and the ladder has 3"),
+        (["--runs=RUNS/16-*"], "needs 7 or more finished runs, but the ladder has 3"),
+        (["--runs=RUNS/16-*", "--noise=0.5%"], "but the ladder has 3"),
         (["--runs=RUNS/*", "--noise=5"], "--noise=5 must be a fraction of the loss, at most 0.2"),
         (["--runs=RUNS/none*"], "matches no folder"),
         ([], "--runs must be given"),

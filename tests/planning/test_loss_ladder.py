@@ -136,7 +136,7 @@ def test_folders_that_hold_no_run_or_a_damaged_one_are_left_out(tmp_path):
     (tmp_path / "empty").mkdir()
     assert "is not a work folder" in why_left_out(tmp_path / "empty")
     folder = made_ladder.write(tmp_path / "run", made_ladder.config())
-    assert why_left_out(folder, target_folder=str(folder)) == "it is the run to forecast"
+    assert why_left_out(folder, target_folder=str(folder)) == "this is the run to forecast"
     for text in ("{", '{"config": {}}', '{"budget": {}}', "[]"):
         (folder / "config.json").write_text(text)
         assert "config.json" in why_left_out(folder)
@@ -207,7 +207,7 @@ def test_a_curve_that_goes_wrong_leaves_the_band(ladder, tmp_path):
 
 def test_no_band_is_made_of_other_schedules_gaps_or_too_few(ladder):
     own = schedule_of(TARGET, BUDGET)
-    with pytest.raises(ValueError, match="is cosine to 0.1 of the peak, warmup 5.0%, and that of the run"):
+    with pytest.raises(ValueError, match="is cosine to 0.1 of the peak, warmup 5.0%, but the run"):
         curve_shape(ladder.rungs, own._replace(warmup=0.2))
     with pytest.raises(ValueError, match="0 runs have training metrics"):
         curve_shape([], own)

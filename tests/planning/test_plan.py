@@ -129,7 +129,7 @@ def test_a_small_machine_that_was_measured_predicts_its_steps():
     assert plan.time.speed.mfu is None and plan.money.dollars is None
     told = "\n".join(plan_lines(plan))
     assert "measured FLOP/s" in told and "x peak" not in told and "\n  step: measured here" in told
-    with pytest.raises(BadInput, match="--mfu=0.4 is a fraction of the peak, and 'cpu' has no known peak"):
+    with pytest.raises(BadInput, match="--mfu=0.4 is a fraction of the peak, but 'cpu' has no known peak"):
         make_plan(cfg, measured_machine(one), PlanOptions(mfu=0.4), measured=[one])
     card = dataclasses.replace(one, device_kind="NVIDIA H100 80GB HBM3", platform="gpu")
     wished = make_plan(cfg, measured_machine(card), PlanOptions(mfu=0.4), measured=[card])

@@ -183,13 +183,13 @@ def test_the_plan_says_what_it_takes_for_granted_and_which_parameters_it_counts(
     assert "routing: balanced: every expert has the same number of rows, and one all-to-all round with 1.25 x" in text
     for words in (
         "46,702,792,704 total, 12,879,925,248 active per token (for FLOPs and MFU)",
-        "published optima are for dense models",
+        "published optima are only for dense models",
         "the published rule and fit cover only dense models",
     ):
         assert text.count(words) == 1, words
     assert "compute-optimal" not in text
     _, at_home = told()
-    assert "expert:" not in at_home and "Rows stay on their device" in at_home
+    assert "expert:" not in at_home and "Rows are not sent to other devices" in at_home
 
 
 def test_a_law_of_dense_models_is_not_fitted_to_a_mixture():

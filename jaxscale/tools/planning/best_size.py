@@ -1,18 +1,18 @@
-"""The compute-optimal size by the three approaches of arXiv:2203.15556.
+"""Compute-optimal model sizes by the three approaches of arXiv:2203.15556.
 
-N parameters, D tokens, C FLOPs, L nats per token; R curve, S size, C FLOP counts in array names.
+N is parameters, D tokens, C FLOPs and L nats per token. In array names, R is a curve, S a size and C a FLOP count.
 
-Approach 1 (section 3.1), whole training curves: at each of many FLOP counts one run has the lowest training loss,
-smoothed and interpolated. As FLOPs grow, its size is a staircase. A line through all of it would be too flat, since it
-begins and ends with half a step: by 1 - 1/k^2 for k whole steps. So the line goes through the edges: where one size
-overtakes a smaller one, the best size is midway between the two in log N, if the loss around the best size is
-symmetric. A curve of a decaying schedule is lowest at its end, so each size needs runs of several lengths.
+Approach 1 (section 3.1) compares whole training curves. At each FLOP count, one run has the lowest smoothed loss, and
+its size grows with FLOPs as a staircase. The slope of a line through the whole staircase would be too small by a factor
+of 1 - 1/k^2 for k whole steps. So the line is fitted through the edges, where one size overtakes a smaller one. The
+best size at an edge is midway between the two in log N, if the loss is symmetric around the best size. The curve of a
+decaying schedule is lowest at its end, so each size needs runs of several lengths.
 
-Approach 2 (section 3.2), runs of equal FLOPs: a parabola of loss in log N has its minimum at the best N; lines are then
-fitted through log N over log C, and log D over log C. A group whose lowest loss is at its edge is left out, with its
-reason: the best size is outside. Intervals come from a bootstrap over runs.
+Approach 2 (section 3.2) compares runs of equal FLOPs. A parabola of loss in log N has its minimum at the best N, and
+lines are fitted to log N and to log D over log C. A group with its lowest loss at an edge is left out with a reason,
+since its best size is outside the sizes tried. Intervals come from a bootstrap over runs.
 
-Approach 3 is the loss law of loss_law.py.
+Approach 3 fits the loss law in loss_law.py.
 """
 
 import bisect
@@ -33,18 +33,19 @@ Lines = tuple[float, float, float, float]  # slope and intercept of log N over l
 MIN_GROUPS = 3  # two points determine a line without an error
 CURVES, EQUAL, LOSS = "Approach 1, the envelope of curves", "Approach 2, parabolas at equal FLOPs", "Approach 3, a law"
 NUM_FLOPS = 1500  # FLOP counts at which curves are compared, as in the paper
-# Width of the Gaussian window, as a fraction of the tokens so far. The paper's 10 steps are of large batches; in small
-# batches the noise of a step can exceed the difference between sizes.
+# Width of the Gaussian window, as a fraction of the tokens so far. The paper averages over 10 steps of large batches.
+# With small batches, the noise of a step can exceed the difference between sizes.
 SMOOTHED = 0.1
-# Fraction of a run left out: its few, hardly smoothed steps would be lowest by chance where shorter runs have ended.
+# Fraction omitted at the start of a run. Its few steps are hardly smoothed, and could be the lowest by chance where
+# shorter runs have ended.
 SETTLED = 0.1
-BINS = 512  # of a curve, equal in log tokens; longer curves are averaged per bin
-MAX_EXPONENT = 10.0  # of N = k C^a in a draw
-RIDGE = 1e-6  # of a local line's slope; isolated points are unchanged
+BINS = 512  # bins per curve, of equal width in log tokens; points are averaged per bin
+MAX_EXPONENT = 10.0  # upper bound of a in N = k C^a for a bootstrap draw
+RIDGE = 1e-6  # ridge penalty on the slope of a local line; leaves isolated points unchanged
 
 
 class BestSize(NamedTuple):
-    """The lowest loss for this many FLOPs, and its size."""
+    """The size with the lowest loss at a number of FLOPs."""
 
     flops: float
     params: float
@@ -54,20 +55,20 @@ class BestSize(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class SizeLaw:
-    """Lines of log N and log D over log C."""
+    """Fitted lines of log N and log D over log C."""
 
     optima: tuple[BestSize, ...]
-    left_out: tuple[str, ...]  # groups without an optimum, with the reason
-    draws: tuple[Lines, ...]  # the fit is first
+    left_out: tuple[str, ...]  # one reason per group without an optimum
+    draws: tuple[Lines, ...]  # the fit, then the bootstrap draws
 
     @property
     def params_exponent(self) -> Interval:
-        """a of N = k C^a."""
+        """The exponent a in N = k C^a."""
         return interval([draw[0] for draw in self.draws])
 
     @property
     def tokens_exponent(self) -> Interval:
-        """b of D = k C^b."""
+        """The exponent b in D = k C^b."""
         return interval([draw[2] for draw in self.draws])
 
     def params(self, flops: float) -> Interval:
@@ -80,36 +81,36 @@ class SizeLaw:
 
 
 class Curve(NamedTuple):
-    """Training loss of a run over its tokens, or the ends of runs of one size."""
+    """Training loss of a run over its tokens, or the final losses of several runs of one size."""
 
     params: float
     flops_per_token: float
-    tokens: Sequence[float]  # growing
+    tokens: Sequence[float]  # increasing
     losses: Sequence[float]  # nats per token
 
 
 class Approach(NamedTuple):
-    """The result of one approach. text: with its name, or why it has no result."""
+    """The result of one approach. `text` states the result, or why there is none."""
 
     name: str
-    law: SizeLaw | None  # of approaches 1 and 2, if the runs determine one
+    law: SizeLaw | None  # None for approach 3, or if the runs determine no law
     text: str
 
 
 def curve_of_run(params: float, flops_per_token: float, tokens: Sequence[float], losses: Sequence[float]) -> Curve:
-    """Returns the curve of one run, without its beginning."""
+    """Returns the curve of one run without the first SETTLED fraction of its tokens."""
     begin = bisect.bisect_left(tokens, SETTLED * tokens[-1]) if len(tokens) else 0
     return Curve(params, flops_per_token, tokens[begin:], losses[begin:])
 
 
 def envelope(curves: Sequence[Curve], *, draws: int = 400, seed: int = 0) -> SizeLaw:
-    """Returns approach 1, its optima the edges. Raises BadInput for fewer than three edges."""
+    """Returns the law of approach 1, with the edges as optima. Raises BadInput for fewer than three edges."""
     known = [curve for curve in curves if len(curve.tokens) > 1]
     edges, left_out = find_edges(known) if known else ([], [])
     if len(edges) < MIN_GROUPS:
         raise BadInput(
-            f"approach 1 needs {MIN_GROUPS + 1} sizes, each with the lowest curve over some range of FLOPs, and "
-            f"{len(known)} curves show {len(edges)} of the {MIN_GROUPS} crossings between such sizes"
+            f"approach 1 needs {MIN_GROUPS} crossings between {MIN_GROUPS + 1} sizes that each have the lowest curve "
+            f"over some range of FLOPs, but the {len(known)} curves show {len(edges)} crossings"
             + "".join(f"; {reason}" for reason in left_out[:3])
             + "; add sizes between or outside these, or longer runs"
         )
@@ -117,9 +118,9 @@ def envelope(curves: Sequence[Curve], *, draws: int = 400, seed: int = 0) -> Siz
 
 
 def lines_through_edges(edges: Sequence[BestSize], draws: int, rng: np.random.Generator) -> list[Lines]:
-    """Returns the lines through the edges, then those of each draw.
+    """Returns the lines through the edges, followed by the lines of each bootstrap draw.
 
-    Sizes are chosen and FLOPs observed, so log C is fitted over log N and the line inverted. A draw resamples
+    Sizes are chosen and FLOPs are observed, so log C is fitted over log N and the line is inverted. A draw resamples
     residuals, scaled by Student's factor for the uncertainty of few edges. D follows from N and C.
     """
     log_flops, log_params, log_tokens = np.log([(e.flops, e.params, e.tokens) for e in edges]).T
@@ -142,10 +143,10 @@ def lines_through_edges(edges: Sequence[BestSize], draws: int, rng: np.random.Ge
 
 
 def losses_by_size(curves: Sequence[Curve]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Returns (FLOPs [C], lowest smoothed loss of each size [S, C], its parameters [S], its FLOPs per token [S]).
+    """Returns (FLOPs [C], lowest smoothed loss per size [S, C], parameters [S], FLOPs per token [S]).
 
-    The smallest size is first. Losses are infinite outside the curves. Raises BadInput for a loss or token count
-    without a logarithm.
+    Sizes are in increasing order. Losses are infinite outside the curves. Raises BadInput for a loss or token count
+    that is not finite and positive.
     """
     for curve in curves:
         if not (min(*curve.tokens, *curve.losses) > 0 and np.isfinite(curve.losses).all()):
@@ -165,7 +166,7 @@ def losses_by_size(curves: Sequence[Curve]) -> tuple[np.ndarray, np.ndarray, np.
 
 
 def find_edges(curves: Sequence[Curve]) -> tuple[list[BestSize], list[str]]:
-    """Returns (FLOPs where a size overtakes a smaller one, reasons for what was left out)."""
+    """Returns (edges where a size overtakes a smaller one, reasons for edges that were left out)."""
     flops_C, losses_SC, params_S, per_token_S = losses_by_size(curves)
     some = np.isfinite(losses_SC).any(axis=0)
     flops_C, losses_SC = flops_C[some], losses_SC[:, some]
@@ -173,14 +174,14 @@ def find_edges(curves: Sequence[Curve]) -> tuple[list[BestSize], list[str]]:
     winners = np.unique(best_C)
     geometric_mean = lambda values: float(np.exp(np.log(values).mean()))
     for small, large in pairwise(winners):
-        # With noise sizes alternate near an edge: minimise the FLOP counts on its wrong side.
+        # Noise makes sizes alternate near an edge: minimise the number of FLOP counts on the wrong side of it.
         sides_C = np.where(best_C >= large, 1, -1)
-        at = int(np.argmin(np.cumsum(sides_C) - sides_C))  # up to a constant
+        at = int(np.argmin(np.cumsum(sides_C) - sides_C))  # that number, up to a constant
         both = slice(max(at - 1, 0), at + 1)
         if not 0 < at or not np.isfinite(losses_SC[small : large + 1, both]).all():
             left_out.append(
-                f"{count(float(params_S[large]))} parameters overtake {count(float(params_S[small]))} at FLOPs that "
-                "not all curves of these sizes cover"
+                f"{count(float(params_S[large]))} parameters overtake {count(float(params_S[small]))} at a FLOP count "
+                "that some curves of these sizes do not cover"
             )
             continue
         values = (flops_C[both], params_S[[small, large]], per_token_S[[small, large]])
@@ -194,7 +195,7 @@ def find_edges(curves: Sequence[Curve]) -> tuple[list[BestSize], list[str]]:
 
 
 def smooth(curve: Curve) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (log tokens, log loss): a local line under a Gaussian window, which preserves power laws."""
+    """Returns (log tokens, log loss), smoothed by local lines with Gaussian weights, which preserves power laws."""
     x, y = np.log(curve.tokens), np.log(curve.losses)
     bins = np.digitize(x, np.linspace(x[0], x[-1], BINS))
     number = np.bincount(bins)
@@ -209,7 +210,7 @@ def smooth(curve: Curve) -> tuple[np.ndarray, np.ndarray]:
 
 
 def interval(values: Sequence[float]) -> Interval:
-    """Returns the first value between quantiles of all, widened to include it."""
+    """Returns the first value as middle, and quantiles of all values as bounds, widened to include the first."""
     low, high = np.quantile(values, INTERVAL)
     return Interval(min(float(low), values[0]), values[0], max(float(high), values[0]))
 
@@ -222,10 +223,10 @@ def parabolas(
     draws: int = 400,
     seed: int = 0,
 ) -> SizeLaw:
-    """Returns approach 2, over runs of equal FLOPs; deterministic for the same points and seed.
+    """Returns the law of approach 2, from runs of equal FLOPs. Deterministic for the same points and seed.
 
-    budgets: FLOPs of the groups; without them runs are grouped by their own. within: relative distance of a group's
-    runs from it. Raises BadInput if fewer than three groups have a best size between their smallest and largest one.
+    budgets: FLOPs of each group; if empty, runs are grouped by their FLOPs. within: largest relative difference from
+    the FLOPs of the group. Raises BadInput if fewer than three groups have a best size inside the sizes tried.
     """
     rng, groups = np.random.default_rng(seed), equal_flops_groups(points, budgets, within)
     found = [(group, parabola_minimum(group, np.ones(len(group)))) for group in groups]
@@ -233,8 +234,8 @@ def parabolas(
     left_out = [reason for _, reason in found if isinstance(reason, str)]
     if len(optima) < MIN_GROUPS:
         raise BadInput(
-            f"approach 2 needs {MIN_GROUPS} FLOP budgets with a best size inside the sizes tried, and the runs have "
-            f"{len(optima)}" + "".join(f"; {reason}" for reason in left_out[:3])
+            f"approach 2 needs {MIN_GROUPS} FLOP budgets with a best size inside the sizes tried, but the runs have "
+            f"only {len(optima)}" + "".join(f"; {reason}" for reason in left_out[:3])
         )
     used = [group for group, optimum in found if isinstance(optimum, BestSize)]
 
@@ -249,7 +250,7 @@ def parabolas(
 
 
 def lines_through(optima: Sequence[BestSize]) -> Lines:
-    """Returns lines through the optima, by least squares."""
+    """Returns the least-squares lines through the optima."""
     log_flops = np.log([optimum.flops for optimum in optima])
     lines = [np.polyfit(log_flops, np.log(values), 1) for values in zip(*[(o.params, o.tokens) for o in optima])]
     (a, a_start), (b, b_start) = lines
@@ -257,7 +258,7 @@ def lines_through(optima: Sequence[BestSize]) -> Lines:
 
 
 def equal_flops_groups(points: Sequence[Point], budgets: Sequence[float], within: float) -> list[list[Point]]:
-    """Returns points of equal FLOPs."""
+    """Returns the points in groups of nearly equal FLOPs."""
     if budgets:
         near = lambda budget: [point for point in points if abs(point.compute / budget - 1) <= within]
         return [group for budget in budgets if (group := near(budget))]
@@ -265,7 +266,7 @@ def equal_flops_groups(points: Sequence[Point], budgets: Sequence[float], within
 
 
 def group_by(points: Iterable[T], key: Callable[[T], float], within: float) -> list[list[T]]:
-    """Returns sorted points in groups whose first and last differ by at most `within`, relatively."""
+    """Returns the sorted points in groups. Within a group, the relative difference of keys is at most `within`."""
     groups: list[list[T]] = []
     for point in sorted(points, key=key):
         if groups and key(point) <= (1 + within) * key(groups[-1][0]):
@@ -276,7 +277,7 @@ def group_by(points: Iterable[T], key: Callable[[T], float], within: float) -> l
 
 
 def parabola_minimum(group: Sequence[Point], weights: np.ndarray) -> BestSize | str:
-    """Returns the minimum of a parabola of loss in log N, or why there is none."""
+    """Returns the minimum of a parabola of loss in log N, or the reason that there is none."""
     log_params = np.log([point.params for point in group])
     flops = math.exp(float(np.mean(np.log([point.compute for point in group]))))
     name = f"{flops:.2e} FLOPs"
@@ -304,7 +305,7 @@ def three_approaches(
     within: float = 0.1,
     law: LossLaw | None = None,
 ) -> list[Approach]:
-    """Returns each result for these FLOPs, named `description`. points: ends of runs. law: of them, if fitted."""
+    """Returns the results of all approaches. description: name of `flops` in texts. law: fit of `points`, if known."""
     found = []
     for name, make in (
         (CURVES, lambda: envelope(curves)),
@@ -326,7 +327,7 @@ def three_approaches(
 
 
 def loss_law_text(points: Sequence[Point], flops: float, law: LossLaw | None = None) -> str:
-    """Returns approach 3 as text: the loss law, and its compute-optimal size."""
+    """Returns the loss law of approach 3 and its compute-optimal size as text."""
     try:
         law = law or fit(points)
     except BadInput as error:
@@ -334,7 +335,7 @@ def loss_law_text(points: Sequence[Point], flops: float, law: LossLaw | None = N
     terms = law.terms
     if not (terms.A and terms.B):
         term = "parameters" if law.form == "params" else "tokens"
-        return f"{LOSS} of the loss: the runs determine only the term in {term}, and a best size needs both."
+        return f"{LOSS} of the loss: the runs determine only the term in {term}, but a best size needs both terms."
     exponent = terms.beta / (terms.alpha + terms.beta)
     log_ratio = math.log(terms.alpha * terms.A / (terms.beta * terms.B)) / (terms.alpha + terms.beta)
     log_params = log_ratio + exponent * math.log(flops / 6)

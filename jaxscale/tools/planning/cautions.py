@@ -1,4 +1,4 @@
-"""Cautions about a plan. Each function checks one thing and returns a Caution, or None if all is well."""
+"""Cautions about a plan. Each function checks one property and returns a Caution, or None if no problem is found."""
 
 import dataclasses
 import math
@@ -13,13 +13,13 @@ from jaxscale.tools.planning.schedule_times import bubble_formula
 
 MAX_SECONDS = 118 * cost.DAY  # BLOOM, 176B parameters on 384 A100: arXiv:2211.02001, table 1
 MAX_TOKENS = 36e12  # Qwen3: arXiv:2505.09388, section 3.1
-MIN_POSITIONS = 1024  # of a row on one device, our choice: below it matmuls end before keys and values arrive
-MAX_EXPOSED = 0.2  # fraction of a step, our choice
-NEAR = 2.5  # factor within which published sizes are compared
+MIN_POSITIONS = 1024  # per sequence and device, our choice: with fewer, matmuls end before keys and values arrive
+MAX_EXPOSED = 0.2  # exposed communication as a fraction of a step, our choice
+NEAR = 2.5  # published runs are compared if their sizes differ by at most this factor
 
 
 class Caution(NamedTuple):
-    """A problem, its reason, the fix and the source."""
+    """A problem with its reason, fix and source."""
 
     what: str
     why: str
@@ -28,7 +28,7 @@ class Caution(NamedTuple):
 
 
 def warmup_too_short(params: float, warmup_steps: int, warmup_tokens: float, b2: float) -> Caution | None:
-    """Fewer steps than Adam's second moment needs; from 1B parameters also fewer than any published run."""
+    """Warns about a warmup with too few steps for Adam's second moment, or from 1B parameters below published runs."""
     least = 2 / (1 - b2)
     if warmup_steps < least:
         return Caution(
@@ -50,7 +50,7 @@ def warmup_too_short(params: float, warmup_steps: int, warmup_tokens: float, b2:
 
 
 def rate_range(params: float, tokens: float, batch_tokens: float) -> tuple[cost.Range, list[str]]:
-    """Returns (learning rates of published runs and formulas for this size and batch, a line for each)."""
+    """Returns (range of learning rates from published runs and formulas, one line of text per source)."""
     rates, lines = [], []
     for run in scaling.RUNS:
         if 1 / NEAR <= run.params / params <= NEAR:
@@ -75,11 +75,11 @@ def rate_range(params: float, tokens: float, batch_tokens: float) -> tuple[cost.
 def rate_outside(
     params: float, tokens: float, batch_tokens: float, peak_lr: float, optimizer: str = "adamw"
 ) -> Caution | None:
-    """A peak rate outside the published range for the size and batch. optimizer: its name in scaling.TIMES_ADAMW."""
+    """Warns about a peak learning rate outside the published range. optimizer: a key of scaling.TIMES_ADAMW."""
     span, lines = rate_range(params, tokens, batch_tokens)
     if (factors := scaling.TIMES_ADAMW[optimizer]) != (1.0, 1.0):
         low, high = factors
-        lines.append(f"these are for AdamW; those of {optimizer} are {low:.2g} to {high:.2g} times as large")
+        lines.append(f"these rates are for AdamW; rates for {optimizer} are {low:.2g} to {high:.2g} times as large")
         span = cost.Range(span.low * low, span.high * high)
     if span.low <= peak_lr <= span.high:
         return None
@@ -87,13 +87,15 @@ def rate_outside(
     return Caution(
         f"optim.peak_lr={peak_lr:g} is {side} the published range for this size and batch",
         f"{span.low:.2g} to {span.high:.2g}: " + "; ".join(lines),
-        f"set optim.peak_lr to {span.low:.2g} or more" if side == "below" else f"set it to {span.high:.2g} or less",
+        f"set optim.peak_lr to {span.low:.2g} or more"
+        if side == "below"
+        else f"set optim.peak_lr to {span.high:.2g} or less",
         "square-root rule for Adam: arXiv:2205.10287; linear, for SGD: arXiv:1706.02677",
     )
 
 
 def too_few_tokens(params: float, tokens: float, fewest: float = 10.0) -> Caution | None:
-    """Far fewer tokens than the size deserves."""
+    """Warns about fewer than `fewest` tokens per parameter."""
     ratio = tokens / params
     if ratio >= fewest:
         return None
@@ -108,20 +110,20 @@ def too_few_tokens(params: float, tokens: float, fewest: float = 10.0) -> Cautio
 
 
 def too_many_tokens(tokens: float) -> Caution | None:
-    """More tokens than any published run was trained on."""
+    """Warns about more training tokens than in any published run."""
     if tokens <= MAX_TOKENS:
         return None
     return Caution(
         f"{units.count(tokens)} tokens are more than any published run was trained on",
         f"the published maximum is {units.count(MAX_TOKENS)}, including synthetic text; repeated data is nearly as "
         "good as new text only for about 4 epochs",
-        f"set train_tokens={MAX_TOKENS:.3g} or less, and choose a model size for that",
+        f"set train_tokens={MAX_TOKENS:.3g} or less, and choose a model size for that many tokens",
         "arXiv:2505.09388, section 3.1; arXiv:2305.16264",
     )
 
 
 def wall_too_long(wall: cost.Range, num_chips: float, flops: float | None) -> Caution | None:
-    """A run of years. flops: training FLOPs of a decoder, to propose a size for this machine."""
+    """Warns about a run longer than MAX_SECONDS. flops: training FLOPs of a decoder, for proposing a smaller size."""
     if wall.low <= MAX_SECONDS:
         return None
     share, longest = MAX_SECONDS / wall.high, f"{MAX_SECONDS / cost.DAY:.0f} days"
@@ -143,14 +145,14 @@ def wall_too_long(wall: cost.Range, num_chips: float, flops: float | None) -> Ca
 
 
 def exposed_communication(products: float, exposed: float) -> Caution | None:
-    """Exposed communication above a threshold. Both in seconds per step."""
+    """Warns about exposed communication above MAX_EXPOSED. products, exposed: seconds per step."""
     share = exposed / (products + exposed)
     if share <= MAX_EXPOSED:
         return None
     return Caution(
         f"{share:.0%} of each step is exposed communication, at peak FLOP/s",
-        f"matmuls take {products:.3g} s, and {exposed:.3g} s of communication do not overlap them; that time hardly "
-        "grows with tokens per step",
+        f"matmuls take {products:.3g} s, and {exposed:.3g} s of communication do not overlap with them; the "
+        "communication time hardly grows with tokens per step",
         "give each device more tokens (a larger batch, or fewer chips), set train.reduce_dtype='bfloat16', or keep "
         "mesh.fsdp inside a host or slice and use mesh.data across them",
         f"our threshold: {MAX_EXPOSED:.0%}; bytes from the sharding, bandwidth from jaxscale/kernels/hardware.py",
@@ -158,33 +160,33 @@ def exposed_communication(products: float, exposed: float) -> Caution | None:
 
 
 def unknown_bandwidth(domains: int, devices: int, chip: Chip) -> Caution | None:
-    """Several devices with unknown link bandwidth. domains: of fast links, among `devices`."""
+    """Warns about unknown link bandwidth. domains: number of hosts or slices that `devices` are on."""
     inside, outside = devices > domains, domains > 1
     if (chip.ici_bandwidth or not inside) and (chip.dcn_bandwidth or not outside):
         return None
     where = "hosts" if chip.ici_bandwidth or not inside else "devices of a host"
     return Caution(
         f"the bandwidth between {where} of {chip.name} is unknown",
-        "the step time excludes communication, so time and cost above are lower bounds, and far too low on slow links",
-        "measure the MFU on such a machine and give it as --mfu",
+        "the step time excludes communication, so the time and cost above are lower bounds, far too low on slow links",
+        "measure the MFU on such a machine and pass it as --mfu",
         chip.links_source or chip.source,
     )
 
 
 def mfu_beyond_reach(mfu: float, step: float, products: float) -> Caution | None:
-    """A requested MFU whose step is shorter than its matmuls at peak, recomputation included. In seconds."""
+    """Warns about a requested MFU that makes the step shorter than its matmuls at peak. step, products: seconds."""
     if step >= products:
         return None
     return Caution(
         f"--mfu={mfu:g} is higher than this step can reach",
         f"a step would take {step:.3g} s, but its matmuls with recomputation take {products:.3g} s at peak FLOP/s",
-        f"give --mfu={math.floor(100 * mfu * step / products) / 100:g} or less, or a model.remat that recomputes less",
+        f"pass --mfu={math.floor(100 * mfu * step / products) / 100:g} or less, or a model.remat that recomputes less",
         "model FLOPs over the chip's peak: arXiv:2204.02311, appendix B",
     )
 
 
 def horizon_too_far(schedule_tokens: float, tokens: float, decay: str, limit: str) -> Caution | None:
-    """A run that ends before its schedule does. limit: what ends it, such as 'the budget'."""
+    """Warns about a run that ends before its schedule. limit: what ends the run, such as 'the budget'."""
     if decay in ("constant", "inverse_sqrt") or tokens >= schedule_tokens:
         return None
     over = schedule_tokens / tokens - 1
@@ -199,7 +201,7 @@ def horizon_too_far(schedule_tokens: float, tokens: float, decay: str, limit: st
 
 
 def batch_too_large(params: float, tokens: float, batch_tokens: float) -> Caution | None:
-    """A batch above the critical one at the expected final loss; earlier the critical batch is smaller still."""
+    """Warns about a batch above the critical batch at the expected final loss, where it is largest."""
     loss = scaling.fitted_loss(params, tokens)
     if loss is None or batch_tokens <= (critical := scaling.critical_batch(loss)):
         return None
@@ -214,9 +216,9 @@ def batch_too_large(params: float, tokens: float, batch_tokens: float) -> Cautio
 
 
 def save_interval(interval: float, save_seconds: float, num_chips: float, wall_seconds: float) -> Caution | None:
-    """An interval between checkpoints that loses more than 1% of the time compared with the best one."""
+    """Warns about a checkpoint interval that loses 1% more of the time than the best interval."""
     mtbf = cost.mean_seconds_between_failures(num_chips)
-    best = min(cost.best_save_interval(save_seconds, mtbf), wall_seconds)  # at the latest at the end of the run
+    best = min(cost.best_save_interval(save_seconds, mtbf), wall_seconds)  # every run saves at its end
     interval = min(interval, wall_seconds)
     lost_fraction, min_lost = (cost.lost_share(seconds, save_seconds, mtbf) for seconds in (interval, best))
     if lost_fraction - min_lost < 0.01:
@@ -235,7 +237,7 @@ def save_interval(interval: float, save_seconds: float, num_chips: float, wall_s
 
 
 def tensor_over_slow_links(tensor: int, domain_size: int, chip: Chip) -> Caution | None:
-    """Tensor parallelism over slow links. domain_size: devices of a host or slice."""
+    """Warns about tensor parallelism over slow links. domain_size: number of devices of a host or slice."""
     if tensor == 1 or (tensor <= domain_size and chip.ici_bandwidth):
         return None
     reason = f"a host or slice has {domain_size} devices" if chip.ici_bandwidth else f"{chip.name} has no fast links"
@@ -248,7 +250,7 @@ def tensor_over_slow_links(tensor: int, domain_size: int, chip: Chip) -> Caution
 
 
 def bubble_too_large(schedule: ScheduleSize, num_layers: int) -> Caution | None:
-    """Fewer than two microbatches per stage: a bubble of a third or more."""
+    """Warns about fewer than two microbatches per pipeline stage, which make the bubble a third or more."""
     stages, microbatches = schedule.num_stages, schedule.num_microbatches
     if stages == 1 or schedule.chunk_runs >= 2 * stages:
         return None
@@ -271,7 +273,7 @@ def bubble_too_large(schedule: ScheduleSize, num_layers: int) -> Caution | None:
 
 
 def wrong_axis_across_slices(crossing: str, number: int, seconds: Mapping[str, float]) -> Caution | None:
-    """The axis of pipeline and data that sends more crosses `number` slices or hosts. seconds: per step, of either."""
+    """Warns if data crosses slices or hosts although pipeline would send less, or vice versa. seconds: per axis."""
     (other,) = set(seconds) - {crossing}
     if seconds[crossing] <= 2 * seconds[other]:
         return None
@@ -289,20 +291,20 @@ def wrong_axis_across_slices(crossing: str, number: int, seconds: Mapping[str, f
 
 
 def too_few_positions(context: int, seq_len: int, least: int = MIN_POSITIONS) -> Caution | None:
-    """Context parallelism that leaves a device too few positions."""
+    """Warns about context parallelism with too few positions per device."""
     if context == 1 or seq_len // context >= least:
         return None
     fewer = max(1, 2 ** int(math.log2(max(1, seq_len // least))))
     return Caution(
-        f"mesh.context={context} leaves {seq_len // context:,} positions per device of a row of {seq_len:,}",
-        "matmuls shrink with the positions per device, but the remote keys and values do not: devices wait for them",
+        f"mesh.context={context} leaves {seq_len // context:,} positions per device of a sequence of {seq_len:,}",
+        "matmuls shrink with the positions per device, but remote keys and values do not, so devices wait for them",
         f"set mesh.context={fewer}, and use fsdp or tensor for the other devices",
         f"our threshold: {least:,} positions",
     )
 
 
 def dtype_mismatch(dtype: str, chip: Chip) -> Caution | None:
-    """float16 where the chip has bfloat16, bfloat16 where it has not, float32 where the peak is of shorter types."""
+    """Warns about a compute dtype that is slow on the chip, or float16 where the chip supports bfloat16."""
     if dtype == "float16" and chip.bfloat16:
         return Caution(
             f"model.compute_dtype='float16' on {chip.name}, which has bfloat16 at the same speed",
@@ -312,8 +314,8 @@ def dtype_mismatch(dtype: str, chip: Chip) -> Caution | None:
         )
     if dtype == "bfloat16" and not chip.bfloat16:
         return Caution(
-            f"model.compute_dtype='bfloat16' on {chip.name}, which has no matrix units for it",
-            "its peak is for float16; bfloat16 is converted or computed much more slowly",
+            f"model.compute_dtype='bfloat16' on {chip.name}, which has no matrix units for bfloat16",
+            "the chip's peak is for float16; bfloat16 is converted or computed much more slowly",
             "set model.compute_dtype='auto', which selects "
             + ("float16 with a dynamic loss scale" if has_matrix_units(chip) else "float32"),
             chip.source,
@@ -333,30 +335,30 @@ def dtype_mismatch(dtype: str, chip: Chip) -> Caution | None:
 
 
 def has_matrix_units(chip: Chip) -> bool:
-    """False for NVIDIA GPUs before Volta."""
+    """Returns False for NVIDIA GPUs before Volta, which have no matrix units."""
     return chip.compute_capability is None or chip.compute_capability >= VOLTA
 
 
 def pass_too_short(pass_seconds: float, least: float = 0.001) -> Caution | None:
-    """Passes too short for the published MFU range."""
+    """Warns about passes (forward and backward of one microbatch) that are too short for the published MFU range."""
     if pass_seconds >= least:
         return None
     return Caution(
         f"the matmuls of one pass take only {1e3 * pass_seconds:.2g} ms per device at peak FLOP/s",
         "the MFU range is from large models and excludes launch overhead and waits, which may take longer than these "
-        "matmuls, so time and cost above are lower bounds",
-        "give --mfu, or measure the step on such a machine: jaxscale bench step --save, then --topology=here",
+        "matmuls, so the time and cost above are lower bounds",
+        "pass --mfu, or measure the step on such a machine: jaxscale bench step --save, then --topology=here",
         f"our threshold: {1e3 * least:g} ms; no published run has shorter passes",
     )
 
 
 def too_many_epochs(epochs: float, most: float = 4.0) -> Caution | None:
-    """Data repeated more often than repetition was found to be nearly as good as new text."""
+    """Warns about more than `most` epochs, beyond which repeated text is worth less than new text."""
     if epochs <= most:
         return None
     return Caution(
         f"training would repeat the data for {units.digits(epochs)} epochs",
-        f"up to about {most:g} epochs, repeated tokens are worth nearly as much as new ones, and then less",
+        f"up to about {most:g} epochs, repeated tokens are worth nearly as much as new tokens; after that, less",
         "add data, or shorten the run",
         "arXiv:2305.16264",
     )

@@ -1,4 +1,4 @@
-"""Collectives of a step along each mesh axis, which the axis objects of the plan answer (core/axes), added up."""
+"""Collectives of a step along each mesh axis, as reported by the axis objects of the parallel plan (core/axes)."""
 
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
@@ -25,22 +25,22 @@ from jaxscale.program.memory import (
     stage_elements,
 )
 
-# Exposed fraction of the experts' gathers and scatters although matmuls could overlap them: XLA:TPU starts and ends two
-# of a layer's three gathers with no matmul between. The matmuls next to the scatters are too short for a fifth of their
-# time in one compiled program, and long enough in another.
+# Exposed fraction of the experts' all-gathers and reduce-scatters where matmuls could overlap them. XLA:TPU starts and
+# ends two of a layer's three gathers with no matmul in between. In one compiled program, the matmuls next to the
+# scatters were too short to overlap a fifth of their time; in a second program they were long enough.
 EXPOSED = {"all-gather": 2 / 3, "reduce-scatter": 1 / 10}
-Sizes = Mapping[tuple[str, ...], float]  # {logical axes of weights: elements on a device, gathered}
+Sizes = Mapping[tuple[str, ...], float]  # {logical axes of weights: gathered elements on a device}
 
 
 class PlannedCollective(NamedTuple):
-    """All collectives of one kind, axis and purpose in a step, of one device."""
+    """All collectives of one device in a step with the same kind, axis and purpose."""
 
     axis: str
     kind: str
-    nbytes: float  # of the whole arrays, over a step
+    nbytes: float  # size of the whole arrays, summed over a step
     overlaps: bool  # matmuls can overlap it, if the compiler overlaps this kind
-    exposed: float = 0.0  # exposed fraction even if overlapped
-    in_stage: bool = False  # inside the layers, so that other pipeline stages wait too
+    exposed: float = 0.0  # fraction that is exposed even if the rest overlaps
+    in_stage: bool = False  # inside the layers, so other pipeline stages also wait
 
 
 def step_collectives(program: Program) -> list[PlannedCollective]:
@@ -50,9 +50,9 @@ def step_collectives(program: Program) -> list[PlannedCollective]:
 
 
 def layer_weights(program: Program) -> list[PlannedCollective]:
-    """Returns the collectives of weights and gradients, per layer and microbatch, and once a step over copies."""
+    """Returns the collectives of weights and gradients: per layer and microbatch, and once per step over replicas."""
     cfg, model, tensor, parts = program.cfg, program.cfg.model, program.plan.tensor.size, program.plan.num_microbatches
-    expert_params = tables = 0  # tables: gathered less often, once for the lookup's gradient and the loss
+    expert_params = tables = 0  # embedding tables are gathered once for the lookup's gradient and the loss
     if isinstance(model, LlamaConfig) and (experts := model.experts) is not None:
         expert_matrix = experts.number * model.embed_dim * experts.mlp_dim
         expert_params = 3 * (model.num_layers - experts.first_dense) * expert_matrix
@@ -66,7 +66,7 @@ def layer_weights(program: Program) -> list[PlannedCollective]:
 
 
 def stage_weights(program: Program) -> list[PlannedCollective]:
-    """Returns the collectives of a stage's weights and gradients: once a step, and overlapped by nothing."""
+    """Returns the collectives of a pipeline stage's weights and gradients, which run once per step without overlap."""
     axes, width = program.plan.batch_axes, compute_bytes(program)
     weights, grads = (stage_elements(program, tree) for tree in (program.abstract_state.params, program.abstract_grads))
     params, grad_params = ({MATRIX: one.layers + one.others, EXPERT_MATRIX: one.experts} for one in (weights, grads))
@@ -82,11 +82,11 @@ def stage_weights(program: Program) -> list[PlannedCollective]:
 def weight_collectives(
     program: Program, params: Sizes, gathered: Sizes, grads: Sizes, *, scattered: tuple[int, int], overlaps: bool
 ) -> list[PlannedCollective]:
-    """Returns the gathers and scatters of weights, and the all-reduce of a device's gradients over copies of the model.
+    """Returns the all-gathers of weights, the reduce-scatters of gradients, and the gradient all-reduce over replicas.
 
-    params: whole weights. gathered: the same times how often they are gathered in layers, in the compute dtype; zero1
-    and zero2 gather them once, after the update, in float32, but experts over their axis always in layers. scattered:
-    how often gradients are reduce-scattered (in layers, to the sharding of the moments).
+    gathered: `params` times the number of gathers inside layers, in the compute dtype. zero1 and zero2 instead gather
+    once after the update, in float32; expert weights are always gathered inside layers over their axis. scattered:
+    number of gradient reduce-scatters (inside layers, to the sharding of the moments).
     """
     axes, width = program.plan.batch_axes, compute_bytes(program)
     reduced, found = jnp.dtype(program.cfg.train.reduce_dtype).itemsize, []
@@ -107,9 +107,9 @@ def weight_collectives(
 
 
 def activations(program: Program) -> list[PlannedCollective]:
-    """Returns activations over tensor, keys and values over context, rows over expert, and what stages send.
+    """Returns the collectives of activations over the tensor, context, expert and pipeline axes.
 
-    Attention may gather another width than the MLP over tensor, so their mean is taken.
+    Attention and the MLP may gather different widths over the tensor axis, so the mean of both is used.
     """
     cfg, plan, model, width = program.cfg, program.plan, program.cfg.model, compute_bytes(program)
     layers = plan.pipeline.layer_slots if plan.pipeline.size > 1 else model.num_layers
@@ -120,7 +120,7 @@ def activations(program: Program) -> list[PlannedCollective]:
     exchanged = plan.context.bytes_sent(plan.context_exchange.name, attention_bytes(program))
     in_layers += [(runs, one) for one in exchanged]
     if (experts := model.experts) is not None and plan.expert.size > 1:
-        # Each row chunk has its own rounds: row_parts, times two halves under tensor parallelism.
+        # Each chunk of rows has its own all-to-all rounds. Tensor parallelism splits each chunk into two halves.
         parts = row_chunks(program)
         parts *= 2 if plan.tensor.size > 1 and device_rows(program) // parts % 2 == 0 else 1
         rows = parts * rows_per_round(program, experts, parts)
@@ -134,21 +134,21 @@ def activations(program: Program) -> list[PlannedCollective]:
 
 
 def planned(collectives: Iterable[CollectiveBytes], *, in_stage: bool = False) -> list[PlannedCollective]:
-    """Returns collectives of which matmuls can overlap the sends to a neighbour alone."""
+    """Returns planned collectives. Matmuls can overlap only the collective-permutes."""
     return [PlannedCollective(*one, one.kind == "collective-permute", in_stage=in_stage) for one in collectives]
 
 
 def routing_assumption(program: Program) -> str:
-    """Returns the routing assumption of the plan as text; '' for a dense model."""
+    """Returns the plan's assumption about expert routing as text, or '' for a dense model."""
     if program.cfg.model.experts is None:
         return ""
     if program.plan.expert.size == 1:
         return (
-            "balanced: every expert has the same number of rows. Rows stay on their device, so uneven routing changes "
-            "neither memory nor traffic"
+            "balanced: every expert has the same number of rows. Rows are not sent to other devices, so uneven routing "
+            "changes neither memory nor traffic"
         )
     return (
         f"balanced: every expert has the same number of rows, and one all-to-all round with {CAPACITY_FACTOR:g} x an "
-        "equal share is enough. Uneven routing needs the same memory, but each further round sends the same amount "
-        "again, and all devices wait for the busiest"
+        "equal share is enough. Uneven routing needs the same memory, but each additional round sends the same amount "
+        "again, and all devices wait for the busiest device"
     )

@@ -1,4 +1,4 @@
-"""Seconds that a step's collectives occupy each link, and how much of it matmuls overlap: arithmetic, no compiler."""
+"""Communication time of a step per link, and the part that matmuls overlap. Computed without a compiler."""
 
 import collections
 import dataclasses
@@ -32,7 +32,7 @@ from jaxscale.tools.planning.links import (
 from jaxscale.tools.planning.topology import Topology, link_domains
 
 KINDS = frozenset({"all-gather", "reduce-scatter"})
-PERMUTE_AXES = ("pipeline", "context")  # axes along which a device sends to the next device
+PERMUTE_AXES = ("pipeline", "context")  # axes with collective-permutes to the next device
 PERMUTE = frozenset({"collective-permute"})  # asynchronous in every compiler
 
 
@@ -40,34 +40,34 @@ PERMUTE = frozenset({"collective-permute"})  # asynchronous in every compiler
 class CommunicationTime:
     """Communication time of one device and step, in seconds."""
 
-    links_s: dict[str, float]  # by link, 'ici:fsdp:x' or 'dcn:data'
-    total_s: float  # without overlap between links
-    blocking_s: float  # of collectives that nothing overlaps
-    idle_s: float = 0.0  # waiting for other pipeline stages' collectives
-    nbytes: Mapping[str, float] = dataclasses.field(default_factory=dict)  # by mesh axis
+    links_s: dict[str, float]  # {link: seconds}, with keys such as 'ici:fsdp:x' or 'dcn:data'
+    total_s: float  # sum over links, which are assumed not to overlap
+    blocking_s: float  # collectives that no matmul overlaps
+    idle_s: float = 0.0  # waiting for collectives of other pipeline stages
+    nbytes: Mapping[str, float] = dataclasses.field(default_factory=dict)  # {mesh axis: bytes sent}
 
     def exposed_s(self, compute_s: float) -> float:
-        """Returns the time not overlapped by matmuls: blocking collectives, and what exceeds the compute time."""
+        """Returns the blocking time, plus the part of the other time that exceeds the compute time."""
         return self.blocking_s + max(0.0, self.total_s - self.blocking_s - compute_s)
 
 
 @dataclasses.dataclass(frozen=True)
 class Links:
-    """The links behind each axis of a mesh."""
+    """The links that each mesh axis uses."""
 
-    torus: Torus | None  # None: a switch joins the devices of a slice
-    lines: Mapping[str, tuple[Phase, ...]]  # along each axis, within a slice
-    hops: Mapping[str, tuple[Phase, ...]]  # from each device to the next, within a slice
-    slices: Mapping[str, int]  # crossed by each axis
+    torus: Torus | None  # None if a switch connects the devices of a slice
+    lines: Mapping[str, tuple[Phase, ...]]  # {axis: links within a slice}
+    hops: Mapping[str, tuple[Phase, ...]]  # {axis: links from each device to the next, within a slice}
+    slices: Mapping[str, int]  # {axis: number of slices that it crosses}
 
 
 def communication_time(program: Program, topology: Topology) -> CommunicationTime:
-    """Returns the communication time of a step, each phase on the links of its torus dimension.
+    """Returns the communication time of a step. Each phase uses the links of its torus dimension.
 
-    overlapped_kinds() lists the kinds assumed to overlap matmuls, except a fraction of the experts' weights and
-    gradients (collectives.EXPOSED). The all-reduce over data at the end of a step, and activation sums over tensor,
-    which the next matmul needs, are exposed. If collectives inside the layers of one stage are exposed, other stages
-    wait as for its matmuls.
+    The kinds from overlapped_kinds() are assumed to overlap with matmuls, except for a fraction of the experts' weights
+    and gradients (collectives.EXPOSED). Exposed are the all-reduce over data at the end of a step, and the activation
+    sums over tensor, which the next matmul needs. Exposed collectives inside the layers of a pipeline stage also delay
+    the other stages.
     """
     chip, links = topology.chip, mesh_links(program.mesh, topology.chip)
     overlapped = overlapped_kinds(program, topology)
@@ -90,11 +90,11 @@ def communication_time(program: Program, topology: Topology) -> CommunicationTim
 
 
 def slice_crossing(program: Program, topology: Topology) -> tuple[str, int, dict[str, float]] | None:
-    """Returns (which of data and pipeline crosses slices or hosts, how many, {each: seconds if it did}).
+    """Returns (the axis, data or pipeline, that crosses slices or hosts, their number, {axis: seconds if it crossed}).
 
-    None if neither or several axes cross, or no bandwidth is known. With n times as many stages instead of n copies,
-    each stage sees the rows of all copies in as many microbatches; with copies instead of stages, each has n times the
-    layers.
+    Returns None if no such axis or several axes cross, or if the bandwidth is unknown. To compare both axes over n
+    slices, n replicas become n times as many stages, each with the rows of all replicas in the same number of
+    microbatches. Conversely, stages become replicas with n times the layers.
     """
     shape, chip = program.mesh.shape, topology.chip
     crossings = {axis: number for axis, number in mesh_links(program.mesh, chip).slices.items() if number > 1}
@@ -112,7 +112,7 @@ def slice_crossing(program: Program, topology: Topology) -> tuple[str, int, dict
 
 @functools.lru_cache(maxsize=64)
 def mesh_links(mesh: Mesh, chip: Chip) -> Links:
-    """Returns the links of a mesh; cached, since many estimates need them."""
+    """Returns the links of a mesh. The result is cached because many estimates use it."""
     devices, shape = list(mesh.devices.flat), dict(mesh.shape)
     groups, torus = link_domains(devices), make_torus(devices, chip)
     slices = dcn_shape(shape, "group", groups) if len(set(groups)) > 1 else dict.fromkeys(shape, 1)
@@ -131,9 +131,9 @@ def mesh_links(mesh: Mesh, chip: Chip) -> Links:
 
 
 def axis_phases(collective: PlannedCollective, links: Links, fused: bool) -> list[Phase]:
-    """Returns the phases of a collective along an axis: within a slice, and across slices where the axis crosses them.
+    """Returns the phases of a collective along its axis: within a slice, then across the slices that the axis crosses.
 
-    A message to the next device crosses undivided, and all devices wait for the slowest.
+    A collective-permute across slices sends whole messages, and all devices wait for the slowest message.
     """
     number = links.slices[collective.axis]
     if collective.kind == "collective-permute":
@@ -148,10 +148,11 @@ def axis_phases(collective: PlannedCollective, links: Links, fused: bool) -> lis
 
 
 def overlapped_kinds(program: Program, topology: Topology) -> frozenset[str]:
-    """Returns the kinds of collectives that the compiler overlaps with matmuls, as seen in scheduled programs.
+    """Returns the kinds of collectives that the compiler overlaps with matmuls.
 
-    XLA:TPU (libtpu 0.0.51): gathers on v5e; elsewhere those offloaded to the SparseCores. XLA:GPU: both, by its
-    latency-hiding scheduler. Seen in programs of this project, 2026-11-23; not timed.
+    XLA:TPU (libtpu 0.0.51) overlaps all-gathers on v5e, and on other chips the collectives offloaded to the
+    SparseCores. XLA:GPU overlaps all-gathers and reduce-scatters by its latency-hiding scheduler. Observed in compiled
+    schedules of this project's programs, 2026-11-23; not timed.
     """
     if topology.platform == "gpu":
         return KINDS | PERMUTE
@@ -164,11 +165,11 @@ def overlapped_kinds(program: Program, topology: Topology) -> frozenset[str]:
 def torus_phases(
     collective: PlannedCollective, lines: Sequence[Phase], torus: Torus | None, fused: bool
 ) -> tuple[Phase, ...]:
-    """Returns the phases of a collective as kernels/collectives.py issues it and XLA:TPU (libtpu 0.0.51) runs
-    it.
+    """Returns the phases of a collective from kernels/collectives.py, as XLA:TPU (libtpu 0.0.51) runs it.
 
-    fused: gathers and scatters over several dimensions are one operation. Then gathers use the links of all dimensions,
-    and scatters one ring through all, as do gathers over two dimensions on the TensorCores.
+    fused: True if a gather or scatter over several torus dimensions is one operation. A fused gather then uses the
+    links of all dimensions, and a fused scatter uses one ring through all of them. Unfused gathers over two dimensions
+    also use one ring.
     """
     if torus is None or len(lines) < 2:
         return collective_phases(collective.kind, collective.nbytes, lines)

@@ -1,4 +1,4 @@
-"""Time, money, energy and storage: one line of arithmetic each, with units in the names."""
+"""Formulas for the time, money, energy and storage of a run."""
 
 import math
 from typing import NamedTuple
@@ -15,26 +15,26 @@ LARGE_SITES = 1.56, "1.56, the average of operators' largest sites (Uptime Insti
 PUE = {"tpu": (1.10, "1.10, Google's data centers (cnbc.com, 2022-04-13)"), "gpu": LARGE_SITES, "cpu": LARGE_SITES}
 STORAGE_DOLLARS_PER_GB_MONTH = 0.020
 STORAGE_SOURCE = "$0.020 per GB and month: cloud.google.com/storage/pricing, standard storage in us-central1"
-SAVE_BYTES_PER_SECOND = 1e9  # of one host, assumed
+SAVE_BYTES_PER_SECOND = 1e9  # per host, assumed
 
 
 class Range(NamedTuple):
-    """Lower and upper end of an expected value."""
+    """Lower and upper bounds of an expected value."""
 
     low: float
     high: float
 
     def times(self, factor: float) -> "Range":
-        """Returns both ends times a positive factor."""
+        """Returns the range scaled by a positive factor."""
         return Range(self.low * factor, self.high * factor)
 
     def divide(self, dividend: float) -> "Range":
-        """Returns dividend / both ends, in rising order."""
+        """Returns the range of `dividend` divided by a value in this range."""
         return Range(dividend / self.high, dividend / self.low)
 
 
 def chips(number: float) -> str:
-    """Returns '1 chip', '128 chips', '0.5 chips'."""
+    """Returns text such as '1 chip', '128 chips' or '0.5 chips'."""
     return f"{units.digits(number)} chip{'s' * (number != 1)}"
 
 
@@ -44,12 +44,12 @@ def flops_for_dollars(dollars: float, price: float, chip_peak_flops: float, mfu:
 
 
 def megawatt_hours(watts: float, num_chips: float, wall_seconds: float, pue: float) -> float:
-    """Returns the energy of the chips at full load and of the building; without hosts and network."""
+    """Returns the energy of the chips at full load times PUE. Excludes hosts and network."""
     return watts * num_chips * wall_seconds / HOUR * pue / 1e6
 
 
 def mean_seconds_between_failures(num_chips: float) -> float:
-    """Returns the mean time between interruptions of the run, with independent chip failures."""
+    """Returns the mean time between interruptions of the run, assuming independent chip failures."""
     return HOUR / (num_chips * FAILURES_PER_CHIP_HOUR)
 
 
@@ -59,7 +59,7 @@ def best_save_interval(save_seconds: float, between_failures: float) -> float:
 
 
 def lost_share(interval: float, save_seconds: float, between_failures: float) -> float:
-    """Returns the fraction of time lost to saving and to repeating half an interval per failure. First order."""
+    """Returns the fraction of time lost to saving and to repeating half an interval per failure, to first order."""
     return save_seconds / interval + interval / (2 * between_failures)
 
 
@@ -71,5 +71,5 @@ def num_checkpoints(total_steps: int, save_every: int, keep_last: int, keep_ever
 
 
 def bytes_per_token_id(vocab_size: int) -> int:
-    """Returns 2 if the largest id, vocab_size - 1, fits into uint16, else 4."""
+    """Returns 2 if all token ids fit into uint16, else 4."""
     return 2 if vocab_size - 1 <= 65_535 else 4

@@ -1,4 +1,4 @@
-"""Phases of a collective along the torus of a slice, and the seconds that they occupy its links."""
+"""Phases of a collective along the torus of a slice, and the seconds that each phase occupies links."""
 
 import dataclasses
 import itertools
@@ -12,47 +12,47 @@ from jaxscale.kernels.collectives import ring_bytes, wraps
 from jaxscale.kernels.hardware import Chip
 
 DIMENSIONS = "xyz"
-CORE = "core"  # between the two devices of one chip: uses no torus link
+CORE = "core"  # between the two devices of one chip, without a torus link
 SWITCH = "switch"
 DCN = "dcn"
 
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """The part of a collective that uses one set of links, or (nbytes=0) the links that it would use."""
+    """The part of a collective that uses one set of links. With nbytes=0, only the links are described."""
 
-    along: str  # torus dimension, or 'xy' for links of both at once; CORE, SWITCH or DCN
-    size: int  # devices that take part
-    share: float  # used fraction of the chip's ICI or NVLink links, or of its DCN port
-    nbytes: float = 0.0  # sent by one device
+    along: str  # CORE, SWITCH, DCN, a torus dimension, or 'xy' for links of x and y at once
+    size: int  # number of participating devices
+    share: float  # fraction used of the chip's ICI or NVLink bandwidth, or of its DCN bandwidth
+    nbytes: float = 0.0  # bytes sent by one device
 
     @property
     def queues(self) -> tuple[str, ...]:
-        """Links that no two phases use at the same time."""
+        """Names of the links that only one phase can use at a time."""
         return tuple(self.along) if set(self.along) <= set(DIMENSIONS) else (self.along,)
 
     def seconds(self, chip: Chip) -> float | None:
-        """Returns the time that its links are busy, or None where their bandwidth is unknown."""
+        """Returns the time that this phase occupies its links, or None if their bandwidth is unknown."""
         bandwidth = chip.dcn_bandwidth if self.along == DCN else chip.ici_bandwidth
         return self.nbytes / (bandwidth * self.share) if bandwidth else None
 
 
 @dataclasses.dataclass(frozen=True)
 class Torus:
-    """Coordinates of each device of a mesh, in the mesh's order, and the dimensions that wrap around."""
+    """Torus coordinates of the devices of a mesh, in the order of the mesh."""
 
-    coords: tuple[tuple[int, ...], ...]  # on the torus; the core within the chip is last
+    coords: tuple[tuple[int, ...], ...]  # per device: one coordinate per dimension, then the core within the chip
     sides: tuple[int, ...]
-    rings: tuple[bool, ...]
+    rings: tuple[bool, ...]  # per dimension: True if its links wrap around
 
     @property
     def num_links(self) -> int:
-        """Links of one chip: two per dimension."""
+        """Number of links per chip, two per dimension."""
         return 2 * len(self.sides)
 
 
 def make_torus(devices: Sequence[Any], chip: Chip) -> Torus | None:
-    """Returns the torus of a slice's devices (of each slice, if there are several); None where a switch joins them."""
+    """Returns the torus within each slice, or None if a switch connects the devices."""
     if chip.ici_dims == 0 or not hasattr(devices[0], "coords"):
         return None
     coords = [(*device.coords[: chip.ici_dims], getattr(device, "core_on_chip", 0)) for device in devices]
@@ -61,10 +61,10 @@ def make_torus(devices: Sequence[Any], chip: Chip) -> Torus | None:
 
 
 def group_lines(torus: Torus | None, members: Sequence[int]) -> tuple[Phase, ...]:
-    """Returns the links of one slice's members of a group: a phase without bytes per dimension, slowest-varying first.
+    """Returns the links between the members of a group in one slice: one phase without bytes per dimension.
 
-    A ring uses two links of a chip. A line uses one, since what passes an end comes in by one link. Interleaved groups
-    share them. Members that fill no box use one link.
+    The slowest-varying dimension is first. A ring uses two links per chip. A line uses one, since each end has only one
+    link into the line. Interleaved groups share these links. Members that do not fill a box use one link.
     """
     members = list(dict.fromkeys(members))
     if len(members) < 2:
@@ -91,25 +91,28 @@ def group_lines(torus: Torus | None, members: Sequence[int]) -> tuple[Phase, ...
 
 
 def ring_over(lines: Sequence[Phase], chip_links: int) -> tuple[Phase, ...]:
-    """Returns one ring through all members over the links of several dimensions: two per chip, both directions."""
+    """Returns one ring through all members over the links of several dimensions, with two links per chip."""
     return (Phase(joined_dims(lines), math.prod(line.size for line in lines), 2 / chip_links),)
 
 
 def joined_dims(lines: Sequence[Phase]) -> str:
-    """Returns 'xy' for lines along x and y, without the cores of one chip."""
+    """Returns 'xy' for lines along x and y. Ignores links between the cores of a chip if there are other lines."""
     along = {line.along for line in lines}
     return "".join(sorted(along & set(DIMENSIONS))) or min(along)
 
 
 def collective_phases(kind: str, nbytes: float, lines: Sequence[Phase]) -> tuple[Phase, ...]:
-    """Returns a collective's phases in order. nbytes: the whole array. lines: slowest-varying first, as scattered."""
+    """Returns a collective's phases in order. nbytes: size of the whole array. lines: the slowest-varying first."""
     if kind == "collective-permute":
         return tuple(dataclasses.replace(line, nbytes=nbytes) for line in lines)
-    if kind == "all-to-all":  # it uses all lines at once; the bisection of the longest limits it
+    if kind == "all-to-all":  # uses all lines at once, limited by the bisection of the longest line
         size = math.prod(line.size for line in lines)
-        sent, slowest = ring_bytes("all-to-all", nbytes, size), 0.0  # equivalent bytes over all links of a chip
+        sent, slowest = (
+            ring_bytes("all-to-all", nbytes, size),
+            0.0,
+        )  # slowest: equivalent bytes over all links of a chip
         for line in lines:
-            # a line of n sends n/2 * n/2 messages of nbytes/n over its middle link, a ring half over each of two
+            # a line of n sends n/2 * n/2 messages of nbytes/n over its middle link; a ring splits them over two links
             hops = 1.0 if line.along in (SWITCH, CORE) else max(1.0, line.size / 4 * line.size / (line.size - 1))
             slowest = max(slowest, ring_bytes("all-to-all", nbytes, line.size) * hops / line.share)
         return (Phase(joined_dims(lines), size, sent / slowest, sent),) if lines else ()
@@ -123,7 +126,7 @@ def collective_phases(kind: str, nbytes: float, lines: Sequence[Phase]) -> tuple
 
 
 def concurrent_phases(kind: str, nbytes: float, lines: Sequence[Phase]) -> tuple[Phase, ...]:
-    """Returns one phase: all rotated orders of the lines run concurrently, each with an equal part of the bytes."""
+    """Returns one phase in which all rotated orders of the lines run at once, each with an equal part of the bytes."""
     orders = [collective_phases(kind, nbytes, [*lines[first:], *lines[:first]]) for first in range(len(lines))]
     steps = zip(*orders)
     slowest = sum(max(phase.nbytes / phase.share for phase in step) for step in steps) / len(orders)
@@ -133,7 +136,7 @@ def concurrent_phases(kind: str, nbytes: float, lines: Sequence[Phase]) -> tuple
 
 
 def permute_links(torus: Torus | None, pairs: Sequence[tuple[int, int]]) -> tuple[Phase, ...]:
-    """Returns the links of a permute, limited by the busiest link where messages take several steps."""
+    """Returns the links of a collective-permute. The busiest link limits messages that take several steps."""
     pairs = [(source, target) for source, target in pairs if source != target]
     if not pairs:
         return ()
@@ -151,7 +154,7 @@ def permute_links(torus: Torus | None, pairs: Sequence[tuple[int, int]]) -> tupl
 
 
 def route_steps(torus: Torus, source: Sequence[int], target: Sequence[int]) -> list[tuple[int, tuple[int, ...]]]:
-    """Returns (dimension, link) of each step of a message: dimension by dimension, the shorter way."""
+    """Returns (dimension, link) of each step of a message, which takes the shorter direction in each dimension."""
     route = []
     coords = list(source[:-1])
     for number, side in enumerate(torus.sides):

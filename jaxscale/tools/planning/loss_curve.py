@@ -1,9 +1,9 @@
-"""The expected band of a run's training loss, from the forecast of its end and the curves of small runs.
+"""Expected band of a run's training loss, from its forecast final loss and the curves of small runs.
 
-Under one schedule, loss curves of runs of many sizes collapse when divided by their final loss (arXiv:2507.02119, there
-for the loss above its floor and runs in proportion; here for the whole loss, since a small ladder determines the floor
-worst). So the band is the smoothed curve over the held-out loss at the end, averaged over the ladder, as wide as the
-prediction interval of another run.
+Under one schedule, loss curves of runs of many sizes collapse when divided by their final loss. arXiv:2507.02119 shows
+this for the loss above its floor and for tokens in proportion to size. Here the whole loss is divided, since a small
+scaling ladder determines the floor poorly. The band is the mean over the ladder of the smoothed curve divided by the
+final held-out loss, with the width of a prediction interval for one more run.
 """
 
 import math
@@ -18,13 +18,13 @@ from jaxscale.tools.planning.loss_law import INTERVAL, Interval
 from jaxscale.tools.planning.scaling_ladder import LadderRun, ScheduleShape
 
 SMOOTHED = 0.05  # fraction of a run in the averaging window of the training loss
-PARTS = np.linspace(0.15, 1.0, 35)  # of the run; before them the loss depends on steps, not on the fraction
+PARTS = np.linspace(0.15, 1.0, 35)  # fractions of the run; earlier losses depend on steps, not on the fraction
 MIN_CURVES = 3
-WARMUP_TOLERANCE = 0.03  # difference of two warmup fractions with the same shape of curve
+WARMUP_TOLERANCE = 0.03  # largest difference of warmup fractions that give the same curve shape
 
 
 class CurveShape(NamedTuple):
-    """Log of (smoothed training loss / held-out loss at the end) at PARTS of the run, float64[parts] each."""
+    """Log of (smoothed training loss / final held-out loss) at PARTS of the run, two arrays float64[parts]."""
 
     middle: np.ndarray
     half_width: np.ndarray  # half width of the band
@@ -40,7 +40,7 @@ class LossBand(NamedTuple):
 
 
 def smoothed(rung: LadderRun) -> np.ndarray | None:
-    """Returns the log of the smoothed curve over its end, float64[parts]; None if a window of it is empty."""
+    """Returns the log of (smoothed loss / final loss) as float64[parts], or None if a smoothing window is empty."""
     windows = [(rung.steps > part - SMOOTHED) & (rung.steps <= part + 1e-9) for part in PARTS]
     if not all(window.any() for window in windows):
         return None
@@ -48,36 +48,36 @@ def smoothed(rung: LadderRun) -> np.ndarray | None:
 
 
 def curve_shape(rungs: Sequence[LadderRun], schedule: ScheduleShape) -> CurveShape:
-    """Returns the curves' mean, and Student's interval of one more: quantiles of a few would be too narrow."""
+    """Returns the mean curve with Student's prediction interval, since quantiles of few curves are too narrow."""
     same = lambda other: other.ends_as(schedule) and abs(other.warmup - schedule.warmup) <= WARMUP_TOLERANCE
     if other := [rung for rung in rungs if not same(rung.schedule)]:
         raise BadInput(
-            f"the schedule of {other[0].name} is {other[0].schedule}, and that of the run to forecast is {schedule}; a "
-            "band for the training loss needs the same schedule shape in all runs"
+            f"the schedule of {other[0].name} is {other[0].schedule}, but the run to forecast has {schedule}; a band "
+            "for the training loss needs the same schedule shape in all runs"
         )
     if (begin := float(PARTS[0]) - SMOOTHED) < schedule.warmup:
         raise BadInput(
-            f"the warmup is {schedule.warmup:.0%} of the run, but the band starts at {begin:.0%}, and the shape of the "
-            "curve is known only after warmup"
+            f"the warmup is {schedule.warmup:.0%} of the run, but the band starts at {begin:.0%}, and the curve shape "
+            "is known only after warmup; use a shorter warmup"
         )
     curves = [curve for rung in rungs if (curve := smoothed(rung)) is not None]
     if len(curves) < MIN_CURVES:
         raise BadInput(
-            f"{len(curves)} runs have training metrics in every twentieth of the run, and a band needs {MIN_CURVES}; "
-            "decrease monitor.log_every_steps in the ladder"
+            f"{len(curves)} runs have training metrics in every twentieth of the run, but a band needs {MIN_CURVES}; "
+            "decrease monitor.log_every_steps in the runs of the ladder"
         )
     return student_interval(np.array(curves))
 
 
 def student_interval(curves: np.ndarray) -> CurveShape:
-    """Returns the mean and the prediction interval of one more curve, from float64[runs, parts]."""
+    """Returns the mean of curves, float64[runs, parts], and the prediction interval for one more curve."""
     number = len(curves)
     width = float(stdtrit(number - 1, INTERVAL[1])) * math.sqrt(1 + 1 / number)
     return CurveShape(curves.mean(axis=0), width * curves.std(axis=0, ddof=1))
 
 
 def coverage(rungs: Sequence[LadderRun]) -> dict[str, float]:
-    """Returns {run: fraction of its curve in the band of the others}, each scaled by its own end."""
+    """Returns {run: fraction of its curve inside the band of the other runs}, all divided by their final losses."""
     curves = {rung.name: curve for rung in rungs if (curve := smoothed(rung)) is not None}
     if len(curves) <= MIN_CURVES:
         return {}
@@ -89,7 +89,7 @@ def coverage(rungs: Sequence[LadderRun]) -> dict[str, float]:
 
 
 def make_band(end: Interval, shape: CurveShape, tokens: int) -> LossBand:
-    """Returns the band of a run; the errors of end and shape are added as independent."""
+    """Returns the band of a run. The errors of the final loss `end` and of `shape` are assumed to be independent."""
     below, above = math.log(end.middle / end.low), math.log(end.high / end.middle)
     middle = math.log(end.middle) + shape.middle
     column = lambda values: tuple(float(value) for value in np.exp(values))
@@ -102,7 +102,7 @@ def make_band(end: Interval, shape: CurveShape, tokens: int) -> LossBand:
 
 
 def fraction_inside(band: LossBand, rung: LadderRun) -> float | None:
-    """Returns the fraction of a finished run's curve in its band; None if the curve has gaps."""
+    """Returns the fraction of a finished run's curve inside the band, or None if a smoothing window is empty."""
     curve = smoothed(rung)
     if curve is None:
         return None

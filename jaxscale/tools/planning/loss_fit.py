@@ -1,8 +1,8 @@
-"""Loss laws of least Huber loss in logs from a grid of starts, and the same for hundreds of bootstrap draws.
+"""Fits of loss laws by the Huber loss of log L from a grid of starts, for the runs and for hundreds of bootstrap draws.
 
-All descents run together, as arrays, by damped Newton steps, each until its next step would gain nothing. scipy's
-least_squares takes 20 ms a descent; all 800 of a forecast take 0.4 s here (2026-11-23, scipy 1.17, one core). A test
-continues from the optima with scipy's L-BFGS.
+All descents run together as arrays, by damped Newton steps, until a step would no longer reduce the loss. The 800
+descents of a forecast take 0.4 s; one descent with scipy's least_squares takes 20 ms (2026-11-23, scipy 1.17, one
+core). A test checks the optima by continuing with scipy's L-BFGS.
 """
 
 import itertools
@@ -12,36 +12,36 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-DELTA = 1e-3  # of the Huber loss, in log L: arXiv:2203.15556, appendix D.3
-# Prior on the exponents: published ones are .28 to .37 (arXiv:2203.15556, arXiv:2404.10102); twice as wide.
+DELTA = 1e-3  # delta of the Huber loss, in log L: arXiv:2203.15556, appendix D.3
+# Mean and width of the prior on exponents: published exponents are .28 to .37 (arXiv:2203.15556, arXiv:2404.10102).
 PULL_AT, PULL_WIDTH = 0.35, 0.15
-EXPONENTS = (0.02, 2.0)  # bounds; the grid of arXiv:2203.15556 ends at 2
-MIN_TERM = -12.0  # log of a negligible term
-DESCENTS = 64  # best grid starts to descend from
+EXPONENTS = (0.02, 2.0)  # bounds of exponents; the grid of arXiv:2203.15556 ends at 2
+MIN_TERM = -12.0  # lower bound for the log of a term, where it is negligible
+DESCENTS = 64  # number of grid starts to descend from
 GAIN = 1e-10  # relative gain below which a descent ends
-MAX_STEPS = 100_000  # the slowest of 10,000 draws of ladders with 0.5 to 10% noise took 12,000
+MAX_STEPS = 100_000  # of 10,000 draws from ladders with 0.5 to 10% noise, the slowest took 12,000
 Form = Literal["both", "params", "tokens"]
-NAMES = {"both": ("params", "tokens"), "params": ("params",), "tokens": ("tokens",)}  # with a term in each form
+NAMES = {"both": ("params", "tokens"), "params": ("params",), "tokens": ("tokens",)}  # variables of each form
 
 
 class Problem(NamedTuple):
-    """log L of runs as a function of theta = (log E, log of each term at the ladder's mean, each exponent).
+    """Fit of log L with parameters theta = (log E, log of each term at the ladder's mean, each exponent).
 
-    Terms are relative to the ladder's mean in log N and log D: from N = D = 1, as written in a law, a change of an
-    exponent would scale a term by e^20, and a descent would crawl along that valley.
+    Terms are relative to the mean of log N and log D over the ladder. Relative to N = D = 1, as a law is written, a
+    small change of an exponent would scale a term by up to e^20, and the descent would converge slowly.
     """
 
-    x: np.ndarray  # float64[powers, points]: log N and log D, from their means
-    centre: np.ndarray  # float64[powers]
+    x: np.ndarray  # float64[powers, points]: log N and log D minus their means
+    centre: np.ndarray  # float64[powers]: means of log N and log D
     target: np.ndarray  # float64[points]: log L
     form: Form
     starts: np.ndarray  # float64[starts, 1 + 2 powers]
-    losses: np.ndarray  # float64[starts, points]: Huber losses of the starts
-    width: float = PULL_WIDTH  # of the prior on each exponent
+    losses: np.ndarray  # float64[starts, points]: Huber loss of each start at each point
+    width: float = PULL_WIDTH  # width of the prior on each exponent
 
     @classmethod
     def of(cls, points: Sequence[Any], form: Form) -> "Problem":
-        """Returns the problem of these loss_law.Points."""
+        """Returns the problem for a sequence of loss_law.Point."""
         x = np.log([[getattr(point, name) for point in points] for name in NAMES[form]])
         centre, target = x.mean(axis=1), np.log([point.loss for point in points])
         x = x - centre[:, None]
@@ -55,7 +55,7 @@ class Problem(NamedTuple):
         return len(self.x)
 
     def best(self) -> np.ndarray:
-        """Returns theta of the least loss with equal weights: the lowest optimum from the best grid starts."""
+        """Returns the lowest optimum found from the best grid starts, with equal weights."""
         weights, pull = np.ones(len(self.target)), np.full(self.powers, PULL_AT)
         order = np.argsort(self.start_losses(weights[None], pull[None])[0], kind="stable")[:DESCENTS]
         tiled = lambda values: np.tile(values, (len(order), 1))
@@ -63,23 +63,23 @@ class Problem(NamedTuple):
         return thetas[np.argmin(losses)]
 
     def start_losses(self, weights_RP: np.ndarray, pulls: np.ndarray) -> np.ndarray:
-        """Returns float64[draws, starts]: the loss of each start of the grid."""
+        """Returns the loss of each grid start in each draw as float64[draws, starts]."""
         off = (self.starts[None, :, 1 + self.powers :] - pulls[:, None]) / self.width
         return weights_RP @ self.losses.T + 0.5 * (off**2).sum(-1)
 
     @property
     def bounds(self) -> np.ndarray:
-        """float64[2, 1 + 2 powers]: bounds of each parameter."""
+        """Bounds of theta, float64[2, 1 + 2 powers]."""
         levels, powers = 1 + self.powers, self.powers
-        top = float(self.target.max())  # no term is more than the loss
+        top = float(self.target.max())  # no term exceeds the loss
         return np.array([[MIN_TERM] * levels + [EXPONENTS[0]] * powers, [top] * levels + [EXPONENTS[1]] * powers])
 
     def best_each(
         self, theta: np.ndarray, weights: np.ndarray, pulls: np.ndarray, moved: np.ndarray | float = 0.0
     ) -> np.ndarray:
-        """Returns float64[draws, 1 + 2 powers]: theta of the least loss under each row of weights and pulls.
+        """Returns the optimal theta for each row of weights and pulls (prior means) as float64[draws, 1 + 2 powers].
 
-        Each draw descends from `theta` and from its best grid start. moved: float64[draws, points], added to log L.
+        Each draw descends from `theta` and from its best grid start. moved: offsets of log L, float64[draws, points].
         """
         targets = self.target + np.broadcast_to(moved, weights.shape)
         nearest = self.starts[np.argmin(self.start_losses(weights, pulls), axis=1)]
@@ -92,10 +92,10 @@ class Problem(NamedTuple):
     def descend_each(
         self, thetas: np.ndarray, weights: np.ndarray, pulls: np.ndarray, targets: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (thetas, losses) at the optima, by damped Newton steps of all draws together.
+        """Returns (thetas, losses) at the optima. Damped Newton steps run for all draws together.
 
         The curvature is that of the parabola that majorises the Huber loss (reweighted least squares), so a full step
-        seldom overshoots; one that does is rejected and damped more.
+        seldom overshoots. A step that overshoots is rejected, and the damping is increased.
         """
         thetas = np.clip(thetas, *self.bounds)
         losses, slopes, curves = state = self.model(thetas, weights, pulls, targets)
@@ -120,13 +120,13 @@ class Problem(NamedTuple):
     def model(
         self, thetas: np.ndarray, weights: np.ndarray, pulls: np.ndarray, targets: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns losses [draws], gradients [draws, p] and curvatures [draws, p, p]; p = 1 + 2 * powers."""
+        """Returns losses [draws], gradients [draws, p] and curvatures [draws, p, p] with p = 1 + 2 * powers."""
         powers = self.powers
         parts = log_terms(thetas, self.x)
         fitted = np.logaddexp.reduce(parts, axis=1)
         shares = np.exp(parts - fitted[:, None])
         off, pulls_off = (fitted - targets) / DELTA, (thetas[:, 1 + powers :] - pulls) / self.width
-        slopes = np.concatenate([shares, -shares[:, 1:] * self.x], axis=1) / DELTA  # of each point, [draws, p, points]
+        slopes = np.concatenate([shares, -shares[:, 1:] * self.x], axis=1) / DELTA  # per point: [draws, p, points]
         losses = (huber(off) * weights).sum(1) + 0.5 * (pulls_off**2).sum(1)
         gradients = np.einsum("rpn,rn->rp", slopes, np.clip(off, -1, 1) * weights)
         gradients[:, 1 + powers :] += pulls_off / self.width
@@ -136,7 +136,7 @@ class Problem(NamedTuple):
         return losses, gradients, curves
 
     def terms(self, theta: np.ndarray) -> tuple[float, float, float, float, float]:
-        """Returns E, A, B, alpha, beta, from N = D = 1; 0 for terms that the form lacks."""
+        """Returns (E, A, B, alpha, beta) relative to N = D = 1, with 0 for a term that the form lacks."""
         exponents = theta[1 + self.powers :]
         factors = np.exp(theta[1 : 1 + self.powers] + exponents * self.centre)
         found = dict(zip(NAMES[self.form], zip(factors.tolist(), exponents.tolist())))
@@ -144,14 +144,14 @@ class Problem(NamedTuple):
         return float(np.exp(theta[0])), A, B, alpha, beta
 
     def residuals(self, theta: np.ndarray) -> np.ndarray:
-        """Returns the residuals of the points in log L, float64[points]."""
+        """Returns the residuals in log L as float64[points]."""
         return self.target - np.logaddexp.reduce(log_terms(theta[None], self.x)[0])
 
 
 def newton_step(
     thetas: np.ndarray, slopes: np.ndarray, curves: np.ndarray, damping: np.ndarray, bounds: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (thetas after a damped Newton step, the predicted gain). Slopes into a bound fix their parameter."""
+    """Returns (thetas after a damped Newton step, predicted gain). Parameters do not move past their bounds."""
     least, most = bounds
     free = ~((thetas <= least) & (slopes > 0) | (thetas >= most) & (slopes < 0))
     diagonal = np.where(free, damping[:, None] * np.einsum("rii->ri", curves), 1.0)
@@ -163,7 +163,7 @@ def newton_step(
 
 
 def log_terms(thetas: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """Returns float64[draws, 1 + powers, points]: log of E and of each term at each point."""
+    """Returns the log of E and of each term at each point as float64[draws, 1 + powers, points]."""
     levels = 1 + len(x)
     terms = np.empty((len(thetas), levels, x.shape[1]))
     terms[:, 0] = thetas[:, :1]
@@ -172,7 +172,7 @@ def log_terms(thetas: np.ndarray, x: np.ndarray) -> np.ndarray:
 
 
 def grid(powers: int, least: float, mean: float) -> np.ndarray:
-    """Returns float64[starts, 1 + 2 powers]: E as parts of the least loss, terms' shares of the rest, exponents."""
+    """Returns a grid of starts for theta as float64[starts, 1 + 2 powers]. The terms share the mean loss above E."""
     exponents = itertools.product((0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5), repeat=powers)
     splits = [(share, 1 - share) for share in (0.1, 0.3, 0.5, 0.7, 0.9)] if powers == 2 else [(1.0,)]
     fractions = (0.02, 0.2, 0.4, 0.6, 0.8, 0.95)
@@ -183,6 +183,6 @@ def grid(powers: int, least: float, mean: float) -> np.ndarray:
 
 
 def huber(off: np.ndarray) -> np.ndarray:
-    """Returns Huber losses with delta 1; their slopes are `off` clipped to [-1, 1]."""
+    """Returns the Huber loss of each element of `off`, with delta 1."""
     size = np.abs(off)
     return np.where(size <= 1, 0.5 * off * off, size - 0.5)

@@ -1,15 +1,15 @@
-"""The final loss of a run as a law of its size, E + A/N^alpha + B/D^beta, fitted to small runs, with an interval.
+"""Fit of the loss law L = E + A/N^alpha + B/D^beta to small runs, with prediction intervals.
 
-N parameters, D tokens, L nats per token of held-out text. The fit is approach 3 of arXiv:2203.15556 (section 3.3 and
-appendix D.3): least Huber loss of log L, delta 1e-3, from a grid of starts. arXiv:2404.10102 found the errors of the
-original: averaged losses made the objective so small that the optimizer's tolerance stopped it early, and exponents
-were rounded. So losses are summed here, in units of delta, a descent ends when a step would gain nothing, and only
-printed numbers are rounded.
+N is parameters, D tokens and L nats per token of held-out text. The fit is approach 3 of arXiv:2203.15556 (section 3.3
+and appendix D.3), which minimises the Huber loss of log L with delta 1e-3 from a grid of starts. arXiv:2404.10102 found
+two errors in the original: averaged losses made the objective so small that the optimizer stopped early, and the
+exponents were rounded. Here losses are summed in units of delta, a descent ends when a step would no longer reduce the
+loss, and only printed numbers are rounded.
 
-Few runs leave the exponents undetermined: a weak prior holds them near those of larger ladders, and every bootstrap
-draw has a different prior, so the interval shows what the ladder does not determine. Few runs are also close to any law
-of five parameters, whatever their noise: their residuals underestimate it. The interval is therefore widened by
-Student's factor, and fewer than MIN_RUNS need the noise as an input.
+Few runs do not determine the exponents. A weak prior pulls them towards published exponents, and each bootstrap draw
+has a different prior mean, so the interval includes this uncertainty. A law of five parameters fits any few runs
+closely, so the residuals underestimate the noise. The interval is therefore widened by Student's factor, and fewer than
+MIN_RUNS runs need the noise as an input.
 """
 
 import dataclasses
@@ -25,33 +25,33 @@ from jaxscale.tools.planning.loss_fit import PULL_AT, PULL_WIDTH, Form, Problem
 from jaxscale.tools.planning.scaling import Terms
 from jaxscale.units import count
 
-INTERVAL = (0.05, 0.95)  # quantiles of low and high
+INTERVAL = (0.05, 0.95)  # quantiles of the lower and upper bounds
 MIN_RUNS, MIN_RUNS_WITH_NOISE, MIN_SIZES = 7, 5, 2
-FREE = 1.5  # width of a nearly flat prior: ten times that of the fit, the whole range of exponents
-PULLS = (0.1, 1.0)  # range of a draw's prior mean
+FREE = 1.5  # width of a nearly flat prior, ten times PULL_WIDTH
+PULLS = (0.1, 1.0)  # bounds of the prior mean in a draw
 SAME = 0.02  # relative difference below which two sizes count as one
 
 
 class Point(NamedTuple):
-    """The end of a run. Points of one run (under a constant schedule) are drawn together."""
+    """Size and final loss of a run. Points with the same `run` (constant schedule) are drawn together."""
 
     params: float
     tokens: float
     loss: float  # nats per token
     run: str = ""
-    flops: float | None = None  # of the run up to this point; 6 N D if None
+    flops: float | None = None  # FLOPs of the run up to this point; None means 6 N D
 
     @property
     def compute(self) -> float:
-        """FLOPs up to this point."""
+        """FLOPs of the run up to this point."""
         return 6 * self.params * self.tokens if self.flops is None else self.flops
 
 
 class SeedNoise(NamedTuple):
-    """Spread between runs that differ only in the seed."""
+    """Noise of the loss between runs that differ only in the seed."""
 
     off: float  # standard deviation of log L
-    freedom: float  # degrees of freedom of the measurement; infinite if given
+    freedom: float  # degrees of freedom of the measurement; infinite if set by the user
 
 
 class Interval(NamedTuple):
@@ -69,15 +69,15 @@ class LossLaw:
     points: tuple[Point, ...]
     form: Form
     terms: Terms
-    without_pull: Terms  # with a nearly flat prior on the exponents
-    draws: tuple[Terms, ...]  # of the bootstrap
-    noise: tuple[float, ...]  # residuals of the ladder in log L, scaled to a new run's
-    freedom: float  # degrees of freedom of this noise: runs minus parameters of the law, or those of a SeedNoise
-    left_out_error: float | None  # log of (measured / forecast) of the run with most FLOPs, from the others
-    line: tuple[float, float] | None  # form params: log D = line[0] + line[1] log N in the ladder
+    without_pull: Terms  # the fit with a nearly flat prior on the exponents
+    draws: tuple[Terms, ...]  # bootstrap draws
+    noise: tuple[float, ...]  # residuals in log L, scaled to the noise of a new run
+    freedom: float  # degrees of freedom of `noise`: runs minus parameters of the law, or SeedNoise.freedom
+    left_out_error: float | None  # log of (measured / forecast) for the run with most FLOPs, from the other runs
+    line: tuple[float, float] | None  # for form 'params': log D = line[0] + line[1] log N in the ladder
 
     def predict(self, params: float, tokens: float, seed: int = 0) -> Interval:
-        """Returns (low, middle, high) of a run's final loss. Raises BadInput if the ladder does not determine it."""
+        """Returns the interval of a run's final loss. Raises BadInput if the ladder does not determine this loss."""
         self.check_reach(params, tokens)
         middle = self.terms.loss(params, tokens)
         drawn = np.log([terms.loss(params, tokens) for terms in self.draws]) - math.log(middle)
@@ -86,18 +86,18 @@ class LossLaw:
         if math.isfinite(self.freedom):  # Student's interval for an estimated noise
             off = off * np.sqrt(self.freedom / rng.chisquare(self.freedom, off.shape))
         low, high = middle * np.exp(np.quantile(off, INTERVAL))
-        # Extrapolation is not better than the error on the ladder's own largest run.
+        # The interval is at least as wide as the forecast error for the largest run of the ladder.
         missed = abs(self.left_out_error or 0.0)
         low, high = min(float(low), middle * math.exp(-missed)), max(float(high), middle * math.exp(missed))
         return Interval(low, middle, high)
 
     def check_reach(self, params: float, tokens: float) -> None:
-        """Raises BadInput if this run varies in a direction for which the law has no term."""
+        """Raises BadInput if the forecast needs a term that the law lacks."""
         first = self.points[0]
         if self.form == "tokens" and abs(math.log(params / first.params)) > SAME:
             raise BadInput(
-                f"all runs of the ladder have {count(first.params)} parameters, which does not determine the loss of "
-                f"{count(params)}; add runs of another size"
+                f"all runs of the ladder have {count(first.params)} parameters, which does not determine the loss at "
+                f"{count(params)} parameters; add runs of other sizes"
             )
         if self.form == "params":
             assert self.line is not None, "set for this form"
@@ -109,11 +109,11 @@ class LossLaw:
                 )
 
     def reach(self, params: float, tokens: float, flops: float | None = None) -> float:
-        """Returns this run's FLOPs over those of the ladder's largest run."""
+        """Returns a run's FLOPs divided by the FLOPs of the largest run in the ladder."""
         return Point(params, tokens, 1.0, flops=flops).compute / max(point.compute for point in self.points)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns plain data for JSON."""
+        """Returns the law as JSON data."""
         low_high = dict(zip(Terms._fields, np.quantile(np.array(self.draws), INTERVAL, axis=0).T.tolist()))
         return {
             "form": self.form,
@@ -128,17 +128,16 @@ class LossLaw:
 
 
 def fit(points: Sequence[Point], *, draws: int = 400, seed: int = 0, noise: SeedNoise | None = None) -> LossLaw:
-    """Returns the law of the points, deterministic for the same points and seed; 400 draws of 9 runs take about 1 s.
+    """Returns the law of the points. Deterministic for the same points and seed; 400 draws of 9 runs take about 1 s.
 
-    noise: between seeds, if known. Raises BadInput, which names what is missing, for a ladder that
-    determines no law.
+    noise: noise between seeds, if known. Raises BadInput if the points determine no law, with the missing runs.
     """
     points = tuple(points)
     check_enough(points, noise)
     form, line = choose_form(points)
     problem = Problem.of(points, form)
     theta = problem.best()
-    # Bayesian bootstrap (Rubin 1981): unlike resampling runs, no draw lacks a size.
+    # In the Bayesian bootstrap (Rubin 1981), unlike in resampling, every draw includes all sizes.
     rng, names = np.random.default_rng(seed), list(dict.fromkeys(run_names(points)))
     places = [names.index(name) for name in run_names(points)]
     weights, moved = rng.exponential(size=(draws, len(names))), np.zeros((draws, len(names)))
@@ -166,7 +165,7 @@ def fit(points: Sequence[Point], *, draws: int = 400, seed: int = 0, noise: Seed
 
 
 def run_names(points: Sequence[Point]) -> list[str]:
-    """Returns the run of each point; a point without one is its own run."""
+    """Returns the run name of each point. A point without a run name gets a unique name."""
     return [point.run or f"point {place}" for place, point in enumerate(points)]
 
 
@@ -177,20 +176,20 @@ def check_enough(points: Sequence[Point], noise: SeedNoise | None) -> None:
     runs = len(set(run_names(points)))
     if runs < (MIN_RUNS if noise is None else MIN_RUNS_WITH_NOISE):
         raise BadInput(
-            f"a loss law needs {MIN_RUNS} or more finished runs, and the ladder has {runs}; fewer runs fit almost any "
-            "law, and the interval would be too narrow. Use for example three sizes with three token counts each. "
-            f"{MIN_RUNS_WITH_NOISE} runs are enough if the noise between seeds is known: give --noise=0.005 (0.5%), or "
+            f"a loss law needs {MIN_RUNS} or more finished runs, but the ladder has {runs}; fewer runs fit almost any "
+            "law, and the interval would be too narrow. Use, for example, three sizes with three token counts each. "
+            f"{MIN_RUNS_WITH_NOISE} runs are enough if the noise between seeds is known: pass --noise=0.005 (0.5%), or "
             "repeat some runs with other seeds"
         )
 
 
 def choose_form(points: Sequence[Point]) -> tuple[Form, tuple[float, float] | None]:
-    """Returns (the terms that the points determine, tokens as a function of parameters or None). Raises as fit()."""
+    """Returns (form of the law that the points determine, LossLaw.line). Raises BadInput if they determine none."""
     sizes, amounts = distinct([p.params for p in points]), distinct([p.tokens for p in points])
     if sizes < MIN_SIZES and amounts < 3:
         raise BadInput(
             f"the ladder has {sizes} size and {amounts} token count{'s' * (amounts > 1)}; a law in parameters and "
-            "tokens needs 2 or more sizes, a law in tokens alone needs 3 token counts"
+            "tokens needs 2 or more sizes, and a law in tokens alone needs 3 token counts"
         )
     if sizes < MIN_SIZES:
         return "tokens", None
@@ -206,17 +205,17 @@ def choose_form(points: Sequence[Point]) -> tuple[Form, tuple[float, float] | No
 
 
 def distinct(values: Sequence[float]) -> int:
-    """Returns the number of values that differ by more than SAME."""
+    """Returns the number of values whose relative difference exceeds SAME."""
     logs = np.sort(np.log(values))
     return 1 + int((np.diff(logs) > SAME).sum())
 
 
 def left_out_error(points: Sequence[Point], form: Form) -> float | None:
-    """Returns log(measured / forecast) of the run with the most FLOPs from all others; None if too few remain."""
+    """Returns log(measured / forecast) of the run with most FLOPs, or None if too few other runs remain for a fit."""
     largest = max(points, key=lambda point: point.compute)
     name = largest.run or None
     others = [point for point in points if point is not largest and (name is None or point.run != name)]
-    try:  # one run fewer than a law needs is enough here, with the same form
+    try:  # here one run fewer than in fit() is enough, if the form is the same
         if len(others) < MIN_RUNS_WITH_NOISE - 1 or choose_form(others)[0] != form:
             return None
     except BadInput:
@@ -227,9 +226,9 @@ def left_out_error(points: Sequence[Point], form: Form) -> float | None:
 
 
 def write_forecast(path: Any, law: LossLaw, band: Mapping[str, Sequence[float]], **facts: Any) -> None:
-    """Writes forecast.json.
+    """Writes forecast.json. Raises ValueError for NaN.
 
-    band: interval of the smoothed training loss. facts: other values. Raises ValueError for NaN.
+    band: tokens with low, middle and high of the smoothed training loss. facts: other values to write.
     """
     assert set(band) == {"tokens", "low", "middle", "high"} and len(set(map(len, band.values()))) == 1, sorted(band)
     paths.write_json(paths.as_path(path) / "forecast.json", {**band, **facts, "law": law.to_dict()})

@@ -15,7 +15,7 @@ QUALIFY = "jaxscale qualify"
 
 @dataclasses.dataclass(frozen=True)
 class CompiledStep:
-    """The compiler's figures of a step, as preflight stores them."""
+    """The compiler's memory and MFU results for a step, as stored by preflight."""
 
     peak_bytes: int
     mfu_ceiling: float
@@ -24,21 +24,21 @@ class CompiledStep:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """A step that was timed on this machine."""
+    """Timing of a step on this machine."""
 
-    spec: str  # the model: a spec of `jaxscale bench`, or a config's name
+    spec: str  # the model: a spec for `jaxscale bench`, or the name of a config
     device_kind: str
     platform: str
     num_devices: int
-    memory_bytes: int  # of one device
+    memory_bytes: int  # per device
     dtype: str
-    pass_flops: float  # FLOPs of one microbatch, by the model's formula
+    pass_flops: float  # FLOPs of one microbatch by the model's formula
     step_seconds: float
-    flops_per_second: float  # over all devices
+    flops_per_second: float  # all devices together
     date: str
     versions: dict[str, str | None]
     by: str = "jaxscale bench step --save"
-    save_bytes_per_second: float | None = None  # of all hosts together, to the folder of the test
+    save_bytes_per_second: float | None = None  # bandwidth of all hosts together, to the tested folder
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -49,12 +49,12 @@ class Measured:
 
 
 def measured_file() -> pathlib.Path:
-    """Returns the file of measurements."""
+    """Returns the path of the measurements file."""
     return cache_dir() / "measured.json"
 
 
 def read_measured() -> list[Measured]:
-    """Returns all measurements, [] without a file. Raises BadInput for a damaged file, with the fix."""
+    """Returns all measurements, or [] if there is no file. Raises BadInput for a damaged file."""
     file = measured_file()
     try:
         content = read_json(file)
@@ -66,7 +66,7 @@ def read_measured() -> list[Measured]:
 
 
 def save_measured(measured: Measured) -> pathlib.Path:
-    """Writes a measurement, replacing one of the same model, device and dtype. Returns the file."""
+    """Writes a measurement, replacing the previous one with the same model, devices and dtype. Returns the file."""
     key = lambda one: (one.spec, one.device_kind, one.num_devices, one.dtype)
     others = [one for one in read_measured() if key(one) != key(measured)]
     file = measured_file()
@@ -76,7 +76,7 @@ def save_measured(measured: Measured) -> pathlib.Path:
 
 
 def newest_machine(measurements: Sequence[Measured]) -> list[Measured]:
-    """Returns the measurements of the device kind and number that was measured last."""
+    """Returns all measurements with the device kind and device count of the newest measurement."""
     if not measurements:
         return []
     last = max(measurements, key=lambda one: one.date)
@@ -84,12 +84,12 @@ def newest_machine(measurements: Sequence[Measured]) -> list[Measured]:
 
 
 def measured_on_chip(measurements: Sequence[Measured], device_kind: str) -> list[Measured]:
-    """Returns measurements of `jaxscale qualify` on chips of this kind, on any number of them."""
+    """Returns measurements by `jaxscale qualify` on any number of chips of this kind."""
     return [one for one in measurements if one.by == QUALIFY and one.device_kind == device_kind]
 
 
 def interpolate_rate(measurements: Sequence[Measured], dtype: str, pass_flops: float) -> tuple[float, list[Measured]]:
-    """Returns (FLOP/s of such a pass, measurements used), in logs, of this dtype's measurements or else of all."""
+    """Returns (log-interpolated FLOP/s for a pass, measurements used). Prefers measurements with this dtype."""
     same_dtype = [one for one in measurements if one.dtype == dtype] or list(measurements)
     ordered = sorted(same_dtype, key=lambda one: one.pass_flops)
     below = [one for one in ordered if one.pass_flops <= pass_flops]
@@ -104,7 +104,7 @@ def interpolate_rate(measurements: Sequence[Measured], dtype: str, pass_flops: f
 
 
 def from_record(record: dict[str, Any], *, platform: str, num_devices: int, memory_bytes: int) -> Measured:
-    """Returns the measurement in a record that `jaxscale bench step` prints."""
+    """Returns the measurement in a record printed by `jaxscale bench step`."""
     flops = record["gflops"] * 1e9
     return Measured(
         spec=record["spec"],

@@ -1,4 +1,4 @@
-"""Memory of a plan by kind, with formulas, and what a device offers. The estimate itself is program/memory.py."""
+"""Memory of a plan by kind with formulas, and usable memory of a device. The estimate is in program/memory.py."""
 
 import dataclasses
 import math
@@ -24,7 +24,7 @@ from jaxscale.program.memory import (
 from jaxscale.system.exits import BadInput
 from jaxscale.tools.planning.topology import Topology
 
-# Fraction of GPU memory that jax preallocates, an upper limit for programs: docs.jax.dev, "GPU memory allocation".
+# Fraction of GPU memory that JAX preallocates, which limits programs: docs.jax.dev, "GPU memory allocation".
 GPU_FRACTION_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 GPU_FRACTION = 0.75
 MOMENT_LABELS = {"adamw": "2 moments", "lion": "1 moment", "sgd": "momentum", "lamb": "2 moments"}
@@ -50,13 +50,13 @@ def usable_memory(topology: Topology) -> tuple[int, str]:
                 fraction = math.nan
             if not 0 < fraction <= 1:
                 raise BadInput(f"{name}={text!r} must be above 0 and at most 1, such as 0.9")
-            return int(hbm_bytes * fraction), f"jax preallocates {name}={text} of it"
-    fix = f"to use more, set {GPU_FRACTION_VARIABLES[0]}=0.92 here and in training"
+            return int(hbm_bytes * fraction), f"jax preallocates the fraction {name}={text} of it"
+    fix = f"to use more, set {GPU_FRACTION_VARIABLES[0]}=0.92 for this command and for training"
     return int(hbm_bytes * GPU_FRACTION), f"jax preallocates {GPU_FRACTION:.0%} of a GPU's memory; {fix}"
 
 
 def memory_rows(program: Program, need: MemoryNeed) -> tuple[MemoryRow, ...]:
-    """Returns memory of one device by kind. The state is counted from the shardings that training uses."""
+    """Returns the memory of one device by kind. The state is computed from the shardings that training uses."""
     cfg, plan, state = program.cfg, program.plan, program.abstract_state
     count = units.count(cfg.model.num_params)
     trainable = units.count(sum(leaf.size for leaf in jax.tree.leaves(program.abstract_grads)))
@@ -93,7 +93,7 @@ def memory_rows(program: Program, need: MemoryNeed) -> tuple[MemoryRow, ...]:
 
 
 def moments_formula(optim: OptimConfig, trainable: str) -> str:
-    """Returns the formula of the optimizer state for this many parameters."""
+    """Returns the formula for the optimizer state as text. trainable: number of trainable parameters as text."""
     if optim.name == "adafactor":
         return f"4 B per row and column of the matrices of {trainable}"
     a_moment = f"{MOMENT_BYTES[optim.moment_dtype]} B" + " and scales" * (optim.moment_dtype == "int8")
@@ -103,7 +103,7 @@ def moments_formula(optim: OptimConfig, trainable: str) -> str:
 
 
 def stage_rows(program: Program, need: MemoryNeed) -> list[MemoryRow]:
-    """Returns the arrays that a pipeline stage holds through a step."""
+    """Returns the arrays that a pipeline stage keeps in memory through a step."""
     plan, schedule = program.plan, program.plan.schedule_size
     numbers = [
         units.count(sum(stage_elements(program, tree)))
@@ -121,7 +121,7 @@ def stage_rows(program: Program, need: MemoryNeed) -> list[MemoryRow]:
 
 
 def find_microbatches(program: Program, usable: int) -> int | None:
-    """Returns the fewest microbatches whose estimate fits into `usable` bytes, or None."""
+    """Returns the smallest number of microbatches whose estimate fits into `usable` bytes, or None."""
     cfg, pipeline = program.cfg, program.plan.pipeline
     for parts in units.divisors(cfg.rows_per_step):
         if cfg.rows_per_step // parts % program.batch_shards or pipeline.num_chunks > 1 and parts % pipeline.size:

@@ -1,6 +1,7 @@
-"""Placeholder devices of a machine to plan for, without its devices or their compiler.
+"""Placeholder devices for planning without the real devices or their compiler.
 
-They have the attributes that mesh and shardings read (coordinates, hosts, slices), so layouts equal those of training.
+Placeholders have the attributes that meshes and shardings read (coordinates, hosts, slices), so device layouts are the
+same as in training.
 """
 
 import dataclasses
@@ -18,7 +19,7 @@ THIS_MACHINE = "here"
 
 @dataclasses.dataclass(frozen=True)
 class PlannedDevice:
-    """A placeholder device for shardings. It runs nothing."""
+    """A placeholder device for shardings, which cannot run programs."""
 
     id: int
     platform: str
@@ -27,7 +28,7 @@ class PlannedDevice:
     slice_index: int
     coords: tuple[int, ...]
     core_on_chip: int = 0
-    # JAX asks which devices are local before it places arrays on a host: none of these
+    # JAX checks which devices are local before it places arrays on a host; -1 makes all placeholders remote
     client = types.SimpleNamespace(process_index=lambda: -1)
 
     def addressable_memories(self) -> list[Any]:
@@ -36,7 +37,7 @@ class PlannedDevice:
 
 
 def open_machine(text: str) -> Topology:
-    """Returns the machine of a name of topology.PLANNED. Raises BadInput with the nearest valid name."""
+    """Returns the machine with a name such as 'v5p:4x4x8'. Raises BadInput with the nearest valid name."""
     name = parse_topology(text, planned=True)
     kind = PLANNED[name.family].device_kind
     devices: list[Any] = []
@@ -49,7 +50,7 @@ def open_machine(text: str) -> Topology:
     slice_devices = math.prod(name.shape) * cores
     slice_hosts = CHIPS[kind].num_hosts(slice_devices)
     per_host = -(-slice_devices // slice_hosts)
-    for slice_index in range(name.num_slices):  # chips in libtpu's order
+    for slice_index in range(name.num_slices):  # chips are in libtpu's order
         for index in range(slice_devices):
             chip, core = divmod(index, cores)
             coords = (chip % x_size, chip // x_size % y_size, chip // x_size // y_size)
@@ -60,7 +61,7 @@ def open_machine(text: str) -> Topology:
 
 
 def measured_machine(measured: Measured) -> Topology:
-    """Returns the machine of a measurement. An unknown chip gets the measured rate as its peak."""
+    """Returns the machine of a measurement. The peak of an unknown chip is the measured FLOP/s."""
     kind, number, platform = measured.device_kind, measured.num_devices, measured.platform
     rate, name = measured.flops_per_second / number, f"{kind} of this machine"
     chip = find_chip(kind) or Chip(name, rate, measured.memory_bytes, 0.0, "measured here")

@@ -1,4 +1,4 @@
-"""The plan of a run: what config, machine and options imply without compilation, computed once, as plain data."""
+"""The plan of a run: memory, time, cost and data computed from config, machine and options without compilation."""
 
 import dataclasses
 import math
@@ -39,7 +39,7 @@ from jaxscale.tools.planning.speed import Speed, plan_speed
 from jaxscale.tools.planning.topology import Topology, link_domains
 
 TEXT_SUFFIXES = (".txt", ".py", ".md")
-ADAM_OPTIMIZERS = ("adamw", "muon", "lamb")  # with Adam's second moment, at least for some parameters
+ADAM_OPTIMIZERS = ("adamw", "muon", "lamb")  # use Adam's second moment for all or some parameters
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,12 +47,12 @@ class PlanOptions:
     """Options of a plan in addition to config and machine."""
 
     config_name: str = "run"
-    price: float | None = None  # dollars per chip-hour, instead of the table's
+    price: float | None = None  # dollars per chip-hour; None means the price in kernels/hardware.py
     deadline_seconds: float | None = None
     budget_dollars: float | None = None
     mfu: float | None = None
     pue: float | None = None
-    save_bytes_per_second: float | None = None  # of all hosts together
+    save_bytes_per_second: float | None = None  # all hosts together
 
 
 def make_plan(
@@ -64,16 +64,16 @@ def make_plan(
     compiled: CompiledStep | None = None,
     position: Position = BEGINNING,
 ) -> RunPlan:
-    """Returns the plan of a config on a machine of machine.open_machine().
+    """Returns the plan of a config on the devices of a topology.
 
-    Args: measured: results of this machine if it is planned for, otherwise of its kind of chip. compiled: preflight's
-    result for this step. position: where a run resumes on this machine. Raises BadInput for a config that no such
-    machine can run, and if the number of steps is unknown.
+    measured: measurements on this machine, or on chips of this kind. compiled: preflight's result for this step.
+    position: training position from which the run resumes. Raises BadInput for a config that this machine cannot run,
+    or if the number of steps is unknown.
     """
     cfg = for_device(cfg, topology.devices[0])
     data_tokens, data_source = count_tokens(cfg.data, cfg.model.vocab_size)
     budget = resolve_budget(cfg, data_tokens, position)
-    without_options = dataclasses.replace(cfg, compiler={})  # compiler options do not change the plan
+    without_options = dataclasses.replace(cfg, compiler={})  # the plan does not depend on compiler options
     program = fitting_program(without_options, topology.devices, budget, position)
     speed = plan_speed(program, topology, options.mfu, compiled.mfu_ceiling if compiled else None, measured or [])
     work, devices = plan_work(cfg, budget, program), len(topology.devices)
@@ -87,7 +87,7 @@ def make_plan(
         layout=mesh_layout(program.mesh),
         exchange=expert_axis.describe(program.plan.expert_exchange),
     )
-    num_steps = work.tokens / work.batch_tokens  # steps of the largest batch
+    num_steps = work.tokens / work.batch_tokens  # number of steps if all had the largest batch
     wall = speed.step_seconds and speed.step_seconds.times(num_steps / cost.GOODPUT)
     id_bytes = cost.bytes_per_token_id(cfg.model.vocab_size)
     plan = RunPlan(
@@ -101,7 +101,7 @@ def make_plan(
         data=Data(
             data_bytes=work.tokens * id_bytes,
             data_bytes_per_second=speed.tokens_per_second and speed.tokens_per_second.times(id_bytes),
-            data_tokens=data_tokens,  # of one pass
+            data_tokens=data_tokens,  # tokens of one epoch
             data_source=data_source,
             epochs=work.tokens / data_tokens if data_tokens else None,
         ),
@@ -111,7 +111,7 @@ def make_plan(
 
 
 def plan_work(cfg: RunConfig, budget: Budget, program: Program) -> Work:
-    """Returns parameters, FLOPs, tokens and batches; for decoders also the sizes that a published rule prefers."""
+    """Returns parameters, FLOPs, tokens and batches, and for dense decoders the sizes that published laws recommend."""
     params, tokens = cfg.model.num_params, budget.tokens_of(budget.total_steps)
     is_decoder = scaling.laws_hold(cfg.model)
     return Work(
@@ -120,7 +120,7 @@ def plan_work(cfg: RunConfig, budget: Budget, program: Program) -> Work:
         flops_per_token=cfg.flops_per_token,  # by the model's formula, attention included
         flops_per_token_6n=scaling.train_flops(cfg.model.active_params, 1),
         train_flops=train_flops(cfg, budget),
-        tokens=tokens,  # of whole steps
+        tokens=tokens,  # tokens of whole steps
         total_steps=budget.total_steps,
         warmup_steps=budget.warmup_steps,
         warmup_tokens=budget.tokens_of(budget.warmup_steps),
@@ -130,16 +130,16 @@ def plan_work(cfg: RunConfig, budget: Budget, program: Program) -> Work:
         rows=cfg.rows_per_step,
         seq_len=cfg.seq_len,
         num_microbatches=cfg.train.num_microbatches,
-        rows_per_pass=cfg.rows_per_step // cfg.train.num_microbatches // program.batch_shards,  # on one batch shard
+        rows_per_pass=cfg.rows_per_step // cfg.train.num_microbatches // program.batch_shards,  # per batch shard
         routing=routing_assumption(program),
         optimal=scaling.lowest_alternative(scaling.train_flops(params, tokens)) if is_decoder else None,
         serving=tuple(scaling.serving_alternatives(params, tokens)) if is_decoder else (),
-        loss=scaling.fitted_loss(params, tokens) if is_decoder else None,  # only to compare sizes
+        loss=scaling.fitted_loss(params, tokens) if is_decoder else None,  # only for comparing sizes
     )
 
 
 def plan_device(program: Program, topology: Topology, compiled: CompiledStep | None) -> DeviceMemory:
-    """Returns the memory that a device needs and has."""
+    """Returns the required and the usable memory of a device."""
     need, (usable, usable_source) = memory_need(program), usable_memory(topology)
     return DeviceMemory(
         memory=memory_rows(program, need),
@@ -148,13 +148,13 @@ def plan_device(program: Program, topology: Topology, compiled: CompiledStep | N
         usable_bytes=usable,
         usable_why=usable_source,
         least_devices=math.ceil(memory_lower_bound(program.cfg, 1).state / usable),
-        fitting_microbatches=find_microbatches(program, usable),  # the fewest by the estimate, or None
+        fitting_microbatches=find_microbatches(program, usable),
         kept=compiled,
     )
 
 
 def plan_money(options: PlanOptions, topology: Topology, num_chips: float, wall: Range | None) -> Money:
-    """Returns chip-hours, dollars and energy of this wall time, if known."""
+    """Returns chip-hours, dollars and energy for a wall time. Unknown values are None."""
     chip, (pue, source) = topology.chip, cost.PUE[topology.platform]
     if options.pue:
         pue, source = options.pue, "from --pue"
@@ -174,7 +174,7 @@ def plan_money(options: PlanOptions, topology: Topology, num_chips: float, wall:
 
 
 def save_rate(options: PlanOptions, machine: PlannedMachine, measured: list[Measured]) -> tuple[float, str]:
-    """Returns (bytes/s to storage of all hosts together, source)."""
+    """Returns (bytes/s that all hosts together write to storage, source)."""
     if options.save_bytes_per_second:
         return options.save_bytes_per_second, "from --save_bandwidth"
     if with_rate := [(one, rate) for one in measured if (rate := one.save_bytes_per_second)]:
@@ -188,7 +188,7 @@ def save_rate(options: PlanOptions, machine: PlannedMachine, measured: list[Meas
 def plan_saves(
     cfg: RunConfig, machine: PlannedMachine, program: Program, total_steps: int, speed: Speed, rate: tuple[float, str]
 ) -> Saves:
-    """Returns size, time and interval of checkpoints, and their storage. rate: the result of save_rate()."""
+    """Returns size, time, interval and storage of checkpoints. rate: the result of save_rate()."""
     saves, (bytes_per_second, source) = cfg.checkpoint, rate
     num_bytes = state_bytes(jax.tree.leaves(program.abstract_state))
     save_seconds = num_bytes / bytes_per_second
@@ -211,7 +211,7 @@ def plan_saves(
 
 
 def run_cautions(plan: RunPlan, cfg: RunConfig) -> Iterator[Caution | None]:
-    """Yields cautions about warmup, learning rate, tokens and batch; wall time, limits of the run, and checkpoints."""
+    """Yields cautions about warmup, learning rate, tokens, batch, wall time, deadline, budget and checkpoints."""
     work, time, money, saves, chips = plan.work, plan.time, plan.money, plan.saves, plan.machine.num_chips
     is_decoder, size = scaling.laws_hold(cfg.model), (work.params, work.tokens)
     yield cautions.too_many_tokens(work.tokens)
@@ -231,7 +231,7 @@ def run_cautions(plan: RunPlan, cfg: RunConfig) -> Iterator[Caution | None]:
         ("the deadline", time.deadline_seconds, wall),
         ("the budget", money.budget_dollars, money.dollars),
     ):
-        if available is not None and needed is not None:  # limits that end the run early even at the better speed
+        if available is not None and needed is not None:  # compares with the lower bound of what the run needs
             reached = min(1.0, available / needed.low) * work.tokens
             yield cautions.horizon_too_far(work.tokens, reached, cfg.optim.decay, limit)
     if (interval := saves.save_interval_seconds) is not None:
@@ -241,7 +241,7 @@ def run_cautions(plan: RunPlan, cfg: RunConfig) -> Iterator[Caution | None]:
 def machine_cautions(
     plan: RunPlan, cfg: RunConfig, program: Program, topology: Topology, options: PlanOptions
 ) -> Iterator[Caution | None]:
-    """Yields cautions about links between devices, the dtype on this chip, matmul time, and the requested MFU."""
+    """Yields cautions about links between devices, compute dtype, matmul time and the requested MFU."""
     chip, devices, shape, speed = topology.chip, len(topology.devices), program.mesh.shape, plan.time.speed
     domains = link_domains(topology.devices) if topology.platform != "cpu" else [0] * devices
     yield cautions.tensor_over_slow_links(shape["tensor"], domains.count(domains[0]), chip)
@@ -262,7 +262,7 @@ def machine_cautions(
 
 
 def count_tokens(cfg: DataConfig, vocab_size: int) -> tuple[int | None, str]:
-    """Returns (tokens of one pass over the training data, source), or (None, why they are unknown)."""
+    """Returns (tokens of one epoch, source), or (None, reason that they are unknown)."""
     if cfg.name == "synthetic":
         return None, "synthetic data is unlimited"
     if cfg.name == "hf":
@@ -287,7 +287,7 @@ def count_tokens(cfg: DataConfig, vocab_size: int) -> tuple[int | None, str]:
 
 
 def token_count(file: SourceFile, cfg: DataConfig, vocab_size: int) -> int:
-    """Returns the tokens of one token file. Raises BadInput if the file has no count."""
+    """Returns the number of tokens in a token file. Raises BadInput if the file has no count."""
     if is_manifest(file.path):
         return read_manifest(file.path).content["num_tokens"]
     if is_megatron(file.path):
@@ -296,5 +296,5 @@ def token_count(file: SourceFile, cfg: DataConfig, vocab_size: int) -> int:
     if header is not None:
         return header["num_tokens"]
     if not file.path.endswith(".bin"):
-        raise BadInput(f"{file.path} has no header with its token count")
+        raise BadInput(f"{file.path} has no header with the number of tokens")
     return Path(file.path).stat().st_size // np.dtype(raw_dtype(cfg, vocab_size)).itemsize

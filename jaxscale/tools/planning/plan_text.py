@@ -1,4 +1,4 @@
-"""A plan as text: short groups of aligned lines, with every assumption once at the end with its source."""
+"""Text output of a plan: groups of aligned lines, then all assumptions with their sources."""
 
 import functools
 import textwrap
@@ -41,12 +41,12 @@ def plan_lines(plan: RunPlan) -> list[str]:
 
 
 def model_rows(plan: RunPlan) -> Rows:
-    """Returns parameters, FLOPs, tokens and batch."""
+    """Returns the table rows for parameters, FLOPs, tokens and batch."""
     work = plan.work
     ratio, sparse = work.tokens / work.params, work.active_params < work.params
     if sparse:
         per_active = digits(work.tokens / work.active_params)
-        word = f"{per_active} per active parameter; published optima are for dense models"
+        word = f"{per_active} per active parameter; published optima are only for dense models"
     elif work.optimal is None:
         word = "no published optimum for this kind of model"
     else:
@@ -83,7 +83,7 @@ def model_rows(plan: RunPlan) -> Rows:
 
 
 def size_lines(plan: RunPlan) -> list[str]:
-    """Returns this size, the compute-optimal one, and smaller ones of the same loss."""
+    """Returns lines with the planned size, the compute-optimal size, and smaller sizes with the same loss."""
     work = plan.work
     if work.active_params < work.params:
         return [f"{INDENT}{NOT_KNOWN}: the published rule and fit cover only dense models"]
@@ -99,7 +99,9 @@ def size_lines(plan: RunPlan) -> list[str]:
     for one in work.serving:
         paid = f"cheaper after {count(one.served_tokens)} served tokens" if one.served_tokens else ""
         named.append(("cheaper to serve", one, paid or "also cheaper to train"))
-    kaplan = scaling.kaplan_alternative(this.flops)._replace(loss=None)  # its loss is on another text and tokenizer
+    kaplan = scaling.kaplan_alternative(this.flops)._replace(
+        loss=None
+    )  # its loss is for a different text and tokenizer
     named.append(("optimal by Kaplan", kaplan, "arXiv:2001.08361 (2020), for comparison"))
     rows = [("", "parameters", "tokens", "FLOPs (6ND)", "loss", "")]
     for name, one, note in named:
@@ -109,7 +111,7 @@ def size_lines(plan: RunPlan) -> list[str]:
 
 
 def memory_lines(plan: RunPlan) -> list[str]:
-    """Returns memory by kind with its formula, and the usable memory."""
+    """Returns lines with the memory of each kind, its formula, and the usable memory."""
     device = plan.device
     rows = [(row.kind, size(row.num_bytes), row.source) for row in device.memory]
     share = f"{device.memory_bytes / device.usable_bytes:.0%} of {size(device.usable_bytes)}"
@@ -122,7 +124,7 @@ def memory_lines(plan: RunPlan) -> list[str]:
 
 
 def time_rows(plan: RunPlan) -> Rows:
-    """Returns step time, throughput and wall time."""
+    """Returns the table rows for step time, throughput and wall time."""
     time, speed = plan.time, plan.time.speed
     if speed.step_seconds is None or speed.tokens_per_second is None or time.wall_seconds is None:
         return [("step", NOT_KNOWN, speed.source)]
@@ -156,13 +158,13 @@ def time_rows(plan: RunPlan) -> Rows:
 
 
 def money_rows(plan: RunPlan) -> Rows:
-    """Returns chip-hours, dollars and energy."""
+    """Returns the table rows for chip-hours, dollars and energy."""
     money, chip = plan.money, plan.machine.chip
     if money.chip_hours is None:
         return [("chip-hours", NOT_KNOWN, "no step time")]
     rows = [("chip-hours", span(money.chip_hours, digits), f"{cost.chips(plan.machine.num_chips)} x wall time")]
     if money.price is None or money.dollars is None:
-        rows.append(("dollars", NOT_KNOWN, f"no known price of {chip}; give --price=DOLLARS per chip-hour"))
+        rows.append(("dollars", NOT_KNOWN, f"no known price of {chip}; pass --price=DOLLARS per chip-hour"))
     else:
         price = f"{dollars(money.price.dollars_per_hour)} per chip-hour"
         rows.append(("dollars", span(money.dollars, dollars), price))
@@ -175,7 +177,7 @@ def money_rows(plan: RunPlan) -> Rows:
 
 
 def checkpoint_rows(plan: RunPlan) -> Rows:
-    """Returns size, time and interval of checkpoints, and their storage."""
+    """Returns the table rows for size, time, interval and storage of checkpoints."""
     saves, chips = plan.saves, cost.chips(plan.machine.num_chips)
     every = NOT_KNOWN if saves.save_interval_seconds is None else span(saves.save_interval_seconds, duration)
     kept = f"{plural(saves.kept_checkpoints, 'checkpoint')}, {dollars(saves.storage_dollars_per_month)} per month"
@@ -189,7 +191,7 @@ def checkpoint_rows(plan: RunPlan) -> Rows:
 
 
 def data_rows(plan: RunPlan) -> Rows:
-    """Returns required tokens, their rate, and epochs."""
+    """Returns the table rows for required data, read bandwidth and epochs."""
     data, tokens = plan.data, plan.work.tokens
     rows = [("needed", size(data.data_bytes), f"{count(tokens)} tokens x {data.data_bytes // tokens} B per token")]
     if data.data_bytes_per_second is not None and plan.time.speed.tokens_per_second is not None:
@@ -203,7 +205,7 @@ def data_rows(plan: RunPlan) -> Rows:
 
 
 def caution_lines(plan: RunPlan) -> list[str]:
-    """Returns the cautions with reason, fix and source, or a line without any."""
+    """Returns each caution with reason, fix and source, or one line if there are none."""
     if not plan.cautions:
         return [f"{INDENT}none: warmup, learning rate, batch, tokens, checkpoints and dtypes are in published ranges"]
     lines, indent = [], INDENT + "   "
@@ -215,7 +217,7 @@ def caution_lines(plan: RunPlan) -> list[str]:
 
 
 def assumption_lines(plan: RunPlan) -> list[str]:
-    """Returns every figure from an outside source, with that source."""
+    """Returns all assumptions with their sources."""
     fit, price = scaling.BESIROGLU, plan.money.price
     speed = plan.time.speed
     found = [
@@ -241,15 +243,15 @@ def assumption_lines(plan: RunPlan) -> list[str]:
         found.append(f"PUE: {plan.money.pue_source}")
     if plan.device.kept is None:
         found.append(
-            "memory: the state is exact, activations and padding are estimates. The total was within 15% of the "
-            "compiler's for the configs that were compared, and up to 44% above it for TPU programs of a few hundred "
-            "MiB (docs/plan.md)"
+            "memory: the state is exact; activations and padding are estimates. For the configs that were compared, "
+            "the total was within 15% of the compiler's, but up to 44% above it for TPU programs of a few hundred MiB "
+            "(docs/plan.md)"
         )
     return [line for text in found for line in wrapped(text, INDENT, INDENT + "  ")]
 
 
 def verdict_line(plan: RunPlan) -> str:
-    """Returns 'fits by estimate; ...', or the fix."""
+    """Returns text such as 'fits by estimate; ...' or 'does not fit: ...' with the fix."""
     device, name = plan.device, plan.machine.topology
     if device.kept and device.fits:
         return f"fits, compiled by jaxscale preflight on {device.kept.date}"
@@ -271,7 +273,7 @@ def verdict_line(plan: RunPlan) -> str:
 
 
 def limit_check(needed: Range, limit: float) -> str:
-    """Returns the comparison of a limit with both ends of a range."""
+    """Returns a comparison of a limit with both ends of a range as text."""
     if needed.high <= limit:
         return "sufficient over the whole range"
     if needed.low <= limit:
@@ -280,24 +282,24 @@ def limit_check(needed: Range, limit: float) -> str:
 
 
 def wrapped(text: str, first: str, indent: str) -> list[str]:
-    """Returns the text in lines of at most WIDTH."""
+    """Returns the text wrapped to lines of at most WIDTH characters."""
     return textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=indent, break_on_hyphens=False)
 
 
 def span(both: Range, show: Callable[[float], str]) -> str:
-    """Returns '12 to 15', or '12' if both ends look the same."""
+    """Returns text such as '12 to 15', or '12' if both ends have the same text."""
     low, high = show(both.low), show(both.high)
     return low if low == high else f"{low} to {high}"
 
 
 def scientific(number: float) -> str:
-    """Returns '4.33e10'."""
+    """Returns text such as '4.33e10'."""
     mantissa, _, exponent = f"{number:.2e}".partition("e")
     return f"{mantissa}e{int(exponent)}"
 
 
 def amount(number: float, unit: str, thousandth: str) -> str:
-    """Returns '12.3 s', '45 ms'."""
+    """Returns text such as '12.3 s' or '45 ms'."""
     return f"{digits(number)} {unit}" if number >= 1 else f"{number * 1e3:.3g} {thousandth}"
 
 
@@ -306,7 +308,7 @@ energy = functools.partial(amount, unit="MWh", thousandth="kWh")
 
 
 def proposal_lines(proposal: Proposal) -> list[str]:
-    """Returns the proposal and its rules."""
+    """Returns the proposal and the rules for each value as lines of text."""
     model, params, tokens = proposal.model, proposal.params, proposal.tokens
     heads = f"{model['num_heads']} heads of {model['head_dim']}, mlp {model['mlp_dim']:,}"
     batch = "0.2920 C^0.3271 tokens (arXiv:2401.02954), at most the critical batch"

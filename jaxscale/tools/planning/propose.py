@@ -1,4 +1,4 @@
-"""A model for a number of FLOPs or parameters: shape, tokens, batch and rate by published rules, and its config."""
+"""Configs for a number of FLOPs or parameters, with shape, tokens, batch and learning rate by published rules."""
 
 import dataclasses
 import json
@@ -11,26 +11,26 @@ from jaxscale.system.exits import BadInput
 from jaxscale.tools.planning import scaling
 
 HEAD_DIM = 128
-ASPECT = 128  # width over depth, that of Llama 2 7B (arXiv:2307.09288); arXiv:2001.08361, figure 5: a flat optimum
+ASPECT = 128  # width over depth of Llama 2 7B (arXiv:2307.09288); the optimum is flat: arXiv:2001.08361, figure 5
 VOCAB_SIZE = 32_768
 SEQ_LEN = 4096
-SMALL_WIDTH = 1024  # below it heads of 64 and rows of 2,048
-LARGEST = 1e13  # parameters; more is probably a typing error
+SMALL_WIDTH = 1024  # up to this width, head_dim is 64 and seq_len 2,048
+LARGEST = 1e13  # largest number of parameters; more is probably a typing error
 
 
 @dataclasses.dataclass(frozen=True)
 class Proposal:
     """A proposed run."""
 
-    params: int  # exact
+    params: int  # exact number of parameters
     tokens: int
     flops: float  # 6 N D
     reason: str
-    model: dict[str, Any]  # settings of the model
+    model: dict[str, Any]  # model settings
     seq_len: int
-    rows: int  # of a step
+    rows: int  # sequences per step
     peak_lr: float
-    rule: scaling.Alternative  # before rounding to whole heads
+    rule: scaling.Alternative  # the optimum before rounding to whole heads
     num_microbatches: int = 1
     save_every_steps: int = 500
 
@@ -39,7 +39,7 @@ class Proposal:
         return self.tokens // (self.rows * self.seq_len)
 
     def values(self) -> dict[str, Any]:
-        """Returns the settings of a RunConfig."""
+        """Returns the proposal as RunConfig settings."""
         return {
             "seq_len": self.seq_len,
             "batch_tokens": self.rows * self.seq_len,
@@ -55,7 +55,7 @@ class Proposal:
 
 
 def propose_for_flops(flops: float, reason: str) -> Proposal:
-    """Returns the compute-optimal run: N = scaling.lowest_params(C), D = C / 6 / N."""
+    """Returns the compute-optimal run for C = `flops`, with D = C / 6 / N tokens for N parameters."""
     if not 1.2e16 <= flops <= 6 * scaling.TOKENS_PER_PARAM * LARGEST**2:
         raise BadInput(f"{flops:.3g} FLOPs are outside the supported range, 1.2e16 to 1.2e28; check the units")
     rule = scaling.lowest_alternative(flops)
@@ -64,7 +64,7 @@ def propose_for_flops(flops: float, reason: str) -> Proposal:
 
 
 def propose_for_size(params: float, reason: str) -> Proposal:
-    """Returns a run of about this many parameters, on the tokens for which they are compute-optimal."""
+    """Returns a run with about `params` parameters, trained on the compute-optimal number of tokens."""
     if not 1e7 <= params <= LARGEST:
         raise BadInput(
             f"a model of {params:.3g} parameters is outside the supported range, 1e7 to 1e13; check the units"
@@ -77,21 +77,21 @@ def propose_for_size(params: float, reason: str) -> Proposal:
 
 
 def rule_text(rule: scaling.Alternative) -> str:
-    """Returns the rule for size and tokens, with its source."""
+    """Returns the rule for size and tokens as text with its source."""
     if rule.loss is None:
         return f"{scaling.TOKENS_PER_PARAM:g} tokens per parameter (arXiv:2203.15556); no fit covers smaller models"
     return f"the minimum of E + A / N^a + B / D^b at 6 N D FLOPs ({scaling.BESIROGLU_SOURCE})"
 
 
 def shortened(proposal: Proposal, share: float) -> Proposal:
-    """Returns the run with this fraction of its tokens, in whole steps; at least one."""
+    """Returns the run with a fraction `share` of its tokens, in whole steps and with at least one step."""
     batch_tokens = proposal.rows * proposal.seq_len
     tokens = max(1, int(share * proposal.tokens) // batch_tokens) * batch_tokens
     return dataclasses.replace(proposal, tokens=tokens, flops=scaling.train_flops(proposal.params, tokens))
 
 
 def make_proposal(model: dict[str, Any], tokens: int, rule: scaling.Alternative, reason: str) -> Proposal:
-    """Returns the run with batch and rate by compute (arXiv:2401.02954, equation 1), below the critical batch."""
+    """Returns the run with batch and learning rate by equation 1 of arXiv:2401.02954, below the critical batch."""
     params = shape_params(model)
     flops = scaling.train_flops(params, tokens)
     seq_len = SEQ_LEN if model["embed_dim"] > SMALL_WIDTH else SEQ_LEN // 2
@@ -104,13 +104,13 @@ def make_proposal(model: dict[str, Any], tokens: int, rule: scaling.Alternative,
 
 
 def warmup(proposal: Proposal) -> str:
-    """Returns the published 2,000 steps, or 1% of a run for which that would be more than a tenth."""
+    """Returns the published 2,000 steps, or for runs below 20,000 steps 1% of the steps (at least 40, at most 10%)."""
     steps = proposal.total_steps
     return "2000 steps" if steps >= 20_000 else f"{max(1, min(2000, max(40, steps // 100), steps // 10))} steps"
 
 
 def find_shape(params: float, within: float = 0.06) -> dict[str, Any]:
-    """Returns a Llama within `within` of this many parameters, or the nearest, about 128 wide per layer."""
+    """Returns a Llama about 128 wide per layer whose log of parameters is within `within`, or the nearest Llama."""
     models = [config_for_depth(depth, params) for depth in range(2, 257)]
     distance = lambda model: (
         abs(math.log(shape_params(model) / params)),
@@ -121,7 +121,7 @@ def find_shape(params: float, within: float = 0.06) -> dict[str, Any]:
 
 
 def config_for_depth(depth: int, params: float) -> dict[str, Any]:
-    """Returns a Llama of this depth with about this many parameters: 12 D^2 a layer, and two tables."""
+    """Returns settings of a Llama with `depth` layers of 12 D^2 parameters and two embedding tables."""
     a, b = 12 * depth, 2 * VOCAB_SIZE
     target = (math.sqrt(b * b + 4 * a * params) - b) / (2 * a)
     head_dim = HEAD_DIM if target > SMALL_WIDTH else HEAD_DIM // 2
@@ -136,12 +136,12 @@ def config_for_depth(depth: int, params: float) -> dict[str, Any]:
 
 
 def shape_params(model: dict[str, Any]) -> int:
-    """Returns the total parameters of such a model."""
+    """Returns the number of parameters of a Llama with these settings."""
     return LlamaConfig(**model).num_params
 
 
 def config_text(proposal: Proposal, command: str) -> str:
-    """Returns a config file with the proposal's settings. command: the command of the proposal."""
+    """Returns the text of a config file with the proposal's settings. command: command line named in the file."""
     values = proposal.values()
     model = ", ".join(f"{name}={json.dumps(value)}" for name, value in proposal.model.items())
     split = model.index("num_heads")
@@ -155,7 +155,7 @@ def config_text(proposal: Proposal, command: str) -> str:
     python -m jaxscale.main --config=FILE --config.data.files='shards/manifest.json'
 
 Training FLOPs: {proposal.flops:.3g} (6 N D). Generated by: {command}
-Batch size and learning rate from compute (arXiv:2401.02954, equation 1); warmup and final rate as in arXiv:2307.09288.
+Batch size and learning rate by FLOPs: arXiv:2401.02954, equation 1. Warmup and final learning rate: arXiv:2307.09288.
 """
 
 import ml_collections

@@ -1,8 +1,8 @@
-"""Published MFU of large runs, with sources: the range that `plan` uses without a measurement.
+"""Published MFU of large runs with sources, which `plan` uses if there is no measurement.
 
-MFU is the model's FLOPs over the dense bfloat16 peak of kernels/hardware.py. Published TFLOP/s are divided by that
-peak; published chip-hours give 6 N D / chip-hours, which omits attention and includes any lost time. 8-bit runs are
-omitted. tests/planning/test_reached.py checks the arithmetic.
+MFU is the model's FLOP/s divided by the dense bfloat16 peak in kernels/hardware.py. Published TFLOP/s are divided by
+this peak. From published chip-hours, the FLOP/s are 6 N D / chip-hours, which omits attention and includes lost time.
+8-bit runs are omitted. tests/planning/test_reached.py checks the arithmetic.
 """
 
 from typing import NamedTuple
@@ -19,14 +19,14 @@ BRIDGE = "docs.nvidia.com/nemo/megatron-bridge, performance summary 25.11, routi
 
 
 class MfuRow(NamedTuple):
-    """A published run, or several of one kind."""
+    """MFU of one published run, or the range of several similar runs."""
 
     chip: str  # as Chip.name
     run: str  # model and number of chips
     low: float
     high: float
     source: str
-    mixture: bool = False  # of experts: MFU by active parameters
+    mixture: bool = False  # True for a mixture of experts, with MFU by active parameters
 
 
 ROWS = (
@@ -88,26 +88,26 @@ ROWS = (
     MfuRow("H100 SXM", "gpt-oss-120b, 64 cards", 0.155, 0.155, BRIDGE, True),
 )  # fmt: skip
 
-# For chips whose architecture has no published run: chosen to be wide, not measured.
+# Range for chips without published runs on their architecture. Deliberately wide, not measured.
 ASSUMED = Range(0.1, 0.6)
 
 
 def published_rows(chip: Chip, mixture: bool = False) -> tuple[MfuRow, ...]:
-    """Returns published runs on this chip, or else on chips of its architecture; empty if there are none."""
+    """Returns published runs on this chip, or if there are none, on chips with the same architecture."""
     names = {other.name for other in CHIPS.values() if chip.architecture and other.architecture == chip.architecture}
     select = lambda chips: tuple(row for row in ROWS if row.chip in chips and row.mixture == mixture)
     return select({chip.name}) or select(names)
 
 
 def published_mfu(chip: Chip, mixture: bool = False) -> tuple[Range, str]:
-    """Returns (lowest and highest published MFU for the chip, or ASSUMED; the runs and their sources)."""
+    """Returns (range of published MFU for the chip, or ASSUMED; text with the runs and their sources)."""
     kind = "mixtures of experts" if mixture else "dense models"
     rows = published_rows(chip, mixture)
     if not rows:
         assumed = (
             f"no published MFU is known for {kind} on {chip.name}; {ASSUMED.low:.0%} to {ASSUMED.high:.0%} is assumed"
         )
-        return ASSUMED, f"{assumed}: measure it with `jaxscale bench step --save` there, or give --mfu"
+        return ASSUMED, f"{assumed}: measure it with `jaxscale bench step --save` on such a chip, or pass --mfu"
     low, high = min(rows, key=lambda row: row.low), max(rows, key=lambda row: row.high)
     source = f"{low.low:.1%} to {high.high:.1%}: published for {kind} on {rows[0].chip}"
     if rows[0].chip != chip.name:

@@ -1,4 +1,4 @@
-"""A plan as plain data: groups of figures with units in their names; None where a figure is unknown."""
+"""Data classes of a plan. Unknown values are None."""
 
 import dataclasses
 from typing import Any
@@ -23,33 +23,33 @@ class PlannedMachine:
     num_devices: int
     num_hosts: int
     layout: str
-    exchange: str  # expert exchange and its reason; '' without mesh.expert
+    exchange: str  # expert exchange method with its reason, or '' without mesh.expert
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
-    """The model, its tokens and batches."""
+    """Model size, training tokens and batches."""
 
     params: int
-    active_params: int  # per token
-    flops_per_token: float  # by the model's formula, attention included
+    active_params: int  # parameters used per token
+    flops_per_token: float  # by the model's formula, including attention
     flops_per_token_6n: float
     train_flops: float
-    tokens: int  # of whole steps
+    tokens: int  # tokens of whole steps
     total_steps: int
     warmup_steps: int
-    warmup_tokens: int  # of whole steps
-    batch_tokens: int  # the largest
-    ramp: tuple[tuple[int, int], ...]  # (first batch, tokens) of each ramp stage; () without a ramp
-    seq_len_ramp: tuple[tuple[int, int], ...]  # (first batch, tokens in a row) of each stage; () without a ramp
+    warmup_tokens: int  # tokens of whole steps
+    batch_tokens: int  # the largest batch of the run
+    ramp: tuple[tuple[int, int], ...]  # (first batch, tokens per batch) of each stage; () without a ramp
+    seq_len_ramp: tuple[tuple[int, int], ...]  # (first batch, sequence length) of each stage; () without a ramp
     rows: int
     seq_len: int
     num_microbatches: int
-    rows_per_pass: int  # on one batch shard
-    routing: str  # assumption about the router; '' for a dense model
-    optimal: scaling.Alternative | None  # None, as the next two, for models that the rule does not cover
-    serving: tuple[scaling.Alternative, ...]
-    loss: float | None  # by the published fit; only to compare sizes
+    rows_per_pass: int  # sequences per batch shard and microbatch
+    routing: str  # assumption about expert routing, or '' for a dense model
+    optimal: scaling.Alternative | None  # compute-optimal size; None if published laws do not cover the model
+    serving: tuple[scaling.Alternative, ...]  # smaller sizes with the same loss; () if not covered
+    loss: float | None  # by the published fit, only for comparing sizes; None if not covered
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,13 +61,13 @@ class DeviceMemory:
     host_bytes: int
     usable_bytes: int
     usable_why: str
-    least_devices: int  # that hold parameters, moments and gradients, sharded evenly
-    fitting_microbatches: int | None  # the fewest by the estimate, or None
+    least_devices: int  # smallest number of devices that fit parameters, moments and gradients, sharded evenly
+    fitting_microbatches: int | None  # smallest number that fits by the estimate; None if none fits
     kept: CompiledStep | None  # preflight's result for this step
 
     @property
     def fits(self) -> bool:
-        """True if the estimate, or the compiler's figure where preflight has one, is within the usable memory."""
+        """True if the peak memory (by the compiler if preflight ran, else estimated) is within the usable memory."""
         return (self.kept.peak_bytes if self.kept else self.memory_bytes) <= self.usable_bytes
 
 
@@ -97,7 +97,7 @@ class Money:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Saves:
-    """Checkpoints: size, time, interval, storage."""
+    """Size, time, interval and storage of checkpoints."""
 
     checkpoint_bytes: int
     save_seconds: float
@@ -116,14 +116,14 @@ class Data:
 
     data_bytes: int
     data_bytes_per_second: Range | None
-    data_tokens: int | None  # of one pass
+    data_tokens: int | None  # tokens of one epoch
     data_source: str
     epochs: float | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """The plan of a run. Ranges span the better and the worse MFU, in rising order."""
+    """The plan of a run. Ranges come from the range of MFU, with the lower value first."""
 
     config: str
     machine: PlannedMachine
@@ -136,7 +136,7 @@ class RunPlan:
     cautions: tuple[Caution, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns plain data for JSON, on one level."""
+        """Returns the plan as a flat dict for JSON."""
         parts = (self.machine, self.work, self.device, self.time, self.money, self.saves, self.data)
         flat = {"config": self.config}
         for part in parts:

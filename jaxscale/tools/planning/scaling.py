@@ -1,6 +1,6 @@
-"""Model size, tokens, batch and learning rate: published rules, fits and runs, and the effect of serving.
+"""Published rules, fits and runs for model size, tokens, batch and learning rate, and the effect of serving costs.
 
-N parameters  D tokens  C training FLOPs
+N is parameters, D tokens and C training FLOPs.
 """
 
 import math
@@ -8,35 +8,35 @@ from typing import NamedTuple
 
 from jaxscale.core.models.config import ModelConfig
 
-SMALLEST_FITTED = 70e6  # parameters of the smallest models that the fit saw: arXiv:2203.15556, abstract
-TOKENS_PER_PARAM = 20.0  # arXiv:2203.15556: 70B parameters on 1.4T tokens, growing in proportion
+SMALLEST_FITTED = 70e6  # parameters of the smallest fitted models: arXiv:2203.15556, abstract
+TOKENS_PER_PARAM = 20.0  # arXiv:2203.15556: 70B parameters on 1.4T tokens, in proportion for other sizes
 
-WARMUP_TOKENS = 375e6  # arXiv:2005.14165, appendix B: of every size
+WARMUP_TOKENS = 375e6  # for all sizes: arXiv:2005.14165, appendix B
 WARMUP_STEPS = 2000  # arXiv:2307.09288, section 2.2; 8,000 at 405B: arXiv:2407.21783, section 3.4.1
-WARMUP_FROM_PARAMS = 1e9  # below it the published runs vary too much to be a rule
+WARMUP_FROM_PARAMS = 1e9  # for smaller models, warmups of published runs vary too much for a rule
 
 
 def rate_over_width(optimizer: str, times: float) -> float:
-    """Returns the factor of the best rate in a model `times` as wide, without muP.
+    """Returns the factor by which the best learning rate changes in a model `times` as wide, without muP.
 
-    Adam: 1 / width (arXiv:2203.03466). Muon: 1 / sqrt(width), so that an update changes a matrix's output equally at
-    every width (arXiv:2310.17813).
+    The best learning rate is proportional to 1 / width for Adam (arXiv:2203.03466). For Muon it is proportional to 1 /
+    sqrt(width), so that an update changes the output of a matrix equally at every width (arXiv:2310.17813).
     """
     return times ** (-0.5 if optimizer == "muon" else -1.0)
 
 
 def is_mixture(model: ModelConfig) -> bool:
-    """True if a token uses only some of the parameters, so laws in one parameter count do not apply."""
+    """Returns True if a token uses only some of the parameters, so laws in one parameter count do not apply."""
     return model.active_params != model.num_params
 
 
 def laws_hold(model: ModelConfig) -> bool:
-    """True if published laws of size, data and loss cover such models: dense decoders."""
+    """Returns True if published laws of size, data and loss cover the model, which must be a dense decoder."""
     return model.kind == "decoder" and not is_mixture(model)
 
 
 class Terms(NamedTuple):
-    """Loss in nats per token = E + A / N**alpha + B / D**beta; 0 for the terms that a law lacks."""
+    """Parameters of L = E + A / N**alpha + B / D**beta nats per token. A or B is 0 if a law lacks the term."""
 
     E: float
     A: float
@@ -45,34 +45,34 @@ class Terms(NamedTuple):
     beta: float
 
     def loss(self, params: float, tokens: float) -> float:
-        """Returns nats per token."""
+        """Returns the loss in nats per token."""
         in_params = self.A * params**-self.alpha if self.A else 0.0
         in_tokens = self.B * tokens**-self.beta if self.B else 0.0
         return self.E + in_params + in_tokens
 
 
-# The original fit of arXiv:2203.15556 does not reproduce its own optimum; this refit explains and corrects it.
+# The original fit of arXiv:2203.15556 contradicts the paper's optimum; this refit explains and corrects the error.
 BESIROGLU = Terms(1.8172, 482.01, 2085.43, 0.3478, 0.3658)
 BESIROGLU_SOURCE = "arXiv:2404.10102, a refit of arXiv:2203.15556"
-# The laws of 2020, for comparison: N without embeddings, on WebText2 with its tokenizer. Source: arXiv:2001.08361,
+# The laws of 2020, for comparison, with N excluding embeddings, on WebText2 and its tokenizer: arXiv:2001.08361,
 # equations 1.1 to 1.3, table 2 (L(N, D)) and appendix A (the best size).
-PF_DAY = 1e15 * 86_400  # operations
+PF_DAY = 1e15 * 86_400  # FLOPs
 KAPLAN_PARAMS, KAPLAN_TOKENS, KAPLAN_FLOPS = (8.8e13, 0.076), (5.4e13, 0.095), (3.1e8 * PF_DAY, 0.050)
 KAPLAN_BOTH = (6.4e13, 0.076, 1.8e13, 0.103)
 KAPLAN_BEST = (1.3e9, 0.73)  # parameters at one PF-day, and the exponent
-# Learning rates relative to AdamW's, (lowest, highest). Lion: arXiv:2302.06675, section 5. Muon: its updates are scaled
-# to AdamW's, so AdamW's rates apply (arXiv:2502.16982); the best of small models were 2, 4, 4 and at least 8 times them
-# (docs/lab.md): 8 is the end of that search, not a limit.
+# (lowest, highest) best learning rate relative to AdamW's. Lion: arXiv:2302.06675, section 5. Muon's updates are scaled
+# to AdamW's size, so AdamW's learning rates apply (arXiv:2502.16982). The best for small models were 2, 4, 4 and at
+# least 8 times AdamW's (docs/lab.md), where 8 was the end of the search.
 TIMES_ADAMW = {"adamw": (1.0, 1.0), "lion": (0.1, 1 / 3), "muon": (1.0, 8.0)}
 
 
 class Alternative(NamedTuple):
-    """Another size for the same loss or the same FLOPs."""
+    """An alternative model size for the same loss or the same FLOPs."""
 
     params: float
     tokens: float
     flops: float
-    loss: float | None  # nats per token, by the fit; None below its range
+    loss: float | None  # nats per token by the fit; None for models below the range of the fit
     served_tokens: float | None = None  # tokens served after which the longer training pays off
 
 
@@ -109,15 +109,15 @@ RUNS = (
 
 
 def train_flops(params: float, tokens: float) -> float:
-    """Returns 6 N D: training FLOPs without attention's matmuls. Source: arXiv:2001.08361, section 2.1."""
+    """Returns 6 N D, the training FLOPs without attention matmuls. Source: arXiv:2001.08361, section 2.1."""
     return 6 * params * tokens
 
 
 def optimal_params(flops: float) -> float:
-    """Returns N of a compute-optimal run by the rule of 20 tokens per parameter: (C / 6 / 20) ** 0.5.
+    """Returns (C / 6 / 20) ** 0.5, the compute-optimal N by the rule of 20 tokens per parameter.
 
-    This is not the minimum of a fit: BESIROGLU has 26 tokens per parameter for 1e18 FLOPs, 20 for 1e22, 15 for 1e27.
-    Its losses there and by the rule differ by less than 0.15% from 1e16 FLOPs on.
+    The minimum of the BESIROGLU fit has 26 tokens per parameter for 1e18 FLOPs, 20 for 1e22 and 15 for 1e27. The loss
+    at that minimum and the loss by the rule differ by less than 0.15% from 1e16 FLOPs on.
     """
     return math.sqrt(flops / 6 / TOKENS_PER_PARAM)
 
@@ -129,7 +129,7 @@ def lowest_params(flops: float, fit: Terms = BESIROGLU) -> float:
 
 
 def lowest_tokens(params: float) -> float:
-    """Returns D with which N parameters are the fit's best model; 20 N below the fit's range."""
+    """Returns D for which N parameters are compute-optimal by the fit, or 20 N below the range of the fit."""
     if params < SMALLEST_FITTED:
         return optimal_tokens(params)
     ratio = BESIROGLU.beta * BESIROGLU.B / (BESIROGLU.alpha * BESIROGLU.A)
@@ -142,51 +142,51 @@ def optimal_tokens(params: float) -> float:
 
 
 def predicted_loss(params: float, tokens: float, fit: Terms = BESIROGLU) -> float:
-    """Returns nats per token on the fit's data and tokenizer: to compare sizes, not to forecast another corpus."""
+    """Returns nats per token on the data and tokenizer of the fit. Only for comparing sizes."""
     return fit.loss(params, tokens)
 
 
 def fitted_loss(params: float, tokens: float) -> float | None:
-    """Returns predicted_loss, or None for a model smaller than any in the fit."""
+    """Returns predicted_loss(), or None for models below the range of the fit."""
     return predicted_loss(params, tokens) if params >= SMALLEST_FITTED else None
 
 
 def tokens_for_loss(params: float, loss: float, fit: Terms = BESIROGLU) -> float | None:
-    """Returns D at which a model of N parameters reaches the loss; None if it never does."""
+    """Returns D at which a model of N parameters reaches the loss, or None if no D is enough."""
     remaining = loss - fit.E - fit.A / params**fit.alpha
     return (fit.B / remaining) ** (1 / fit.beta) if remaining > 0 else None
 
 
 def kaplan_power(law: tuple[float, float], amount: float) -> float:
-    """Returns nats per token by one law of 2020.
+    """Returns nats per token by one of the laws of 2020.
 
-    KAPLAN_PARAMS: L(N), trained to convergence on unlimited data. KAPLAN_TOKENS: L(D), a large model, stopped early.
-    KAPLAN_FLOPS: L(C), the best size, with a batch far below the critical one.
+    KAPLAN_PARAMS is L(N), for training to convergence on unlimited data. KAPLAN_TOKENS is L(D), for a large model with
+    early stopping. KAPLAN_FLOPS is L(C), for the best size with a batch far below the critical batch.
     """
     return (law[0] / amount) ** law[1]
 
 
 def kaplan_loss(params: float, tokens: float) -> float:
-    """Returns L(N, D). Fitted separately: its limits are not the single laws."""
+    """Returns nats per token by L(N, D) of 2020. Its limits differ from L(N) and L(D), which were fitted separately."""
     size, size_power, data, data_power = KAPLAN_BOTH
     return ((size / params) ** (size_power / data_power) + data / tokens) ** data_power
 
 
 def kaplan_alternative(flops: float) -> Alternative:
-    """Returns the best size by the laws of 2020, whose rates did not fit each run's length (arXiv:2203.15556, 2)."""
+    """Returns the best size by the laws of 2020, criticised in arXiv:2203.15556, section 2, for their schedules."""
     params = KAPLAN_BEST[0] * (flops / PF_DAY) ** KAPLAN_BEST[1]
     return Alternative(params, flops / 6 / params, flops, kaplan_power(KAPLAN_FLOPS, flops))
 
 
 def optimal_alternative(flops: float) -> Alternative:
-    """Returns the compute-optimal size for this many FLOPs by the rule of 20 tokens per parameter."""
+    """Returns the compute-optimal size by the rule of 20 tokens per parameter."""
     params = optimal_params(flops)
     tokens = optimal_tokens(params)
     return Alternative(params, tokens, flops, fitted_loss(params, tokens))
 
 
 def lowest_alternative(flops: float) -> Alternative:
-    """Returns the size of lowest loss for this many FLOPs, by the fit, or by the rule below its range."""
+    """Returns the size with the lowest loss by the fit, or by the rule of 20 tokens below the range of the fit."""
     params = lowest_params(flops)
     if params < SMALLEST_FITTED:
         return optimal_alternative(flops)
@@ -195,11 +195,11 @@ def lowest_alternative(flops: float) -> Alternative:
 
 
 def serving_alternatives(params: float, tokens: float) -> list[Alternative]:
-    """Returns models of three quarters and half of the size that reach the same loss with more tokens, if they can.
+    """Returns smaller models (three quarters and half of the size) that reach the same loss with more tokens.
 
-    served_tokens: tokens generated or read at 2 N FLOPs each, after which the smaller model has cost less in all (the
-    reasoning of arXiv:2401.00448); 0 if its training alone is cheaper. [] if the smaller ones are below the fit's
-    range.
+    After served_tokens tokens of inference at 2 N FLOPs each, the smaller model has cost less in total (the reasoning
+    of arXiv:2401.00448). served_tokens is 0 if training alone is cheaper. Returns [] if the smaller models are below
+    the range of the fit.
     """
     if params * 0.5 < SMALLEST_FITTED:
         return []
@@ -213,15 +213,15 @@ def serving_alternatives(params: float, tokens: float) -> list[Alternative]:
 
 
 def batch_by_flops(flops: float) -> float:
-    """Returns the best batch of a training run of these FLOPs, in tokens (arXiv:2401.02954, equation 1)."""
+    """Returns the best batch in tokens for a number of training FLOPs. Source: arXiv:2401.02954, equation 1."""
     return 0.2920 * flops**0.3271
 
 
 def rate_by_flops(flops: float) -> float:
-    """Returns 0.3118 C ** -0.1250. Source: arXiv:2401.02954, equation 1."""
+    """Returns the best learning rate, 0.3118 C ** -0.1250. Source: arXiv:2401.02954, equation 1."""
     return 0.3118 * flops**-0.1250
 
 
 def critical_batch(loss: float) -> float:
-    """Returns 2.1e8 L ** -4.8 tokens (arXiv:1812.06162, 2001.08361 figure 10), above which more hardly save steps."""
-    return 2.1e8 * loss**-4.8
+    """Returns the critical batch in tokens, above which larger batches hardly save steps (arXiv:1812.06162)."""
+    return 2.1e8 * loss**-4.8  # arXiv:2001.08361, figure 10

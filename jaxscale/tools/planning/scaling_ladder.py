@@ -1,8 +1,8 @@
-"""A scaling ladder of small finished runs, read from their work folders, with the reason for each one left out.
+"""A scaling ladder of small finished runs, read from their work folders, with reasons for runs that are left out.
 
-A law compares ends: held-out loss after the last step of a whole schedule. A point in the middle of a decaying schedule
-is not what a run of that length would have reached (arXiv:2203.15556, appendix B), so only runs with a constant rate
-give intermediate points.
+A loss law compares the held-out loss after the last step of a schedule. The loss in the middle of a decaying schedule
+is higher than that of a run of this length (arXiv:2203.15556, appendix B). So only runs with a constant learning rate
+provide intermediate points.
 """
 
 import dataclasses
@@ -27,25 +27,25 @@ from jaxscale.tools.planning.loss_law import Point, SeedNoise
 from jaxscale.tools.planning.scaling import is_mixture
 
 LOSS, BITS = "validation/loss", "validation/bits_per_byte"
-RATE_TOLERANCE = 0.01  # relative difference of logged rates and their schedule
-MAX_RISE = 1.1  # final over lowest smoothed training loss of a healthy run
-WARMUP_FACTOR = 2.0  # points of a constant rate before this many warmups still show the warmup
+RATE_TOLERANCE = 0.01  # largest relative difference between logged and scheduled learning rates
+MAX_RISE = 1.1  # largest ratio of final to lowest smoothed training loss in a healthy run
+WARMUP_FACTOR = 2.0  # with a constant learning rate, points before this many warmups are ignored
 COMPARED = (
     "seq_len", "model.name", "model.vocab_size", "data.name", "data.files", "data.val_files", "data.val_fraction",
     "data.tokenizer", "data.bos_token", "data.packing", "data.mixture", "data.objective",
 )  # fmt: skip
-MIN_FREEDOM = 2  # degrees of freedom of a noise measured from seeds: one pair is not enough
-DECAY_TOLERANCE = 0.005  # difference of two decay fractions: whole steps of a short run
+MIN_FREEDOM = 2  # fewest degrees of freedom of noise measured from seeds; one pair of seeds is not enough
+DECAY_TOLERANCE = 0.005  # largest difference of equal decay fractions, from rounding to steps in a short run
 
 
 class ScheduleShape(NamedTuple):
-    """The shape of the learning rate, without peak and length."""
+    """Shape of a learning rate schedule, independent of its peak and length."""
 
     decay: str
     decay_fraction: float | None  # wsd only
-    final: float  # last rate over peak
-    warmup: float  # fraction of the run
-    form: str = ""  # of the decay, if not implied by its name
+    final: float  # last learning rate divided by the peak
+    warmup: float  # warmup as a fraction of the run
+    form: str = ""  # form of the decay, if not implied by its name
 
     def __str__(self) -> str:
         part = f" over the last {self.decay_fraction:.0%}" if self.decay_fraction else ""
@@ -54,7 +54,7 @@ class ScheduleShape(NamedTuple):
         return f"{self.decay}{part}{end}, warmup {self.warmup:.1%}"
 
     def ends_as(self, other: "ScheduleShape") -> bool:
-        """True if ends of both are comparable: the same but for the warmup, the final rate within 1%."""
+        """True if both schedules have the same decay, with final learning rates within 1%. Ignores the warmup."""
         parts = [part.decay_fraction or 0.0 for part in (self, other)]
         if (self.decay, self.form) != (other.decay, other.form) or abs(parts[0] - parts[1]) > DECAY_TOLERANCE:
             return False
@@ -63,47 +63,47 @@ class ScheduleShape(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LadderRun:
-    """A run of the ladder."""
+    """A finished run of the ladder."""
 
     folder: str
     params: int
     tokens: int
     flops: float
-    loss: float  # held-out, nats per token, at the end
+    loss: float  # final held-out loss, nats per token
     bits_per_byte: float | None
-    recipe: str  # settings except the seed
+    recipe: str  # all settings except the seed, as JSON
     seed: int
-    points: tuple[Point, ...]  # the end, and intermediate points with a constant rate
+    points: tuple[Point, ...]  # the final point; with a constant learning rate also intermediate points
     schedule: ScheduleShape
-    steps: np.ndarray  # as fractions of the run, (0, 1]
-    losses: np.ndarray  # training loss at those, nats per token
+    steps: np.ndarray  # steps with logged loss as fractions of the run, in (0, 1]
+    losses: np.ndarray  # training loss at `steps`, nats per token
 
     @property
     def name(self) -> str:
-        """The folder's base name."""
+        """Base name of the folder."""
         return self.folder.rstrip("/").rpartition("/")[2]
 
     @property
     def curve(self) -> Curve:
-        """Its training loss, for approach 1."""
+        """Training loss over tokens, for approach 1 of best_size.py."""
         tokens, losses = (self.steps * self.tokens).tolist(), self.losses.tolist()
         return curve_of_run(self.params, self.flops / self.tokens, tokens, losses)
 
 
 class Ladder(NamedTuple):
-    """Runs comparable with the one to forecast, smallest first, and (folder, reason) of the others."""
+    """Runs that are comparable with the run to forecast, smallest first, and (folder, reason) of excluded runs."""
 
     rungs: tuple[LadderRun, ...]
     left_out: tuple[tuple[str, str], ...]
 
     @property
     def points(self) -> tuple[Point, ...]:
-        """Points of all runs."""
+        """The points of all runs."""
         return tuple(point for rung in self.rungs for point in rung.points)
 
     @property
     def noise(self) -> SeedNoise | None:
-        """The difference between seeds; None with fewer than MIN_FREEDOM degrees of freedom."""
+        """Noise between seeds, or None with fewer than MIN_FREEDOM degrees of freedom."""
         ends: dict[str, dict[int, float]] = {}
         for rung in self.rungs:
             ends.setdefault(rung.recipe, {})[rung.seed] = math.log(rung.loss)
@@ -111,7 +111,7 @@ class Ladder(NamedTuple):
 
     @property
     def bits_per_nat(self) -> float | None:
-        """Bits per byte over nats per token, one number per held-out text; None if unknown or inconsistent."""
+        """Ratio of bits per byte to nats per token on the held-out text, or None if unknown or different between runs."""
         found = [rung.bits_per_byte / rung.loss for rung in self.rungs if rung.bits_per_byte is not None]
         if not found or len(found) < len(self.rungs):
             return None
@@ -120,7 +120,7 @@ class Ladder(NamedTuple):
 
 
 def estimate_noise(repeated: Sequence[Sequence[float]]) -> SeedNoise | None:
-    """Returns the noise of a run from groups of log L that differ only in the seed; None below MIN_FREEDOM."""
+    """Returns the noise of log L from groups of runs that differ only in the seed, or None for too few runs."""
     groups = [np.array(group) for group in repeated if len(group) > 1]
     freedom = sum(len(group) - 1 for group in groups)
     if freedom < MIN_FREEDOM:
@@ -129,7 +129,7 @@ def estimate_noise(repeated: Sequence[Sequence[float]]) -> SeedNoise | None:
 
 
 def find_runs(patterns: str) -> list[str]:
-    """Returns folders that match patterns such as 'runs/ladder/*,gs://bucket/small-*', in order. BadInput for none."""
+    """Returns folders that match 'runs/ladder/*,gs://bucket/small-*', for example. Raises BadInput without a match."""
     found: list[str] = []
     for pattern in filter(None, (part.strip() for part in patterns.split(","))):
         parts = pattern.split("/")
@@ -138,7 +138,7 @@ def find_runs(patterns: str) -> list[str]:
         folder, wildcards = paths.as_path(base), "/".join(parts[wild:])
         matched = sorted(str(path) for path in folder.glob(wildcards) if path.is_dir()) if wildcards else [str(folder)]
         if not matched:
-            raise BadInput(f"--runs={pattern} matches no folder; give work folders of finished runs, in quotes")
+            raise BadInput(f"--runs={pattern} matches no folder; pass work folders of finished runs, in quotes")
         found += [name for name in matched if name not in found]
     if not found:
         raise BadInput("--runs must name work folders, such as --runs='runs/ladder/*'")
@@ -146,14 +146,14 @@ def find_runs(patterns: str) -> list[str]:
 
 
 def read_ladder(folders: Sequence[str], target: RunConfig, budget: Budget, target_folder: str | None = None) -> Ladder:
-    """Returns the ladder for this config, without target_folder. Raises BadInput as check_covered(), not for others."""
+    """Returns the ladder of runs comparable with `target`. Raises BadInput if the loss law does not cover `target`."""
     check_covered(target, budget, "the run to forecast")
     settings, schedule = comparable(target), schedule_of(target, budget)
     rungs, left_out = [], []
     for folder in folders:
         try:
             if target_folder is not None and paths.absolute(folder) == paths.absolute(target_folder):
-                raise BadInput("it is the run to forecast")
+                raise BadInput("this is the run to forecast")
             rungs.append(read_run(folder, settings, schedule))
         except BadInput as error:
             left_out.append((folder, str(error)))
@@ -161,16 +161,16 @@ def read_ladder(folders: Sequence[str], target: RunConfig, budget: Budget, targe
 
 
 def read_run(folder: str, settings: dict[str, Any], target: ScheduleShape) -> LadderRun:
-    """Returns a finished run. Raises BadInput with the reason if it is not comparable."""
+    """Returns a finished run. Raises BadInput with the reason if the run is not comparable with the target."""
     history = read_history(folder)
     cfg, budget = read_settings(history)
     check_covered(cfg, budget, "it")
     for name, value in comparable(cfg).items():
         if value != settings[name]:
-            raise BadInput(f"{name} is {short(value)}, but {short(settings[name])} in the config")
+            raise BadInput(f"{name} is {short(value)}, but the config has {short(settings[name])}")
     schedule = schedule_of(cfg, budget)
     if not schedule.ends_as(target):
-        raise BadInput(f"its schedule is {schedule}, but that of the run to forecast is {target}")
+        raise BadInput(f"its schedule is {schedule}, but the run to forecast has {target}")
     if history.config.get("ancestry"):
         raise BadInput("it started from the parameters of another run, so its token count excludes earlier training")
     last = history.last_step
@@ -214,7 +214,7 @@ def read_run(folder: str, settings: dict[str, Any], target: ScheduleShape) -> La
 
 
 def check_covered(cfg: RunConfig, budget: Budget, what: str) -> None:
-    """Raises BadInput for a mixture of experts, and for a run with a ramp of batch or sequence length."""
+    """Raises BadInput for a mixture of experts, or a run with a batch or sequence length ramp."""
     if is_mixture(cfg.model):
         raise BadInput(
             f"{what} is a mixture of experts (model.experts), with {units.count(cfg.model.num_params)} parameters, "
@@ -222,14 +222,14 @@ def check_covered(cfg: RunConfig, budget: Budget, what: str) -> None:
         )
     for name, ramp, reason in (
         ("seq_len_ramp", budget.seq_len_ramp, "losses at different sequence lengths are not comparable"),
-        ("batch_ramp", budget.ramp, "curves are compared by step, and its steps differ in tokens"),
+        ("batch_ramp", budget.ramp, "curves are compared by step, but its steps differ in tokens"),
     ):
         if ramp:
             raise BadInput(f"{what} has a {name}: {reason}; use runs without it")
 
 
 def read_settings(history: History) -> tuple[RunConfig, Budget]:
-    """Returns (config, budget) of a run from its config.json. Raises BadInput if it cannot be read."""
+    """Returns (config, budget) from a run's config.json. Raises BadInput if the file cannot be read."""
     if not history.config:
         raise BadInput(next((p for p in history.problems if "config.json" in p), "config.json is missing"))
     try:
@@ -242,16 +242,16 @@ def read_settings(history: History) -> tuple[RunConfig, Budget]:
 
 
 def comparable(cfg: RunConfig) -> dict[str, Any]:
-    """Returns the settings that two comparable held-out losses share: text, tokens, rows, objective."""
+    """Returns the settings that must be equal for held-out losses to be comparable."""
     values = schema.to_dict(cfg)
     return {name: schema.look_up(values, name) for name in COMPARED}
 
 
 def schedule_of(cfg: RunConfig, budget: Budget) -> ScheduleShape:
-    """Returns the shape of a run's learning rate."""
+    """Returns the shape of a run's learning rate schedule."""
     optim, total, fraction, form = cfg.optim, budget.total_steps, None, ""
     final = optim.min_lr / optim.peak_lr if optim.peak_lr else 0.0
-    decay = "wsd" if budget.decay_start is not None else optim.decay  # a constant rate with an early decay
+    decay = "wsd" if budget.decay_start is not None else optim.decay  # decay_start: a decay added to a constant rate
     if decay == "wsd":
         fraction = optim.decay_fraction if budget.decay_start is None else (total - budget.decay_start) / total
         form = "" if optim.decay_shape == "linear" else "1 - sqrt"
@@ -264,12 +264,12 @@ def schedule_of(cfg: RunConfig, budget: Budget) -> ScheduleShape:
 
 
 def check_rate(history: History, cfg: RunConfig, budget: Budget) -> None:
-    """Raises BadInput if logged rates are not those of the schedule: it changed during the run, or was cut."""
+    """Raises BadInput if the logged learning rates differ from the schedule in the config."""
     steps, rates = (np.array(values, float) for values in history.series("learning_rate"))
     schedule = optim_schedule(cfg.optim, **budget.schedule_steps)
     scheduled = np.asarray(
         schedule(jnp.asarray(steps - 1)), float
-    )  # the metrics of step n have the rate of update n - 1
+    )  # metrics of step n contain the learning rate of update n - 1
     differs = np.abs(rates - scheduled) > RATE_TOLERANCE * np.maximum(scheduled, 1e-3 * cfg.optim.peak_lr)
     if differs.any():
         at = int(np.argmax(differs))
@@ -280,7 +280,7 @@ def check_rate(history: History, cfg: RunConfig, budget: Budget) -> None:
 
 
 def check_healthy(steps: np.ndarray, losses: np.ndarray, last: int) -> None:
-    """Raises BadInput if the training loss rose: its mean over the last twentieth against the lowest one."""
+    """Raises BadInput if the mean training loss of the last 5% of the run is above MAX_RISE times the lowest mean."""
     means = [losses[(steps > part * last) & (steps <= (part + 0.05) * last)] for part in np.arange(0.1, 1, 0.05)]
     means = [float(part.mean()) for part in means if len(part)]
     if means and means[-1] > MAX_RISE * min(means):
@@ -288,7 +288,7 @@ def check_healthy(steps: np.ndarray, losses: np.ndarray, last: int) -> None:
 
 
 def target_budget(cfg: RunConfig, tokens: str | None) -> tuple[RunConfig, Budget]:
-    """Returns (config, budget) of the run to forecast. tokens: as in --tokens, instead of train_tokens."""
+    """Returns (config, budget) of the run to forecast. tokens: value of --tokens, which replaces train_tokens."""
     if tokens is not None:
         cfg = dataclasses.replace(cfg, train_tokens=units.resolve("--tokens", tokens, seq_len=cfg.seq_len))
     return cfg, resolve_budget(cfg, None)

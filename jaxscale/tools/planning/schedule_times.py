@@ -1,4 +1,4 @@
-"""Idle times of pipeline schedules: in closed form, and of their tables tick by tick."""
+"""Idle times of pipeline schedules, in closed form and by simulation of each tick."""
 
 import numpy as np
 
@@ -6,35 +6,35 @@ from jaxscale.core.axes.pipeline_schedules import EQUAL_COSTS, IDLE, Costs, Sche
 
 
 def pass_seconds(schedule: Schedule, costs: Costs) -> np.ndarray:
-    """Returns float[t, P], the time of each stage in each tick."""
+    """Returns the time of each stage in each tick as float[ticks, stages]."""
     forward, backward = (passes.microbatch != IDLE for passes in (schedule.forward, schedule.backward))
     weights = backward & ~schedule.inputs_only
     return forward * costs.forward + backward * (costs.recompute + costs.input_grads) + weights * costs.weight_grads
 
 
 def simulated_seconds(schedule: Schedule, costs: Costs = EQUAL_COSTS, head: float = 0.0) -> float:
-    """Returns a step's time in the unit of costs, by each tick's busiest stage. head: time of a microbatch's loss."""
+    """Returns the time of a step, the sum of each tick's busiest stage. head: time of the loss per microbatch."""
     return float(pass_seconds(schedule, costs).max(axis=1).sum()) + schedule.num_microbatches * head
 
 
 def bubble_fraction(schedule: Schedule, costs: Costs) -> float:
-    """Returns the simulated share of the time beyond running each pass of a stage once; the head is left out."""
+    """Returns the fraction of the simulated time in which a stage runs no pass. Excludes the output projection."""
     return 1 - schedule.num_microbatches * schedule.num_chunks * sum(costs) / simulated_seconds(schedule, costs)
 
 
 def recomputed_time(schedule: ScheduleSize, costs: Costs) -> float:
-    """Returns the time of second passes of the last stage, which has the most, over that of its other passes."""
+    """Returns the recomputation time of deferred passes on the last stage, divided by the time of its other passes."""
     return schedule.num_deferred * (costs.recompute + costs.input_grads) / (schedule.chunk_runs * sum(costs))
 
 
 def idle_time(schedule: ScheduleSize, costs: Costs) -> float:
-    """Returns the last stage's idle time over its busy time. A compiled program counts its passes."""
+    """Returns the last stage's idle time divided by its busy time, with recomputation counted as busy."""
     recomputed = recomputed_time(schedule, costs)
     return (schedule.slowdown(costs) - 1 - recomputed) / (1 + recomputed)
 
 
 def bubble_formula(schedule: ScheduleSize) -> str:
-    """Returns the bubble as text, '5.2% = (P-1)/(VM+P-1) = 7/135'. Weight gradients are a quarter of a pass."""
+    """Returns text such as '5.2% = (P-1)/(VM+P-1) = 7/135'. Weight gradients are a quarter of a pass's time."""
     idle, chunk_runs = schedule.num_stages - 1, schedule.chunk_runs
     if schedule.name == "zero_bubble":
         ratio = f"{3 * idle}/{4 * chunk_runs + 3 * idle} (recomputation included)"

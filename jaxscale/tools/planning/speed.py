@@ -1,8 +1,8 @@
-"""Step time and memory from shapes alone, in milliseconds.
+"""Estimates of step time and memory from array shapes, computed in milliseconds.
 
-Speed is a fraction of the published peak, bounded by the compute and communication of the sharding. A StepEstimate
-ranks candidates for compilation and is never reported as a result: memory comes from program/memory.py, time
-from matmul FLOPs and a lower bound of the collectives' bytes.
+Speed is the expected MFU times the published peak, bounded by the compute and communication of the sharding. A
+StepEstimate only ranks candidates for compilation and is never reported as a result. Its memory comes from
+program/memory.py, its time from matmul FLOPs and a lower bound of the bytes sent by collectives.
 """
 
 import dataclasses
@@ -44,30 +44,30 @@ from jaxscale.tools.planning.scaling import is_mixture
 from jaxscale.tools.planning.schedule_times import bubble_formula
 from jaxscale.tools.planning.topology import Topology
 
-HOST_LINK = 16e9  # bytes/s between a device and its host, assumed: PCIe 4.0 x8; only affects the order of candidates
+HOST_LINK = 16e9  # bytes/s between a device and its host, assumed (PCIe 4.0 x8); affects only the candidates' order
 
 
 @dataclasses.dataclass(frozen=True)
 class Speed:
-    """Planned step time and throughput, with their source."""
+    """Planned step time and throughput with their source."""
 
     step_seconds: Range | None  # None without a peak or a measurement
     mfu: Range | None  # None without a peak
     source: str
     tokens_per_second: Range | None
-    compute_seconds: float | None  # matmuls, recomputation included, at the chip's peak
-    link_seconds: float | None  # lower bound of communication, without overlap between links
-    exposed_seconds: float | None  # part of it that matmuls do not overlap
-    measured: bool = False  # from a step timed on this machine
-    idle_seconds: float = 0.0  # of a pipeline stage
-    bubble: str = ""  # of the pipeline schedule: '5.2% = (P-1)/(VM+P-1) = 7/135'
-    sent_bytes: dict[str, float] = dataclasses.field(default_factory=dict)  # per device and step, by mesh axis
+    compute_seconds: float | None  # matmuls including recomputation, at the chip's peak
+    link_seconds: float | None  # lower bound of communication, assuming no overlap between links
+    exposed_seconds: float | None  # part of link_seconds that matmuls do not overlap
+    measured: bool = False  # True if from steps timed on this machine
+    idle_seconds: float = 0.0  # idle time of a pipeline stage
+    bubble: str = ""  # text such as '5.2% = (P-1)/(VM+P-1) = 7/135'
+    sent_bytes: dict[str, float] = dataclasses.field(default_factory=dict)  # {mesh axis: bytes per device and step}
 
 
 def plan_speed(
     program: Program, topology: Topology, requested_mfu: float | None, ceiling: float | None, measured: list[Measured]
 ) -> Speed:
-    """Returns the speed. ceiling: MFU of the compiled step. measured: here, or on such chips. Raises as check_peak."""
+    """Returns the planned speed. ceiling: highest MFU of the compiled step. Raises BadInput as check_peak()."""
     cfg = program.cfg
     step_flops = cfg.flops_per_token * cfg.tokens_per_step
     if requested_mfu is not None:
@@ -112,25 +112,25 @@ def plan_speed(
 def expected_mfu(
     topology: Topology, measured: Sequence[Measured], pass_flops: float | None = None, mixture: bool = False
 ) -> tuple[Range, str]:
-    """Returns (MFU, source): measured on such chips with the nearest FLOPs per pass and device, or published."""
+    """Returns (MFU, source) from the measurement with the nearest FLOPs per pass and device, or published MFU."""
     if not measured:
         return published_mfu(topology.chip, mixture)
     sizes = {id(one): math.log(one.pass_flops / one.num_devices) for one in measured}
     target = math.log(pass_flops / len(topology.devices)) if pass_flops else max(sizes.values())
     nearest = min(measured, key=lambda one: abs(sizes[id(one)] - target))
     mfu = nearest.flops_per_second / (topology.chip.peak_flops * nearest.num_devices)
-    source = f"{mfu:.1%} of {nearest.spec} on {nearest.num_devices} of these chips, measured by {nearest.by}"
+    source = f"{mfu:.1%} for {nearest.spec} on {nearest.num_devices} of these chips, measured by {nearest.by}"
     return Range(0.85 * mfu, min(1.0, 1.15 * mfu)), f"{source}, {nearest.date}, +-15%"
 
 
 def check_peak(topology: Topology, requested_mfu: float) -> None:
     """Raises BadInput if --mfu is given for a device without a known peak."""
     if find_chip(kind := topology.devices[0].device_kind) is None:
-        raise BadInput(f"--mfu={requested_mfu:g} is a fraction of the peak, and {kind!r} has no known peak; omit --mfu")
+        raise BadInput(f"--mfu={requested_mfu:g} is a fraction of the peak, but {kind!r} has no known peak; omit --mfu")
 
 
 def peak_fraction(chip: Chip, platform: str, model: ModelConfig) -> tuple[float, str]:
-    """Returns (reachable fraction of the peak in the compute dtype, reason); sources: jax.lax.Precision, TF32."""
+    """Returns (reachable fraction of the peak in the compute dtype, reason). Sources: jax.lax.Precision, TF32."""
     if model.compute_dtype != "float32" or platform == "cpu":
         return 1.0, ""
     highest = model.matmul_precision == "highest"
@@ -142,7 +142,7 @@ def peak_fraction(chip: Chip, platform: str, model: ModelConfig) -> tuple[float,
 
 
 def measured_speed(program: Program, topology: Topology, measured: list[Measured], step_flops: float) -> Speed:
-    """Returns the speed by steps timed here, +-15%: the effect of other programs on the machine."""
+    """Returns the speed from steps timed on this machine, +-15% for the effect of other programs on the machine."""
     cfg = program.cfg
     num_microbatches = cfg.train.num_microbatches
     rate, sources = interpolate_rate(measured, cfg.model.compute_dtype, step_flops / num_microbatches)
@@ -150,21 +150,21 @@ def measured_speed(program: Program, topology: Topology, measured: list[Measured
     chip = find_chip(sources[0].device_kind)
     mfu = seconds.divide(step_flops / (chip.peak_flops * len(topology.devices))) if chip else None
     names = " and ".join(f"{one.spec} ({one.flops_per_second / 1e9:,.0f} GFLOP/s, {one.date})" for one in sources)
-    source = f"measured here by {sources[0].by}: {names}, +-15%"
+    source = f"measured on this machine by {sources[0].by}: {names}, +-15%"
     return Speed(seconds, mfu, source, seconds.divide(cfg.tokens_per_step), None, None, None, measured=True)
 
 
 @dataclasses.dataclass(frozen=True)
 class StepEstimate:
-    """Estimate of one device and step."""
+    """Estimated memory and time of a step on one device."""
 
     state_bytes: int  # parameters, moments and gradients in device memory
     activation_bytes: int
     compute_s: float
-    link_s: float  # all links without overlap, and the host link
+    link_s: float  # sum over all links and the host link, assuming no overlap
     exposed_s: float = 0.0  # part of link_s that matmuls do not overlap
-    idle_s: float = 0.0  # of a pipeline stage
-    exchange: str = ""  # expert parallelism: "gather" or "send"
+    idle_s: float = 0.0  # idle time of a pipeline stage
+    exchange: str = ""  # method of expert parallelism: "gather" or "send"
 
     def memory(self, scale: float = 1.0) -> float:
         """Returns peak bytes, with activations and temporaries scaled by `scale`."""
@@ -172,31 +172,31 @@ class StepEstimate:
 
     @property
     def cost(self) -> tuple[float, float]:
-        """Sort key of candidates: the time with exposed communication, then without any overlap."""
+        """Sort key of candidates: the time with exposed communication, then the time without any overlap."""
         return (self.least_s + self.exposed_s, self.least_s + self.link_s)
 
     @property
     def least_s(self) -> float:
-        """Matmuls and pipeline idle time."""
+        """Time of matmuls plus pipeline idle time."""
         return self.compute_s + self.idle_s
 
 
 def estimate_step(program: Program, topology: Topology) -> StepEstimate:
-    """Returns the estimate of a program. Its cfg may differ in remat and microbatches from the one it was made with."""
+    """Returns the estimate of a program. program.cfg may have a different remat policy and number of microbatches."""
     cfg = program.cfg
     state = (program.abstract_state.params, program.abstract_state.opt_state, program.abstract_state.ema)
     params = shard_bytes(state[0]) + host_bytes(state[0])
     shape = program.mesh.shape
-    num_shards = math.prod(shape[axis] for axis in ("fsdp", "expert", "context", "tensor"))  # of one copy of the state
+    num_shards = math.prod(shape[axis] for axis in ("fsdp", "expert", "context", "tensor"))  # of one replica
     gradients = params if cfg.rules == "zero1" else 4 * cfg.model.num_params // num_shards
     gradients = shard_bytes(program.abstract_grads) if cfg.lora.on else gradients
     if weights := stage_weight_bytes(program):
         gradients = 4 * sum(stage_elements(program, program.abstract_grads)) + weights
     flops = cfg.flops_per_token + recomputed_flops(cfg.model, cfg.seq_len) + recomputed_row_flops(program)
-    if program.plan.attention.name == "splash":  # 7 backward matmuls, the formula has 4 (preflight/hlo_costs.py)
+    if program.plan.attention.name == "splash":  # 7 backward matmuls, but the formula has 4 (preflight/hlo_costs.py)
         flops += 3 * 2 * cfg.model.query_width * cfg.model.visible_keys(cfg.seq_len)
-    passes = 2 * cfg.train.num_microbatches  # weights to the device, forward and backward
-    host_traffic = 2 * host_bytes(state) + passes * host_bytes(state[0])  # the update reads and writes it once
+    passes = 2 * cfg.train.num_microbatches  # weights move to the device in forward and backward
+    host_traffic = 2 * host_bytes(state) + passes * host_bytes(state[0])  # the update reads and writes the state
     compute = flops * cfg.tokens_per_step / program.mesh.size / topology.chip.peak_flops
     idle = idle_ratio(program.plan.pipeline, program.plan.schedule_size, head_flops_fraction(cfg))
     communication, host = communication_time(program, topology), host_traffic / HOST_LINK
@@ -212,10 +212,10 @@ def estimate_step(program: Program, topology: Topology) -> StepEstimate:
 
 
 def idle_ratio(pipeline: PipelineAxis, schedule: ScheduleSize, head: float) -> float:
-    """Returns a stage's idle time in a step over its equal share of all matmuls.
+    """Returns a stage's idle time in a step divided by its equal share of all matmuls.
 
-    It waits while the pipeline fills and drains, for longer chunks, and for an output projection on the last stage
-    only. head: the projection's fraction of all matmuls. A sharded projection causes no wait.
+    A stage waits while the pipeline fills and drains, for stages with more layers, and for an output projection on only
+    the last stage. head: the output projection's fraction of all matmuls. A sharded projection causes no wait.
     """
     if pipeline.size == 1:
         return 0.0
@@ -225,10 +225,9 @@ def idle_ratio(pipeline: PipelineAxis, schedule: ScheduleSize, head: float) -> f
 
 
 def recomputed_row_flops(program: Program) -> float:
-    """Returns FLOPs per token of the experts' first two matmuls that are recomputed despite a remat policy that saves
-    them.
+    """Returns FLOPs per token of expert matmuls that are recomputed although the remat policy saves their results.
 
-    Where rows are sent, a round saves nothing (kernels/matmul/expert_all_to_all.py).
+    All-to-all rounds save no activations (kernels/matmul/expert_all_to_all.py).
     """
     model, experts = program.cfg.model, program.cfg.model.experts
     if experts is None or program.plan.expert.size == 1:
@@ -240,7 +239,7 @@ def recomputed_row_flops(program: Program) -> float:
 
 
 def head_flops_fraction(cfg: RunConfig) -> float:
-    """Returns the output projection's fraction of a step's FLOPs, recomputation included."""
+    """Returns the output projection's fraction of a step's FLOPs, including recomputation."""
     flops = cfg.flops_per_token + recomputed_flops(cfg.model, cfg.seq_len)
     return 6 * cfg.model.vocab_size * cfg.model.embed_dim / flops
 
@@ -261,9 +260,9 @@ def recomputed_flops(model: ModelConfig, seq_len: int) -> float:
 
 
 def latent_flops(model: ModelConfig) -> dict[str, float]:
-    """Returns FLOPs per token of each activation that latent attention computes before its scores."""
+    """Returns {activation: FLOPs per token} for the projections of latent attention."""
     matrix_flops = {name.removeprefix("attention."): 2 * rows * size for name, (rows, size) in model.matrices().items()}
-    values = model.value_width / model.matrices()["attention.wkv_up"][1]  # the others are keys
+    values = model.value_width / model.matrices()["attention.wkv_up"][1]  # the rest are keys
     return {
         LATENT: matrix_flops.get("wq_down", 0) + matrix_flops["wkv_down"],
         QUERY: matrix_flops["wq_up" if "wq_up" in matrix_flops else "wq"],

@@ -1,8 +1,8 @@
-"""TPU slices and GPU hosts by name, as devices to compile for without having them.
+"""Devices of TPU slices and GPU hosts by name, for compilation without the real devices.
 
-v5p:4x4x8      a TPU slice by its shape           v5p-256        by its TensorCores (v2 to v5p, TPU7x: two a chip)
-v5litepod-256  by its chips (v5e, v6e)            2*v6e:16x16    two slices
-h100:32x8      32 hosts of 8 cards                h100:8         one host
+v5p:4x4x8      a TPU slice by shape               v5p-256        by TensorCores (two per chip on v2 to v5p, TPU7x)
+v5litepod-256  a slice by chips (v5e, v6e)        2*v6e:16x16    two slices
+h100:32x8      32 hosts with 8 GPUs each          h100:8         one host
 """
 
 import contextlib
@@ -28,15 +28,15 @@ from jaxscale.system.exits import BadInput
 
 @dataclasses.dataclass(frozen=True)
 class ChipFamily:
-    """Chips of one name."""
+    """Chips with the same name in topologies."""
 
     device_kind: str
-    dims: int  # of a slice; 0 for GPUs
-    cores: int = 1  # per chip, where names count cores
-    max_chips: int = 0  # in one slice
+    dims: int  # number of torus dimensions of a slice; 0 for GPUs
+    cores: int = 1  # TensorCores per chip, for names that count TensorCores
+    max_chips: int = 0  # chips in the largest slice
 
 
-# Largest slices: cloud.google.com/tpu/docs, page of the version (v5p: the largest job; TPU7x: the pod).
+# Largest slices: cloud.google.com/tpu/docs, page of each version (v5p: largest job; TPU7x: pod).
 FAMILIES = {
     "v4": ChipFamily("TPU v4", 3, 2, 4096),
     "v5e": ChipFamily("TPU v5 lite", 2, 1, 256),
@@ -63,16 +63,16 @@ PLANNED = FAMILIES | PLANNED_ONLY
 ALIASES = {
     "v5litepod": "v5e", "v5lite": "v5e", "trillium": "v6e", "ironwood": "tpu7x", "v7x": "tpu7x", "a100": "a100-80gb",
 }  # fmt: skip
-MAX_CHIPS = 65_536  # of all slices; the most published are 50,944, in 199 of v5e (Google Cloud's blog, November 2023)
-MAX_HOSTS = 4096  # larger than any rented cluster of these cards; more is probably a typing error
+MAX_CHIPS = 65_536  # in all slices; the published maximum is 50,944 in 199 v5e slices (Google Cloud blog, Nov. 2023)
+MAX_HOSTS = 4096  # larger than any rented cluster of these GPUs; more is probably a typing error
 
-# Shapes smaller than one 4x4x4 cube, and all 2D ones: the tables of supported configurations on the pages above.
+# 2D shapes, and 3D shapes smaller than a 4x4x4 cube: tables of supported configurations on the pages above.
 SHAPES_2D = [(1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16)]
 SHAPES_UNDER_A_CUBE = [(2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4)]
 KIB = 1024
-# Figures that only a GPU's compiler needs, as XLA names them; memory and bandwidth are in hardware.CHIPS. Sources: the
+# GPU properties that only the compiler needs, with XLA's names; memory and bandwidth are in hardware.CHIPS. Sources:
 # architecture whitepapers (cores, fpus, L2, boost clock), and the table of technical specifications by compute
-# capability in the CUDA C++ Programming Guide (shared memory). Programs compiled so were not compared with a real card.
+# capability in the CUDA C++ Programming Guide (shared memory). The compiled programs were not compared with a real GPU.
 HOPPER = dict(
     cuda_compute_capability="{ major: 9 minor: 0 }", core_count=132, fpus_per_core=128, clock_rate_ghz=1.98,
     l2_cache_size=50 * KIB * KIB, shared_memory_per_core=228 * KIB, shared_memory_per_block_optin=227 * KIB,
@@ -87,13 +87,13 @@ CARDS = {
     "NVIDIA A100-SXM4-40GB": AMPERE,
     "NVIDIA A100-SXM4-80GB": AMPERE,
 }
-# Target cuDNN and CUDA; jax 0.10's cuda12 wheels require at least these.
+# Target cuDNN and CUDA versions, the lowest that the cuda12 wheels of jax 0.10 support.
 CUDNN, CUDA = (9, 7), (12, 8)
 
 
 @dataclasses.dataclass(frozen=True)
 class TopologyName:
-    """A parsed name: a TPU slice's shape in chips, or (hosts, cards per host)."""
+    """A parsed topology name. `shape` is a TPU slice's shape in chips, or (hosts, GPUs per host)."""
 
     family: str
     shape: tuple[int, ...]
@@ -101,7 +101,7 @@ class TopologyName:
 
     @property
     def platform(self) -> str:
-        """'tpu' or 'gpu', as JAX names it."""
+        """JAX platform, 'tpu' or 'gpu'."""
         return "tpu" if PLANNED[self.family].dims else "gpu"
 
     def __str__(self) -> str:
@@ -111,9 +111,9 @@ class TopologyName:
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """Devices to compile for."""
+    """Devices to plan or compile for."""
 
-    name: str  # canonical
+    name: str  # canonical name
     platform: str  # 'tpu' or 'gpu'
     chip: Chip
     devices: list[Any]
@@ -122,7 +122,7 @@ class Topology:
 
 
 def open_topology(text: str) -> Topology:
-    """Returns a topology's devices, which need not exist. Raises BadInput: a wrong name, or no compiler."""
+    """Returns the topology with this name. Raises BadInput for an invalid name or a missing compiler."""
     name = parse_topology(text)
     try:
         devices = tpu_devices(name) if name.platform == "tpu" else gpu_devices(name)
@@ -135,17 +135,17 @@ def open_topology(text: str) -> Topology:
 
 
 def tpu_devices(name: TopologyName) -> list[Any]:
-    """Returns the devices of a TPU topology from libtpu's compiler. Starts no TPU, queries no metadata server."""
+    """Returns the devices of a TPU topology from libtpu's compiler, without a TPU or metadata server."""
     if not packages.is_installed("libtpu") and "TPU_LIBRARY_PATH" not in os.environ:
         raise BadInput(f"{name} needs the compiler in libtpu, which is not installed: pip install 'jaxscale[tpu]'")
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # else a second process waits for a lock file
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # otherwise a second process waits for a lock file
     closed = [wraps(FAMILIES[name.family].dims, name.shape, size) for size in name.shape]
-    options: dict[str, Any] = {"wrap": (*closed, *[False] * (3 - len(closed)))}  # else libtpu compiles for open lines
+    options: dict[str, Any] = {"wrap": (*closed, *[False] * (3 - len(closed)))}  # libtpu's default has no wraparound
     if name.num_slices > 1:
         options["num_slices"] = name.num_slices
     if name.family == "v4":
-        options["chip_config_name"] = "megacore"  # one device a chip, as Cloud TPU's runtime gives them
+        options["chip_config_name"] = "megacore"  # one device per chip, as in Cloud TPU's runtime
     chip = CHIPS[FAMILIES[name.family].device_kind]
     if chip.num_hosts(math.prod(name.shape) * chip.devices_per_chip) == 1:
         options["chips_per_host_bounds"] = (*name.shape, 1)[:3]  # libtpu's default is hosts of 2x2
@@ -170,7 +170,7 @@ def gpu_devices(name: TopologyName) -> list[Any]:
 
 
 def target_config(device_kind: str) -> str:
-    """Returns the text proto of one card of this kind, which must be in CARDS."""
+    """Returns XLA's target config of a GPU as a text proto. device_kind: a key of CARDS."""
     chip = CHIPS[device_kind]
     card = CARDS[device_kind] | dict(
         threads_per_block_limit=1024, threads_per_warp=32, threads_per_core_limit=2048, block_dim_limit_x=2**31 - 1,
@@ -191,15 +191,15 @@ device_description_str: "{device_kind}"
 
 
 def link_domains(devices: Sequence[Any]) -> list[int]:
-    """Returns each device's domain of fast links: its slice (ICI) on TPU, its host (NVLink) on GPU."""
+    """Returns the index of each device's domain of fast links: the slice (ICI) on TPU, the host (NVLink) on GPU."""
     if devices[0].platform == "tpu":
         return [getattr(device, "slice_index", None) or 0 for device in devices]
     return [device.process_index for device in devices]
 
 
 def parse_topology(text: str, *, planned: bool = False) -> TopologyName:
-    """Returns the parsed name. planned: also chips without a compiler. Raises BadInput with the nearest name."""
-    number = r"\d{1,9}"  # digits
+    """Returns the parsed name. Raises BadInput with the nearest valid name. planned: also accept PLANNED_ONLY chips."""
+    number = r"\d{1,9}"
     form = rf"(?:({number})\*)?([a-z][a-z0-9]*(?:-\d+gb)?)(?:([:-])({number}(?:x{number})*))?"
     match = re.fullmatch(form, text.strip().lower())
     if not match:
@@ -213,14 +213,14 @@ def parse_topology(text: str, *, planned: bool = False) -> TopologyName:
         known = sorted({*FAMILIES, *ALIASES})
         close = difflib.get_close_matches(chip, known, n=1, cutoff=0.4)
         meant = f"; did you mean {close[0]!r}?" if close else ""
-        more = f"; plan also knows {', '.join(PLANNED_ONLY)}" if planned else ""
+        more = f"; plan also supports {', '.join(PLANNED_ONLY)}" if planned else ""
         raise BadInput(f"topology {text!r}: unknown chip {chip!r}{meant} (known: {', '.join(known)}){more}")
     if num_slices < 1:
         raise BadInput(f"topology {text!r}: the number of slices must be at least 1; write {text.split('*')[1]}")
     if not sizes:
         shapes = {0: [(1, 8), (8, 8)], 2: [(4, 4), (16, 16)], 3: [(2, 2, 4), (4, 4, 8)]}[PLANNED[family].dims]
         examples = ", ".join(str(TopologyName(family, shape)) for shape in shapes)
-        raise BadInput(f"topology {text!r}: no number of chips; write {examples}")
+        raise BadInput(f"topology {text!r} has no number of chips; write {examples}")
     shape = tuple(int(size) for size in sizes.split("x"))
     if PLANNED[family].dims == 0:
         hosts, cards = gpu_shape(text, family, shape, counted=mark == "-")
@@ -236,14 +236,14 @@ def parse_topology(text: str, *, planned: bool = False) -> TopologyName:
 
 
 def gpu_shape(text: str, family: str, shape: tuple[int, ...], *, counted: bool) -> tuple[int, int]:
-    """Returns (hosts, cards per host) of a GPU name."""
+    """Returns (hosts, GPUs per host) of a GPU topology."""
     most = CHIPS[PLANNED[family].device_kind].devices_per_host
     if counted or len(shape) > 2:
         total = math.prod(shape)
         hosts = min(MAX_HOSTS, max(1, round(total / most)))
         nearest = TopologyName(family, (hosts, min(total, most)))
         raise BadInput(f"topology {text!r}: GPU topologies are hosts x GPUs per host; write {nearest}")
-    ends = list(shape)  # of one number or two
+    ends = list(shape)
     hosts, cards = math.prod(ends[:-1]), ends[-1]
     if not (1 <= cards <= most and 1 <= hosts <= MAX_HOSTS):
         total = max(1, math.prod(shape))
@@ -256,12 +256,12 @@ def gpu_shape(text: str, family: str, shape: tuple[int, ...], *, counted: bool) 
 
 
 def counted_shape(text: str, family: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the usual shape of a slice named by a count: of chips, or of TensorCores where a chip has two."""
+    """Returns the usual shape of a slice with a number of chips, or of TensorCores if the family has two per chip."""
     (count, *more), cores = shape, PLANNED[family].cores
     unit = "TensorCores" if cores > 1 else "chips"
     if more:
         raise BadInput(f"topology {text!r}: '-' takes a number of {unit}, ':' a shape; write {text.replace('-', ':')}")
-    # legal_shapes lists the most cubic of a size first; reversed, it is the one that the dict keeps
+    # legal_shapes lists the most cubic shape of each size first; in reversed order, the dict saves this shape
     shapes = {math.prod(known): known for known in reversed(legal_shapes(family))}
     if count % cores or count // cores not in shapes:
         nearest = min(shapes, key=lambda chips: (abs(math.log(max(count, 1) / cores / chips)), chips))
@@ -273,7 +273,7 @@ def counted_shape(text: str, family: str, shape: tuple[int, ...]) -> tuple[int, 
 
 
 def checked_shape(text: str, family: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shape if such a slice exists."""
+    """Returns the shape if a slice with this shape exists, otherwise raises BadInput."""
     ordered = tuple(sorted(shape))
     legal = {tuple(sorted(known)): known for known in legal_shapes(family)}
     if ordered in legal:
@@ -290,7 +290,7 @@ def checked_shape(text: str, family: str, shape: tuple[int, ...]) -> tuple[int, 
 
 
 def legal_shapes(family: str) -> list[tuple[int, ...]]:
-    """Returns every shape of a slice of this family, small ones first; of one size the most cubic first."""
+    """Returns all slice shapes of a family, in increasing size, with the most cubic shape of each size first."""
     dims, most = PLANNED[family].dims, PLANNED[family].max_chips
     if family == "v3":
         return [(2, 2), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16), (16, 32), (32, 32)]
@@ -305,7 +305,7 @@ def legal_shapes(family: str) -> list[tuple[int, ...]]:
 
 @contextlib.contextmanager
 def quiet_stderr() -> Iterator[None]:
-    """Captures stderr of native code, and prints it if the block fails."""
+    """Captures stderr of native code, and prints the captured text if the block fails."""
     sys.stderr.flush()
     stderr_copy = os.dup(2)
     with tempfile.TemporaryFile() as captured:
