@@ -238,7 +238,7 @@ def test_the_search_tries_stages_and_shared_positions_and_what_it_names_is_read(
             assert one.cfg.model.remat == "full" and one.estimate.idle_s > 0
     for one in found[::31]:
         assert not unread(one.cfg).keys() & one.changes.keys()
-    assert said[0].startswith(f"{len(found)} candidates estimated, on ") and "context 1, 2;" in said[0]
+    assert said[0].startswith(f"{len(found)} candidates estimated on ") and "context 1, 2;" in said[0]
     plain = dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, pipeline=2), pipeline=PipelineConfig(chunks=2))
     without = dict.fromkeys(MESH_AXES, 1) | {"fsdp": 4, "tensor": 2, "chunks": 1}
     (back, *_) = search.make_candidates(plain, topology, [without], ["zero3"], [False])

@@ -111,7 +111,7 @@ class Ladder(NamedTuple):
 
     @property
     def bits_per_nat(self) -> float | None:
-        """Ratio of bits per byte to nats per token on the held-out text, or None if unknown or different between runs."""
+        """Bits per byte divided by nats per token on the held-out text, or None if runs disagree or it is unknown."""
         found = [rung.bits_per_byte / rung.loss for rung in self.rungs if rung.bits_per_byte is not None]
         if not found or len(found) < len(self.rungs):
             return None

@@ -1,6 +1,6 @@
-"""Ahead-of-time compilation of the training step for devices that need not be attached, with results cached on disk.
+"""Ahead-of-time compilation of the training step for devices that may be absent, with results cached on disk.
 
-jax's compilation cache is disabled meanwhile: its entries for unattached devices cannot be read back.
+JAX's compilation cache is disabled during the compilation, since entries for absent devices cannot be loaded.
 """
 
 import contextlib
@@ -29,12 +29,12 @@ from jaxscale.tools.planning.links import make_torus
 from jaxscale.tools.planning.topology import Topology, link_domains
 from jaxscale.tools.preflight.hlo import HloFacts, read_hlo
 
-FORMAT = 5  # of cached results; a new number invalidates earlier ones
-CACHE_ENABLED = "jax_enable_compilation_cache"  # the name of jax's setting
+FORMAT = 5  # version of cached results; a new number invalidates earlier results
+CACHE_ENABLED = "jax_enable_compilation_cache"
 PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
 UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 SIZE = r"([0-9.]+)([BKMGT]?)"
-# XLA:TPU's out-of-memory messages: libtpu 0.0.42 to 0.0.51, and (not seen in these) earlier versions.
+# XLA:TPU's out-of-memory messages. The first is from libtpu 0.0.42 to 0.0.51, the second from earlier versions.
 SHORTAGES = (
     re.compile(rf"memory on (?P<space>\w+), the total memory required .*?\({SIZE}\) exceeds available \w+ \({SIZE}\)"),
     re.compile(rf"memory in memory space (?P<space>\w+)\. Used {SIZE} of {SIZE}"),
@@ -44,27 +44,27 @@ LARGE = re.compile(rf"^\s*\d+\. Size: {SIZE}\s(?:(?!^\s*\d+\. Size:).)*?^\s*Shap
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes on one device, from the compiler's buffer assignment."""
+    """Memory in bytes on one device, from the compiler's buffer assignment."""
 
-    peak: int  # largest sum of live buffers: must fit
+    peak: int  # largest sum of live buffers, which must fit
     arguments: int
     code: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Shortage:
-    """Out of memory, as reported by the compiler."""
+    """An out-of-memory error reported by the compiler."""
 
     space: str  # 'hbm', or an on-chip memory such as 'vmem'
-    needed: int | None  # bytes, arguments included; None if the message has no figure
+    needed: int | None  # bytes including arguments; None if the message has no number
     available: int | None
     largest: tuple[tuple[int, str], ...]  # (bytes, shape) of the largest arrays, if listed
-    said: str  # the message
+    said: str  # first line of the message
 
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """Result of a compilation: memory and facts, or the shortage."""
+    """Result of a compilation: memory and facts if it succeeded, otherwise the shortage."""
 
     memory: Memory | None
     facts: HloFacts | None
@@ -73,7 +73,7 @@ class Compiled:
     compile_seconds: float
     versions: dict[str, str]
     date: str
-    kept: bool = False  # read from the cache
+    kept: bool = False  # True if read from the cache
 
 
 def compile_ahead(
@@ -84,7 +84,10 @@ def compile_ahead(
     save_executable: pathlib.Path | None = None,
     say: Callable[[str], None] = print,
 ) -> Compiled:
-    """Compiles a program's step. keep: use the cache of results. save_executable: a file, which needs a compilation."""
+    """Compiles the training step of a program.
+
+    keep: read and write cached results. save_executable: file for the executable; if set, always compiles.
+    """
     begin = time.monotonic()
     lowered, key = lower(program, topology)
     lower_seconds = time.monotonic() - begin
@@ -112,7 +115,7 @@ def compile_ahead(
 
 
 def read_executable(executable: jax.stages.Compiled, program: Program, topology: Topology) -> tuple[Memory, HloFacts]:
-    """Returns memory and facts of a compiled training step, for devices attached or not."""
+    """Returns memory and facts of a compiled training step. Its devices may be absent."""
     devices = list(program.mesh.devices.flat)  # XLA numbers devices by their position in the mesh
     torus = make_torus(devices, topology.chip)
     text = executable.as_text()
@@ -122,16 +125,16 @@ def read_executable(executable: jax.stages.Compiled, program: Program, topology:
 
 
 def lower(program: Program, topology: Topology) -> tuple[jax.stages.Lowered, str]:
-    """Returns (the training step as StableHLO, the cache key of its result)."""
+    """Returns (lowered training step, cache key of its result)."""
     lowered = program.train_step.lower(program.abstract_state, program.abstract_batch)
     return lowered, result_key(lowered.as_text(), program, topology)
 
 
 def read_memory(stats: Any, platform: str) -> Memory:
-    """Returns the compiler's CompiledMemoryStats.
+    """Returns the memory in the compiler's CompiledMemoryStats.
 
-    XLA:CPU's peak omits temporaries (jax 0.10.2); an upper bound replaces it. XLA:TPU's includes host arguments (libtpu
-    0.0.51: more than device arguments and temporaries).
+    XLA:CPU's peak omits temporaries (jax 0.10.2), so an upper bound is returned. XLA:TPU's peak includes host arguments
+    (libtpu 0.0.51), which are subtracted.
     """
     arguments, temporaries = stats.argument_size_in_bytes, stats.temp_size_in_bytes
     unaliased = stats.output_size_in_bytes - stats.alias_size_in_bytes
@@ -144,7 +147,7 @@ def read_memory(stats: Any, platform: str) -> Memory:
 
 
 def read_shortage(message: str) -> Shortage:
-    """Returns the compiler's RESOURCE_EXHAUSTED message as numbers, where it has any."""
+    """Returns the numbers in the compiler's RESOURCE_EXHAUSTED message, if there are any."""
     said = next((line.strip() for line in message.splitlines() if line.strip()), "RESOURCE_EXHAUSTED")
     said = said.partition("RESOURCE_EXHAUSTED:")[2].strip() or said
     to_bytes = lambda number, unit: round(float(number) * UNITS[unit])
@@ -159,10 +162,10 @@ def read_shortage(message: str) -> Shortage:
 
 @contextlib.contextmanager
 def without_compilation_cache() -> Iterator[None]:
-    """Disables jax's persistent compilation cache."""
+    """Disables JAX's persistent compilation cache."""
     before = getattr(jax.config, CACHE_ENABLED)
     jax.config.update(CACHE_ENABLED, False)
-    compilation_cache.reset_cache()  # jax reads the setting once, at the first program
+    compilation_cache.reset_cache()  # JAX reads the setting only once
     try:
         yield
     finally:
@@ -171,7 +174,7 @@ def without_compilation_cache() -> Iterator[None]:
 
 
 def installed_versions() -> dict[str, str]:
-    """Returns versions of the packages that affect compilation."""
+    """Returns {package: version} for packages that affect compilation."""
     found = {}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -180,7 +183,7 @@ def installed_versions() -> dict[str, str]:
 
 
 def result_key(stablehlo: str, program: Program, topology: Topology) -> str:
-    """Returns a hash of everything that a result depends on, the code that reads programs included."""
+    """Returns a hash of everything that a result depends on, including the code that reads compiled programs."""
     folder = pathlib.Path(__file__).parent
     others = ("../planning/topology.py", "../planning/links.py", "../../kernels/collectives.py")
     files = [*sorted(folder.glob("hlo*.py")), *(folder / name for name in others)]
@@ -188,7 +191,7 @@ def result_key(stablehlo: str, program: Program, topology: Topology) -> str:
         "format": FORMAT,
         "stablehlo": hashlib.sha256(stablehlo.encode()).hexdigest(),
         "topology": topology.name,
-        "devices": [device.id for device in program.mesh.devices.flat],  # their order is not in the text
+        "devices": [device.id for device in program.mesh.devices.flat],  # the text omits the order of devices
         "mesh": dict(program.mesh.shape),
         "options": program.plan.compiler_options.values,
         "flags": {name: os.environ.get(name, "") for name in XLA_VARIABLES},
@@ -199,12 +202,12 @@ def result_key(stablehlo: str, program: Program, topology: Topology) -> str:
 
 
 def result_file(key: str) -> pathlib.Path:
-    """Returns the file of a cached result."""
+    """Returns the path of a cached result."""
     return cache_dir() / "preflight" / f"{key}.json"
 
 
 def write_result(key: str, result: Compiled, say: Callable[[str], None]) -> None:
-    """Writes a result to the cache. Reports an unwritable folder."""
+    """Writes a result to the cache, or reports that the folder is not writable."""
     file = result_file(key)
     try:
         make_private(file.parent.parent)
@@ -215,7 +218,7 @@ def write_result(key: str, result: Compiled, say: Callable[[str], None]) -> None
 
 
 def read_result(key: str, say: Callable[[str], None]) -> Compiled | None:
-    """Returns the cached result, or None. Reports one that cannot be read."""
+    """Returns the cached result, or None if there is none. Reports a damaged result."""
     file = result_file(key)
     try:
         return dataclasses.replace(schema.from_dict(Compiled, read_json(file)), kept=True)
@@ -227,9 +230,9 @@ def read_result(key: str, say: Callable[[str], None]) -> Compiled | None:
 
 
 def write_executable(executable: jax.stages.Compiled, file: pathlib.Path, topology: str) -> None:
-    """Writes the executable as jax serialises it, and a .json with its metadata next to it.
+    """Writes the executable as serialised by JAX, and a .json file with its metadata.
 
-    Loading has not been tested: it needs the chips. Load only files that you wrote: jax unpickles them.
+    Loading needs the chips and has not been tested. Load only files that you wrote, since JAX unpickles them.
     """
     payload, _, _ = serialize_executable.serialize(executable)
     file.write_bytes(payload)

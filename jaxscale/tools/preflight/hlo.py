@@ -1,7 +1,7 @@
-"""Matmuls, memory traffic and collectives of one step, read from a compiled program's text.
+"""Matmuls, memory traffic and collectives of one step, read from the text of a compiled program.
 
-XLA's `cost_analysis()` counts the body of a loop once; here every instruction is multiplied by the trips of the loops
-around it. All figures are for one device.
+XLA's `cost_analysis()` counts the body of a loop once. Here each instruction is multiplied by the trip counts of the
+enclosing loops. All values are for one device.
 """
 
 import collections
@@ -23,57 +23,57 @@ KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective of the program. Bytes are for one device and one run; `times` are the runs of a step."""
+    """A collective of the program. Bytes are for one device and one run; `times` is the number of runs per step."""
 
     kind: str  # all-gather, reduce-scatter, all-reduce, all-to-all or collective-permute
-    axes: tuple[str, ...]  # mesh axes that its groups span, in mesh order
+    axes: tuple[str, ...]  # mesh axes that the groups span, in mesh order
     crosses_slices: bool
     group_size: int
     result_bytes: int
-    wire_bytes: float  # sent by one device, the minimum of any algorithm (a ring's, for instance)
+    wire_bytes: float  # sent by one device; the minimum of all algorithms, reached by a ring
     times: int
     dcn_bytes: float = 0.0  # part of wire_bytes that leaves the slice
     dtype: str = ""
-    stages: tuple[Phase, ...] = ()  # on the links, in order
-    name: str = ""  # of the instruction
-    operation: str = ""  # of JAX's program (op_name)
-    computation: str = ""  # whose schedule contains it: the entry, a loop's body, a branch
+    stages: tuple[Phase, ...] = ()  # phases on the links, in order
+    name: str = ""  # name of the instruction
+    operation: str = ""  # op_name in the JAX program
+    computation: str = ""  # computation whose schedule contains the collective (entry, loop body or branch)
 
 
 @dataclasses.dataclass(frozen=True)
 class HloFacts:
-    """One step of one device."""
+    """Work and communication of one step on one device."""
 
     collectives: tuple[Collective, ...]
-    dot_flops: float  # of matmuls, 2 per multiply-add; library kernels with known shapes included
-    hbm_bytes: float  # an estimate: operands and results, without the inside of fusions
-    unknown_trips: int  # loops with unreadable trip counts, counted as one
+    dot_flops: float  # matmul FLOPs, 2 per multiply-add, including library kernels with known shapes
+    hbm_bytes: float  # estimated from operands and results, without values inside fusions
+    unknown_trips: int  # number of loops with unknown trip counts, which are counted as one trip
     host_bytes: float = 0.0  # to and from host memory
     dot_flops_by_type: dict[str, float] = dataclasses.field(default_factory=dict)
-    kernel_flops: float = 0.0  # of Pallas kernels, not in dot_flops: as declared, or splash attention's from its shapes
-    silent_kernels: int = 0  # runs of Pallas kernels with unknown FLOPs, in no figure here
+    kernel_flops: float = 0.0  # FLOPs of Pallas kernels (not in dot_flops), declared or from splash attention's shapes
+    silent_kernels: int = 0  # runs of Pallas kernels with unknown FLOPs, which are not counted
     schedule: tuple[ScheduleItem, ...] = ()  # matmuls and collectives in execution order; () if unknown
 
 
 def read_hlo(
     text: str, mesh_shape: Mapping[str, int], slice_of: Sequence[int] | None = None, torus: Torus | None = None
 ) -> HloFacts:
-    """Returns the facts of a compiled program's text.
+    """Returns the facts in the text of a compiled program.
 
-    Args: mesh_shape: the axes in the mesh's order. slice_of: for each device in the mesh's order, its domain of fast
-    links (topology.link_domains of mesh.devices.flat); None: one domain. torus: links.make_torus of the same devices;
-    None: a switch joins them. Raises BadInput for a text that is not a program, and ValueError (the caller's defect)
-    for one of another mesh.
+    mesh_shape: sizes of mesh axes, in mesh order. slice_of: domain of fast links per device in mesh order
+    (topology.link_domains), or None for one domain. torus: the result of links.make_torus(), or None if a switch
+    connects the devices. Raises BadInput if the text is not a program, and ValueError if the program is for a
+    different mesh.
     """
     module = parse_module(text)
     layout = make_layout(mesh_shape, slice_of, module.num_partitions, torus)
     runs, fused, unknown = count_runs(module)
     starts = asynchronous_starts(module)
     collectives: list[Collective] = []
-    numbers: dict[tuple[str, str], int] = {}  # of collectives, by computation and instruction
+    numbers: dict[tuple[str, str], int] = {}  # {(computation, instruction): index of the collective}
     flops: dict[str, float] = collections.defaultdict(int)
     traffic: dict[int, float] = collections.defaultdict(int)
-    kernels: list[tuple[float, int]] = []  # FLOPs (0 if unknown) and runs of Pallas kernels
+    kernels: list[tuple[float, int]] = []  # (FLOPs or 0 if unknown, runs) per Pallas kernel
     for computation in module.computations.values():
         times = runs[computation.name]
         for instruction in computation.instructions.values() if times else ():
@@ -112,7 +112,7 @@ def read_collective(
     times: int,
     starts: Mapping[str, set[tuple[str, str]]],
 ) -> Collective | None:
-    """Returns the collective that an instruction starts, under any spelling; None for anything else."""
+    """Returns the collective that an instruction starts, or None for other instructions."""
     if instruction.opcode == "send":
         return cross_slice_transfer(instruction, layout, times)
     opcode = instruction.opcode.removesuffix("-start")
@@ -121,20 +121,20 @@ def read_collective(
     if "async_collective_fusion_config" in instruction.attributes:
         channel = instruction.attribute(r"channel_id=(\d+)") or ""
         if channel in starts and (computation.name, instruction.name) not in starts[channel]:
-            return None  # counted where it starts
+            return None  # counted only at its start
     kind = "all-to-all" if opcode == "ragged-all-to-all" else opcode
     shapes = result_shapes(instruction)
     span = read_span(instruction, layout)
     result = math.fsum(shape.nbytes for shape in shapes)
     if kind == "all-reduce" and is_fused and only_sliced(instruction, computation):
-        kind, result = "reduce-scatter", result / span.size  # XLA:TPU fuses the two and moves no more than this
+        kind, result = "reduce-scatter", result / span.size  # XLA:TPU fuses all-reduce and slice
     return make_collective(kind, span, result, shapes, instruction, times)
 
 
 def make_collective(
     kind: str, span: GroupSpan, result: float, shapes: Sequence[ArrayShape], instruction: Instruction, times: int
 ) -> Collective:
-    """Returns a collective with its bytes on the links."""
+    """Returns a collective with its bytes on each link."""
     ici, dcn = wire_bytes(kind, result, span.size, span.slices)
     stages = link_stages(kind, ici, span, instruction)
     if dcn:
@@ -156,11 +156,11 @@ def make_collective(
 
 
 def link_stages(kind: str, sent: float, span: GroupSpan, instruction: Instruction) -> tuple[Phase, ...]:
-    """Returns the phases of a collective of which a device sends `sent` bytes on the links of its slice.
+    """Returns the phases of a collective within a slice. sent: bytes that a device sends on the links of the slice.
 
-    Over several torus dimensions in one instruction XLA:TPU runs one ring through all of them (emitters 1DAllGather...,
-    rings of as many cores), or divides the bytes over several orders of the dimensions (StrategyND with its colors),
-    which is assumed where the text names neither (seen with libtpu 0.0.51).
+    For one instruction over several torus dimensions, XLA:TPU either runs one ring through all of them (emitter
+    1DAllGather..., or core_count equal to the group), or divides the bytes over several orders of the dimensions
+    (StrategyND). The second is assumed if the text names neither (observed with libtpu 0.0.51).
     """
     lines = span.lines
     members = math.prod(line.size for line in lines)
@@ -176,15 +176,15 @@ def link_stages(kind: str, sent: float, span: GroupSpan, instruction: Instructio
 
 
 def wire_bytes(kind: str, result: float, size: int, slices: int) -> tuple[float, float]:
-    """Returns bytes that one device sends (on fast links, between slices), the minimum of any algorithm.
+    """Returns bytes that one device sends (on fast links, between slices), the minimum of all algorithms.
 
-    A group of n = m x s devices in s slices works in two stages, within slices and across them; they add up to one
-    stage over n devices: R (n-1)/n to gather a result R, twice that to all-reduce it.
+    A group of n = m x s devices in s slices has two stages, within and across slices. Their bytes add up to those of
+    one stage over n devices: R (n-1)/n for an all-gather of a result of R bytes, and twice that for an all-reduce.
     """
     if size <= 1:
         return 0.0, 0.0
     inside, members = max(1, size // slices), size
-    if kind == "collective-permute":  # one message; the longest route decides
+    if kind == "collective-permute":  # one message; the longest route determines the time
         return (0.0, result) if slices > 1 else (result, 0.0)
     if kind == "reduce-scatter":
         result *= members  # scattered array
@@ -194,7 +194,7 @@ def wire_bytes(kind: str, result: float, size: int, slices: int) -> tuple[float,
 
 
 def cross_slice_transfer(instruction: Instruction, layout: PartitionLayout, times: int) -> Collective | None:
-    """Returns the cross-slice part of a collective, a send that XLA:TPU gives to the host, or None."""
+    """Returns the cross-slice part of a collective, which XLA:TPU sends through the host, or None for other sends."""
     if instruction.attribute(r'_xla_host_transfer_handler_name="(xla_megascale_runtime)"') is None:
         return None
     kind = (instruction.attribute(r'_xla_megascale_transfer_type="(\w+)"') or "").lower().replace("_", "-")
@@ -208,10 +208,10 @@ def cross_slice_transfer(instruction: Instruction, layout: PartitionLayout, time
 
 
 def asynchronous_starts(module: Module) -> dict[str, set[tuple[str, str]]]:
-    """Returns {channel: (computation, name) of XLA:TPU's asynchronous collective fusions that start there}.
+    """Returns {channel: {(computation, name)}} for the starts of XLA:TPU's asynchronous collective fusions.
 
-    Such a collective is printed in its start, in every fusion that it overlaps with, perhaps inside a loop, and in its
-    end. Only the start gives its number of runs. Several may share a channel.
+    Such a collective is printed in its start, in its end, and in every fusion that overlaps with it, possibly inside a
+    loop. Only the start determines the number of runs. Several collectives may share a channel.
     """
     found: dict[str, set[tuple[str, str]]] = {}
     for computation in module.computations.values():
@@ -227,8 +227,8 @@ def asynchronous_starts(module: Module) -> dict[str, set[tuple[str, str]]]:
 def result_shapes(instruction: Instruction) -> tuple[ArrayShape, ...]:
     """Returns the result arrays of a collective.
 
-    An asynchronous one has the type (operands, results, ...), except an all-reduce: ((operands), results) in XLA:GPU of
-    jax 0.12, otherwise the results only.
+    The type of an asynchronous start is (operands, results, ...). The type of an all-reduce start is only the results,
+    except for ((operands), results) in XLA:GPU of jax 0.12.
     """
     results_alone = instruction.opcode == "all-reduce-start" and not instruction.type_text.startswith("((")
     if instruction.opcode.endswith("-start") and not results_alone:
@@ -238,7 +238,7 @@ def result_shapes(instruction: Instruction) -> tuple[ArrayShape, ...]:
 
 
 def only_sliced(instruction: Instruction, computation: Computation) -> bool:
-    """True if every use of a result takes a slice of it."""
+    """Returns True if every use of the result is a slice."""
     pending, sliced = [instruction], False
     while pending:
         current = pending.pop()

@@ -1,8 +1,8 @@
-"""Cost of one run of an instruction: FLOPs of matmuls, and bytes through each memory, from shapes alone.
+"""Cost of one run of an HLO instruction from its shapes: matmul FLOPs, and bytes by memory space.
 
-Bytes are an estimate from operands and results. Values inside a fusion cost nothing. A fusion that slices an operand
-(one layer of a stack) reads the slice; one that updates an operand in place writes the update. Caches and the padding
-of TPU tiles are not modelled.
+Bytes are estimated from operands and results. Values inside a fusion cost nothing. A fusion that slices an operand
+(such as one layer of a stack) reads only the slice. A fusion that updates an operand in place writes only the update.
+Caches and the padding of TPU tiles are not modelled.
 """
 
 import collections
@@ -12,9 +12,9 @@ import re
 from jaxscale.tools.preflight.hlo_text import FUSIONS, ArrayShape, Computation, Instruction, Module
 
 CUBLAS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8")
-# cuDNN's fused attention: 2 matmuls forward, 5 backward (recomputed scores, and four gradients).
+# cuDNN's fused attention has 2 matmuls in forward, and 5 in backward (recomputed scores and four gradients).
 CUDNN_FORWARD, CUDNN_BACKWARD = "__cudnn$fmha", "Backward"
-# JAX's splash attention: matmuls of each kernel (the backward ones recompute the scores), by printed name.
+# Matmuls of each splash attention kernel of JAX. The backward kernels recompute the scores.
 SPLASH = {"fwd": 2, "dkv": 4, "dq": 3}
 SPLASH_FUSED_BACKWARD = 5
 HBM, HOST = 0, 5
@@ -30,7 +30,7 @@ PASS_THROUGH = ("bitcast", "copy", "convert", "reshape", "transpose")
 
 
 def matmul_flops(instruction: Instruction, computation: Computation) -> tuple[str, float] | None:
-    """Returns (operand type, FLOPs) of one run of a dot, a convolution or a library's matmul; None otherwise."""
+    """Returns (operand type, FLOPs) of a dot, convolution or library matmul, or None for other instructions."""
     opcode = instruction.opcode
     if opcode == "convolution":
         return convolution_flops(instruction, *operand_shapes(instruction, computation)[:2])
@@ -49,10 +49,10 @@ def matmul_flops(instruction: Instruction, computation: Computation) -> tuple[st
 
 
 def convolution_flops(instruction: Instruction, left: ArrayShape, right: ArrayShape) -> tuple[str, float]:
-    """Returns the FLOPs of a convolution, counting only the taps that meet data.
+    """Returns (operand type, FLOPs) of a convolution. Counts only kernel taps on data, not on padding or holes.
 
-    XLA:TPU prints matmuls as convolutions, and batched ones with strides and dilations under which most taps fall
-    between elements: counting every tap would give up to 128 times too many.
+    XLA:TPU prints matmuls as convolutions. In batched matmuls, strides and dilations make most taps fall between
+    elements. Counting every tap would give up to 128 times the FLOPs.
     """
     labels = instruction.attribute(r"dim_labels=(\S+?)(?:,|$)") or ""
     left_labels, other_labels = labels.split("_")
@@ -73,7 +73,7 @@ def convolution_flops(instruction: Instruction, left: ArrayShape, right: ArraySh
 
 
 def valid_taps(size: int, stride: int, padding: int, dilations: tuple[int, int], inputs: int, outputs: int) -> int:
-    """Returns the (output, tap) pairs of one spatial dimension that meet an input element, not padding or a hole."""
+    """Returns the number of (output, tap) pairs of one spatial dimension that multiply an input element."""
     left_dilation, right_dilation = dilations
     count, reach = 0, (inputs - 1) * left_dilation
     for tap in range(size):
@@ -88,7 +88,7 @@ def valid_taps(size: int, stride: int, padding: int, dilations: tuple[int, int],
 
 
 def cudnn_flops(instruction: Instruction, target: str, operands: list[ArrayShape]) -> tuple[str, float] | None:
-    """Returns FLOPs of cuDNN's fused attention over its mask; packed documents, which leave fewer, are not known."""
+    """Returns (type, FLOPs) of cuDNN's fused attention with its mask. Ignores that document masks reduce the FLOPs."""
     arrays = [shape for shape in operands if len(shape.dims) == 4]
     if len(arrays) < 3:
         return None
@@ -101,10 +101,10 @@ def cudnn_flops(instruction: Instruction, target: str, operands: list[ArrayShape
 
 
 def kernel_flops(instruction: Instruction, computation: Computation) -> float | None:
-    """Returns the FLOPs of a Pallas kernel: as declared, or splash attention's from its shapes; 0 if unknown.
+    """Returns the FLOPs of a Pallas kernel, 0 if unknown, or None for other instructions.
 
-    None for any other instruction. In a scope `rows_N_of_M` (kernels/matmul/expert_all_to_all.py) only N of the M
-    declared rows are multiplied.
+    FLOPs are the declared cost estimate, or come from shapes for splash attention. In a scope `rows_N_of_M`
+    (kernels/matmul/expert_all_to_all.py), only N of M declared rows are multiplied.
     """
     target = custom_target(instruction) if instruction.opcode == "custom-call" else ""
     if not target.startswith(PALLAS):
@@ -124,10 +124,10 @@ def kernel_flops(instruction: Instruction, computation: Computation) -> float | 
 def splash_flops(kernel: str, instruction: Instruction, computation: Computation) -> float:
     """Returns the FLOPs of one splash attention kernel over the blocks that it visits.
 
-    The text omits the table of visited blocks. For a causal mask they follow from the block sizes in the kernel's
-    metadata, and for a window the table's shape bounds them: (query blocks, visited key blocks), or transposed for
-    gradients of keys and values. Our own programs record the number of blocks in the kernels' scope
-    (kernels/attention/splash.py).
+    The program text omits the table of visited blocks. Programs of this project record the number of visited blocks in
+    the scope of the kernel (kernels/attention/splash.py). In other programs, the number follows from the block sizes in
+    the kernel's metadata for a causal mask. For a window, the table's shape is an upper bound: (query blocks, visited
+    key blocks), or transposed for gradients of keys and values.
     """
     shapes = operand_shapes(instruction, computation)
     table = next((shape.dims for shape in shapes if shape.dtype.startswith("s") and len(shape.dims) == 3), None)
@@ -141,7 +141,7 @@ def splash_flops(kernel: str, instruction: Instruction, computation: Computation
     num_q, num_kv = arrays[0].dims[-2] // block_q, arrays[1].dims[-2] // block_kv
     if visits := re.search(r"visits_(\d+)_(\d+)_(\d+)", instruction.attributes):
         visited = int(visits[1 + ("fwd", "dq", "dkv").index(kernel)])
-    elif kernel == "dkv":  # every query block from the first that attends to these keys
+    elif kernel == "dkv":  # all query blocks from the first block that attends to these keys
         visited = sum(min(num_q - block * block_kv // block_q, table[-2]) for block in range(num_kv))
     else:
         visited = sum(min(-(-(block + 1) * block_q // block_kv), table[-1]) for block in range(num_q))
@@ -162,7 +162,7 @@ def operand_shapes(instruction: Instruction, computation: Computation) -> list[A
 
 
 def instruction_traffic(module: Module, computation: Computation, instruction: Instruction) -> dict[int, float]:
-    """Returns bytes by memory space: 0 HBM, 1 on-chip, 5 host. Control flow and `-done` count none."""
+    """Returns {memory space: bytes}, where 0 is HBM, 1 on-chip and 5 host. Control flow and `-done` have no traffic."""
     opcode = instruction.opcode
     traffic: dict[int, float] = collections.defaultdict(int)
     is_marker = opcode == "custom-call" and custom_target(instruction).startswith(MARKERS)
@@ -187,11 +187,11 @@ def instruction_traffic(module: Module, computation: Computation, instruction: I
         add_traffic(traffic, result)
         for shape in operands[0][:1]:
             traffic[shape.space] += total_bytes(result)
-    elif opcode in ("dynamic-update-slice", "scatter"):  # in place: the update is read and written
+    elif opcode in ("dynamic-update-slice", "scatter"):  # reads and writes only the update, in place
         update = operands[-1] if opcode == "scatter" else operands[1]
         traffic[instruction.shapes[0].space] += 2 * total_bytes(update)
     else:
-        # Starts have the type (operands, results), except an all-reduce's; sends and receives move one side only.
+        # Types of starts contain operands and results, except for all-reduce. Send and recv access one buffer.
         type_has_all = opcode.endswith("-start") and opcode != "all-reduce-start" or opcode in ("send", "recv")
         for shapes in [*([] if type_has_all else operands), instruction.shapes]:
             add_traffic(traffic, shapes)
@@ -199,18 +199,18 @@ def instruction_traffic(module: Module, computation: Computation, instruction: I
 
 
 def add_traffic(traffic: dict[int, float], shapes: tuple[ArrayShape, ...], limit: float | None = None) -> None:
-    """Adds the bytes of arrays, or at most `limit` bytes of each."""
+    """Adds the bytes of each array to `traffic`, at most `limit` bytes per array."""
     for shape in shapes:
         traffic[shape.space] += shape.nbytes if limit is None else min(limit, shape.nbytes)
 
 
 def total_bytes(shapes: tuple[ArrayShape, ...]) -> float:
-    """Returns bytes of several arrays."""
+    """Returns the total bytes of several arrays."""
     return math.fsum(shape.nbytes for shape in shapes)
 
 
 def read_bytes(module: Module, inner: Computation, parameter: Instruction) -> float | None:
-    """Returns bytes that a fusion reads of a parameter that it only slices or updates in place; None: all of it."""
+    """Returns the bytes read of a fusion parameter that is only sliced or updated in place, or None for all bytes."""
     read, pending = 0.0, [parameter]
     while pending:
         current = pending.pop()
@@ -220,7 +220,7 @@ def read_bytes(module: Module, inner: Computation, parameter: Instruction) -> fl
             elif user.opcode in SLICERS and user.operands[0] == current.name:
                 read += total_bytes(user.shapes)
             elif user.opcode == "dynamic-update-slice" and user.operands[0] == current.name or user.opcode == "tuple":
-                continue  # overwritten in part and not read, or forwarded
+                continue  # partly overwritten without a read, or forwarded
             elif user.opcode == "fusion" and len(user.called) == 1:  # XLA:TPU nests fusions
                 nested = module.computations[user.called[0]]
                 positions = [i for i, name in enumerate(user.operands) if name == current.name]
@@ -234,7 +234,7 @@ def read_bytes(module: Module, inner: Computation, parameter: Instruction) -> fl
 
 
 def written_bytes(module: Module, inner: Computation, shapes: tuple[ArrayShape, ...]) -> list[float]:
-    """Returns bytes that a fusion writes of each result: the update, for one updated in place."""
+    """Returns the bytes that a fusion writes for each result. For an in-place update, only the update counts."""
     root = inner.root
     results = [inner.instructions[name] for name in root.operands] if root.opcode == "tuple" else [root]
     if len(results) != len(shapes):

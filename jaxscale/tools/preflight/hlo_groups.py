@@ -1,4 +1,4 @@
-"""Replica groups of a collective, and the mesh axes and slices that they span."""
+"""Replica groups of collectives, and the mesh axes and slices that the groups span."""
 
 import dataclasses
 import math
@@ -18,16 +18,16 @@ PAIRS = r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}"
 
 @dataclasses.dataclass(frozen=True)
 class PartitionLayout:
-    """The mesh that a program was compiled for: axis sizes, outermost first, and the slice of each position."""
+    """Axis sizes (outermost first) and slices of the mesh that a program was compiled for."""
 
     mesh_shape: Mapping[str, int]
     slice_of: tuple[int, ...]
-    positions: tuple[int, ...]  # of the program's partitions: all, or one slice's if compiled per slice
-    torus: Torus | None  # None: a switch joins the devices of a slice
+    positions: tuple[int, ...]  # mesh positions of the program's partitions, of one slice if compiled per slice
+    torus: Torus | None  # None if a switch connects the devices of a slice
 
     @property
     def slice_axes(self) -> tuple[str, ...]:
-        """Mesh axes along which the slice changes."""
+        """Mesh axes that cross slices."""
         slices = np.array(self.slice_of).reshape(tuple(self.mesh_shape.values()))
         return tuple(
             name for number, name in enumerate(self.mesh_shape) if np.any(slices != slices.take([0], axis=number))
@@ -36,9 +36,9 @@ class PartitionLayout:
 
 @dataclasses.dataclass(frozen=True)
 class GroupSpan:
-    """Extent of the groups of a collective."""
+    """Mesh axes, slices and links that the groups of a collective span."""
 
-    axes: tuple[str, ...]  # along which members of one group differ
+    axes: tuple[str, ...]  # mesh axes along which members of a group differ
     size: int  # devices in a group
     slices: int  # slices in a group
     lines: tuple[Phase, ...] = ()  # links between members within a slice
@@ -48,12 +48,12 @@ class GroupSpan:
 def make_layout(
     mesh_shape: Mapping[str, int], slice_of: Sequence[int] | None, num_partitions: int | None, torus: Torus | None
 ) -> PartitionLayout:
-    """Returns the layout. Raises ValueError if program, mesh and slices are inconsistent."""
+    """Returns the layout. Raises ValueError if the program, mesh and slices are inconsistent."""
     size = math.prod(mesh_shape.values())
     slices = tuple(slice_of) if slice_of is not None else (0,) * size
     if len(slices) != size:
         raise ValueError(f"slice_of has {len(slices)} devices, but the mesh {dict(mesh_shape)} has {size}")
-    # XLA:TPU compiles one slice's program for several slices; its device numbers then count within the slice.
+    # For several slices, XLA:TPU compiles the program of one slice, with device numbers within this slice.
     first = tuple(position for position in range(size) if slices[position] == slices[0])
     partitions = num_partitions or 1
     if partitions not in (1, size, len(first)):
@@ -62,7 +62,7 @@ def make_layout(
 
 
 def read_span(instruction: Instruction, layout: PartitionLayout) -> GroupSpan:
-    """Returns the extent of a collective's replica groups or source-target pairs."""
+    """Returns the span of a collective's replica groups or source-target pairs."""
     is_permute = instruction.opcode.startswith("collective-permute")
     if is_permute:
         groups = np.array(ints(instruction.attribute(PAIRS) or ""), int).reshape(-1, 2)  # (source, target)
@@ -91,7 +91,7 @@ def read_span(instruction: Instruction, layout: PartitionLayout) -> GroupSpan:
 
 
 def parse_groups(attributes: str, num_devices: int) -> np.ndarray:
-    """Returns the groups of a collective in any of XLA's formats, int[G, S]. Raises ValueError for an unknown one."""
+    """Returns replica groups in any of XLA's formats as int[groups, size]. Raises ValueError for other formats."""
     if match := MESH_GROUPS.search(attributes):
         return mesh_groups(*match.groups())
     if match := IOTA_GROUPS.search(attributes):
@@ -99,22 +99,22 @@ def parse_groups(attributes: str, num_devices: int) -> np.ndarray:
     if match := LISTED_GROUPS.search(attributes):
         rows = [ints(row) for row in re.findall(r"\{([\d,]*)\}", match[1])]
         if not rows:
-            return np.arange(num_devices).reshape(1, -1)  # empty: all devices
-        longest = max(map(len, rows))  # a shorter group repeats its last member, which moves nothing
+            return np.arange(num_devices).reshape(1, -1)  # an empty list means all devices
+        longest = max(map(len, rows))  # shorter groups repeat their last member, which sends nothing
         return np.array([row + (row[-1],) * (longest - len(row)) for row in rows])
     raise ValueError(f"unknown replica groups: {attributes[:120]}")
 
 
 def mesh_groups(axes: str, device_ids: str | None, used: str) -> np.ndarray:
-    """Returns groups along axes of XLA's mesh: `'a'=2,'b'=4` and `'b'`, or `'b':(2)2` for a part of an axis."""
+    """Returns groups along the axes `used` (such as `'b'`, or `'b':(2)2` for part of an axis) of `'a'=2,'b'=4`."""
     sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", axes)}
     used_axes = {name: (pre, size) for name, pre, size in re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", used)}
-    factors: list[tuple[int, bool]] = []  # of each axis up to three: before, in and after the used part
+    factors: list[tuple[int, bool]] = []  # (size, is used) of the part before, in and after the used part of an axis
     for name, length in sizes.items():
         pre, size = map(int, used_axes[name]) if name in used_axes and used_axes[name][1] else (1, length)
         factors += [(pre, False), (size, name in used_axes), (length // (pre * size), False)]
     ids = np.arange(math.prod(sizes.values()))
-    if device_ids:  # an iota, `[4,2]T(1,0)`, or a list
+    if device_ids:  # an iota such as `[4,2]T(1,0)`, or a list
         match = re.fullmatch(r"(?:\[[\d,]+\]<=)?\[([\d,]+)\](?:T\(([\d,]+)\)?)?", device_ids.strip())
         ids = iota(*match.groups()) if match else np.array(ints(device_ids))
     order = sorted(range(len(factors)), key=lambda n: factors[n][1])
@@ -123,12 +123,12 @@ def mesh_groups(axes: str, device_ids: str | None, used: str) -> np.ndarray:
 
 
 def iota(dims: str, permutation: str | None) -> np.ndarray:
-    """Returns 0, 1, 2, ... reshaped and transposed."""
+    """Returns 0, 1, 2, ..., reshaped to `dims` and transposed."""
     shape = ints(dims)
     numbers = np.arange(math.prod(shape)).reshape(shape)
     return numbers.transpose(ints(permutation)) if permutation else numbers
 
 
 def ints(text: str) -> tuple[int, ...]:
-    """Returns the numbers in `1,2,3`."""
+    """Returns the numbers in text such as `1,2,3`."""
     return tuple(int(number) for number in re.findall(r"\d+", text))

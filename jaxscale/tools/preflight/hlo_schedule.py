@@ -1,7 +1,7 @@
-"""Execution order of a compiled program: matmuls, and where each collective starts and is waited for.
+"""Execution order of a compiled program: matmuls, and the start and end of each collective.
 
-XLA:TPU and XLA:GPU print scheduled programs in the order in which one core runs them. A collective overlaps everything
-between its start and its end; any other blocks the core.
+XLA:TPU and XLA:GPU print scheduled programs in the order in which one core runs them. An asynchronous collective
+overlaps everything between its start and its end. A synchronous collective blocks the core.
 """
 
 import collections
@@ -14,7 +14,7 @@ from jaxscale.tools.preflight.hlo_costs import custom_target, kernel_flops, matm
 from jaxscale.tools.preflight.hlo_text import FUSIONS, Computation, Instruction, Module
 from jaxscale.tools.preflight.hlo_trips import branch_shares, count_trips
 
-KERNEL = "kernel"  # dtype key of Pallas kernels' FLOPs
+KERNEL = "kernel"  # dtype key for FLOPs of Pallas kernels
 SYNCHRONOUS = re.compile(r'"is_sync":\s*true')
 FUSION_ENDS = {"AsyncCollectiveStart": "start", "AsyncCollectiveDone": "done"}
 
@@ -24,22 +24,22 @@ class ScheduleItem:
     """One entry of the schedule."""
 
     what: Literal["work", "start", "done", "blocking", "runs"]
-    collective: int = -1  # its number, for start, done and blocking
-    flops: dict[str, float] = dataclasses.field(default_factory=dict)  # of work, by operand type
-    times: float = 1.0  # of runs: trips of a loop, or the fraction of runs that take a branch
-    items: tuple["ScheduleItem", ...] = ()  # of runs
+    collective: int = -1  # for start, done and blocking: index of the collective
+    flops: dict[str, float] = dataclasses.field(default_factory=dict)  # for work: {operand type: FLOPs}
+    times: float = 1.0  # for runs: trips of a loop, or fraction of runs that take a branch
+    items: tuple["ScheduleItem", ...] = ()  # for runs: the repeated items
 
 
 class ScheduleReader:
-    """Reads the schedules of computations of a scheduled module, each once."""
+    """Reads the schedules of a scheduled module's computations, each computation once."""
 
     def __init__(self, module: Module, numbers: Mapping[tuple[str, str], int]) -> None:
-        self.module, self.numbers = module, numbers  # of collectives, by computation and instruction
+        self.module, self.numbers = module, numbers  # numbers: {(computation, instruction): collective}
         self.read: dict[str, tuple[ScheduleItem, ...]] = {}
-        self.computations: dict[int, str] = {}  # of each collective that was read
+        self.computations: dict[int, str] = {}  # {collective: its computation}
 
     def items(self, name: str) -> tuple[ScheduleItem, ...]:
-        """Returns a computation's schedule. Adjacent work is one item."""
+        """Returns the schedule of a computation. Adjacent work items are merged."""
         if name not in self.read:
             found: list[ScheduleItem] = []
             pending = Pending()
@@ -80,9 +80,9 @@ class ScheduleReader:
                 return [*work, *pending.end(channel)]
             pending.open_fusions[channel].append(found)
             return [*work, *(ScheduleItem("start", number) for number in found)]
-        if SYNCHRONOUS.search(instruction.attributes):  # XLA:GPU blocks in the start; its -done does nothing
+        if SYNCHRONOUS.search(instruction.attributes):  # XLA:GPU blocks at the start; -done does nothing
             return [*work, *(ScheduleItem("blocking", number) for number in found)]
-        if opcode == "send":  # between slices: complete when the other side's part is received
+        if opcode == "send":  # between slices, complete when the matching recv is complete
             rendezvous = r'_xla_host_transfer_rendezvous="([^"]*)"'
             name = instruction.attribute(rendezvous)
             receives = [one for one in computation.instructions.values() if one.opcode == "recv" and name]
@@ -93,7 +93,7 @@ class ScheduleReader:
         return [*work, *(ScheduleItem("blocking", number) for number in found)]
 
     def collectives(self, computation: Computation, instruction: Instruction) -> list[int]:
-        """Returns numbers of the collectives that an instruction is or calls."""
+        """Returns the indices of collectives in an instruction and its called computations."""
         number = self.numbers.get((computation.name, instruction.name))
         if number is not None:
             return [number]
@@ -101,7 +101,7 @@ class ScheduleReader:
         return [number for one in inner for each in one.instructions.values() for number in self.collectives(one, each)]
 
     def fusion_end(self, instruction: Instruction) -> tuple[str, str] | None:
-        """Returns ('start' or 'done', channel) of an end of one of XLA:TPU's asynchronous fusions, or None."""
+        """Returns ('start' or 'done', channel) for a start or end of an XLA:TPU asynchronous fusion, or None."""
         for name in instruction.called if instruction.opcode in FUSIONS else ():
             inner = self.module.computations[name].instructions.values()
             ends = [FUSION_ENDS.get(custom_target(one)) for one in inner if one.opcode == "custom-call"]
@@ -111,7 +111,7 @@ class ScheduleReader:
         return None
 
     def flops(self, computation: Computation, instruction: Instruction) -> dict[str, float]:
-        """Returns FLOPs of an instruction and its callees, by operand type."""
+        """Returns {operand type: FLOPs} of an instruction and its called computations."""
         found: dict[str, float] = collections.defaultdict(int)
         if matmul := matmul_flops(instruction, computation):
             found[matmul[0]] += matmul[1]
@@ -125,21 +125,21 @@ class ScheduleReader:
 
 
 class Pending:
-    """Collectives of one computation that were started and not yet awaited."""
+    """Collectives of one computation that have started and not yet ended."""
 
     def __init__(self) -> None:
-        # By the name of the start, or of a later update: numbers, and False while it has no data.
+        # {name of the start or a later update: (collectives, False if the data is not available yet)}
         self.started: dict[str, tuple[list[int], bool]] = {}
         self.open_fusions: dict[str, list[list[int]]] = collections.defaultdict(list)  # by channel
 
     def start(self, instruction: Instruction, found: list[int]) -> list[ScheduleItem]:
-        """Starts collectives. XLA:TPU's custom-call-start gets its data by an update, and runs from then on."""
+        """Starts collectives. XLA:TPU's custom-call-start without operands starts only at its first update."""
         has_data = instruction.opcode != "custom-call-start" or bool(instruction.operands)
         self.started[instruction.name] = found, has_data
         return [ScheduleItem("start", number) for number in found if has_data]
 
     def update(self, instruction: Instruction) -> list[ScheduleItem]:
-        """Returns the items of an update or end of a started instruction."""
+        """Returns the items for an update or the end of a started instruction."""
         before = next((name for name in instruction.operands if name in self.started), None)
         if before is None:
             return []
@@ -150,6 +150,6 @@ class Pending:
         return [ScheduleItem("start", number) for number in found if not has_data]
 
     def end(self, channel: str) -> list[ScheduleItem]:
-        """Returns the end of the fusion that started first on a channel."""
+        """Returns the items for the end of the earliest open fusion on a channel."""
         found = self.open_fusions[channel].pop(0) if self.open_fusions[channel] else []
         return [ScheduleItem("done", number) for number in found]

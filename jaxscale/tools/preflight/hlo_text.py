@@ -1,4 +1,4 @@
-"""Parser of a compiled program's text into computations of instructions, as far as counting needs."""
+"""Parser for the text of compiled programs, into computations and instructions."""
 
 import dataclasses
 import functools
@@ -14,12 +14,12 @@ OPCODE = re.compile(r"\s*([a-z][\w\-]*)\(")
 NAME = re.compile(r"%([\w.\-]+)")
 END = re.compile(r"\}(?:, execution_thread=\"[^\"]*\")?\s*")
 BITS = re.compile(r"(?:bf|f|s|u|c)(\d+)")
-FUSIONS = ("fusion", "fusion-start")  # opcodes; XLA:GPU runs some slice copies asynchronously
+FUSIONS = ("fusion", "fusion-start")  # opcodes; XLA:GPU runs some slice copies as fusion-start
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ArrayShape:
-    """One array: element type, sizes and memory space (0 HBM, 1 on-chip, 5 host)."""
+    """Element type, sizes and memory space (0 HBM, 1 on-chip, 5 host) of an array."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -27,14 +27,14 @@ class ArrayShape:
 
     @property
     def nbytes(self) -> float:
-        """Bytes of its elements, without the padding of TPU tiles."""
+        """Size in bytes, without the padding of TPU tiles."""
         bits = 8 if self.dtype == "pred" else int(match[1]) if (match := BITS.match(self.dtype)) else 0
         return math.prod(self.dims) * bits / 8
 
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """`%name = TYPE opcode(operands), attributes`."""
+    """An instruction, printed as `%name = TYPE opcode(operands), attributes`."""
 
     name: str
     opcode: str
@@ -45,27 +45,27 @@ class Instruction:
 
     @functools.cached_property
     def operands(self) -> tuple[str, ...]:
-        """Names of its operands."""
+        """Names of the operands."""
         return tuple(NAME.findall(self.operands_text))
 
     @functools.cached_property
     def shapes(self) -> tuple[ArrayShape, ...]:
-        """Every array of its result, however nested in tuples."""
+        """All arrays of the result, including arrays nested in tuples."""
         return parse_shapes(self.type_text)
 
     @functools.cached_property
     def elements(self) -> tuple[tuple[ArrayShape, ...], ...]:
-        """The arrays of each member of a tuple result; of an array, itself."""
+        """The arrays of each member of a tuple result. For an array result, the array itself."""
         return tuple(parse_shapes(part) for part in tuple_parts(self.type_text))
 
     def attribute(self, pattern: str) -> str | None:
-        """Returns the first group of a regular expression in its attributes."""
+        """Returns the first group of a regular expression that matches in the attributes, or None."""
         match = re.search(pattern, self.attributes)
         return match[1] if match else None
 
     @property
     def called(self) -> list[str]:
-        """Names of called computations, except reducers."""
+        """Names of called computations, excluding reducers."""
         found = re.findall(
             r"\b(?:calls|true_computation|false_computation|condition|body)=%?([\w.\-]+)", self.attributes
         )
@@ -79,7 +79,7 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Computation:
-    """Instructions in printed order, operands first."""
+    """A computation with its instructions in printed order, operands first."""
 
     name: str
     instructions: dict[str, Instruction]
@@ -92,7 +92,7 @@ class Computation:
 
     @functools.cached_property
     def users(self) -> dict[str, list[Instruction]]:
-        """For each name, the instructions that read it."""
+        """The instructions that use each instruction, by name."""
         found: dict[str, list[Instruction]] = {name: [] for name in self.instructions}
         for instruction in self.instructions.values():
             for operand in dict.fromkeys(instruction.operands):
@@ -101,22 +101,22 @@ class Computation:
 
     @functools.cached_property
     def parameters(self) -> dict[int, Instruction]:
-        """Its parameters by number."""
+        """Parameters by number."""
         return {int(i.operands_text): i for i in self.instructions.values() if i.opcode == "parameter"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """A whole program. Computations are in printed order: callees before callers."""
+    """A whole program. Computations are in printed order, with callees before callers."""
 
     computations: dict[str, Computation]
     entry: str
     num_partitions: int | None
-    is_scheduled: bool  # instructions are in execution order
+    is_scheduled: bool  # True if instructions are in execution order
 
 
 def parse_module(text: str) -> Module:
-    """Returns a compiled program (`compiled.as_text()`). Raises BadInput if it has no entry."""
+    """Parses the text of a compiled program (`compiled.as_text()`). Raises BadInput without an entry computation."""
     computations: dict[str, Computation] = {}
     entry, name, lines = None, None, []
     for line in text.splitlines():
@@ -131,7 +131,7 @@ def parse_module(text: str) -> Module:
         elif INSTRUCTION.match(line) or not lines:
             lines.append(line)
         else:
-            lines[-1] += line  # metadata of Pallas kernels is printed over several lines
+            lines[-1] += line  # metadata of Pallas kernels spans several lines
     if entry is None:
         raise BadInput("this is not the text of a compiled program: it has no ENTRY computation")
     header = text[: text.find("\n")]
@@ -140,7 +140,7 @@ def parse_module(text: str) -> Module:
 
 
 def parse_instruction(line: str) -> Instruction | None:
-    """Parses ` ROOT %name = TYPE opcode(operands), attributes`; None for any other line."""
+    """Parses ` ROOT %name = TYPE opcode(operands), attributes`. Returns None for other lines."""
     start = INSTRUCTION.match(line)
     if not start:
         return None
@@ -155,7 +155,7 @@ def parse_instruction(line: str) -> Instruction | None:
 
 
 def closing_bracket(text: str, start: int) -> int:
-    """Returns the index of the bracket that closes the one at `start`."""
+    """Returns the index of the bracket that closes the bracket at `start`."""
     depth = 0
     for match in re.finditer(r"[()\[\]{}]", text[start:]):
         depth += 1 if match[0] in "([{" else -1
@@ -165,7 +165,7 @@ def closing_bracket(text: str, start: int) -> int:
 
 
 def tuple_parts(text: str) -> list[str]:
-    """Returns the members of a printed tuple type; an array type is its own only member."""
+    """Returns the members of a printed tuple type. An array type is returned as the only member."""
     if not text.startswith("("):
         return [text]
     parts, depth, start = [], 0, 1
@@ -184,7 +184,7 @@ def tuple_parts(text: str) -> list[str]:
 
 @functools.lru_cache(maxsize=65536)
 def parse_shapes(text: str) -> tuple[ArrayShape, ...]:
-    """Returns every array in a printed type. Tokens and opaque handles have no bytes and are omitted."""
+    """Returns all arrays in a printed type. Tokens and opaque handles have no bytes and are omitted."""
     found = []
     for dtype, dims, layout in SHAPE.findall(text):
         if dtype == "pred" or BITS.fullmatch(dtype) or re.match(r"f\d+e\d", dtype):

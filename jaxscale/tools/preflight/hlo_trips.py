@@ -1,18 +1,18 @@
-"""Number of runs of each computation in a step. XLA's cost analysis counts a loop's body once."""
+"""Number of runs of each computation in a step, including loop trips that XLA's cost analysis ignores."""
 
 import re
 
 from jaxscale.tools.preflight.hlo_text import FUSIONS, Computation, Instruction, Module
 
 IDENTITY_OPS = {"copy", "bitcast", "convert", "copy-start", "copy-done", "reshape", "optimization-barrier"}
-MAX_DEPTH = 64  # of operands: real chains are under 10
+MAX_DEPTH = 64  # longest chain of operands to follow; chains in real programs are under 10
 
-# `carried value + constant` in a loop: (index of the carried value, or None for a constant; constant).
+# A value `carried value + constant` in a loop: (index of the carried value or None, constant).
 Linear = tuple[int | None, int]
 
 
 def count_runs(module: Module) -> tuple[dict[str, int], set[str], int]:
-    """Returns (runs of each computation, names of those in fusions, loops with unreadable counts: one trip)."""
+    """Returns (runs of each computation, computations inside fusions, number of loops with unknown trip counts)."""
     runs = dict.fromkeys(module.computations, 0)
     runs[module.entry] = 1
     fused: set[str] = set()
@@ -24,7 +24,7 @@ def count_runs(module: Module) -> tuple[dict[str, int], set[str], int]:
                 trips = count_trips(module, module.computations[name], instruction)
                 unknown += trips is None
                 times *= 1 if trips is None else trips
-            if instruction.opcode.endswith(("-done", "-update")):  # its start was counted
+            if instruction.opcode.endswith(("-done", "-update")):  # counted at the start
                 continue
             shares = branch_shares(module, instruction)
             for called in instruction.called:
@@ -36,11 +36,11 @@ def count_runs(module: Module) -> tuple[dict[str, int], set[str], int]:
 
 
 def branch_shares(module: Module, instruction: Instruction) -> dict[str, float]:
-    """Returns {branch: the fraction of a conditional's runs that take it}; {} for anything else.
+    """Returns {branch: fraction of a conditional's runs that take it}, or {} for other instructions.
 
-    Known for one of two branches with a name `taken_N_of_M` (kernels.attention.windowed_or_full, a pipeline's ticks).
-    For any other conditional, also inside such a branch, the branch with the most instructions is assumed to run: an
-    upper bound.
+    The fraction is known for conditionals with two branches in a scope `taken_N_of_M` (windowed attention, pipeline
+    ticks). For other conditionals, including conditionals inside such a branch, the branch with the most instructions
+    is assumed to run, as an upper bound.
     """
     if instruction.opcode != "conditional":
         return {}
@@ -56,7 +56,7 @@ def branch_shares(module: Module, instruction: Instruction) -> dict[str, float]:
 
 
 def reachable(module: Module, name: str) -> list[Computation]:
-    """Returns a computation and all its callees."""
+    """Returns a computation and all computations that it calls, directly or indirectly."""
     found, pending = {}, [name]
     while pending:
         current = module.computations.get(pending.pop())
@@ -67,7 +67,7 @@ def reachable(module: Module, name: str) -> list[Computation]:
 
 
 def count_trips(module: Module, caller: Computation, loop: Instruction) -> int | None:
-    """Returns a while loop's trips: XLA's note, `usually_N_trips/while`, or from its condition; None if unknown."""
+    """Returns a while loop's trip count from XLA's metadata, a scope `usually_N_trips` or its condition, or None."""
     for pattern in (r'"known_trip_count":\{"n":"(\d+)"', r'op_name="[^"]*\busually_(\d+)_trips\b[^"/]*/while"'):
         if trips := loop.attribute(pattern):
             return int(trips)
@@ -84,7 +84,7 @@ def count_trips(module: Module, caller: Computation, loop: Instruction) -> int |
     if index is None or body.root.opcode != "tuple" or index >= len(body.root.operands):
         return None
     start = initial_value(module, caller, loop, index)
-    if limit_index is not None:  # a carried limit must be a constant that the body forwards
+    if limit_index is not None:  # a carried limit must be a constant that the body does not change
         is_forwarded = linear(module, body, body.root.operands[limit_index]) == (limit_index, 0)
         begin = initial_value(module, caller, loop, limit_index) if is_forwarded else None
         if begin is None:
@@ -102,7 +102,7 @@ def count_trips(module: Module, caller: Computation, loop: Instruction) -> int |
 
 
 def follow_compare(module: Module, condition: Computation) -> tuple[Linear, Linear, str] | None:
-    """Returns both sides and the direction of a loop's condition, also inside a fusion."""
+    """Returns both sides and the direction of a loop's comparison, which may be inside a fusion."""
     root, arguments = condition.root, None
     if root.opcode in ("fusion", "call") and len(root.called) == 1:
         arguments = [linear(module, condition, operand) for operand in root.operands]
@@ -116,7 +116,7 @@ def follow_compare(module: Module, condition: Computation) -> tuple[Linear, Line
 
 
 def initial_value(module: Module, caller: Computation, loop: Instruction, index: int) -> int | None:
-    """Returns the constant initial value of a loop's carried value, or None."""
+    """Returns the initial value of a loop's carried value if it is constant, or None."""
     before = caller.instructions.get(loop.operands[0])
     if before is None or before.opcode != "tuple" or index >= len(before.operands):
         return None
@@ -131,7 +131,7 @@ def linear(
     arguments: list[Linear | None] | None = None,
     depth: int = MAX_DEPTH,
 ) -> Linear | None:
-    """Returns a value as `carried value + constant`, or None. `arguments` are a fusion's."""
+    """Returns a value as `carried value + constant`, or None. arguments: values passed to a fusion."""
     instruction = computation.instructions.get(name)
     if instruction is None or depth == 0:
         return None

@@ -1,4 +1,4 @@
-"""Candidate meshes: sizes of all axes whose product is the number of devices, and pipeline chunks."""
+"""Candidate meshes for a number of devices, with pipeline chunks."""
 
 import itertools
 import math
@@ -13,21 +13,21 @@ from jaxscale.core.models.config import BLOCKS
 from jaxscale.program.fitting_mesh import MAX_TENSOR
 from jaxscale.tools.planning.cautions import MIN_POSITIONS
 
-MAX_PIPELINE = 32  # stages: more need more microbatches than batches have rows
-MAX_CHUNKS = 4  # per stage: each further one removes less than a fifth of the bubble, and sends as much again
-MAX_PADDING = 1.15  # layer slots of all stages over layers
-MIN_RUNS = 1  # chunk runs per stage: with fewer a stage is idle more than half of the time
-MeshSizes = dict[str, int]  # sizes by mesh axis, and 'chunks'
+MAX_PIPELINE = 32  # stages; more would need more microbatches than a batch has sequences
+MAX_CHUNKS = 4  # per stage; one more would remove less than a fifth of the bubble and send as much again
+MAX_PADDING = 1.15  # largest ratio of layer slots in all stages to layers
+MIN_RUNS = 1  # chunk runs per stage; with fewer, a stage is idle more than half of the time
+MeshSizes = dict[str, int]  # {mesh axis: size}, and the number of 'chunks'
 
 
 def all_layouts(cfg: RunConfig, num_devices: int, num_slices: int = 1) -> Iterator[MeshSizes]:
-    """Yields every mesh with reasonable pipeline, context and expert sizes, those without these axes first.
+    """Yields all meshes with reasonable pipeline, context and expert sizes. Meshes without these axes are first.
 
-    With these axes, copies of the model (data) are limited to the number of slices: within a slice fsdp sends as little
-    and uses less memory.
+    With these axes, the data axis is 1 or the number of slices, since within a slice fsdp sends no more than data and
+    uses less memory.
     """
     experts = getattr(cfg.model, "experts", None)
-    expert_sizes = units.divisors(math.gcd(experts.number, num_devices)) if experts else [1]  # divide them equally
+    expert_sizes = units.divisors(math.gcd(experts.number, num_devices)) if experts else [1]  # must divide the experts
     inner = [
         {"pipeline": pipeline, "expert": expert, "context": context, "tensor": tensor, "chunks": chunks}
         for pipeline, chunks in stage_sizes(cfg, num_devices)
@@ -49,7 +49,7 @@ def all_layouts(cfg: RunConfig, num_devices: int, num_slices: int = 1) -> Iterat
 
 
 def stage_sizes(cfg: RunConfig, num_devices: int) -> list[tuple[int, int]]:
-    """Returns [(stages, chunks of each)] for the layers of the model, without a pipeline first."""
+    """Returns [(stages, chunks per stage)] for the layers of the model, starting with (1, 1)."""
     layers, leading, sizes = cfg.model.layer_stacks.get(BLOCKS, 0), cfg.model.leading_layers, [(1, 1)]
     if not layers or not cfg.model.scan_layers or cfg.optim.offload_params:
         return sizes
@@ -62,7 +62,7 @@ def stage_sizes(cfg: RunConfig, num_devices: int) -> list[tuple[int, int]]:
 
 
 def context_sizes(cfg: RunConfig, num_devices: int) -> list[int]:
-    """Returns powers of two that divide a row into zigzag halves with enough positions per device."""
+    """Returns powers of two that divide a sequence into zigzag halves with enough positions per device."""
     sizes, size = [1], 2
     while num_devices % size == 0 and cfg.seq_len % (2 * size) == 0 and cfg.seq_len // size >= MIN_POSITIONS:
         sizes.append(size)
@@ -71,7 +71,7 @@ def context_sizes(cfg: RunConfig, num_devices: int) -> list[int]:
 
 
 def microbatch_choices(cfg: RunConfig, layout: MeshSizes) -> list[int]:
-    """Returns numbers of microbatches that divide the rows of a batch, and that the stages can use."""
+    """Returns the numbers of microbatches that divide a batch equally and that the pipeline schedule accepts."""
     rows, size, chunks = cfg.rows_per_step, layout["pipeline"], layout["chunks"]
     shards = layout["data"] * layout["fsdp"] * layout["expert"]
     parts = [part for part in units.divisors(rows) if rows // part % shards == 0]
@@ -81,7 +81,7 @@ def microbatch_choices(cfg: RunConfig, layout: MeshSizes) -> list[int]:
 
 
 def layout_settings(cfg: RunConfig, layout: MeshSizes) -> dict[str, Any]:
-    """Returns the settings of a mesh by dotted name. Settings for an axis of size 1 are reset."""
+    """Returns {dotted name: value} for the settings of a mesh. Settings for an axis of size 1 are reset."""
     found: dict[str, Any] = {f"mesh.{axis}": layout[axis] for axis in MESH_AXES}
     if layout["pipeline"] == 1:
         found |= {f"pipeline.{name}": value for name, value in vars(PipelineConfig()).items()}

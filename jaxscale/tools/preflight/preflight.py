@@ -1,4 +1,4 @@
-"""Preflight: compiles the training step of a config for a topology; reports whether it fits, and its lower bounds."""
+"""Preflight, which compiles the training step for a topology and reports if it fits and how fast it can be."""
 
 import pathlib
 from collections.abc import Callable
@@ -33,22 +33,22 @@ def preflight(
     say: Callable[[str], None] = print,
     position: Position = BEGINNING,
 ) -> PreflightReport:
-    """Returns the report. position: where a run resumes: stages of its ramps that are over need not fit."""
+    """Returns the report. position: where the run resumes, since completed ramp stages need not fit."""
     program = fitting_program(cfg, topology.devices, position=position)
     compiled = compile_ahead(program, topology, keep=keep, save_executable=save_executable, say=say)
     return make_report(config_name, program, topology, compiled)
 
 
 def ahead_program(cfg: RunConfig, topology: Topology) -> Program:
-    """Returns the program of training's last ramp stage, for the devices of a topology."""
+    """Returns the program of the last ramp stage for the devices of a topology."""
     return make_program(cfg, resolve_budget(cfg, epoch_tokens=UNCOUNTED).without_ramps, topology.devices)
 
 
 def find_compiled_step(cfg: RunConfig, topology: str, say: Callable[[str], None]) -> CompiledStep | None:
-    """Returns preflight's cached result for this step; None if there is none, or no compiler is installed here.
+    """Returns preflight's cached result for this step, or None if there is none or no compiler is installed.
 
-    Traces the step for its cache key, which takes seconds, unless the cache is empty. Compiler options of the config
-    are each tried on a small program, as before training.
+    Unless the cache is empty, traces the step for its cache key, which takes seconds, and tests each compiler option
+    of the config on a small program, as before training.
     """
     if not any((cache_dir() / "preflight").glob("*.json")):
         return None
@@ -113,7 +113,7 @@ def make_report(config_name: str, program: Program, topology: Topology, compiled
 
 
 def settings(program: Program) -> dict[str, Any]:
-    """Returns the settings that affect memory and speed, by the last part of their names."""
+    """Returns the settings that affect memory and speed. Keys are the last parts of the setting names."""
     cfg = program.cfg
     found: dict[str, Any] = {
         "rules": cfg.rules,
@@ -141,7 +141,7 @@ def settings(program: Program) -> dict[str, Any]:
 
 
 def memory_rows(program: Program, compiled: Compiled, peak: int | None) -> tuple[MemoryRow, ...]:
-    """Returns the peak by kind. State is exact, from its shardings; XLA's own buffers are the remainder."""
+    """Returns the peak memory by kind. The state is exact, from its shardings. XLA's buffers are the remainder."""
     state = program.abstract_state
     params, moments, average = (shard_bytes(tree) for tree in (state.params, state.opt_state, state.ema))
     gradients, weights = shard_bytes(program.abstract_grads), stage_weight_bytes(program)
@@ -159,7 +159,7 @@ def memory_rows(program: Program, compiled: Compiled, peak: int | None) -> tuple
         rows.insert(2, MemoryRow("average of parameters", average, "from their shardings"))
     if peak is None:
         return (*rows, MemoryRow("gradients", gradients, source))
-    remaining = max(0, peak - arguments)  # gradients may be freed one by one, so fewer may be live
+    remaining = max(0, peak - arguments)  # gradients may be freed one by one, so not all are live
     if weights:
         weights = min(weights, remaining)
         remaining -= weights
@@ -173,7 +173,7 @@ def memory_rows(program: Program, compiled: Compiled, peak: int | None) -> tuple
 
 
 def notes(program: Program, bounds: Roofline | None) -> tuple[str, ...]:
-    """Returns the limits of the figures."""
+    """Returns notes about assumptions and omissions of the report."""
     sizes = batch_sizes(program.configs)
     lines = [f"batches: values are for the last of {sizes}"] if sizes else []
     attention = program.plan.attention

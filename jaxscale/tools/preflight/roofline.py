@@ -1,6 +1,6 @@
-"""Lower bound of a compiled step's time on a chip: from its work, its order, and the chip's peak rates.
+"""Lower bound of a compiled step's time, from its work, its execution order and the chip's peak rates.
 
-A scheduled program is simulated in its order: which collectives overlap matmuls, and which block them.
+The execution order of a scheduled program is simulated to find which collectives overlap matmuls and which block them.
 """
 
 import collections
@@ -25,29 +25,29 @@ class CollectiveTime:
     """Time of one collective over all its runs in a step, in seconds."""
 
     runs: float = 0.0
-    is_blocking: bool = True  # nothing can run between its start and its end
-    link_s: float = 0.0  # its phases in order
+    is_blocking: bool = True  # True if nothing can run between its start and its end
+    link_s: float = 0.0  # sum of its phases
     cover_s: float = 0.0  # matmuls between its start and its end
-    exposed_s: float = 0.0  # not overlapped by matmuls
+    exposed_s: float = 0.0  # part that matmuls do not overlap
 
 
 @dataclasses.dataclass(frozen=True)
 class Roofline:
-    """Seconds of one step on one device by resource, and their combinations."""
+    """Times of one step on one device in seconds, by resource and in total."""
 
     compute_s: float  # matmuls at the chip's peak for their types
     hbm_s: float
-    links_s: dict[str, float]  # 'ici:fsdp:x', 'dcn:data', ...: for each set of mesh axes and kind of link
-    exposed_s: dict[str, float]  # of these, exposed by the program's order
-    blocking_s: dict[str, float]  # of those, of blocking collectives
-    at_least_s: float  # matmuls, exposed collectives and the bubble; or memory, if longer
-    overlapped_s: float  # full overlap with the slowest resource, in any order
-    serial_s: float  # nothing overlaps
-    mfu_ceiling: float  # model FLOPs over the chip's peak in at_least_s
-    unpriced: tuple[str, ...]  # costs without a figure, in none of the times
+    links_s: dict[str, float]  # {link such as 'ici:fsdp:x' or 'dcn:data': seconds}
+    exposed_s: dict[str, float]  # part of links_s that matmuls do not overlap in program order
+    blocking_s: dict[str, float]  # part of exposed_s from blocking collectives
+    at_least_s: float  # lower bound: matmuls, exposed collectives and the bubble, or memory if longer
+    overlapped_s: float  # time if everything overlapped with the slowest resource
+    serial_s: float  # time if nothing overlapped
+    mfu_ceiling: float  # model FLOPs divided by the chip's peak FLOPs in at_least_s
+    unpriced: tuple[str, ...]  # costs that the times exclude
     played: tuple[CollectiveTime, ...]  # time of each collective; () without a schedule
-    bubble_s: float = 0.0  # in at_least_s: idle time of a pipeline stage in fill and drain
-    bubble: str = ""  # fraction of the stages' time, with the formula; '' without a pipeline
+    bubble_s: float = 0.0  # part of at_least_s: idle time of a pipeline stage in fill and drain
+    bubble: str = ""  # fraction of the stages' time with its formula; '' without a pipeline
 
 
 def roofline(
@@ -59,14 +59,14 @@ def roofline(
     *,
     shards_head: bool = True,
 ) -> Roofline:
-    """Returns the bounds of a step. Real time exceeds at_least_s by as much as kernels and links miss their peaks.
+    """Returns lower bounds of a step's time, which is longer since kernels and links do not reach their peaks.
 
-    schedule: that of its pipeline. A device's program has only its stage's matmuls, each as often as it runs, and where
-    stages differ as often as on the last one; in other ticks it is idle. head: the output projection's fraction of the
-    model's matmuls, for which no stage is idle. shards_head: all stages share it, or the last one computes it alone.
+    schedule: pipeline schedule. A device's program contains only the matmuls of its stage, counted as on the last stage
+    where stages differ. head: the output projection's fraction of the model's matmuls, during which no stage is idle.
+    shards_head: True if all stages share the output projection, False if the last stage computes it alone.
 
-    Assumes matmuls at the peak of their type, float32 at bfloat16's (XLA's default on TPU); memory and links at their
-    datasheet figure in one direction without latency. Each phase of a collective uses the links of its torus
+    Assumes matmuls at the peak of their type (float32 at the bfloat16 peak, XLA's default on TPU), and memory and links
+    at their datasheet bandwidth in one direction without latency. Each phase of a collective uses the links of its torus
     dimension (links.group_lines). An unscheduled program is assumed to overlap everything.
     """
     unpriced: list[str] = []
@@ -114,7 +114,7 @@ def roofline(
 def bubble_seconds(
     schedule: ScheduleSize, stage_head: float, head: float, compute: float, exposed: Mapping[str, float]
 ) -> float:
-    """Returns a stage's idle time. stage_head: its part of all matmuls, for the head. exposed: by 'ici:tensor:x'."""
+    """Returns a stage's idle time. stage_head, head: the output projection's fraction of a stage's and all matmuls."""
     axes_of = lambda link: set(link.split(":")[1].split("+"))
     exposed_in_stage = math.fsum(seconds for link, seconds in exposed.items() if axes_of(link) <= IN_STAGE)
     layers = (1 - head) * (1 + recomputed_time(schedule, EQUAL_COSTS))
@@ -123,10 +123,10 @@ def bubble_seconds(
 
 
 class Timeline:
-    """The clock of one chip and its links in a simulated step: matmuls at the chip's peak, links at theirs, no memory.
+    """Simulation of one step on one chip and its links, with matmuls and links at their peaks and without memory time.
 
-    Matmuls run sequentially. Concurrently each torus dimension (or switch, or network) serves one collective at a time,
-    first come first served: two cannot hide behind the same work on the same links.
+    Matmuls run sequentially. At the same time, each torus dimension, switch or network runs one collective at a time in
+    order of their starts, so two collectives on the same links cannot overlap the same matmul.
     """
 
     def __init__(self, started: Sequence[Collective], chip: Chip, items: Sequence[ScheduleItem]) -> None:
@@ -135,13 +135,15 @@ class Timeline:
         self.free: dict[str, float] = {}  # time at which each link becomes free
         self.ends: dict[int, list[tuple[float, float]]] = collections.defaultdict(list)  # (end, work before the start)
         self.collectives = [CollectiveTime() for _ in started]
-        self.exposed: dict[str, float] = collections.defaultdict(int)  # exposed seconds by link
-        self.blocking: dict[str, float] = collections.defaultdict(int)  # of them, of blocking collectives
+        self.exposed: dict[str, float] = collections.defaultdict(int)  # {link: exposed seconds}
+        self.blocking: dict[str, float] = collections.defaultdict(
+            int
+        )  # {link: exposed seconds of blocking collectives}
         self.run(items)
 
     @property
     def seconds(self) -> float:
-        """Matmuls and exposed collectives."""
+        """Time of matmuls and exposed collectives."""
         return max([self.now, *self.free.values()])
 
     def run(self, items: Sequence[ScheduleItem], weight: float = 1.0) -> None:
@@ -152,9 +154,9 @@ class Timeline:
                 self.now += seconds
                 self.work += seconds
             elif item.what == "runs":
-                first = min(1.0, item.times)  # of a loop, or of a branch that is taken sometimes
+                first = min(1.0, item.times)  # the first iteration of a loop, or a branch that only some runs take
                 self.once(item.items, weight * first, first)
-                if item.times > 1:  # all others are like the second run
+                if item.times > 1:  # all later iterations are like the second
                     self.once(item.items, weight * (item.times - 1), item.times - 1)
             elif item.what == "done":
                 self.end(item.collective, weight)
@@ -164,7 +166,7 @@ class Timeline:
                     self.end(item.collective, weight, is_blocking=True)
 
     def once(self, items: Sequence[ScheduleItem], weight: float, times: float) -> None:
-        """Simulates items once, and advances the clock by `times` runs."""
+        """Simulates items once and advances the clock by `times` runs."""
         before = self.now
         self.run(items, weight)
         shift = (times - 1) * (self.now - before)
@@ -174,7 +176,7 @@ class Timeline:
             self.ends[number] = [(end + shift, work) for end, work in pending]
 
     def start(self, number: int, weight: float) -> None:
-        """Puts the phases of a collective on their links, in order."""
+        """Schedules the phases of a collective on their links, in order."""
         end, time = self.now, self.collectives[number]
         for phase in self.started[number].stages:
             seconds = phase.seconds(self.chip) or 0.0
@@ -186,7 +188,7 @@ class Timeline:
         self.ends[number].append((end, self.work))
 
     def end(self, number: int, weight: float, *, is_blocking: bool = False) -> None:
-        """Waits for a collective."""
+        """Advances the clock to the end of a collective."""
         if not self.ends[number]:
             return
         end, work = self.ends[number].pop(0)
@@ -204,7 +206,7 @@ class Timeline:
 
 
 def link_seconds(collective: Collective, chip: Chip) -> list[tuple[str, float | None]]:
-    """Returns ('ici:fsdp:x', seconds of one run) of each phase; None if the bandwidth is unknown."""
+    """Returns (link such as 'ici:fsdp:x', seconds per run) for each phase. Seconds are None if unknown."""
     axes = "+".join(collective.axes) or "none"
     found = []
     for phase in collective.stages:
@@ -214,6 +216,6 @@ def link_seconds(collective: Collective, chip: Chip) -> list[tuple[str, float | 
 
 
 def work_seconds(flops: Mapping[str, float], chip: Chip) -> float:
-    """Returns seconds of matmuls by operand type, each at its peak; kernels and other types at bfloat16's."""
+    """Returns the time of matmuls at the peak of their operand type. Kernels and other types use the bfloat16 peak."""
     faster = lambda dtype: chip.fp8_flops if dtype.startswith("f8") else chip.int8_flops if dtype in EIGHT_BIT else None
     return sum(amount / max(faster(dtype) or 0.0, chip.peak_flops) for dtype, amount in flops.items())

@@ -1,4 +1,4 @@
-"""Search over mesh axes, remat policies and microbatches: estimates every candidate, compiles the most promising."""
+"""Search over mesh axes, remat policies and microbatches, by estimating all and compiling promising candidates."""
 
 import dataclasses
 import itertools
@@ -21,29 +21,29 @@ from jaxscale.tools.preflight.preflight import ahead_program
 from jaxscale.tools.preflight.roofline import Roofline
 from jaxscale.tools.preflight.step_report import PreflightReport
 
-PRIOR_SCALE = 0.5  # of estimated activations before any compilation: estimates tend to be too large
-MARGIN = 0.9  # of activations scaled by another candidate's
-MIN_EXPOSED = 1 / 3  # of estimated exposed communication: 38% to 72% of it remained in compiled programs (docs/plan.md)
-SAME_TIME = 1.01  # ratio of times that count as equal
-LAST_TRIES = 2  # of the smallest candidates, if no estimate fits
+PRIOR_SCALE = 0.5  # scale of estimated activations before any compilation, since estimates tend to be too large
+MARGIN = 0.9  # factor for activations that are scaled by the result of a different candidate
+MIN_EXPOSED = 1 / 3  # least exposed fraction of estimated communication; 38% to 72% when compiled (docs/plan.md)
+SAME_TIME = 1.01  # largest ratio of times that count as equal
+LAST_TRIES = 2  # number of smallest candidates to compile if no estimate fits
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """The config with changed settings."""
+    """A config with changed settings and its estimate."""
 
-    changes: dict[str, Any]  # by dotted name
+    changes: dict[str, Any]  # {dotted name: value}
     cfg: RunConfig
     estimate: StepEstimate
 
     @property
     def label(self) -> str:
-        """'mesh.tensor=2 model.remat=full', or 'unchanged'."""
+        """Text such as 'mesh.tensor=2 model.remat=full', or 'unchanged'."""
         return " ".join(f"{name}={setting_text(value)}" for name, value in self.changes.items()) or "unchanged"
 
     @property
     def order(self) -> tuple[float, ...]:
-        """Sort key of compilation: estimated time, time without overlap, number of changes, memory."""
+        """Sort key for compilation: estimated time, time without overlap, number of changes, memory."""
         overlapped, serial = self.estimate.cost
         return bucket(overlapped), bucket(serial), len(self.changes), self.estimate.memory()
 
@@ -53,21 +53,21 @@ Tried = list[tuple[Candidate, PreflightReport]]
 
 
 def search_candidates(cfg: RunConfig, topology: Topology, say: Callable[[str], None] | None = None) -> list[Candidate]:
-    """Returns every mesh, with every remat policy and number of microbatches that is valid on it."""
+    """Returns all valid combinations of mesh, remat policy and number of microbatches."""
     layouts = list(all_layouts(cfg, len(topology.devices), topology.num_slices))
     found = list(make_candidates(cfg, topology, layouts, [cfg.rules], [cfg.optim.offload_moments]))
     if say and found:
         meshes = len({tuple(getattr(one.cfg.mesh, axis) for axis in MESH_AXES) for one in found})
         tried = {axis: sorted({layout[axis] for layout in layouts}) for axis in MESH_AXES}
         sizes = "; ".join(f"{axis} {', '.join(map(str, some))}" for axis, some in tried.items() if len(some) > 1)
-        say(f"{len(found):,} candidates estimated, on {meshes:,} meshes ({sizes}){choices_text(found)}")
+        say(f"{len(found):,} candidates estimated on {meshes:,} meshes ({sizes}){choices_text(found)}")
         for line in fastest_lines(found, usable_memory(topology)[0]):
             say(line)
     return found
 
 
 def choices_text(found: Sequence[Candidate]) -> str:
-    """Returns '; schedules 1f1b, zero_bubble; experts: weights gathered or tokens sent', as far as applicable."""
+    """Returns text such as '; schedules 1f1b, zero_bubble; experts: weights gathered or tokens sent', or ''."""
     staged = [one.cfg.pipeline.schedule for one in found if one.cfg.mesh.pipeline != 1]
     forms = [one.estimate.exchange for one in found if one.estimate.exchange]
     words = {"gather": "weights gathered", "send": "tokens sent"}
@@ -76,7 +76,7 @@ def choices_text(found: Sequence[Candidate]) -> str:
 
 
 def fastest_lines(found: Sequence[Candidate], usable: float) -> list[str]:
-    """Returns the fastest candidates by estimate: few large programs can be compiled in the given time."""
+    """Returns lines about the fastest candidates by estimate, since few large programs are compiled in time."""
     best = min(found, key=lambda one: one.estimate.cost)
     fits = min((one for one in found if one.estimate.memory() <= usable), key=lambda one: one.order, default=None)
 
@@ -93,7 +93,7 @@ def fastest_lines(found: Sequence[Candidate], usable: float) -> list[str]:
 
 
 def repair_candidates(cfg: RunConfig, topology: Topology) -> list[Candidate]:
-    """Returns changes that may make a config fit, including zero3 and offloaded moments."""
+    """Returns candidates with changes that may make a config fit, including zero3 and offloaded moments."""
     current = mesh_shape(cfg.mesh, len(topology.devices))
     layouts = [
         layout
@@ -108,9 +108,9 @@ def repair_candidates(cfg: RunConfig, topology: Topology) -> list[Candidate]:
 def make_candidates(
     cfg: RunConfig, topology: Topology, layouts: Sequence[MeshSizes], rules: Sequence[str], offload: Sequence[bool]
 ) -> Iterator[Candidate]:
-    """Yields candidates with their estimates, of all combinations that training accepts."""
+    """Yields candidates with estimates for all combinations that training accepts."""
     current = mesh_shape(cfg.mesh, len(topology.devices))
-    # an axis of -1 still takes the remaining devices
+    # an axis of -1 uses the remaining devices
     free = {f"mesh.{axis}" for axis in MESH_AXES if getattr(cfg.mesh, axis) == -1}
     for layout, rule, offload_moments in itertools.product(layouts, rules, offload):
         requested = layout_settings(cfg, layout) | {"rules": rule, "optim.offload_moments": offload_moments}
@@ -124,7 +124,7 @@ def make_candidates(
             program = ahead_program(with_changes(cfg, tried), topology)
         except BadInput:  # an axis that divides no heads, a mesh across slices, a platform without host memory, ...
             continue
-        names = dict.fromkeys([cfg.pipeline.schedule, "1f1b", "zero_bubble"])  # two that save few inputs
+        names = dict.fromkeys([cfg.pipeline.schedule, "1f1b", "zero_bubble"])  # these two save few inputs
         schedules = [{"pipeline.schedule": name} for name in names]
         for settings in schedules if layout["pipeline"] > 1 else remat_settings(cfg):
             base = with_changes(cfg, changes | changed(cfg, settings))
@@ -136,7 +136,7 @@ def make_candidates(
 
 
 def remat_settings(cfg: RunConfig) -> Iterator[dict[str, Any]]:
-    """Yields the settings of every remat policy. A policy that needs name lists comes with those of the config."""
+    """Yields the settings of every remat policy. The policy of the config comes with the name lists of the config."""
     lists = {"model.remat_save": cfg.model.remat_save, "model.remat_offload": cfg.model.remat_offload}
     yield {"model.remat": cfg.model.remat} | lists
     for name in get_args(RematName):
@@ -146,12 +146,12 @@ def remat_settings(cfg: RunConfig) -> Iterator[dict[str, Any]]:
 
 
 def with_changes(cfg: RunConfig, changes: dict[str, Any]) -> RunConfig:
-    """Returns the config with settings changed by dotted name."""
+    """Returns the config with changed settings. changes: {dotted name: value}."""
     return schema.from_dict(RunConfig, schema.merge(schema.to_dict(cfg), changes))
 
 
 def changed(cfg: RunConfig, settings: dict[str, Any]) -> dict[str, Any]:
-    """Returns those settings that differ from the config's."""
+    """Returns the settings that differ from the config."""
     return {name: value for name, value in settings.items() if operator.attrgetter(name)(cfg) != value}
 
 
@@ -170,10 +170,10 @@ def explore(
     say: Callable[[str], None],
     enough: int | None = None,
 ) -> Tried:
-    """Compiles candidates, the best estimate first, until time is up or none is promising; returns all compiled ones.
+    """Compiles candidates with the best estimates until the time is up or none is promising, and returns all results.
 
-    Each compilation corrects the estimates of others. If no estimate fits, the smallest candidates are compiled. known:
-    results so far, returned first. enough: stop when this many fit.
+    Each compilation corrects the estimates of other candidates. If no estimate fits, the smallest candidates are
+    compiled. known: previous results, returned first. enough: number of fitting candidates at which to stop.
     """
     begin, tries, tried = clock(), 0, list(known)
     longest = max((report.lower_seconds + report.compile_seconds for _, report in known), default=0.0)
@@ -206,7 +206,7 @@ def explore(
 
 
 def is_promising(one: Candidate, tried: Tried, enough: int | None) -> bool:
-    """True if a candidate may fit, and may be better than the compiled ones."""
+    """Returns True if a candidate may fit and may be better than the compiled candidates."""
     usable = min((report.usable_bytes for _, report in tried), default=math.inf)
     if one.estimate.memory(activation_scale(one, tried)) > usable:
         return False
@@ -214,14 +214,14 @@ def is_promising(one: Candidate, tried: Tried, enough: int | None) -> bool:
         if not report.fits and needs_as_much(one, other):
             return False
         if report.fits and enough and other.changes.items() <= one.changes.items():
-            return False  # a superset of a change that fits
+            return False  # fewer changes already fit
     best = winner(tried)
     least = one.estimate.least_s + MIN_EXPOSED * one.estimate.exposed_s
     return bool(enough) or best is None or least <= bounds_of(best[1]).at_least_s * SAME_TIME
 
 
 def activation_scale(one: Candidate, tried: Tried) -> float:
-    """Returns the expected ratio of activations to their estimate: of the last compiled, of its kind if any."""
+    """Returns the expected ratio of activations to their estimate, from the last compiled, similar if possible."""
     kind = lambda one: (one.cfg.model.remat, one.cfg.mesh.pipeline != 1, one.estimate.exchange)
     scale = PRIOR_SCALE
     for other, report in sorted(tried, key=lambda pair: kind(pair[0]) == kind(one)):
@@ -231,7 +231,7 @@ def activation_scale(one: Candidate, tried: Tried) -> float:
 
 
 def needs_as_much(one: Candidate, failed: Candidate) -> bool:
-    """True if a candidate differs from one that did not fit only by fewer microbatches."""
+    """Returns True if a candidate differs from `failed` at most by fewer microbatches."""
     parts = "train.num_microbatches"
     other_changes = lambda candidate: {name: value for name, value in candidate.changes.items() if name != parts}
     fewer = one.cfg.train.num_microbatches <= failed.cfg.train.num_microbatches
@@ -239,17 +239,17 @@ def needs_as_much(one: Candidate, failed: Candidate) -> bool:
 
 
 def fitting(tried: Tried) -> Tried:
-    """Returns those that fit."""
+    """Returns the results that fit."""
     return [pair for pair in tried if pair[1].fits]
 
 
 def ranked(tried: Tried) -> Tried:
-    """Returns the best first: fitting ones by roofline, then the others by peak memory."""
+    """Returns the results in order: fitting candidates by roofline, then the others by peak memory."""
     return sorted(tried, key=rank)
 
 
 def rank(pair: tuple[Candidate, PreflightReport]) -> tuple[float, ...]:
-    """Sort key, the best first. Times within 1% are equal; then time without overlap, then memory."""
+    """Returns the sort key of a result: time (within 1% counts as equal), time without overlap, memory."""
     _, report = pair
     if not report.fits:
         return (1, report.peak_bytes or math.inf)
@@ -265,12 +265,12 @@ def bounds_of(report: PreflightReport) -> Roofline:
 
 
 def winner(tried: Tried) -> tuple[Candidate, PreflightReport] | None:
-    """Returns the best that fits, or None."""
+    """Returns the best result that fits, or None."""
     return min(fitting(tried), key=rank, default=None)
 
 
 def winner_lines(tried: Tried) -> list[str]:
-    """Returns the time of the best by part, compared with the next and the unchanged config."""
+    """Returns the time of the best candidate by part, compared with the next best and the unchanged config."""
     best, *others = fitting(ranked(tried))
     lines = [f"best: {best[0].label}: {breakdown_text(bounds_of(best[1]))}"]
     unchanged = [pair for pair in tried if not pair[0].changes and pair is not best]
@@ -281,28 +281,28 @@ def winner_lines(tried: Tried) -> list[str]:
 
 
 def breakdown_text(line: Roofline) -> str:
-    """Returns 'at least 12 ms per step: matmuls 9 ms, bubble 1 ms, exposed communication 2 ms'."""
+    """Returns text such as 'at least 12 ms per step: matmuls 9 ms, bubble 1 ms, exposed communication 2 ms'."""
     parts = {"matmuls": line.compute_s, "bubble": line.bubble_s, "exposed communication": sum(line.exposed_s.values())}
     return f"at least {line.at_least_s * 1e3:.4g} ms per step: {parts_text(parts) or 'no counted work'}"
 
 
 def parts_text(parts: dict[str, float]) -> str:
-    """Returns 'matmuls 9 ms, bubble 1 ms' for parts in seconds, without those of 0."""
+    """Returns text such as 'matmuls 9 ms, bubble 1 ms' for {part: seconds}. Parts of 0 are omitted."""
     return ", ".join(f"{name} {seconds * 1e3:.4g} ms" for name, seconds in parts.items() if seconds)
 
 
 def bucket(seconds: float) -> int:
-    """Returns the time in steps of SAME_TIME."""
+    """Returns the index of a time on a logarithmic grid with ratio SAME_TIME."""
     return round(math.log(max(seconds, 1e-12)) / math.log(SAME_TIME))
 
 
 def override_lines(changes: dict[str, Any]) -> list[str]:
-    """Returns '--config.mesh.tensor=2' per change, without spaces, so that a shell may split them."""
+    """Returns a flag such as '--config.mesh.tensor=2' per change, without spaces."""
     return [f"--config.{name}={setting_text(value)}" for name, value in changes.items()]
 
 
 def setting_text(value: Any) -> str:
-    """Returns a value as the command line reads it."""
+    """Returns a value in the syntax of the command line."""
     if isinstance(value, bool):
         return str(value).lower()
     return repr(tuple(value)).replace(" ", "") if isinstance(value, (tuple, list)) else str(value)

@@ -1,4 +1,4 @@
-"""Report of a compiled step, as tables and as plain data. Pure: facts in, text out."""
+"""Report of a compiled step, as text tables and as plain data."""
 
 import dataclasses
 import re
@@ -13,37 +13,37 @@ from jaxscale.tools.preflight.hlo_schedule import ScheduleItem
 from jaxscale.tools.preflight.roofline import CollectiveTime, Roofline
 from jaxscale.units import INDENT, table
 
-LINKS = {"tpu": ("ICI", "DCN"), "gpu": ("NVLink", "network")}  # within and between domains of fast links
-SMALL = 1e-3  # of all bytes: smaller collectives share one row
+LINKS = {"tpu": ("ICI", "DCN"), "gpu": ("NVLink", "network")}  # links within and between slices or hosts
+SMALL = 1e-3  # fraction of all bytes below which collectives share one table row
 WRAPPERS = re.compile(r"\b(?:jit|shard_map|while|body|eval_jaxpr|closed_call|checkpoint|cond)(?:\([^()]*\))?/")
 
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """All collectives of one kind along the same axes, of one device and step."""
+    """Totals over all collectives of one kind along the same axes, for one device and step."""
 
     kind: str
     axes: tuple[str, ...]
     times: int
     fast_bytes: float  # sent on ICI or NVLink
-    slow_bytes: float  # sent on DCN, or a network between hosts
+    slow_bytes: float  # sent on DCN or a network between hosts
 
 
 @dataclasses.dataclass(frozen=True)
 class CollectiveRow:
-    """One collective of the program. Seconds and bytes are for one run."""
+    """A collective of the program. Seconds and bytes are for one run."""
 
     kind: str
-    operation: str  # of JAX's program
-    computation: str  # whose schedule contains it
+    operation: str  # name in the JAX program
+    computation: str  # computation whose schedule contains the collective
     times: float
     axes: str
-    stages: str  # 'z4 y2': torus dimensions in order, 'xy64': both at once
+    stages: str  # torus dimensions in order such as 'z4 y2', or at once such as 'xy64'
     sent_bytes: float
     is_blocking: bool
     link_s: float
     cover_s: float  # matmuls between its start and its end
-    exposed_s: float  # not overlapped by matmuls
+    exposed_s: float  # part of link_s that matmuls do not overlap
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,48 +58,48 @@ class PreflightReport:
     num_hosts: int
     num_slices: int
     layout: str  # the mesh as text
-    settings: dict[str, Any]  # that affect memory and speed
-    memory: tuple[MemoryRow, ...]  # on the device
-    host_bytes: int  # in host memory, per device
-    peak_bytes: int | None  # of arguments, results and temporaries; None if unknown
+    settings: dict[str, Any]  # settings that affect memory and speed
+    memory: tuple[MemoryRow, ...]  # device memory by kind
+    host_bytes: int  # host memory per device
+    peak_bytes: int | None  # arguments, results and temporaries; None if unknown
     code_bytes: int  # in addition to the peak; 0 if unknown
     chip_bytes: int
     usable_bytes: int
     usable_why: str
     shortage: Shortage | None
-    compiled_flops: float | None  # of one device and step
+    compiled_flops: float | None  # per device and step
     model_flops: float
     traffic: tuple[Traffic, ...]
     collectives: tuple[CollectiveRow, ...]  # in the order of the program
     roofline: Roofline | None
-    notes: tuple[str, ...]  # limits of the figures
+    notes: tuple[str, ...]  # assumptions and omissions
     lower_seconds: float
     compile_seconds: float
     versions: dict[str, str]
     date: str
     kept: bool
-    pipeline: str = ""  # its schedule as text
+    pipeline: str = ""  # pipeline schedule as text
 
     @property
     def fits(self) -> bool:
-        """True if the step was compiled, and its peak and code are within the usable memory."""
+        """True if the step was compiled and its peak plus code is within the usable memory."""
         return self.shortage is None and self.left_bytes is not None and self.left_bytes >= 0
 
     @property
     def left_bytes(self) -> int | None:
-        """Free bytes of each device; negative if it is too small."""
+        """Free bytes per device, negative if the memory is too small; None if the peak is unknown."""
         return None if self.peak_bytes is None else self.usable_bytes - self.peak_bytes - self.code_bytes
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns plain data for JSON."""
+        """Returns the report as JSON data."""
         found: dict[str, Any] = dataclasses.asdict(self) | {"fits": self.fits}
         if self.roofline is not None:
-            del found["roofline"]["played"]  # in the rows of collectives
+            del found["roofline"]["played"]  # already in `collectives`
         return found
 
 
 def sum_traffic(collectives: Sequence[Collective]) -> tuple[Traffic, ...]:
-    """Returns one row per kind and axes, the most bytes first."""
+    """Returns one entry per kind and axes, with the most bytes first."""
     rows: dict[tuple[str, tuple[str, ...]], list[float]] = {}
     for one in collectives:
         row = rows.setdefault((one.kind, one.axes), [0, 0.0, 0.0])
@@ -111,7 +111,7 @@ def sum_traffic(collectives: Sequence[Collective]) -> tuple[Traffic, ...]:
 
 
 def report_lines(report: PreflightReport) -> list[str]:
-    """Returns the whole report as text."""
+    """Returns the report as lines of text."""
     machine = f"{report.num_devices} x {report.chip} on {units.plural(report.num_hosts, 'host')}"
     slices = f", {report.num_slices} slices" if report.num_slices > 1 else ""
     lines = [f"{report.config} on {report.topology}: {machine}{slices}; mesh {report.layout}"]
@@ -129,7 +129,7 @@ def report_lines(report: PreflightReport) -> list[str]:
 
 
 def memory_lines(report: PreflightReport) -> list[str]:
-    """Returns memory of one device by kind, and the usable memory."""
+    """Returns lines with the memory of one device by kind, and the usable memory."""
     rows = [(row.kind, units.size(row.num_bytes), row.source) for row in report.memory]
     if report.peak_bytes is not None:
         share = report.peak_bytes / report.usable_bytes
@@ -150,7 +150,7 @@ def memory_lines(report: PreflightReport) -> list[str]:
 
 
 def flops_lines(report: PreflightReport) -> list[str]:
-    """Returns FLOPs as compiled and by the model's formula."""
+    """Returns lines with the compiled FLOPs and the FLOPs of the model's formula."""
     assert report.compiled_flops is not None, "the report has facts"
     excess = report.compiled_flops / report.model_flops - 1
     rows = [
@@ -161,7 +161,7 @@ def flops_lines(report: PreflightReport) -> list[str]:
 
 
 def traffic_lines(report: PreflightReport) -> list[str]:
-    """Returns bytes sent, by kind and axes."""
+    """Returns lines with the bytes sent by kind and axes."""
     if not report.traffic:
         return ["no communication"]
     fast, slow = LINKS.get(report.platform, ("fast", "slow"))
@@ -175,7 +175,7 @@ def traffic_lines(report: PreflightReport) -> list[str]:
 
 
 def roofline_lines(report: PreflightReport) -> list[str]:
-    """Returns the lower bound of a step's time, by part."""
+    """Returns lines with the lower bound of a step's time by part."""
     roofline = report.roofline
     assert roofline is not None, "the report has a roofline"
     times = [("matmuls", roofline.compute_s, ""), ("device memory", roofline.hbm_s, "")]
@@ -195,14 +195,14 @@ def roofline_lines(report: PreflightReport) -> list[str]:
         between, covered, hidden = overlap(report.collectives)
         lines.append(
             f"{INDENT}{between:.1%} of the bytes are sent asynchronously, {covered:.1%} during matmuls that take at "
-            f"least as long; {hidden:.1%} of the link time is hidden"
+            f"least as long; {hidden:.1%} of the link time overlaps with matmuls"
         )
     lines.append(f"{INDENT}MFU is at most {roofline.mfu_ceiling:.1%}")
     return lines
 
 
 def verdict_line(report: PreflightReport) -> str:
-    """Returns 'go: ...' or 'no-go: ...'."""
+    """Returns text such as 'go: ...' or 'no-go: ...' with the reason."""
     if report.fits and report.left_bytes is not None:
         return f"go: {units.size(report.left_bytes)} free per device"
     if report.shortage is not None and report.shortage.space != "hbm":
@@ -213,7 +213,7 @@ def verdict_line(report: PreflightReport) -> str:
 
 
 def summary_rows(reports: Sequence[tuple[str, PreflightReport]]) -> list[str]:
-    """Returns a table with a row per (label, report), for a search."""
+    """Returns a table with one row per candidate of a search."""
     rows: list[tuple[str, ...]] = [("settings", "peak", "at least", "sum", "MFU at most", "compiled in", "")]
     for label, report in reports:
         line = report.roofline
@@ -226,12 +226,12 @@ def summary_rows(reports: Sequence[tuple[str, PreflightReport]]) -> list[str]:
 
 
 def milliseconds(seconds: float) -> str:
-    """Returns '12.3 ms'."""
+    """Returns text such as '12.3 ms'."""
     return f"{seconds * 1e3:,.4g} ms"
 
 
 def collective_rows(facts: HloFacts, times: Sequence[CollectiveTime]) -> tuple[CollectiveRow, ...]:
-    """Returns the rows in program order; () without a schedule."""
+    """Returns one row per collective in program order, or () without a schedule."""
     rows = []
     for number in dict.fromkeys(start_order(facts.schedule)):
         one, found = facts.collectives[number], times[number]
@@ -255,7 +255,7 @@ def collective_rows(facts: HloFacts, times: Sequence[CollectiveTime]) -> tuple[C
 
 
 def start_order(items: Sequence[ScheduleItem]) -> Iterator[int]:
-    """Yields numbers of collectives as they start."""
+    """Yields the indices of collectives in the order of their starts."""
     for item in items:
         if item.what in ("start", "blocking"):
             yield item.collective
@@ -263,7 +263,7 @@ def start_order(items: Sequence[ScheduleItem]) -> Iterator[int]:
 
 
 def overlap(rows: Sequence[CollectiveRow]) -> tuple[float, float, float]:
-    """Returns fractions: of bytes, asynchronous, and during matmuls that take as long; of link time, hidden."""
+    """Returns fractions of bytes sent asynchronously, bytes overlapped by matmuls, and link time overlapped."""
     sent, busy = (sum(getattr(row, name) * row.times for row in rows) or 1.0 for name in ("sent_bytes", "link_s"))
     between = sum(row.sent_bytes * row.times for row in rows if not row.is_blocking) / sent
     covered = sum(row.sent_bytes * row.times for row in rows if row.exposed_s <= 0.05 * row.link_s) / sent
@@ -271,7 +271,7 @@ def overlap(rows: Sequence[CollectiveRow]) -> tuple[float, float, float]:
 
 
 def collective_lines(rows: Sequence[CollectiveRow]) -> list[str]:
-    """Returns the table. Loop bodies have their number of runs."""
+    """Returns the table of collectives. `times` includes the trips of enclosing loops."""
     sent = sum(row.sent_bytes * row.times for row in rows)
     large = [row for row in rows if row.sent_bytes * row.times >= SMALL * sent]
     found: list[tuple[str, ...]] = [
