@@ -152,5 +152,5 @@ def test_a_tokenizer_whose_texts_need_more_ids_than_the_model_has_is_refused(wit
         made.add_tokens(["plain"])
         made.save(str(tmp_path / "hf/tokenizer.json"))
     (tmp_path / "hf/tokenizer_config.json").write_text(json.dumps(about | {"add_bos_token": kind == "begin"}))
-    with pytest.raises(BadInput, match="tokenizer.json has 25[89] ids, but the model of config.json only 257"):
+    with pytest.raises(BadInput, match="tokenizer.json has 25[89] ids, but the model in config.json has only 257"):
         convert.main([f"--from={tmp_path / 'hf'}", f"--workdir={tmp_path / 'run'}"])

@@ -108,7 +108,7 @@ BROKEN = {
         spec(decoder={"type": "Strip", "content": "a", "start": 5, "stop": 5}), "index out of bounds"
     ),
     "no end": (spec(**words(vocab={"a": 0})), "has none of the common end-of-document tokens"),
-    "too many ids": (spec(**words(vocab={"a": 0, "</s>": 9999})), "has 10000 ids, but the model of .* only 257"),
+    "too many ids": (spec(**words(vocab={"a": 0, "</s>": 9999})), "has 10000 ids, but the model in .* has only 257"),
     "no JSON": ("{", "cannot be read as a tokenizer.json"),
 }  # fmt: skip
 

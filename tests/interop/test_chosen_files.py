@@ -75,7 +75,7 @@ def test_a_variant_is_read_only_under_the_usual_name(tmp_path, names, rename):
     (tmp_path / "hf" / WEIGHTS).unlink()
     for name in names:
         (tmp_path / "hf" / name).write_bytes(b"")
-    with pytest.raises(BadInput, match=f"there is {names[-1]}, a variant, .* rename it to {rename}"):
+    with pytest.raises(BadInput, match=f"{names[-1]} is a variant, .* rename it to {rename}"):
         open_checkpoint(str(tmp_path / "hf"))
 
 
@@ -114,7 +114,7 @@ def test_what_is_not_brought_along_of_a_tokenizer_is_told(tmp_path, capsys):
 def test_a_tokenizer_for_some_versions_of_transformers_is_refused_by_name(tmp_path):
     about = {"eos_token": "<|endoftext|>", "fast_tokenizer_files": ["tokenizer.json", "tokenizer.4.0.0.json"]}
     folder = with_tokenizer(tmp_path / "hf", **{"tokenizer_config.json": json.dumps(about)})
-    with pytest.raises(BadInput, match="tokenizer_config.json: fast_tokenizer_files=.* selects other files than"):
+    with pytest.raises(BadInput, match="tokenizer_config.json: fast_tokenizer_files=.* selects files other than"):
         convert.main([f"--from={folder}", f"--workdir={tmp_path / 'run'}"])
 
 

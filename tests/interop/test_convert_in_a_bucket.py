@@ -40,7 +40,7 @@ def test_a_model_comes_from_a_bucket_into_one_and_goes_out_to_one(tmp_path, gcs)
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert "config.json" in names and ".converting.json" not in names and len(names) > 4
     assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "float32"
-    with pytest.raises(ValueError, match="is not empty, it has"):
+    with pytest.raises(ValueError, match="is not empty: it contains"):
         convert.main(["--workdir=gs://bucket/run", *flags])
 
 

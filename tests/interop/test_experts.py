@@ -285,7 +285,7 @@ def test_adapters_of_what_rope_turns_come_in_and_go_out_in_the_order_of_each(tmp
     ("experts", "leaf", "told"),
     [
         (dict(), "blocks/mlp/down", "blocks/mlp/down is an adapter of experts, .*; merge it"),
-        (dict(first_dense=1), "blocks/attention/wq", "the first layers, without experts, have no adapters"),
+        (dict(first_dense=1), "blocks/attention/wq", "the first layers have no experts and no adapters"),
     ],
 )
 def test_adapters_that_peft_could_not_be_told_of_are_not_exported(experts, leaf, told):

@@ -52,7 +52,7 @@ REFUSED = {
     },
     "config": {"config.json for some versions": "configuration_files=.'config.4.0.0.json'. is not supported"},
     "tokenizer": {
-        "tokenizer.json and one for some versions": "fast_tokenizer_files=.* selects other files than tokenizer.json"
+        "tokenizer.json and one for some versions": "fast_tokenizer_files=.* selects files other than tokenizer.json"
     },
     "end": {},
     "template": {

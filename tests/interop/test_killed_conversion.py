@@ -124,7 +124,7 @@ def test_an_export_goes_on_after_the_files_that_were_finished(killed):
 
 def test_a_folder_of_another_conversion_is_not_gone_on_with(tmp_path):
     Journal(tmp_path / "converting.json", "one").begin()
-    with pytest.raises(ValueError, match="is from another conversion, or the files have changed since"):
+    with pytest.raises(ValueError, match="is from a different conversion, or the files have changed"):
         Journal(tmp_path / "converting.json", "two").begin()
 
 

@@ -182,10 +182,10 @@ def test_a_bit_that_changed_on_the_disk_is_found_before_the_export_counts(tmp_pa
 def test_a_folder_in_use_is_never_written_to(tmp_path):
     make_folder(tmp_path / "hf")
     bring_in(tmp_path / "hf", tmp_path / "run")
-    with pytest.raises(ValueError, match="run is not empty, it has checkpoints; give a new folder"):
+    with pytest.raises(ValueError, match="run is not empty: it contains checkpoints; give a new folder"):
         bring_in(tmp_path / "hf", tmp_path / "run")
     take_out(tmp_path / "run", tmp_path / "out")
-    with pytest.raises(ValueError, match="out is not empty, it has config.json; give a new folder"):
+    with pytest.raises(ValueError, match="out is not empty: it contains config.json; give a new folder"):
         take_out(tmp_path / "run", tmp_path / "out")
 
 
@@ -224,7 +224,7 @@ def test_steps_weights_and_sizes_that_are_not_there_are_named(tmp_path):
     bring_in(tmp_path / "hf", tmp_path / "run")
     to = [f"--workdir={tmp_path / 'run'}", f"--to={tmp_path / 'out'}"]
     for flag, told in (
-        ("--step=5", "--step=5: no such step; the steps are 0"),
+        ("--step=5", "--step=5 does not exist; the steps are 0"),
         ("--ema", "step 0 has no ema; set train.ema.decay"),
         ("--shard_bytes=5,0e9", "--shard_bytes=5,0e9 must be a number of bytes, such as 5e9"),
         ("--shard_bytes=0", "--shard_bytes=0 must be a number of bytes, such as 5e9"),

@@ -1,6 +1,6 @@
-"""PEFT's adapter_config.json (huggingface.co/docs/peft): target modules, rank and scale.
+"""Reader and writer of PEFT's adapter_config.json (huggingface.co/docs/peft).
 
-Keys that change what PEFT computes and that are not implemented raise BadInput.
+Raises BadInput for keys that change the result in PEFT and are not implemented here.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from jaxscale.system.foreign import short
 
 FILE = "adapter_config.json"
 ALL_LINEAR = "all-linear"
-# Keys without effect at inference; fan_in_fan_out follows from the model.
+# Keys that do not affect inference. fan_in_fan_out is known from the model.
 WITHOUT_EFFECT = {
     "auto_mapping", "base_model_name_or_path", "fan_in_fan_out", "inference_mode", "lora_dropout", "megatron_core",
     "peft_version", "qalora_group_size", "revision", "runtime_config",
@@ -28,9 +28,9 @@ ALLOWED = dict(
     peft_type=("LORA",), task_type=(None, "CAUSAL_LM"), bias=("none",), init_lora_weights=(True, False, "gaussian")
 )
 LARGEST = sys.float_info.max
-# Limits on untrusted regular expressions: more could backtrack for hours.
+# Limits on untrusted regular expressions, which could otherwise backtrack for hours.
 MOST_REPEATS, MOST_WAYS, LONGEST_PATTERN = 6, 100_000, 2000
-# A repeated group; also flags, comments and brackets in a set, which could hide one.
+# A repeated group. Also flags, comments and brackets in a set, which could hide a repeated group.
 ENDLESS = re.compile(r"\)[*+?{]|\(\?[^:!=<P]|\[\^?\]|\[[^\]]*[()|\[]")
 
 
@@ -40,11 +40,11 @@ class AdapterConfig:
 
     rank: int
     alpha: float
-    rslora: bool  # the scale is alpha / sqrt(rank), not alpha / rank
+    rslora: bool  # True for a scale of alpha / sqrt(rank) instead of alpha / rank
     targets: str | tuple[str, ...]
     exclude: str | tuple[str, ...]
-    ranks: Mapping[str, int]  # module name pattern -> rank, where it is not `rank`
-    alphas: Mapping[str, float]
+    ranks: Mapping[str, int]  # {module name pattern: rank} for modules whose rank is not `rank`
+    alphas: Mapping[str, float]  # {module name pattern: alpha} for modules whose alpha is not `alpha`
     base: str | None  # base_model_name_or_path
 
     def rank_of(self, module: str) -> int:
@@ -52,12 +52,12 @@ class AdapterConfig:
         return first_match(self.ranks, module, self.rank)
 
     def scale_of(self, module: str) -> float:
-        """Returns the factor of B A."""
+        """Returns the factor of B A for a module."""
         rank = self.rank_of(module)
         return first_match(self.alphas, module, self.alpha) / (math.sqrt(rank) if self.rslora else rank)
 
     def has(self, module: str) -> bool:
-        """Returns True if a linear module of the model has an adapter; all-linear leaves out lm_head."""
+        """Returns True if a linear module has an adapter. The target all-linear excludes lm_head."""
         if matches_module(self.exclude, module):
             return False
         if isinstance(self.targets, str) and self.targets.lower() == ALL_LINEAR:
@@ -66,7 +66,7 @@ class AdapterConfig:
 
 
 def read(values: Mapping[str, Any]) -> AdapterConfig:
-    """Parses the file's JSON object. Raises BadInput for invalid and unsupported values."""
+    """Parses the JSON object of the file. Raises BadInput for invalid and unsupported values."""
     for key, allowed in ALLOWED.items():
         if key in values and values[key] not in allowed:
             known = " or ".join(repr(value) for value in allowed)
@@ -83,7 +83,7 @@ def read(values: Mapping[str, Any]) -> AdapterConfig:
         if type(value) is not int or value < 1:
             raise BadInput(f"{FILE}: rank {short(value)} must be an integer, 1 or more")
     for value in (alpha, *alphas.values()):
-        if type(value) not in (int, float) or not abs(value) <= LARGEST:  # False for NaN too
+        if type(value) not in (int, float) or not abs(value) <= LARGEST:  # also rejects NaN
             raise BadInput(f"{FILE}: alpha {short(value)} must be a number of at most {LARGEST:.2e}")
     base, targets = values.get("base_model_name_or_path"), modules(values, "target_modules")
     base = base if isinstance(base, str) and base else None
@@ -94,7 +94,7 @@ def read(values: Mapping[str, Any]) -> AdapterConfig:
 
 
 def modules(values: Mapping[str, Any], key: str) -> str | tuple[str, ...]:
-    """Returns a pattern or a tuple of names; () if the key is absent."""
+    """Returns a pattern or a tuple of names, or () if the key is absent."""
     value = values.get(key)
     if value is None or isinstance(value, str):
         return value or ()
@@ -104,9 +104,9 @@ def modules(values: Mapping[str, Any], key: str) -> str | tuple[str, ...]:
 
 
 def check_pattern(pattern: str) -> None:
-    """Raises BadInput for an invalid regular expression, and for one that may backtrack without bound."""
+    """Raises BadInput for a regular expression that is invalid or may backtrack without bound."""
     bare = re.sub(r"\\.", "a", pattern, flags=re.DOTALL).replace("(?:", "(")  # escaped characters are literals
-    repeats = len(re.findall(r"[*+?{]\??", bare))  # .*? is one
+    repeats = len(re.findall(r"[*+?{]\??", bare))  # .*? counts as one
     is_long = len(pattern) > LONGEST_PATTERN or repeats > MOST_REPEATS
     if is_long or ENDLESS.search(bare) or count_alternatives(bare) > MOST_WAYS:
         raise BadInput(
@@ -119,7 +119,7 @@ def check_pattern(pattern: str) -> None:
 
 
 def count_alternatives(bare: str) -> int:
-    """Upper bound on the combinations of alternatives in a pattern's groups. bare: pattern without escapes."""
+    """Returns an upper bound on the combinations of alternatives in groups. bare: pattern without escapes."""
     total, choices = 1, [1]
     for character in bare:
         if character == "(":
@@ -132,21 +132,21 @@ def count_alternatives(bare: str) -> int:
 
 
 def matches_module(names: str | Sequence[str], module: str) -> bool:
-    """Returns True if the pattern matches the full module name, or one of the names is a suffix of it."""
+    """Returns True if the pattern matches the full module name, or if the module name ends with one of the names."""
     if isinstance(names, str):
         return re.fullmatch(names, module) is not None
     return any(module == name or module.endswith(f".{name}") for name in names)
 
 
 def first_match(table: Mapping[str, Any], module: str, usual: Any) -> Any:
-    """Returns the value of the first pattern that matches the end of a module name, else `usual`."""
+    """Returns the value of the first pattern that matches the end of a module name, or `usual` if none matches."""
     return next((value for key, value in table.items() if re.match(rf"(.*\.)?({key})$", module)), usual)
 
 
 def write(
     rank: int, alpha: float, names: Sequence[str], base: str | None, joint: Mapping[str, int], transposed: bool
 ) -> dict[str, Any]:
-    """Returns the JSON object. joint: {name: number of our matrices in it}. transposed: matrices are [out, in]."""
+    """Returns the JSON object. joint: {module: number of leaves}. transposed: True if matrices are [out, in]."""
     several = {name: count for name, count in joint.items() if count > 1}
     return {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,

@@ -1,8 +1,8 @@
-"""PEFT LoRA adapters: merged into their base model, loaded next to it, or exported from a run.
+"""Import of PEFT LoRA adapters, merged into the base model or as separate leaves, and export from a run.
 
-PEFT stores A as [rank, in] and B as [out, rank]; our leaves are the transposes, with the axes of the weight.
-Where one PEFT matrix is several leaves (GPT-2's fused QKV), its A is copied to each; on export the A of the leaves are
-stacked and the B block-diagonal, with the sum of the ranks.
+PEFT stores A as [rank, in] and B as [out, rank]. Our leaves are the transposes, with the axes of the weight. If one
+PEFT matrix corresponds to several leaves (GPT-2's fused QKV), import copies A to each leaf. Export stacks the A of all
+leaves and makes B block-diagonal, so the ranks add up.
 """
 
 import collections
@@ -29,7 +29,7 @@ from jaxscale.tools.interop.hf_checkpoint import PICKLED, read_object, tensors_o
 from jaxscale.tools.interop.safetensors import Tensor, list_files, same_bytes
 
 WEIGHTS = "adapter_model.safetensors"
-PEFT_PREFIX = "base_model.model."  # PEFT's prefix of a model's module names
+PEFT_PREFIX = "base_model.model."  # prefix of module names in PEFT
 A_SUFFIX, B_SUFFIX, BASE_SUFFIX = ".lora_A.weight", ".lora_B.weight", ".base_layer.weight"
 HEAD = "lm_head"
 
@@ -45,13 +45,13 @@ class Adapter:
 
     @property
     def identity(self) -> str:
-        """sha256 of the config and of each tensor's file, version and offset."""
+        """The sha256 of the config and of each tensor's file, version and offset."""
         located = [[t.name, t.file.name, t.file.size, t.file.version, t.start] for t in self.tensors.values()]
         return hashlib.sha256(repr((self.config, sorted(located))).encode()).hexdigest()
 
 
 def open_adapter(name: str) -> Adapter | None:
-    """Opens the adapter in a folder; None without one. Raises BadInput if it cannot be read."""
+    """Opens the adapter in a folder, or returns None if there is none. Raises BadInput if it cannot be read."""
     folder = paths.as_path(name)
     files = stop_if_unreachable(lambda: list_files(folder), folder)
     if adapter_config.FILE not in files:
@@ -69,9 +69,9 @@ def match_adapter(
 ) -> dict[str, TensorPair]:
     """Returns {PEFT module name: weight pair} of all modules with an adapter.
 
-    Args: base: the model's tensors; PEFT stores a copy of an adapted head, which must be equal to the model's.
-    Raises BadInput for tensors that are not A or B of a weight, for ranks that differ from the config, and where the
-    modules with tensors are not those that the config targets.
+    base: tensors of the base model. PEFT stores a copy of an adapted head, which must equal the head in `base`.
+    Raises BadInput for tensors that are not A or B of a weight, for ranks that differ from the config, and if the
+    modules with tensors differ from the modules that the config targets.
     """
     names = set(adapter.tensors)
     attempts = [linear_modules(family, cfg, base) for base in family.prefixes]
@@ -86,8 +86,8 @@ def match_adapter(
         known.add(head_copy)
         if not same_bytes(base[f"{HEAD}.weight"], adapter.tensors[head_copy]):
             raise BadInput(
-                f"{where}: {head_copy} differs from {HEAD}.weight of the base model; give the base model that the "
-                "adapter was trained on"
+                f"{where}: {head_copy} differs from {HEAD}.weight of the base model; give the base model with "
+                "which the adapter was trained"
             )
     module_of = lambda name: name.removeprefix(PEFT_PREFIX).removesuffix(A_SUFFIX).removesuffix(B_SUFFIX)
     if others := {name for name in names - known if not matches_any(f"{module_of(name)}.weight", family.left_out)}:
@@ -113,7 +113,7 @@ def match_adapter(
 
 
 def linear_modules(family: HfFamily, cfg: AnyModelConfig, base: str) -> dict[str, TensorPair]:
-    """Returns {module: weight pair} of all matrices but embeddings."""
+    """Returns {module: weight pair} of all matrices except embeddings."""
     is_matrix = lambda pair: pair.row.inputs and pair.hf_name.endswith(".weight") and "embedding" not in pair.leaves[0]
     return {pair.hf_name.removesuffix(".weight"): pair for pair in filter(is_matrix, tensors(family, cfg, base))}
 
@@ -134,7 +134,7 @@ class Merged(Tensor):
     transposed: bool
 
     def read(self) -> np.ndarray:
-        """W + scale B A, summed in float64 and rounded once, in blocks of rows."""
+        """Returns W + scale B A, computed in float64 in blocks of rows and rounded once."""
         merged, a, b = super().read().astype(np.float32), self.a.read(), self.b.read()
         w_OI = merged if self.transposed else merged.T
         a, b = a.astype(np.float64), b.astype(np.float64)
@@ -147,7 +147,7 @@ class Merged(Tensor):
 def merged_tensors(
     adapter: Adapter, found: Mapping[str, TensorPair], matched: Sequence[TensorPair], base: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Returns the base model's tensors; those with an adapter are Merged."""
+    """Returns the base model's tensors. Tensors with an adapter are replaced by Merged."""
     module_of_leaf = {(pair.leaves, pair.place): module for module, pair in found.items()}
     merged = dict(base)
     for pair in matched:
@@ -161,7 +161,7 @@ def merged_tensors(
 
 @dataclasses.dataclass(frozen=True)
 class FusedAdapterPair(TensorPair):
-    """A or B of one PEFT matrix that is several leaves: each leaf has its rows of A and its columns of B."""
+    """A or B of one PEFT matrix that corresponds to several leaves."""
 
     def to_leaves(self, tensor: np.ndarray) -> tuple[np.ndarray, ...]:
         """Returns A for each leaf."""
@@ -169,7 +169,7 @@ class FusedAdapterPair(TensorPair):
         return tuple(tensor.T.reshape(shape) for shape in self.leaf_shapes)
 
     def to_hf(self, leaves: Sequence[np.ndarray]) -> np.ndarray:
-        """Concatenates A of all leaves along the rank, or puts their B on the diagonal."""
+        """Returns the A of all leaves concatenated along the rank, or a block-diagonal matrix of their B."""
         if self.row.hf_name == A_SUFFIX:
             return np.concatenate([leaf.reshape(-1, leaf.shape[-1]).T for leaf in leaves])
         out = np.zeros(self.hf_shape, leaves[0].dtype)
@@ -181,7 +181,7 @@ class FusedAdapterPair(TensorPair):
 
 
 def adapter_pairs(module: str, pair: TensorPair, rank: int, out: bool = False) -> list[TensorPair]:
-    """Returns the pairs of A and B of a weight. Args: out: for an export, which stacks A of fused leaves."""
+    """Returns the pairs for A and B of a weight. out: True for an export, which stacks the A of fused leaves."""
     count, (outs, ins) = pair.row.inputs, out_in_dims(pair)
     several = len(pair.leaves) > 1
     hf_name = rank * len(pair.leaves) if several and out else rank
@@ -193,7 +193,7 @@ def adapter_pairs(module: str, pair: TensorPair, rank: int, out: bool = False) -
         inputs = count if which == A else 1
         row = dataclasses.replace(pair.row, leaf_names=names, hf_name=ending, inputs=inputs, transposed=True)
         pair_type = FusedAdapterPair if is_fused else TensorPair
-        in_pairs = pair.interleaved_dims if which == B else 0  # permutes outputs
+        in_pairs = pair.interleaved_dims if which == B else 0  # interleaving permutes only outputs
         name = f"{PEFT_PREFIX}{module}{ending}"
         made.append(pair_type(names, pair.layer, tuple(shapes), name, hf_shape, row, interleaved_dims=in_pairs))
     return made
@@ -202,7 +202,7 @@ def adapter_pairs(module: str, pair: TensorPair, rank: int, out: bool = False) -
 def run_from_adapter(
     adapter: Adapter, found: Mapping[str, TensorPair], cfg: AnyModelConfig
 ) -> tuple[LoraConfig, list[TensorPair]]:
-    """Returns the settings and tensors of a LoRA run that continues an adapter. Raises BadInput if it cannot."""
+    """Returns the settings and tensors of a LoRA run that continues an adapter. Raises BadInput if unsupported."""
     scales = {(adapter.config.rank_of(module), adapter.config.scale_of(module)) for module in found}
     where = f"--adapter: {adapter.folder}"
     fix = "but a LoRA run has one rank and scale, and adapts a matrix in all layers; merge it instead"
@@ -223,14 +223,14 @@ def run_from_adapter(
 
 
 def strip_layer(name: str) -> str:
-    """Returns 'blocks/attention/wq' for 'blocks/3/attention/wq'."""
+    """Returns a leaf name without its layer, such as 'blocks/attention/wq' for 'blocks/3/attention/wq'."""
     return re.sub(r"^blocks/\d+/", "blocks/", name)
 
 
 def adapter_of_run(
     family: HfFamily, cfg: AnyModelConfig, lora: LoraConfig, has: Callable[[str], bool], base: str | None
 ) -> tuple[list[TensorPair], dict[str, Any]]:
-    """Returns (tensor pairs, adapter_config.json) of a LoRA run. has: True for the name of a saved leaf."""
+    """Returns (tensor pairs, adapter_config.json) of a LoRA run. has: returns True if a leaf is saved."""
     pairs, joint, transposed = [], {}, True
     for module, pair in linear_modules(family, cfg, family.prefixes[0]).items():
         adapted = [name for name in pair.leaves if has(name + A)]
@@ -251,8 +251,8 @@ def adapter_of_run(
         transposed = pair.row.transposed
     if pairs and len(cfg.layer_stacks) > 1:
         raise BadInput(
-            "the first layers, without experts, have no adapters, and target_modules would include them; merge "
-            "with jaxscale ckpt merge_lora and export the result"
+            "the first layers have no experts and no adapters, but target_modules would include them; merge the "
+            "adapters with jaxscale ckpt merge_lora and export the result"
         )
     return pairs, adapter_config.write(lora.rank, lora.alpha, list(joint), base, joint, transposed)
 

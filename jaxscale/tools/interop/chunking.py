@@ -1,7 +1,7 @@
-"""Chunk shapes of imported arrays, and which tensors are read together.
+"""Chunk shapes of imported arrays, and groups of tensors that are read together.
 
-A chunk is the unit that a restore reads, on any mesh: part of one layer or expert, or several whole layers of a small
-array, so that a device reads little beyond its shard and a bucket gets few requests.
+A restore reads whole chunks on any mesh. A chunk is part of one layer or expert, or several whole layers of a small
+array. So a device reads little more than its shard, and a bucket receives few requests.
 """
 
 import itertools
@@ -15,14 +15,14 @@ from jaxscale.system.exits import BadInput
 from jaxscale.tools.interop.families import TensorPair
 from jaxscale.tools.interop.safetensors import DTYPES, Tensor, conversion_hint
 
-PARAMS_PREFIX = "params/"  # of leaf names in a checkpoint
-PARAM_DTYPE = np.dtype("<f4")  # checkpoints store float32 parameters
+PARAMS_PREFIX = "params/"  # prefix of parameters in a checkpoint
+PARAM_DTYPE = np.dtype("<f4")  # dtype of parameters in a checkpoint
 CHUNK_BYTES = 32 << 20
-TILE = 256  # entries of each of two axes: 2.3 times as fast as numpy's copy of a transposed matrix (one core, 2026-11)
+TILE = 256  # entries per axis; 2.3 times as fast as numpy's copy of a transposed matrix (one core, 2026-11)
 
 
 def array_shapes(pairs: Sequence[TensorPair]) -> dict[str, tuple[int, ...]]:
-    """Returns {leaf: shape}, with the axes of layers and experts."""
+    """Returns {leaf: shape}, including the axes of layers and experts."""
     shapes: dict[str, tuple[int, ...]] = {}
     for pair in pairs:
         for name, shape in zip(pair.leaves, pair.leaf_shapes, strict=True):
@@ -32,9 +32,10 @@ def array_shapes(pairs: Sequence[TensorPair]) -> dict[str, tuple[int, ...]]:
 
 
 def leading_chunk_shape(pair: TensorPair, leading: Sequence[int]) -> tuple[int, ...]:
-    """Returns the chunk's number of layers (and experts); 1 where one layer or expert spans several chunks.
+    """Returns the number of layers (and experts) per chunk, which is 1 if a layer or expert spans several chunks.
 
-    leading: sizes of those axes. Experts are halved, as meshes divide them; several layers include all their experts.
+    leading: sizes of the axes of layers (and experts). Experts are halved, as meshes divide them. A chunk with several
+    layers includes all their experts.
     """
     largest = max(math.prod(shape) for shape in pair.leaf_shapes) * PARAM_DTYPE.itemsize
     room = max(1, CHUNK_BYTES // max(largest, 1))
@@ -61,7 +62,7 @@ def chunk_shapes(pairs: Sequence[TensorPair]) -> dict[str, tuple[int, ...]]:
 
 
 def plan_units(pairs: Sequence[TensorPair]) -> dict[str, list[TensorPair]]:
-    """Returns {name in the journal: pairs of the same chunks}, which are read, written and recorded together."""
+    """Returns {name in the journal: pairs in the same chunks}. These pairs are read, written and recorded together."""
     rows: dict[tuple[str, ...], dict[tuple[int, ...], TensorPair]] = {}
     for pair in pairs:
         rows.setdefault(pair.leaves, {})[pair.place] = pair
@@ -76,7 +77,7 @@ def plan_units(pairs: Sequence[TensorPair]) -> dict[str, list[TensorPair]]:
 
 
 def check_tensors(pairs: Sequence[TensorPair], tensors: Mapping[str, Tensor]) -> None:
-    """Raises BadInput for a tensor whose shape or dtype does not match the config."""
+    """Raises BadInput if the shape or dtype of a tensor does not match the config."""
     for pair in pairs:
         tensor = tensors[pair.hf_name]
         where = f"{tensor.file.path}: {pair.hf_name}"
@@ -90,7 +91,7 @@ def check_tensors(pairs: Sequence[TensorPair], tensors: Mapping[str, Tensor]) ->
 
 
 def contiguous(values: np.ndarray) -> np.ndarray:
-    """Returns a C-contiguous array; a transposed one is copied in tiles, as numpy's copy misses the cache."""
+    """Returns a C-contiguous array. Transposed arrays are copied in tiles, because numpy's copy misses the cache."""
     if values.flags.c_contiguous:
         return values
     fastest, last = min(range(values.ndim), key=lambda axis: (abs(values.strides[axis]), -axis)), values.ndim - 1

@@ -1,7 +1,7 @@
-"""Exports a checkpoint as a folder that transformers loads, with one tensor in memory at a time.
+"""Export of a checkpoint to a folder that transformers can load, with one tensor in memory at a time.
 
-The arrays are compared with the fingerprints taken when they were saved. config.json is written last: a folder without
-it is unfinished.
+The arrays are compared with the fingerprints from the time when they were saved. config.json is written last, so a
+folder without config.json is unfinished.
 """
 
 import contextlib
@@ -37,8 +37,8 @@ from jaxscale.tools.interop.journal import Journal, open_journal
 from jaxscale.tools.interop.layer_reader import LayerReader
 from jaxscale.tools.interop.safetensors import DTYPES, encode_header
 
-SHARD_NAME = "model-{:05d}-of-{:05d}.safetensors"  # as transformers names them
-BLOCK_BYTES = 32 << 20  # of a tensor made contiguous at a time
+SHARD_NAME = "model-{:05d}-of-{:05d}.safetensors"  # file names of transformers
+BLOCK_BYTES = 32 << 20  # part of a tensor that is made contiguous at a time
 FORMATS = {"bfloat16": DTYPES["BF16"], "float32": DTYPES["F32"]}
 Format = Literal["bfloat16", "float32"]
 WeightsName = Literal["params", "ema"]
@@ -47,25 +47,25 @@ MISSING_HINTS = dict(params="", ema="; set train.ema.decay to train with an EMA"
 
 @dataclasses.dataclass(frozen=True)
 class ExportSource:
-    """The step of a run to export."""
+    """A step of a run to export."""
 
-    folder: Any  # of the step
+    folder: Any  # folder of the step
     record: Mapping[str, Any]
     cfg: AnyModelConfig
     family: families.HfFamily
     pairs: tuple[TensorPair, ...]
     what: WeightsName
     adapter: Mapping[str, Any] | None = None  # adapter_config.json, if only adapters are exported
-    factors: Mapping[str, float] = dataclasses.field(default_factory=dict)  # {leaf: factor folded into it} (muP)
+    factors: Mapping[str, float] = dataclasses.field(default_factory=dict)  # {leaf: muP factor folded into the leaf}
 
     @property
     def run(self) -> Mapping[str, Any]:
-        """The run's part of the step's record."""
+        """The part of the step's record about the run."""
         return self.record["run"]
 
     @functools.cached_property
     def leaves(self) -> dict[str, str]:
-        """{parameter: leaf of the checkpoint}: {'w': 'params/w'}."""
+        """Names of leaves in the checkpoint by parameter, such as {'w': 'params/w'}."""
         return weight_leaves(self.record["leaves"], self.what)
 
 
@@ -76,7 +76,7 @@ class ExportFile:
     name: str
     pairs: tuple[TensorPair, ...]
     header: bytes
-    num_bytes: int  # of the whole file
+    num_bytes: int  # size of the whole file
 
 
 def open_step(
@@ -86,12 +86,12 @@ def open_step(
     adapter: bool = False,
     base: str | None = None,
 ) -> tuple[int, ExportSource]:
-    """Returns (step, its source); None: the newest. adapter: of a LoRA run alone, for `base`. Raises BadInput."""
+    """Returns (step, source) of `step` or the newest step. adapter: export only LoRA adapters, of the model `base`."""
     steps = checkpoints.all_steps()
     if not steps:
         raise BadInput(f"{checkpoints.directory.parent} has no checkpoint; give the work folder of a run")
     if step is not None and step not in steps:
-        raise BadInput(f"--step={step}: no such step; the steps are {', '.join(map(str, steps))}")
+        raise BadInput(f"--step={step} does not exist; the steps are {', '.join(map(str, steps))}")
     step = newest_readable_step(checkpoints, print_stderr) if step is None else step
     assert step is not None, "with steps, newest_readable_step returns one or raises"
     record = checkpoints.read_record(step)
@@ -108,7 +108,7 @@ def open_step(
         )
     cfg = with_static_rope(schema.convert(values, AnyModelConfig, "model"))
     origin = hf_origin(record["run"])
-    trained, cfg = cfg, without_mup(cfg)  # no family has muP: its factors go into the weights
+    trained, cfg = cfg, without_mup(cfg)  # no family supports muP, so its factors are folded into the weights
     family = families.family_for(cfg, origin.get("model_type"))
     folder = checkpoints.directory / str(step)
     if adapter:
@@ -127,7 +127,7 @@ def open_step(
 
 
 def hf_origin(run: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the record of the Hugging Face model that a run's weights come from (model_type, kept), or {}."""
+    """Returns the record (model_type, kept) of the Hugging Face model that a run's weights come from, or {}."""
     origins = (run.get("converted") or {}, *(run.get("ancestry") or ()))
     return next((one for one in origins if "model_type" in one or "kept" in one), {})
 
@@ -135,7 +135,7 @@ def hf_origin(run: Mapping[str, Any]) -> Mapping[str, Any]:
 def check_leaves(
     record: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], what: WeightsName, step: int
 ) -> None:
-    """Raises BadInput unless the step has exactly the arrays of its config, with their shapes."""
+    """Raises BadInput unless the step has exactly the arrays and shapes of its config."""
     leaves, named = record["leaves"], weight_leaves(record["leaves"], what)
     if not named:
         raise BadInput(f"step {step} has no {what}{MISSING_HINTS[what]}")
@@ -159,13 +159,13 @@ def export_step(
     on_bytes: OnBytes,
     send: Callable[[Any], str],
 ) -> dict[str, Any]:
-    """Writes the folder and returns counts; kept_bytes were written by an earlier, killed export.
+    """Writes the folder and returns counts. kept_bytes were already written by an earlier, killed export.
 
-    Args: texts: tokenizer files. config: config.json. send: uploads the finished folder and returns its URL; if it
-    raises, the journal stays, so that the same command retries the upload.
+    texts: tokenizer files. config: contents of config.json. send: uploads the finished folder and returns its URL. If
+    `send` raises, the journal is not removed, so the same command retries the upload.
 
-    Raises: BadInput if the folder holds something else, Stop (CHECKPOINT_CORRUPT) naming an array that differs from
-    its fingerprint, (STORAGE) if the folder cannot be written.
+    Raises BadInput if the folder has other contents, Stop (CHECKPOINT_CORRUPT) if an array differs from its
+    fingerprint, and Stop (STORAGE) if the folder cannot be written.
     """
     weights, config_name = (WEIGHTS, CONFIG) if source.adapter is None else (adapters.WEIGHTS, adapter_config.FILE)
     shards, folder = plan_shards(source.pairs, FORMATS[dtype], shard_bytes, weights), paths.absolute(to)
@@ -181,7 +181,7 @@ def export_step(
                 raise Stop(
                     Exit.CHECKPOINT_CORRUPT,
                     f"{source.folder}: {source.leaves[name]} differs from the fingerprint taken when it was saved; the "
-                    f"export in {folder} is incomplete: remove it and export another step",
+                    f"export in {folder} is incomplete: remove it and export a different step",
                 )
         files = dict(texts)
         if len(shards) > 1:
@@ -206,7 +206,7 @@ def write_shards(
     dtype: np.dtype,
     on_bytes: OnBytes,
 ) -> int:
-    """Writes the files that the journal does not have. Returns the bytes of the others."""
+    """Writes the files that are not in the journal. Returns the bytes of files that were already written."""
     total, done, resumed_bytes = sum(shard.num_bytes for shard in shards), 0, 0
     with reading(source, "its index"):
         leaves = LayerReader(source.folder)
@@ -227,12 +227,12 @@ def write_shards(
 
 @contextlib.contextmanager
 def reading(source: ExportSource, what: str) -> Iterator[None]:
-    """Raises Stop (CHECKPOINT_CORRUPT) if an array or index cannot be read inside, (STORAGE) if storage fails."""
+    """Raises Stop (CHECKPOINT_CORRUPT) if the block cannot read an array or index, Stop (STORAGE) if storage fails."""
     try:
         yield
     except Exception as error:  # TensorStore raises various types for corrupted bytes
         code = Exit.STORAGE if is_storage_error(error) else Exit.CHECKPOINT_CORRUPT
-        reason = f"{what} cannot be read: {short_reason(error)}; export another step"
+        reason = f"{what} cannot be read: {short_reason(error)}; export a different step"
         raise Stop(code, f"{source.folder}: {reason}") from None
 
 
@@ -244,7 +244,7 @@ def write_shard(
     dtype: np.dtype,
     on_bytes: Callable[[int], None],
 ) -> tuple[list, dict[str, int]]:
-    """Writes one file; returns ([bytes, md5], {leaf: partial fingerprint of its layers in this file})."""
+    """Writes one file. Returns ([bytes, md5], {leaf: partial fingerprint of its layers in this file})."""
     sums: dict[str, int] = {}
     with paths.growing_file(path, shard.num_bytes) as file:
         file.write(shard.header)
@@ -257,7 +257,7 @@ def write_shard(
 def write_tensor(
     file: Any, pair: TensorPair, source: ExportSource, leaves: LayerReader, dtype: np.dtype, sums: dict[str, int]
 ) -> None:
-    """Writes one tensor, the only large array in memory. Args: sums: partial fingerprints, updated in place."""
+    """Writes one tensor, the only large array in memory. sums: partial fingerprints, updated in place."""
     parts = []
     for name in pair.leaves:
         factor = source.factors.get(name, 1.0)
@@ -274,7 +274,7 @@ def write_tensor(
 
 
 def hf_config(source: ExportSource, dtype: str, end_ids: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns config.json: the model's keys, the passed-through keys and special token ids (end_ids)."""
+    """Returns config.json with the model's keys, the passed-through keys and special token ids (end_ids)."""
     passthrough = dict((source.run.get("converted") or {}).get("kept") or {})
     if not passthrough:
         origin = dict(hf_origin(source.run).get("kept") or {})
@@ -294,7 +294,7 @@ def as_json(value: Any) -> bytes:
 def plan_shards(
     pairs: Sequence[TensorPair], dtype: np.dtype, shard_bytes: int, single: str = WEIGHTS
 ) -> list[ExportFile]:
-    """Groups tensors into files of up to shard_bytes, or one tensor. single: the file name if one file holds all."""
+    """Groups tensors into files of at most shard_bytes, or of one larger tensor. single: name if there is one file."""
     groups, left = [], 0  # bytes that still fit into the last group
     bytes_of = lambda pair: math.prod(pair.hf_shape) * dtype.itemsize
     for pair in pairs:

@@ -1,4 +1,4 @@
-"""Opens a Hugging Face model's folder: config.json, whose sizes are checked before use, and its safetensors files."""
+"""Opens the folder of a Hugging Face model: config.json, whose sizes are validated, and safetensors files."""
 
 import dataclasses
 import hashlib
@@ -16,18 +16,18 @@ from jaxscale.tools.interop.safetensors import Tensor, list_files, read_header, 
 
 CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
 VARIANT = re.compile(r"model\.[\w-]+\.safetensors|model\.safetensors\.index\.[\w-]+\.json")
-PLAIN_NAME = re.compile(r"[\w][\w.=+-]*\.safetensors", re.ASCII)  # without a path
+PLAIN_NAME = re.compile(r"[\w][\w.=+-]*\.safetensors", re.ASCII)  # a file name without a path
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")  # loading a pickle can run code
-LAYERS = ("num_hidden_layers", "n_layer")  # each layer has its tensors
+LAYERS = ("num_hidden_layers", "n_layer")
 MAX_LAYERS = 4096  # the deepest published models have about 130
-SIZES = (  # each is an axis of some tensor, or a divisor of one
+SIZES = (  # each is the size of a tensor axis, or a divisor of such a size
     "vocab_size", "hidden_size", "n_embd", "intermediate_size", "n_inner", "num_attention_heads", "n_head",
     "num_key_value_heads", "head_dim", "n_positions", "moe_intermediate_size", "q_lora_rank", "kv_lora_rank",
     "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
 )  # fmt: skip
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts")
 ROUTER = ".gate.weight"  # suffix of a router's name
-MAX_EXPERTS = 4096  # of a layer: published models have up to 512
+MAX_EXPERTS = 4096  # per layer; published models have up to 512
 TOKEN_COUNTS = ("max_position_embeddings", "sliding_window")
 MAX_TOKENS = 1 << 31  # tokens, above any model's context
 END_IDS = ("bos_token_id", "eos_token_id")
@@ -35,24 +35,24 @@ END_IDS = ("bos_token_id", "eos_token_id")
 
 @dataclasses.dataclass(frozen=True)
 class HfCheckpoint:
-    """A Hugging Face checkpoint whose headers are read."""
+    """A Hugging Face checkpoint with parsed headers."""
 
     folder: Any
     config: dict[str, Any]
     tensors: dict[str, Tensor]
-    files: dict[str, int]  # {name: bytes} of the folder
-    notes: tuple[str, ...] = ()  # lines to print about the chosen files
+    files: dict[str, int]  # {file name: size in bytes}
+    notes: tuple[str, ...] = ()  # lines to print about the selected files
 
     @property
     def identity(self) -> str:
-        """sha256 of the config and of each tensor's file, version, dtype, shape and offset."""
+        """The sha256 of the config and of each tensor's file, version, dtype, shape and offset."""
         locate = lambda t: [t.name, t.file.name, t.file.size, t.file.version, t.dtype_name, t.shape, t.start]
         located = sorted(map(locate, self.tensors.values()))
         return hashlib.sha256(json.dumps([self.config, located], sort_keys=True).encode()).hexdigest()
 
 
 def open_checkpoint(name: str, flag: str = "--from") -> HfCheckpoint:
-    """Opens a folder, local or gs://, and checks every header. Raises BadInput, one line. flag: for errors."""
+    """Opens a local or gs:// folder and validates every header. Raises BadInput. flag: name in error messages."""
     if name.endswith(PICKLED) or name.endswith(".safetensors"):
         pickled = name.endswith(PICKLED)
         raise BadInput(f"{flag}={name} " + (pickle_message(name) if pickled else "is a file; give its folder"))
@@ -70,7 +70,7 @@ def open_checkpoint(name: str, flag: str = "--from") -> HfCheckpoint:
 
 
 def find_tensors(flag: str, folder: Any, files: dict[str, int]) -> dict[str, Tensor]:
-    """Returns {name: tensor} of model.safetensors, else of the index's files. Raises BadInput. flag: with its value."""
+    """Returns {name: tensor} of model.safetensors or the index. Raises BadInput. flag: name in error messages."""
     if WEIGHTS in files:
         return tensors_of(folder, WEIGHTS)
     if INDEX in files:
@@ -80,7 +80,7 @@ def find_tensors(flag: str, folder: Any, files: dict[str, int]) -> dict[str, Ten
     missing = f"{flag} has neither {WEIGHTS} nor {INDEX}"
     if variants := sorted((file for file in files if VARIANT.fullmatch(file)), key=lambda file: ".index." not in file):
         raise BadInput(
-            f"{missing}; there is {variants[0]}, a variant, which is not read by default, as in transformers; "
+            f"{missing}; {variants[0]} is a variant, which is not read by default, as in transformers; "
             f"rename it to {INDEX if '.index.' in variants[0] else WEIGHTS}"
         )
     others = [file for file in files if file.endswith((".safetensors", ".gguf", ".h5", ".msgpack"))]
@@ -88,7 +88,7 @@ def find_tensors(flag: str, folder: Any, files: dict[str, int]) -> dict[str, Ten
 
 
 def read_index(folder: Any, files: dict[str, int]) -> dict[str, Tensor]:
-    """Returns {name: tensor} of all files in the index. Raises BadInput if they do not match, or differ."""
+    """Returns {name: tensor} of all files in the index. Raises BadInput if index and files do not match."""
     weight_map = read_object(folder, INDEX, files).get("weight_map")
     where = f"{folder / INDEX}: weight_map"
     if not isinstance(weight_map, dict) or not weight_map:
@@ -116,14 +116,16 @@ def read_index(folder: Any, files: dict[str, int]) -> dict[str, Tensor]:
 
 
 def tensors_of(folder: Any, file: str) -> dict[str, Tensor]:
-    """Returns {name: tensor} of a safetensors file. Raises BadInput as read_header does."""
+    """Returns {name: tensor} of a safetensors file. Raises BadInput for an invalid file."""
     return read_header(stop_if_unreachable(lambda: stat_file(folder / file), folder))
 
 
 def read_object(folder: Any, name: str, files: dict[str, int]) -> dict[str, Any]:
-    """Returns the JSON object in a file. Raises BadInput for anything else, or a file that is too large."""
+    """Returns the JSON object in a file. Raises BadInput for other contents or a file that is too large."""
     if files[name] > foreign.LARGEST_JSON:
-        raise BadInput(f"{folder / name} has {files[name]} bytes, above the limit of {foreign.LARGEST_JSON}")
+        raise BadInput(
+            f"{folder / name} has {files[name]} bytes, above the limit of {foreign.LARGEST_JSON}; fetch it again"
+        )
     content = stop_if_unreachable(lambda: foreign.read_bytes(folder / name), folder)
     try:
         value = foreign.parse_json(content)
@@ -135,7 +137,7 @@ def read_object(folder: Any, name: str, files: dict[str, int]) -> dict[str, Any]
 
 
 def pickle_message(name: str) -> str:
-    """Returns the reason why pickles are not read, and a command that converts one to safetensors."""
+    """Returns the reason why pickles are not read, with a command that converts a pickle to safetensors."""
     folder = name.rpartition("/")[0] if name.endswith(PICKLED) else name
     made = "; ".join(f"{which}.from_pretrained('{folder or '.'}').save_pretrained('FOLDER')" for which in "mt")
     return (
@@ -146,8 +148,8 @@ def pickle_message(name: str) -> str:
 
 
 def check_counts(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Raises BadInput for a size that is impossible with these tensors."""
-    whole = [tensor for tensor in tensors.values() if tensor.stop > tensor.start]  # empty ones may have any shape
+    """Raises BadInput for a size in config.json that is impossible with these tensors."""
+    whole = [tensor for tensor in tensors.values() if tensor.stop > tensor.start]  # empty tensors may have any shape
     longest = max((size for tensor in whole for size in tensor.shape), default=0)
     routers = [tensor.shape for name, tensor in tensors.items() if name.endswith(ROUTER)]
     max_experts = max((shape[0] for shape in routers if shape), default=longest)

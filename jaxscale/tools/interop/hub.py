@@ -1,4 +1,4 @@
-"""Downloads from and uploads to the Hugging Face Hub. The token is read from the environment alone."""
+"""Downloads from and uploads to the Hugging Face Hub. The token is read only from the environment."""
 
 import dataclasses
 import os
@@ -14,11 +14,14 @@ from jaxscale.system.redact import shown
 from jaxscale.tools.interop import adapter_config, hf_checkpoint, tokenizer_files
 
 PRIVATE = ".*"  # hidden files such as the journal are not pushed
-ALLOW_PATTERNS = (  # files of a repository that are downloaded; no pickles
+ALLOW_PATTERNS = (  # repository files to download, without pickles
     hf_checkpoint.CONFIG, hf_checkpoint.INDEX, "*.safetensors", adapter_config.FILE, *tokenizer_files.FILES,
     f"{tokenizer_files.MORE_TEMPLATES}/*.jinja",
 )  # fmt: skip
-IGNORE_PATTERNS = ("consolidated*", "*/*.safetensors")  # the same weights in the maker's format, or in subfolders
+IGNORE_PATTERNS = (
+    "consolidated*",
+    "*/*.safetensors",
+)  # the same weights in the original format, or weights in subfolders
 ADDRESS = re.compile(
     rf"(?:https://(?:{'|'.join(map(re.escape, paths.HUBS))})/|hf://)?([^/]+/[^/@]+?)(?:/tree/([^/]+))?/?"
 )
@@ -29,12 +32,12 @@ class Fetched:
     """A Hub repository in the local cache."""
 
     name: str  # OWNER/NAME
-    revision: str  # the commit
+    revision: str  # commit
     folder: str
 
 
 def repository(name: str, revision: str | None = None) -> tuple[str, str | None] | None:
-    """Parses (OWNER/NAME, revision) of a repository; None for a path, as where that folder or a folder OWNER exists."""
+    """Returns (OWNER/NAME, revision) of a repository, or None for a path. An existing folder OWNER makes it a path."""
     found = ADDRESS.fullmatch(name)
     if found is None or not HUB_NAME.fullmatch(found[1]):
         return None
@@ -44,7 +47,7 @@ def repository(name: str, revision: str | None = None) -> tuple[str, str | None]
 
 
 def fetch(name: str, revision: str | None, flag: str) -> Fetched | None:
-    """Downloads a repository; None for a path. Raises BadInput if it is not readable, else Stop (STORAGE)."""
+    """Downloads a repository, or returns None for a path. Raises BadInput without access, else Stop (STORAGE)."""
     if (asked := repository(name, revision)) is None:
         if revision is not None and flag == "--from":
             raise BadInput(f"--revision={revision} needs a repository on the Hub, but {flag}={name} is a path; omit it")
@@ -72,19 +75,19 @@ def fetch(name: str, revision: str | None, flag: str) -> Fetched | None:
     except refused as error:
         at, reason = f" at {revision}" if revision else "", cause(error)[:200]
         raise BadInput(f"{flag}={name}{at} does not exist on the Hub, or {TOKEN} has no access: {reason}") from None
-    except Exception as error:  # of whatever client the package has below it
+    except Exception as error:  # depends on the HTTP client of huggingface_hub
         reason = f"{flag}={name}: download failed: {cause(error)}; run the same command again"
         raise Stop(Exit.STORAGE, reason) from None
     return Fetched(name, pathlib.Path(folder).name, folder)
 
 
 def cause(error: Exception) -> str:
-    """Returns the message of an error on one line, without secrets."""
+    """Returns the message of an error on one line, with secrets removed."""
     return " ".join(shown(str(error)).split())[:300]
 
 
 def push_folder(folder: Any, name: str, message: str) -> str:
-    """Uploads a folder as one commit, to a private repository if it is new; returns its URL. Raises Stop."""
+    """Uploads a folder as one commit and returns its URL. A new repository is private. Raises Stop if this fails."""
     check_push(name, folder)
     import huggingface_hub
     from huggingface_hub.utils import disable_progress_bars
@@ -96,7 +99,7 @@ def push_folder(folder: Any, name: str, message: str) -> str:
         done = api.upload_folder(
             repo_id=name, folder_path=os.fspath(folder), commit_message=message, ignore_patterns=[PRIVATE]
         )
-    except Exception as error:  # of whatever client the package has below it
+    except Exception as error:  # depends on the HTTP client of huggingface_hub
         reason = f"{folder} is complete, but the upload to {name} failed: {cause(error)}; run the same command again"
         raise Stop(Exit.STORAGE, reason) from None
     return str(getattr(done, "commit_url", done))

@@ -1,7 +1,7 @@
-"""Imports Hugging Face tensors as step 0 of a new work folder, with one tensor in memory at a time.
+"""Import of Hugging Face tensors as step 0 of a new work folder, with one tensor in memory at a time.
 
-The step is atomic: arrays, record and file lists are written to an unfinished folder that one rename commits, as when
-training saves. A killed conversion resumes from its journal.
+As in training, the step is atomic: arrays, record and file lists are written to an unfinished folder, and one rename
+commits the folder. A killed conversion resumes from its journal.
 """
 
 import contextlib
@@ -30,11 +30,11 @@ from jaxscale.tools.interop.safetensors import DTYPES, Tensor
 JOURNAL = "converting.json"
 STEP = 0
 BFLOAT16 = DTYPES["BF16"]
-OnBytes = Callable[[int, int, int], None]  # (bytes done, total bytes, bytes done by an earlier start)
+OnBytes = Callable[[int, int, int], None]  # (bytes done, total bytes, bytes done before this command)
 
 
 def prepare_workdir(workdir: Any, identity: str) -> tuple[Any, Journal]:
-    """Returns (work folder, journal). Raises BadInput if the folder holds anything but this conversion."""
+    """Returns (work folder, journal). Raises BadInput if the folder has contents other than this conversion."""
     folder = paths.absolute(workdir)
     journal, _ = open_journal(folder, JOURNAL, identity, f"--workdir={workdir}")
     paths.make_run_dir(folder / "checkpoints")
@@ -51,9 +51,9 @@ def import_tensors(
 ) -> dict[str, Any]:
     """Writes the tensors as step 0 of the work folder and returns counts.
 
-    kept_bytes were written by an earlier, killed start; not_finite lists tensors with a NaN or infinity.
-    Args: run: the run's part of the step's record.
-    Raises: BadInput for a file that cannot be read as its header says, Stop (STORAGE) if it cannot be written.
+    kept_bytes were already written by an earlier, killed command. not_finite lists tensors with NaN or infinity.
+    run: the part of the step's record about the run. Raises BadInput for a file that does not match its header, and
+    Stop (STORAGE) if the folder cannot be written.
     """
     shapes = chunking.array_shapes(pairs)
     total = sum(math.prod(shape) for shape in shapes.values()) * chunking.PARAM_DTYPE.itemsize
@@ -61,13 +61,15 @@ def import_tensors(
     resumed_bytes = total
     with contextlib.closing(journal):
         if not (final / COMMITTED).exists():
-            if not journal.done or not partial.exists():  # no part of the folder is known to be of this conversion
+            if not journal.done or not partial.exists():  # the folder may be from a different conversion
                 journal.done = {}
                 stop_if_unwritable(lambda: recreate_folder(partial), folder)
                 try:
                     write.check_room(folder, total)
                 except write.NoRoom as error:
-                    raise Stop(Exit.STORAGE, f"{folder}: {error}; free some space, or give another folder") from None
+                    raise Stop(
+                        Exit.STORAGE, f"{folder}: {error}; free some space, or give a different folder"
+                    ) from None
             resumed_bytes = write_units(partial, journal, pairs, tensors, total, on_bytes)
             marks = journal.fingerprints("marks")
             leaves = {chunking.PARAMS_PREFIX + name: [list(shapes[name]), "float32", marks[name]] for name in shapes}
@@ -76,7 +78,7 @@ def import_tensors(
             except DamagedCheckpoint as damage:
                 remove_tree(partial)
                 journal.remove()
-                reason = f"data read back differ from the data written: {damage}; run the command again"
+                reason = f"the data read back differ from the data written: {damage}; run the command again"
                 raise Stop(Exit.STORAGE, reason) from None
         journal.remove()
     not_finite = tuple(sorted(name for noted in journal.done.values() for name in noted["odd"]))
@@ -91,7 +93,7 @@ def write_units(
     total: int,
     on_bytes: OnBytes,
 ) -> int:
-    """Writes all units that the journal does not have; returns the bytes of the others."""
+    """Writes all units that are not in the journal. Returns the bytes of units that were already written."""
     shapes, chunks = chunking.array_shapes(pairs), chunking.chunk_shapes(pairs)
     output = StepArrayWriter(partial)
     array_format = lambda name: orbax_array_format(shapes[name], chunks[name], chunking.PARAM_DTYPE)
@@ -114,7 +116,7 @@ def write_units(
 
 
 def flush(output: StepArrayWriter, journal: Journal) -> None:
-    """Commits the arrays, then the journal of what is in them."""
+    """Commits the arrays, then the journal that lists them."""
     output.commit()
     crash_point("convert/written")
     stop_if_unwritable(journal.flush, journal.path.parent)
@@ -128,7 +130,7 @@ def write_unit(
     arrays: Mapping[str, Any],
     chunks: Mapping[str, tuple[int, ...]],
 ) -> tuple[dict[str, int], list[str]]:
-    """Writes one unit by chunks; returns ({leaf: its partial fingerprint}, tensors that are not finite)."""
+    """Writes one unit in chunks. Returns ({leaf: partial fingerprint}, tensors that are not finite)."""
     marks, finite = {}, np.ones(len(unit), bool)
     first, last = unit[0].place, unit[-1].place
     leading = tuple(slice(begin, end + 1) for begin, end in zip(first, last))
@@ -148,7 +150,7 @@ def write_unit(
 
 
 def to_float32(values: np.ndarray) -> np.ndarray:
-    """Returns a float32 copy, exact for bfloat16 and float16."""
+    """Returns an exact float32 copy of bfloat16, float16 or float32 values."""
     if values.dtype == BFLOAT16:
         words = chunking.contiguous(values.view(np.uint16)).astype(np.uint32)  # the upper half of a float32
         words <<= 16
@@ -157,7 +159,7 @@ def to_float32(values: np.ndarray) -> np.ndarray:
 
 
 def finish_step(partial: Any, final: Any, leaves: Mapping[str, list], run: Mapping[str, Any]) -> None:
-    """Writes metadata, reads the arrays back and commits. Raises DamagedCheckpoint for a difference."""
+    """Writes metadata, verifies the written arrays and commits. Raises DamagedCheckpoint if an array differs."""
     began = time.time()
     metadata = orbax_tree_metadata({name: leaf[0] for name, leaf in leaves.items()})
     paths.write_json(partial / array_store.TREE_METADATA, metadata)

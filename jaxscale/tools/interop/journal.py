@@ -1,4 +1,4 @@
-"""The progress journal of a conversion, so that an interrupted one resumes and repeats nothing."""
+"""The progress journal of a conversion, from which an interrupted conversion resumes without repeating work."""
 
 import contextlib
 import time
@@ -11,7 +11,7 @@ from jaxscale.runtime.checkpoint.storage_errors import read_optional, stop_if_un
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput
 
-REMOTE_SECONDS = 5.0  # between two writes to a bucket, which takes about one a second of the same object
+REMOTE_SECONDS = 5.0  # between writes to a bucket, which accepts about one write per second to an object
 
 
 def open_journal(folder: Any, name: str, identity: str, flag: str) -> tuple["Journal", bool]:
@@ -19,23 +19,23 @@ def open_journal(folder: Any, name: str, identity: str, flag: str) -> tuple["Jou
     journal = Journal(folder / name, identity)
     existing = [path.name for path in folder.iterdir()] if folder.exists() and not journal.path.exists() else []
     if existing:
-        raise BadInput(f"{flag} is not empty, it has {min(existing)}; give a new folder")
+        raise BadInput(f"{flag} is not empty: it contains {min(existing)}; give a new folder")
     paths.make_run_dir(folder)
     return journal, stop_if_unwritable(journal.begin, folder)
 
 
 class Journal:
-    """A JSON file {what: identity, done: {part: facts}}, removed at the end. identity: identifies the conversion."""
+    """A JSON file {what: identity, done: {part: facts}}, removed at the end. identity: hash of the conversion."""
 
     def __init__(self, path: Any, identity: str):
         self.path, self.identity = path, identity
         self.done: dict[str, Any] = {}
-        self.pending: dict[str, Any] = {}  # done, but not durable yet; recorded by the next flush
+        self.pending: dict[str, Any] = {}  # done but not yet durable; recorded by the next flush
         self.last_write = 0.0
         self.close: Callable[[], Any] = lambda: None  # releases the folder lock
 
     def begin(self) -> bool:
-        """Locks the folder; True with `done` if begun before. Raises BadInput for another conversion, or if locked."""
+        """Locks the folder and reads `done`. Returns True if started before. Raises BadInput for other conversions."""
         stack = contextlib.ExitStack()
         stack.enter_context(folder_lock(self.path.parent, "converting into"))
         self.close = weakref.finalize(self, stack.close)  # the system releases the lock when the process dies
@@ -44,7 +44,7 @@ class Journal:
             if found.get("what") != self.identity:
                 self.close()
                 raise BadInput(
-                    f"{self.path} is from another conversion, or the files have changed since; give a new folder, "
+                    f"{self.path} is from a different conversion, or the files have changed; give a new folder, "
                     f"or remove {self.path.parent} to start again"
                 )
             self.done = dict(found.get("done", {}))
@@ -53,7 +53,7 @@ class Journal:
         return False
 
     def flush(self) -> None:
-        """Records the pending parts, whose data are durable; rate-limited in a bucket."""
+        """Records the pending parts, whose data must be durable. Writes to a bucket are rate-limited."""
         self.done |= self.pending
         self.pending = {}
         if not paths.is_remote(self.path) or time.monotonic() - self.last_write >= REMOTE_SECONDS:
@@ -65,7 +65,7 @@ class Journal:
         self.last_write = time.monotonic()
 
     def fingerprints(self, key: str) -> dict[str, int]:
-        """Returns {leaf: sum of its parts' fingerprints under this key}."""
+        """Returns {leaf: sum of the fingerprints of its parts}. key: entry of the parts with the fingerprints."""
         found: dict[str, int] = {}
         for noted in self.done.values():
             for name, mark in noted[key].items():

@@ -1,7 +1,7 @@
-"""Reads one layer, or one expert of it, of an array of a checkpoint without the others, in little memory.
+"""Reads one layer or one expert of an array in a checkpoint without reading the rest of the array.
 
-Training writes arrays in chunks that span all layers. TensorStore reads whole chunks; here only the requested bytes
-are read from the file that the OCDBT index names: chunks are not compressed.
+Training writes arrays in chunks that span all layers, and TensorStore reads whole chunks. Since chunks are not
+compressed, only the requested bytes are read from the file that the OCDBT index names.
 """
 
 import functools
@@ -17,21 +17,21 @@ from jaxscale.runtime.checkpoint.fingerprint import host_fingerprint
 from jaxscale.tools.interop.chunking import PARAM_DTYPE
 from jaxscale.tools.interop.safetensors import stat_file
 
-READ_BYTES = 32 << 20  # of float32 in memory at a time, besides the result
+READ_BYTES = 32 << 20  # float32 buffer in memory, in addition to the result
 
 
 class LayerReader:
-    """Reads the arrays of a step's folder."""
+    """Reads layers of the arrays in the folder of a step."""
 
     def __init__(self, folder: Any):
         self.folder, self.arrays = folder, array_store.ArrayReader(folder)
         self.open = functools.cache(self.arrays.open)
-        self.file = functools.cache(lambda name: stat_file(folder / name))  # size and version are read once
+        self.file = functools.cache(lambda name: stat_file(folder / name))  # reads size and version only once
         self.chunk_locations = read_chunk_locations(folder)
 
     def read(self, name: str, index: tuple[int, ...], dtype: np.dtype) -> tuple[np.ndarray, int]:
-        """Returns (the slice at `index`, (), (layer,) or (layer, expert), as `dtype`; its partial fingerprint)."""
-        array = self.open(name)  # opened once
+        """Returns (values at `index` as `dtype`, partial fingerprint). index: (), (layer,) or (layer, expert)."""
+        array = self.open(name)
         out, mark = np.empty(tuple(array.shape[len(index) :]), dtype), 0
         for box in chunks_at(array, index):
             for part, value in self.read_parts(name, array, box, index):
@@ -42,7 +42,7 @@ class LayerReader:
     def read_parts(
         self, name: str, array: Any, box: array_store.Box, index: tuple[int, ...]
     ) -> Iterator[tuple[array_store.Box, np.ndarray]]:
-        """Yields (box, values) of `index` in a chunk, in parts of at most READ_BYTES."""
+        """Yields (box, values) at `index` of a chunk, in parts of at most READ_BYTES."""
         sizes = tuple(array.chunk_layout.read_chunk.shape)
         key = ".".join(str(side.start // size) for side, size in zip(box, sizes)) or "0"
         found = self.chunk_locations.get(f"{array_store.stored_name(name)}/{key}")
@@ -52,7 +52,7 @@ class LayerReader:
             yield (*leading, *bound), array[(*leading, *bound)].read().result()
             return
         inner = sizes[len(index) :]
-        before = 0  # entries of the leading axes before `index` in the chunk
+        before = 0  # number of entries of the leading axes before `index` in the chunk
         for one, side, size in zip(index, box, sizes):
             before = before * size + one - side.start
         begin = found[1] + before * math.prod(inner) * PARAM_DTYPE.itemsize
@@ -72,7 +72,7 @@ class LayerReader:
 
 
 def chunks_at(array: tensorstore.TensorStore, index: tuple[int, ...]) -> Iterator[array_store.Box]:
-    """Yields the chunks that contain `index` of the leading axes."""
+    """Yields the chunks that contain `index` on the leading axes."""
     shape, chunk = array.shape, array.chunk_layout.read_chunk.shape or array.shape
     sizes = [size or length for size, length in zip(chunk, shape)]
     leading = []
@@ -84,7 +84,7 @@ def chunks_at(array: tensorstore.TensorStore, index: tuple[int, ...]) -> Iterato
 
 
 def is_raw_float32(array: tensorstore.TensorStore) -> bool:
-    """True if a chunk in a file is raw float32 in C order."""
+    """Returns True if chunks are stored as raw float32 in C order."""
     spec = array.spec().to_json()
     if spec["driver"] != "zarr":
         return False
@@ -93,14 +93,14 @@ def is_raw_float32(array: tensorstore.TensorStore) -> bool:
 
 
 def read_chunk_locations(folder: Any) -> dict[str, tuple[str, int, int]]:
-    """Returns {'params.w/0.0': (file below the step's folder, offset, bytes)} of chunks outside the index."""
+    """Returns {chunk such as 'params.w/0.0': (file in the step's folder, offset, bytes)} for chunks in files."""
     base = array_store.open_kvstore(folder / array_store.STATE)
     newest = tensorstore.ocdbt.dump(base).result()["versions"][-1]
     found = {}
     for key, location in array_store.index_entries(base, newest["root"].get("location")):
         name, _, chunk = key.decode().rpartition("/")
         if chunk in array_store.ARRAY_METADATA or not location.startswith("value:"):
-            continue  # small values are inline in the index
+            continue  # small values are stored in the index
         _, *file, offset, length = location.split(":")
         found[f"{name}/{chunk}"] = (f"{array_store.STATE}/{''.join(file)}", int(offset), int(length))
     return found

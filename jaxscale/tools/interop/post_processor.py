@@ -1,4 +1,4 @@
-"""Edits the post-processor of a tokenizer.json: the special tokens that begin a text."""
+"""Edits the post-processor of a tokenizer.json, which adds the special tokens at the start of a text."""
 
 import itertools
 import json
@@ -11,7 +11,7 @@ PAIRED = {"BertProcessing": 1, "RobertaProcessing": 2}  # number of separators b
 
 
 def begin_with(begin: Sequence[str], text: str) -> str | None:
-    """Returns a tokenizer.json that begins texts with exactly these tokens; None if it already does."""
+    """Returns a tokenizer.json that starts texts with exactly these tokens, or None if `text` already does."""
     import tokenizers
 
     tokenizer, spec = tokenizers.Tokenizer.from_str(text), json.loads(text)
@@ -31,7 +31,7 @@ def begin_with(begin: Sequence[str], text: str) -> str | None:
     begin_pieces = [special(name) for name in begin]
     after_begin = lambda pieces: list(itertools.dropwhile(lambda piece: "SpecialToken" in piece, pieces))
     known = template["special_tokens"] | {name: known_as(name, i) for name, i in zip(begin, ids, strict=True)}
-    one, two = (begin_pieces + after_begin(template[form]) for form in ("single", "pair"))  # for a text, for two
+    one, two = (begin_pieces + after_begin(template[form]) for form in ("single", "pair"))  # for one text, for a pair
     step = template_of(one, two, known)
     others = [step for step in steps if step.get("type") == "ByteLevel"]  # only changes offsets
     spec["post_processor"] = {"type": "Sequence", "processors": [*others, step]} if others else step
@@ -39,7 +39,7 @@ def begin_with(begin: Sequence[str], text: str) -> str | None:
 
 
 def as_template(step: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Converts a post-processor step to a template; None if it adds no token."""
+    """Returns a post-processor step as a template, or None if the step adds no token."""
     kind = step.get("type")
     if kind == "TemplateProcessing":
         pair = step.get("pair") or [text_of("A"), text_of("B")]
@@ -54,7 +54,7 @@ def as_template(step: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def template_of(single: Sequence, pair: Sequence, known: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Returns a TemplateProcessing of tokenizer.json."""
+    """Returns a TemplateProcessing step of tokenizer.json."""
     return {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": dict(known or {})}
 
 

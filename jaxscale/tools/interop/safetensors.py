@@ -1,7 +1,7 @@
-"""The safetensors format: the header's length in 8 bytes, a JSON header, and the tensors' bytes without gaps.
+"""The safetensors format: 8 bytes with the length of the header, a JSON header, and the tensors without gaps.
 
-Described at github.com/huggingface/safetensors (README, "Format"). Files are untrusted: every dtype, shape and
-offset is checked against the others and the file's size before a tensor is read, from a disk or a bucket.
+Described at github.com/huggingface/safetensors (README, "Format"). Files are untrusted, so all dtypes, shapes and
+offsets are validated against each other and the file size before a tensor is read from a disk or a bucket.
 """
 
 import collections
@@ -23,25 +23,25 @@ from jaxscale.system.foreign import parse_json, short
 from jaxscale.system.storage import objects_under, open_bucket
 
 LENGTH_BYTES = 8
-LONGEST_HEADER = 32 << 20  # bytes: about 300,000 tensors. parsing needs up to thirty times as many
-ALIGNMENT = 8  # of the tensors' bytes, by padding the header with spaces
+LONGEST_HEADER = 32 << 20  # bytes, about 300,000 tensors; parsing needs up to 30 times as much memory
+ALIGNMENT = 8  # the header is padded with spaces so that tensors are aligned
 MOST_AXES = 16
-BLOCK_BYTES = 32 << 20  # of each of two compared tensors in memory at a time
+BLOCK_BYTES = 32 << 20  # block size for comparing two tensors
 DTYPES = {  # dtypes that are converted
     "F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16),
 }  # fmt: skip
-ELEMENT_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()} | {  # of all known dtypes
+ELEMENT_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()} | {  # all known dtypes
     "F64": 8, "I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1, "C64": 8,
     "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1,
 }  # fmt: skip
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-PART_BYTES = 16 << 20  # of one request to a bucket
-REQUESTS = 8  # concurrent: one connection to a bucket brings at most about 100 MB/s
+PART_BYTES = 16 << 20  # bytes per request to a bucket
+REQUESTS = 8  # concurrent requests, since one connection to a bucket reaches at most about 100 MB/s
 
 
 @dataclasses.dataclass(frozen=True)
 class File:
-    """Path, size and version of a file. version: changes when the file is replaced."""
+    """Path, size and version of a file. The version changes when the file is replaced."""
 
     path: Any
     size: int
@@ -53,16 +53,18 @@ class File:
         return self.path.name
 
     def read_into(self, start: int, out: Any) -> None:
-        """Fills a buffer from offset `start`. Raises BadInput if the file is shorter or was replaced, OSError."""
+        """Fills a buffer from offset `start`. Raises BadInput if the file is too short or was replaced."""
         view = memoryview(out).cast("B")
         if start + len(view) > self.size:
             raise BadInput(f"{self.path} ends at byte {self.size}, before the requested byte {start + len(view)}")
         if not paths.is_remote(self.path):
-            raw: Any = foreign.open_file(self.path)  # unbuffered, may read less than is asked for
+            raw: Any = foreign.open_file(self.path)  # unbuffered, may return fewer bytes than requested
             with io.BufferedReader(raw) as file:
                 file.seek(start)
                 if file.readinto(view) != len(view):
-                    raise BadInput(f"{self.path} became shorter while it was read; run the command when it is complete")
+                    raise BadInput(
+                        f"{self.path} became shorter while it was read; run the command again when it is complete"
+                    )
             return
         parts = [(begin, view[begin : begin + PART_BYTES]) for begin in range(0, len(view), PART_BYTES)]
         with concurrent.futures.ThreadPoolExecutor(REQUESTS) as pool:
@@ -70,13 +72,13 @@ class File:
                 pass
 
     def read(self, start: int, stop: int) -> bytearray:
-        """Returns bytes [start, stop). Raises as read_into does."""
+        """Returns the bytes [start, stop). Raises the same errors as read_into()."""
         content = bytearray(stop - start)
         self.read_into(start, content)
         return content
 
     def read_object(self, start: int, view: memoryview) -> None:
-        """read_into for an object; resumes after a broken connection."""
+        """Fills a buffer from an object in a bucket. Resumes after a broken connection."""
         url, bucket = os.fspath(self.path), open_bucket()
         done = 0
         try:
@@ -88,7 +90,7 @@ class File:
 
 
 def stat_file(path: Any) -> File:
-    """Returns the file's current state. Raises FileNotFoundError, and BadInput where access is refused."""
+    """Returns the current state of a file. Raises FileNotFoundError, or BadInput if access is denied."""
     if paths.is_remote(path):
         metadata = open_bucket().metadata(os.fspath(path))
         if metadata is None:
@@ -99,7 +101,7 @@ def stat_file(path: Any) -> File:
 
 
 def list_files(folder: Any) -> dict[str, int]:
-    """Returns {name: bytes} of the files directly in a folder, sorted; empty if it does not exist."""
+    """Returns {name: bytes} of the files in a folder, sorted, or {} if the folder does not exist."""
     if paths.is_remote(folder):
         found = {name: size for name, size in objects_under(os.fspath(folder)) if "/" not in name}
     elif folder.is_dir():
@@ -121,7 +123,7 @@ class Tensor:
     stop: int
 
     def read(self) -> np.ndarray:
-        """Returns the values. Raises BadInput for an unsupported dtype, and as File.read_into does."""
+        """Returns the values. Raises BadInput for an unsupported dtype or a damaged file."""
         if self.dtype_name not in DTYPES:
             raise BadInput(f"{self.file.path}: {self.name} is {self.dtype_name}; {conversion_hint(self.dtype_name)}")
         values = np.empty(self.shape, DTYPES[self.dtype_name])
@@ -131,7 +133,7 @@ class Tensor:
 
 
 def same_bytes(one: Tensor, other: Tensor) -> bool:
-    """True if two tensors are bitwise equal; compared in blocks."""
+    """Returns True if two tensors are bitwise equal."""
     if (one.dtype_name, one.shape) != (other.dtype_name, other.shape):
         return False
     size = one.stop - one.start
@@ -143,7 +145,7 @@ def same_bytes(one: Tensor, other: Tensor) -> bool:
 
 
 def conversion_hint(dtype_name: str) -> str:
-    """Returns a hint for a dtype that is not converted."""
+    """Returns how to fix an unsupported dtype."""
     known = f"only {', '.join(DTYPES)} are supported: "
     if dtype_name.startswith("F8") or dtype_name in ("I8", "U8"):
         return f"{known}use the unquantized model"
@@ -151,7 +153,7 @@ def conversion_hint(dtype_name: str) -> str:
 
 
 def read_header(file: File) -> dict[str, Tensor]:
-    """Returns {name: tensor} of a file. Raises BadInput, one line, for any violation of the format."""
+    """Returns {name: tensor} of a file. Raises BadInput for any violation of the format."""
     if file.size < LENGTH_BYTES + 2:
         raise invalid_file(file, f"it has {file.size} bytes, too small for a header")
     length = int.from_bytes(file.read(0, LENGTH_BYTES), "little")
@@ -173,7 +175,7 @@ def read_header(file: File) -> dict[str, Tensor]:
 
 
 def reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns the JSON object. Raises BadInput for a duplicate name."""
+    """Returns the pairs as a dict. Raises BadInput for a duplicate name."""
     found = dict(pairs)
     if len(found) != len(pairs):
         counts = collections.Counter(name for name, _ in pairs)
@@ -187,8 +189,10 @@ def parse_entry(file: File, name: str, described: Any, begin: int) -> Tensor:
     if not isinstance(described, dict) or set(described) != {"dtype", "shape", "data_offsets"}:
         raise invalid_file(file, f"{where} must have exactly dtype, shape and data_offsets")
     dtype_name, shape, offsets = described["dtype"], described["shape"], described["data_offsets"]
-    if dtype_name not in tuple(ELEMENT_BYTES):  # a tuple, because a hostile value may not be hashable
-        raise invalid_file(file, f"{where} has dtype {short(dtype_name)}, which is none of {', '.join(ELEMENT_BYTES)}")
+    if dtype_name not in tuple(ELEMENT_BYTES):  # a tuple, because an untrusted value may not be hashable
+        raise invalid_file(
+            file, f"{where} has dtype {short(dtype_name)}, which is not one of {', '.join(ELEMENT_BYTES)}"
+        )
     if not is_size_list(shape) or len(shape) > MOST_AXES:
         raise invalid_file(file, f"{where} has shape {short(shape)}, which is not a list of at most {MOST_AXES} sizes")
     if not is_size_list(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
@@ -202,12 +206,12 @@ def parse_entry(file: File, name: str, described: Any, begin: int) -> Tensor:
 
 
 def is_size_list(value: Any) -> bool:
-    """True for a list of non-negative integers."""
+    """Returns True for a list of non-negative integers."""
     return isinstance(value, list) and all(type(size) is int and 0 <= size < 1 << 62 for size in value)
 
 
 def check_covered(file: File, tensors: Iterable[Tensor], begin: int) -> None:
-    """Raises BadInput unless the tensors cover the file without gaps from the header to its end."""
+    """Raises BadInput unless the tensors cover the file from the header to the end without gaps."""
     end, before = begin, "the header"
     for tensor in sorted(tensors, key=lambda tensor: (tensor.start, tensor.stop)):
         if tensor.start != end:
@@ -224,12 +228,12 @@ def invalid_file(file: File, cause: str) -> BadInput:
 
 
 def clip(text: str) -> str:
-    """Shortens a name: a hostile one may be long."""
+    """Returns a name of at most 120 characters, since an untrusted name may be long."""
     return text if len(text) <= 120 else text[:117] + "..."
 
 
 def encode_header(tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) -> bytes:
-    """Returns the header of a file with these tensors in order."""
+    """Returns the header of a file that contains these tensors in order."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers requires it
     end = 0
     for name, (dtype, shape) in tensors.items():

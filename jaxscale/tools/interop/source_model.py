@@ -1,7 +1,7 @@
-"""Opens the model to import: a Hugging Face model, with a PEFT adapter merged or trained further.
+"""Opens a Hugging Face model to import, optionally with a PEFT adapter that is merged or trained further.
 
-transformers 5 stores a layer's experts as [experts, gate then up, in] and [experts, out, in]. Each expert's matrix is
-contiguous there, so it is read as a byte range of the file. Router loads, which no file has, are initialized.
+transformers 5 stores a layer's experts as [experts, gate then up, in] and [experts, out, in]. The matrix of each expert
+is contiguous, so it is read as a byte range of the file. Router loads are not in files and are initialized.
 """
 
 import dataclasses
@@ -28,14 +28,14 @@ from jaxscale.tools.interop.safetensors import File, Tensor, same_bytes
 class SourceModel:
     """Everything known about an import before tensors are read."""
 
-    name: str  # of the model's folder
+    name: str  # folder of the model
     family: HfFamily
     cfg: AnyModelConfig
     passthrough: dict[str, Any]
     pairs: Sequence[TensorPair]
     tensors: Mapping[str, Tensor]
     left_out: list[str]
-    files: dict[str, bytes]  # of the tokenizer
+    files: dict[str, bytes]  # tokenizer files
     identity: str
     notes: list[str]
     lora: LoraConfig = NO_LORA
@@ -43,7 +43,7 @@ class SourceModel:
 
 
 def open_source_model(name: str, base: str | None = None, keep: bool = False) -> SourceModel:
-    """Opens a model, or an adapter with its base model. keep: as LoRA leaves, not merged. Raises BadInput."""
+    """Opens a model, or an adapter with its base model. Raises BadInput. keep: load LoRA leaves instead of merging."""
     adapter = adapters.open_adapter(name)
     if adapter is None:
         if base is not None or keep:
@@ -74,21 +74,21 @@ def open_source_model(name: str, base: str | None = None, keep: bool = False) ->
 
 
 def adapter_notes(adapter: adapters.Adapter, base: str, adapter_files: Mapping[str, bytes]) -> list[str]:
-    """Returns lines about unused files of an adapter's folder. base: folder of its base model."""
+    """Returns lines about ignored files in an adapter's folder. base: folder of the base model."""
     notes = []
     weights = [name for name in (WEIGHTS, INDEX) if name in adapter.files]
     if weights and paths.absolute(base) != paths.absolute(adapter.folder):
         notes.append(f"the adapter is applied to the model in {base}; {weights[0]} next to it is ignored")
     if adapter_files and not tokenizer_files.main_file(adapter_files):
         notes.append(
-            f"the tokenizer is that of the base model; the adapter's folder has none, and its "
+            f"the tokenizer of the base model is used; the adapter's folder has none, and its "
             f"{', '.join(adapter_files)} is ignored"
         )
     return notes
 
 
 def open_model(name: str, named: str) -> SourceModel:
-    """Opens the model in a folder. Args: named: the flag, for errors."""
+    """Opens the model in a folder. named: flag in error messages."""
     found = open_checkpoint(name, named)
     try:
         families.family_of(found.config)
@@ -117,7 +117,7 @@ def open_model(name: str, named: str) -> SourceModel:
 
 
 def split_fused_experts(family: HfFamily, cfg: AnyModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns tensors under the family's names, with fused experts split. Raises BadInput if they do not fit."""
+    """Returns tensors under the family's names, with fused experts split. Raises BadInput for mismatched shapes."""
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         for pattern, written in family.renames:
@@ -155,10 +155,10 @@ def split_experts(rows: Sequence[str], name: re.Match[str], tensor: Tensor, numb
 
 @dataclasses.dataclass(frozen=True)
 class UniformRouterLoad(Tensor):
-    """Uniform loads that sum to 1; not read from a file."""
+    """Uniform router loads that sum to 1, not read from a file."""
 
     def read(self) -> np.ndarray:
-        """Returns the values."""
+        """Returns the loads."""
         return np.full(self.shape, 1 / self.shape[-1], np.float32)
 
 

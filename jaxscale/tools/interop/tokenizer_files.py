@@ -1,7 +1,7 @@
-"""Tokenizer files, imported unchanged, or exported so that transformers loads them.
+"""Import of tokenizer files without changes, and export of tokenizer files that transformers can load.
 
-They are stored in WORKDIR/tokenizer. A tokenizer trained here is exported as tokenizer.json and tokenizer_config.json
-for AutoTokenizer, after a comparison with ours on probe texts.
+A work folder has its tokenizer files in WORKDIR/tokenizer. A tokenizer trained by jaxscale is exported as
+tokenizer.json and tokenizer_config.json for AutoTokenizer, after a comparison of both tokenizers on probe texts.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ FILES = (
     FAST, *MODELS, WORDPIECE, "vocab.json", "merges.txt", ADDED, load.SPECIAL, CONFIG, load.TEMPLATE,
     load.TEMPLATE_JSON, GENERATION,
 )  # fmt: skip
-DEFAULT = "default.jinja"  # in MORE_TEMPLATES
+DEFAULT = "default.jinja"  # file in the folder MORE_TEMPLATES
 END_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 PROBE = "A tokenizer's file, tried: naïve façade, 1234.5 → 日本語 🙂\n\tdef f(x):\n"
 EOS_NAME = "<|endoftext|>"  # the byte tokenizer's special token
@@ -47,7 +47,7 @@ class TokenizerFiles:
 
 
 def read_files(folder: Any, names: Mapping[str, int]) -> dict[str, bytes]:
-    """Returns {name: content} of the FILES in a folder. Raises BadInput if one is too large or a link out of it."""
+    """Returns {name: content} of the FILES in a folder. Raises BadInput for a large file or an outside link."""
     found = {}
     for name in FILES:
         if name in names:
@@ -58,10 +58,10 @@ def read_files(folder: Any, names: Mapping[str, int]) -> dict[str, bytes]:
 
 
 def default_template(folder: Any, files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Returns {chat_template.jinja: content} of the default template in additional_chat_templates, {} without one.
+    """Returns {chat_template.jinja: content} of the default template in additional_chat_templates, or {}.
 
-    transformers prefers it. Raises BadInput if the folder has templates but no default one, because transformers then
-    ignores the template in other files.
+    transformers prefers this template. Raises BadInput if the folder has templates but no default template, because
+    transformers then ignores the templates in other files.
     """
     more = folder / MORE_TEMPLATES
     names = [name for name in list_files(more) if name.endswith(".jinja")]
@@ -78,7 +78,7 @@ def default_template(folder: Any, files: Mapping[str, bytes]) -> dict[str, bytes
 
 
 def save_to_workdir(files: Mapping[str, bytes], workdir: Any) -> None:
-    """Writes the files to WORKDIR/tokenizer, if they contain a supported tokenizer."""
+    """Writes the files to WORKDIR/tokenizer if they contain a supported tokenizer."""
     if main_file(files) is None:
         return
     paths.make_run_dir(workdir / FOLDER)
@@ -88,15 +88,16 @@ def save_to_workdir(files: Mapping[str, bytes], workdir: Any) -> None:
 
 
 def check_tokenizer(files: Mapping[str, bytes], vocab_size: int, folder: Any) -> list[str]:
-    """Returns lines about the tokenizer. Raises BadInput if a model with vocab_size ids cannot use it."""
+    """Returns lines about the tokenizer. Raises BadInput if a model with vocab_size ids cannot use the tokenizer."""
     check_end_ids(read_object(files.get(GENERATION, b"")), vocab_size, str(folder / GENERATION))
     if (main := main_file(files)) is None:
         return []
     settings = settings_of(files)
     if settings.get("fast_tokenizer_files", [FAST]) != [FAST]:
         raise BadInput(
-            f"{folder / CONFIG}: fast_tokenizer_files={short(settings['fast_tokenizer_files'])} selects other files "
-            f"than {FAST} for some versions of transformers; rename the file to use to {FAST} and remove that line"
+            f"{folder / CONFIG}: fast_tokenizer_files={short(settings['fast_tokenizer_files'])} selects "
+            f"files other than {FAST} for some versions of transformers; rename the file to use to {FAST} and remove "
+            "that line"
         )
     with tempfile.TemporaryDirectory() as scratch:
         try:
@@ -107,7 +108,7 @@ def check_tokenizer(files: Mapping[str, bytes], vocab_size: int, folder: Any) ->
             raise BadInput(f"{message}; repair it, or remove {main} to convert only the weights") from None
     if not fits(tokenizer, vocab_size):
         raise BadInput(
-            f"{folder / main} has {tokenizer.vocab_size} ids, but the model of config.json only {vocab_size}; use "
+            f"{folder / main} has {tokenizer.vocab_size} ids, but the model in config.json has only {vocab_size}; use "
             f"the tokenizer of this model, or remove {main} to convert only the weights"
         )
     notes = [f"{main} {line}"] if (line := describe_unused(tokenizer, vocab_size)) else []
@@ -125,7 +126,7 @@ def check_tokenizer(files: Mapping[str, bytes], vocab_size: int, folder: Any) ->
 
 
 def load_files(files: Mapping[str, bytes], main: str, scratch: str, eos_token: str = "") -> Tokenizer:
-    """Writes the files into an empty folder and loads the tokenizer. Raises BadInput as load_tokenizer does."""
+    """Writes the files into an empty folder and loads the tokenizer. Raises BadInput if it cannot be loaded."""
     for name, content in files.items():
         (pathlib.Path(scratch) / name).write_bytes(content)
     return load_tokenizer(str(pathlib.Path(scratch) / main), eos_token)
@@ -137,7 +138,7 @@ def settings_of(files: Mapping[str, bytes]) -> dict[str, Any]:
 
 
 def main_file(files: Sequence[str] | Mapping[str, bytes]) -> str | None:
-    """Returns the file for data.tokenizer: the first that we can read; None without one."""
+    """Returns the first file that is supported as data.tokenizer, or None."""
     return next((name for name in (FAST, *MODELS, WORDPIECE) if name in files), None)
 
 
@@ -147,7 +148,7 @@ def workdir_name(name: str) -> str:
 
 
 def read_object(content: bytes) -> dict[str, Any]:
-    """Returns the JSON object in a file; {} if it has another content."""
+    """Returns the JSON object in a file, or {} for other contents."""
     try:
         found = foreign.parse_json(content)
     except BadInput:
@@ -164,7 +165,7 @@ def with_generation(files: Mapping[str, bytes], config: Mapping[str, Any]) -> di
 
 
 def end_ids(files: Mapping[str, bytes]) -> dict[str, Any]:
-    """Returns {bos_token_id, eos_token_id, pad_token_id} from generation_config.json, else from the tokenizer."""
+    """Returns the ids of END_IDS from generation_config.json, or from the tokenizer if they are missing."""
     generation = read_object(files.get(GENERATION, b""))
     found = {name: generation[name] for name in END_IDS if name in generation}
     if "eos_token_id" not in found and FAST in files:
@@ -175,7 +176,7 @@ def end_ids(files: Mapping[str, bytes]) -> dict[str, Any]:
 
 
 def as_fast(files: Mapping[str, bytes]) -> tuple[Any, str]:
-    """Returns (tokenizer.json with tokens that other files add, its JSON text). Raises BadInput for an invalid file."""
+    """Returns (tokenizer.json including tokens of other files, its JSON text). Raises BadInput for an invalid file."""
     import tokenizers
 
     text = files[FAST].decode(errors="replace")
@@ -186,7 +187,7 @@ def as_fast(files: Mapping[str, bytes]) -> tuple[Any, str]:
 
 
 def missing_tokenizer(files: Mapping[str, bytes], folder: Any) -> str:
-    """Returns the reason why these files have no supported tokenizer, and a fix."""
+    """Returns the reason why these files contain no supported tokenizer, with a fix."""
     if "vocab.json" in files:
         command = f"m.from_pretrained('{folder}').save_pretrained('{folder}')"
         return (
@@ -197,10 +198,7 @@ def missing_tokenizer(files: Mapping[str, bytes], folder: Any) -> str:
 
 
 def export_files(workdir: Any, run: Mapping[str, Any]) -> TokenizerFiles:
-    """Returns the tokenizer files of an export, from WORKDIR/tokenizer or data.tokenizer.
-
-    run: that of the step's record.
-    """
+    """Returns the tokenizer files of an export. run: the part of the step's record about the run."""
     config, folder = run.get("config") or {}, workdir / FOLDER
     data, seq_len = config.get("data") or {}, config.get("seq_len")
     foreign.check_folder(folder, workdir)
@@ -209,7 +207,7 @@ def export_files(workdir: Any, run: Mapping[str, Any]) -> TokenizerFiles:
     note = read_object(foreign.read_bytes(folder / load.NOTE)) if load.NOTE in sizes else {}
     if generation := (run.get("converted") or {}).get("generation"):
         files.setdefault(GENERATION, as_json(generation))
-    noted = note.get("begin_tokens", ()) if note else None  # older notes: no begin tokens
+    noted = note.get("begin_tokens", ()) if note else None  # older notes have no begin tokens
     if CONFIG in files and FAST in files:
         return with_begin_tokens(with_trained_eos(files, str(note.get("eos_token") or "")), noted)
     name = str(note.get("name") or data.get("tokenizer") or "")
@@ -230,7 +228,7 @@ def export_files(workdir: Any, run: Mapping[str, Any]) -> TokenizerFiles:
 
 
 def with_trained_eos(files: dict[str, bytes], eos_token: str) -> TokenizerFiles:
-    """Adds the run's end-of-document token to eos_token_id, which may have only a chat model's end of a turn."""
+    """Adds the run's end-of-document token to eos_token_id, which may have only a chat model's end-of-turn token."""
     ends = end_ids(files)
     stops = ends.get("eos_token_id")
     known = stops if isinstance(stops, list) else [] if stops is None else [stops]
@@ -244,7 +242,7 @@ def with_trained_eos(files: dict[str, bytes], eos_token: str) -> TokenizerFiles:
 
 
 def with_begin_tokens(texts: TokenizerFiles, begin: Sequence[str] | None) -> TokenizerFiles:
-    """Makes the files begin texts as the run's documents do, where they do not yet. begin None: unknown, no change."""
+    """Changes the files so that texts start with the tokens `begin`, as the run's documents do. None means unknown."""
     main = main_file(texts.files)
     if begin is None or main is None:
         return texts
@@ -269,7 +267,7 @@ def with_begin_tokens(texts: TokenizerFiles, begin: Sequence[str] | None) -> Tok
         files[FAST] = content.encode()
     changed = {"add_bos_token": bool(begin)} | ({"bos_token": begin[0]} if begin else {})
     files[CONFIG] = as_json(about | changed)
-    if begin and load.SPECIAL in files:  # transformers prefers it to CONFIG
+    if begin and load.SPECIAL in files:  # transformers prefers this file to CONFIG
         files[load.SPECIAL] = as_json(read_object(files[load.SPECIAL]) | {"bos_token": begin[0]})
     if begin and GENERATION in files and "bos_token_id" in ends:
         files[GENERATION] = as_json(read_object(files[GENERATION]) | {"bos_token_id": ends["bos_token_id"]})
@@ -278,12 +276,12 @@ def with_begin_tokens(texts: TokenizerFiles, begin: Sequence[str] | None) -> Tok
 
 
 def as_json(value: Mapping[str, Any]) -> bytes:
-    """Encodes a settings file."""
+    """Encodes a settings file as JSON."""
     return (json.dumps(value, indent=2) + "\n").encode()
 
 
 def convert_tokenizer(files: dict[str, bytes], main: str, eos_token: str, seq_len: int | None) -> TokenizerFiles:
-    """Adds the files that transformers needs."""
+    """Adds the tokenizer files that transformers needs."""
     eos_token = eos_token or token_text(settings_of(files).get("eos_token"))
     with tempfile.TemporaryDirectory() as scratch:
         tokenizer = load_files({name: files[name] for name in files if name != load.NOTE}, main, scratch, eos_token)
@@ -300,7 +298,7 @@ def convert_tokenizer(files: dict[str, bytes], main: str, eos_token: str, seq_le
 def with_tokenizer_json(
     tokenizer: Tokenizer, text: str | None, eos_token: str, seq_len: int | None, files: dict
 ) -> TokenizerFiles:
-    """Adds tokenizer.json of this text and tokenizer_config.json, if its ids equal the tokenizer's."""
+    """Adds tokenizer.json (`text`) and tokenizer_config.json, if `text` gives the same ids as the tokenizer."""
     ends = {"bos_token_id": None, "eos_token_id": int(tokenizer.eos_id)}
     import tokenizers
 
@@ -315,7 +313,7 @@ def with_tokenizer_json(
 
 
 def same_ids(tokenizer: Tokenizer, made: Any) -> bool:
-    """True if a tokenizers.Tokenizer has our ids for every probe, and decodes to the same texts."""
+    """Returns True if `made` (a tokenizers.Tokenizer) encodes and decodes all probe texts as `tokenizer` does."""
     made.encode_special_tokens = True
     made.no_truncation()
     made.no_padding()
@@ -328,7 +326,7 @@ def same_ids(tokenizer: Tokenizer, made: Any) -> bool:
 
 
 def byte_level() -> str:
-    """Returns a tokenizer.json of the byte tokenizer: 256 bytes, no merges, and EOS."""
+    """Returns a tokenizer.json of the byte tokenizer, with 256 bytes, EOS and no merges."""
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers
 
@@ -337,12 +335,12 @@ def byte_level() -> str:
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens([EOS_NAME])
     if made.token_to_id(EOS_NAME) != load.EOS_ID:
-        raise RuntimeError(f"tokenizers gave {EOS_NAME} another id than {load.EOS_ID}")
+        raise RuntimeError(f"the tokenizers package gave {EOS_NAME} an id other than {load.EOS_ID}")
     return made.to_str()
 
 
 def unigram(path: str) -> str | None:
-    """Returns a tokenizer.json for a Unigram .model as trained here; None for another model type."""
+    """Returns a tokenizer.json for a Unigram .model trained by jaxscale, or None for other model types."""
     import sentencepiece
     import tokenizers
     from tokenizers import decoders, models, normalizers

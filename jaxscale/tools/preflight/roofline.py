@@ -59,15 +59,15 @@ def roofline(
     *,
     shards_head: bool = True,
 ) -> Roofline:
-    """Returns lower bounds of a step's time, which is longer since kernels and links do not reach their peaks.
+    """Returns lower bounds of a step's time. The real time is longer: kernels and links do not reach their peaks.
 
     schedule: pipeline schedule. A device's program contains only the matmuls of its stage, counted as on the last stage
     where stages differ. head: the output projection's fraction of the model's matmuls, during which no stage is idle.
     shards_head: True if all stages share the output projection, False if the last stage computes it alone.
 
     Assumes matmuls at the peak of their type (float32 at the bfloat16 peak, XLA's default on TPU), and memory and links
-    at their datasheet bandwidth in one direction without latency. Each phase of a collective uses the links of its torus
-    dimension (links.group_lines). An unscheduled program is assumed to overlap everything.
+    at their datasheet bandwidth in one direction without latency. Each phase of a collective uses the links of its
+    torus dimension (links.group_lines). An unscheduled program is assumed to overlap everything.
     """
     unpriced: list[str] = []
     flops = facts.dot_flops_by_type or {"bf16": facts.dot_flops}

@@ -1,8 +1,8 @@
-"""Hugging Face model families by `model_type`: how their settings and tensors map to ours.
+"""Mapping of settings and tensors between Hugging Face model families and jaxscale.
 
-family, cfg, passthrough = read(json.loads(config_json))     # theirs -> ours
-found = match(family, cfg, names_in_the_files)         # one TensorPair for each tensor, and ignored names
-config_json = write(family_for(cfg), cfg, passthrough)        # ours -> theirs
+family, cfg, passthrough = read(json.loads(config_json))      # from Hugging Face
+pairs, ignored = match(family, cfg, names_in_the_files)       # one TensorPair per tensor, and ignored names
+config_json = write(family_for(cfg), cfg, passthrough)        # to Hugging Face
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ ALL = (
     DEEPSEEK_V2, DEEPSEEK_V3, GPT2,
 )  # fmt: skip
 FAMILIES: dict[str, HfFamily] = {family.model_type: family for family in ALL}
-# Settings of execution, which no config.json holds.
+# Settings of execution, which are not in config.json.
 EXECUTION = (
     "compute_dtype", "embed_compute_dtype", "matmul_precision", "matmul_dtype", "attention", "scan_layers", "remat",
     "remat_save", "remat_offload", "row_parts", "loss_chunk_tokens", "dropout",
@@ -47,7 +47,7 @@ LOAD = "blocks/mlp/router_load"
 
 
 def family_of(hf: Mapping[str, Any]) -> HfFamily:
-    """Returns the family of a config.json. Raises BadInput if it is not supported."""
+    """Returns the family of a config.json. Raises BadInput for an unsupported family."""
     model_type = hf.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         if isinstance(model_type, str) and model_type in UNSUPPORTED:
@@ -67,14 +67,14 @@ def family_of(hf: Mapping[str, Any]) -> HfFamily:
 
 
 def read(hf: Mapping[str, Any]) -> tuple[HfFamily, AnyModelConfig, dict[str, Any]]:
-    """Returns (family, our settings, passed-through keys) of a config.json. Raises BadInput if unsupported."""
+    """Returns (family, model config, passed-through keys) of a config.json. Raises BadInput if unsupported."""
     family = family_of(hf)
     if hf.get("quantization_config"):
         raise BadInput("config.json: quantization_config is not supported; convert the unquantized model")
     try:
         refuse_unread(family, hf)
         cfg = family.read_config(hf)
-        cfg = schema.from_dict(type(cfg), schema.to_dict(cfg))  # checks types, and rejects NaN
+        cfg = schema.from_dict(type(cfg), schema.to_dict(cfg))  # checks types and rejects NaN
         values = {**hf, **(hf.get("text_config") or {})}
     except BadInput as error:
         raise BadInput(f"config.json: {error}") from None
@@ -92,20 +92,20 @@ def notes(hf: Mapping[str, Any]) -> list[str]:
     lines = [f"config.json has {first_names(found)}, which {family.model_type} does not use; ignored"] if found else []
     if hf.get("auto_map"):
         lines.append(
-            f"config.json has custom code (auto_map), which is never run. The model is read as transformers' "
-            f"{family.model_type}; results differ if the code changes the model"
+            f"config.json has custom code (auto_map), which is never run. The model is read as {family.model_type} of "
+            "transformers; results differ if the code changes the model"
         )
     return lines
 
 
 def write(family: HfFamily, cfg: AnyModelConfig, passthrough: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Returns the config.json of our model. passthrough: as returned by `read`, or from the caller."""
+    """Returns the config.json of a model. passthrough: keys to add, such as those returned by `read`."""
     named = dict(architectures=[family.architectures[0]], model_type=family.model_type)
     return named | family.write_config(cfg) | dict(passthrough or {})
 
 
 def family_for(cfg: AnyModelConfig, origin: str | None = None) -> HfFamily:
-    """Returns the first family that represents cfg, `origin` first. Raises BadInput with the settings that none has."""
+    """Returns a family that represents cfg, preferably `origin`. Raises BadInput with settings that none supports."""
     first = FAMILIES.get(origin or "")
     nearest: dict[str, Any] | None = None
     for family in ([FAMILIES[first.exported_as or first.model_type]] if first else []) + list(ALL):
@@ -119,7 +119,7 @@ def family_for(cfg: AnyModelConfig, origin: str | None = None) -> HfFamily:
 
 
 def lost_settings(family: HfFamily, cfg: AnyModelConfig) -> dict[str, Any] | None:
-    """Returns {setting: value} lost in a round trip through config.json; None for another kind of model."""
+    """Returns {setting: value} lost in a round trip through config.json, or None for a different kind of model."""
     if type(cfg) is not type(family.read_config({})):
         return None
     restored, settings = settings_of(family.read_config(family.write_config(cfg))), settings_of(cfg)
@@ -130,7 +130,7 @@ def lost_settings(family: HfFamily, cfg: AnyModelConfig) -> dict[str, Any] | Non
 
 
 def settings_of(cfg: AnyModelConfig) -> dict[str, Any]:
-    """Returns {setting: value} that define the model, with nested settings flattened."""
+    """Returns {setting: value} for settings that define the model, with nested settings flattened."""
     found: dict[str, Any] = {field.name: getattr(cfg, field.name) for field in dataclasses.fields(cfg)}
     experts = found.get("experts")
     for group in ("latent", "experts"):
@@ -145,7 +145,7 @@ def settings_of(cfg: AnyModelConfig) -> dict[str, Any]:
 
 
 def leaf_shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Returns {leaf: shape}, of one layer for leaves of a layer stack."""
+    """Returns {leaf: shape}. Leaves of a layer stack have the shape of one layer."""
     cfg = dataclasses.replace(cfg, scan_layers=True)
     abstract = jax.eval_shape(lambda key: make_model(cfg, key=key), jax.random.key(0))
     leaves = jax.tree_util.tree_leaves_with_path(split_model(abstract)[1])
@@ -154,14 +154,14 @@ def leaf_shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def tensors(family: HfFamily, cfg: AnyModelConfig, base: str | None = None) -> list[TensorPair]:
-    """Returns every tensor of our model under the family's names, layer by layer. base: prefix; None: the first."""
+    """Returns all tensors of a model under the family's names, layer by layer. base: prefix, by default the first."""
     shapes = leaf_shapes(cfg)
     prefix = family.prefixes[0] if base is None else base
     rope_dim = getattr(cfg, "rope_dim", 0)
 
     def make_pair(
         row: TensorSpec, leaves: tuple[str, ...], first: int = 0, at: int | None = None, expert: int | None = None
-    ) -> TensorPair:  # at: of the layer in its stack, which begins with layer `first` of the model
+    ) -> TensorPair:  # at: index of the layer in its stack. first: index of the stack's first layer in the model
         sizes = tuple(shapes[name] if expert is None else shapes[name][1:] for name in leaves)
         flats = [matrix_shape(shape, row.inputs) for shape in sizes]
         fused = (*flats[0][:-1], sum(flat[-1] for flat in flats))
@@ -194,7 +194,7 @@ def tensors(family: HfFamily, cfg: AnyModelConfig, base: str | None = None) -> l
 
 
 def untracked_leaves(cfg: AnyModelConfig) -> dict[str, tuple[int, ...]]:
-    """Returns {leaf: shape} of router loads, which no file has and training updates."""
+    """Returns {leaf: shape} of router loads, which training updates and which are not in files."""
     experts = getattr(cfg, "experts", None)
     if experts is None:
         return {}
@@ -205,7 +205,7 @@ def untracked_leaves(cfg: AnyModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def match(family: HfFamily, cfg: AnyModelConfig, names: Collection[str]) -> tuple[list[TensorPair], list[str]]:
-    """Returns (pairs of a checkpoint's tensor names, with any prefix; unused names). Raises BadInput for others."""
+    """Returns (pairs, ignored names) for a checkpoint's tensor names. Raises BadInput for missing or unknown names."""
     names = set(names)
     attempts = [tensors(family, cfg, base) for base in family.prefixes]
     pairs = max(attempts, key=lambda pairs: len(names & {pair.hf_name for pair in pairs}))
@@ -221,7 +221,7 @@ def match(family: HfFamily, cfg: AnyModelConfig, names: Collection[str]) -> tupl
     if extra_layers := [name for name in unknown if family.extra_layers and layer_of(name) >= cfg.num_layers]:
         raise BadInput(
             f"the checkpoint has {first_names(extra_layers)}: {family.extra_layers}, which are not supported and would "
-            "be lost; to convert the model without them, remove their names from model.safetensors.index.json"
+            "be lost; to convert the model without these layers, remove their names from model.safetensors.index.json"
         )
     if unknown:
         raise BadInput(
@@ -231,5 +231,5 @@ def match(family: HfFamily, cfg: AnyModelConfig, names: Collection[str]) -> tupl
 
 
 def first_names(names: list[str]) -> str:
-    """Formats up to three names and the number of the others."""
+    """Returns up to three names, and the number of remaining names, as text."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,8 +1,8 @@
-"""Mixtures of experts as transformers has them: Mixtral (arXiv:2401.04088, MixtralForCausalLM), Qwen3-MoE
+"""Mixtures of experts in transformers: Mixtral (arXiv:2401.04088, MixtralForCausalLM), Qwen3-MoE
 (arXiv:2505.09388, Qwen3MoeForCausalLM), OLMoE (arXiv:2409.02060, OlmoeForCausalLM), DeepSeek-V2
 (arXiv:2405.04434, DeepseekV2ForCausalLM) and DeepSeek-V3 (arXiv:2412.19437, DeepseekV3ForCausalLM).
 
-Files have one tensor per expert and matrix; transformers 5 fuses those of a layer, and may save them so.
+Files have one tensor per expert and matrix. transformers 5 may save fused tensors for all experts of a layer.
 """
 
 from collections.abc import Mapping
@@ -16,9 +16,9 @@ from jaxscale.tools.interop.families import llama_like as llama
 from jaxscale.tools.interop.families.family import TensorSpec
 from jaxscale.tools.interop.families.settings import refuse_unless
 
-NAMES = ("num_experts", "num_local_experts")  # alias; depends on the release that wrote the file
+NAMES = ("num_experts", "num_local_experts")  # aliases, depending on the release that wrote the file
 ATTENTION = tuple(row for row in llama.BODY if "mlp" not in row.hf_name)
-EXPERT_KEYS = dict(  # setting: key
+EXPERT_KEYS = dict(  # {setting: key}
     number="num_experts", chosen="num_experts_per_tok", mlp_dim="intermediate_size", normalised="norm_topk_prob"
 )
 MIXTRAL_KEYS = dict(number="num_local_experts", chosen="num_experts_per_tok", mlp_dim="intermediate_size")
@@ -30,7 +30,7 @@ DENSE = tuple(
 
 
 def expert_rows(mlp: str, gate: str, up: str, down: str) -> tuple[tuple[TensorSpec, ...], dict[str, tuple[str, ...]]]:
-    """Returns (specs of a router and its experts, fused alternatives). mlp: their module; the others: an expert's."""
+    """Returns (specs of a router and its experts, {fused name: separate names}). mlp: name of their module."""
     names = [f"{llama.LAYER}{mlp}.experts.{{expert}}.{name}.weight" for name in (gate, up, down)]
     rows = (
         TensorSpec("blocks/mlp/router", f"{llama.LAYER}{mlp}.gate.weight", 1, transposed=True),
@@ -44,7 +44,7 @@ def expert_rows(mlp: str, gate: str, up: str, down: str) -> tuple[tuple[TensorSp
 
 
 def read_experts(hf: Mapping[str, Any], keys: Mapping[str, str], usual: int, **more: Any) -> dict[str, Any]:
-    """Settings of experts; `usual` without their number. Raises BadInput if the number's two names differ."""
+    """Returns the settings of experts. Raises BadInput if NAMES have different values. usual: default number."""
     numbers = [hf[name] for name in NAMES if hf.get(name) is not None]
     if len(numbers) == 2 and numbers[0] != numbers[1]:
         raise BadInput(f"{NAMES[0]}={short(numbers[0])} and {NAMES[1]}={short(numbers[1])} must be equal")
@@ -53,7 +53,7 @@ def read_experts(hf: Mapping[str, Any], keys: Mapping[str, str], usual: int, **m
 
 
 def write_experts(cfg: LlamaConfig, keys: Mapping[str, str]) -> dict[str, Any]:
-    """Inverse of read_experts; {} for a model without experts, which lost_settings then rejects."""
+    """Returns the inverse of read_experts(), or {} for a dense model, which lost_settings() rejects."""
     return {} if cfg.experts is None else {key: getattr(cfg.experts, setting) for setting, key in keys.items()}
 
 
@@ -77,10 +77,10 @@ MIXTRAL = llama.llama_family(
 
 
 def qwen3_moe_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Experts with their own mlp_dim, optional weight normalization, sliding window, and leading dense layers."""
+    """Returns the settings of Qwen3-MoE: experts, sliding window and leading dense layers."""
     window = hf["sliding_window"] if hf["use_sliding_window"] else None
     if hf["use_sliding_window"]:
-        # transformers ignores this key and gives all layers the window.
+        # transformers ignores this key and applies the window to all layers.
         refuse_unless(hf, max_window_layers=(None, 0))
     refuse_unless(hf, decoder_sparse_step=(1,))
     dense = hf["mlp_only_layers"] or []
@@ -94,7 +94,7 @@ def qwen3_moe_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def qwen3_moe_keys(cfg: LlamaConfig) -> dict[str, Any]:
-    """Inverse of qwen3_moe_settings."""
+    """Returns the inverse of qwen3_moe_settings()."""
     windowed = dict(use_sliding_window=cfg.attention_window is not None, sliding_window=cfg.attention_window)
     found = windowed | write_experts(cfg, QWEN3_KEYS)
     if cfg.experts is not None:
@@ -121,7 +121,7 @@ QWEN3_MOE = llama.llama_family(
 
 
 def olmoe_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """QK-norm over all heads; head_dim follows from the model."""
+    """Returns the settings of OLMoE: experts, and QK-norm over all heads."""
     refuse_unless(hf, head_dim=(None, hf["hidden_size"] // hf["num_attention_heads"]))
     return dict(qk_norm=True, qk_norm_over="all_heads") | read_experts(hf, EXPERT_KEYS, 64)
 
@@ -137,14 +137,14 @@ OLMOE = llama.llama_family(
     llama.SILU | dict(clip_qkv=(None,)),
     same=llama.BIASED,
     settings=olmoe_settings,
-    # another head_dim does not round-trip
+    # a different head_dim does not round-trip
     keys=lambda cfg: dict(head_dim=cfg.embed_dim // cfg.num_heads) | write_experts(cfg, EXPERT_KEYS),
     fused=FUSED,
 )  # fmt: skip
-# DeepSeek-V2 has softmax scores, and a group's score is that of its best expert. V3 has sigmoid scores, a bias that
-# affects only the selection, and a group's score is the sum of its best two. V2's router ignores norm_topk_prob in
-# transformers but not in DeepSeek's code, so true is refused. The norms of latents use another epsilon
-# (core/models/latent_attention.py).
+# DeepSeek-V2 has softmax scores, and the score of a group is the score of its best expert. V3 has sigmoid scores, a
+# bias that affects only the selection, and the score of a group is the sum of its two best scores. V2's router ignores
+# norm_topk_prob in transformers but not in DeepSeek's code, so true is refused. The norms of latents use a different
+# epsilon (core/models/latent_attention.py).
 OUTSIDE = tuple(row for row in llama.BODY if not row.per_layer)
 LATENT_ATTENTION = (
     llama.linear("attention/wq", "self_attn.q_proj", interleaved=True),
@@ -162,24 +162,24 @@ DEEPSEEK_EXPERTS = (
     TensorSpec("blocks/mlp/router_bias", llama.LAYER + "mlp.gate.e_score_correction_bias"),
     *(llama.linear(f"mlp/shared/{name}", f"mlp.shared_experts.{name}_proj") for name in ("gate", "up", "down")),
 )
-DEEPSEEK_DEFAULTS = llama.SHARED | dict.fromkeys(("qk_head_dim", *NAMES)) | dict(  # of both of transformers' configs
+DEEPSEEK_DEFAULTS = llama.SHARED | dict.fromkeys(("qk_head_dim", *NAMES)) | dict(  # defaults of V2 and V3
     attention_bias=False, kv_lora_rank=512, q_lora_rank=1536, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
 )  # fmt: skip
-DEEPSEEK_KEYS = dict(  # setting: key
+DEEPSEEK_KEYS = dict(  # {setting: key}
     number="n_routed_experts", chosen="num_experts_per_tok", mlp_dim="moe_intermediate_size",
     first_dense="first_k_dense_replace", scale="routed_scaling_factor",
 )  # fmt: skip
 
 
 def latent_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of latent attention."""
+    """Returns the settings of latent attention."""
     nope, rope, heads = hf["qk_nope_head_dim"], hf["qk_rope_head_dim"], hf["num_attention_heads"]
     refuse_unless(hf, num_key_value_heads=(None, heads), head_dim=(None, rope), qk_head_dim=(None, nope + rope))
     if hf["q_lora_rank"] == 0:
         raise BadInput("q_lora_rank=0 is not supported; use null for a full-rank query projection")
     yarn = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     name = yarn.get("rope_type", yarn.get("type", "default"))
-    if yarn.get("mscale_all_dim") and name != "default":  # else computed differently by our YaRN
+    if yarn.get("mscale_all_dim") and name != "default":  # our YaRN differs in other cases
         if name != "yarn" or not yarn.get("mscale") or yarn.get("attention_factor") is not None:
             raise BadInput(
                 f"mscale_all_dim={short(yarn['mscale_all_dim'])} is supported only for rope_type 'yarn' "
@@ -191,7 +191,7 @@ def latent_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def expert_settings(hf: Mapping[str, Any], **more: Any) -> ExpertsConfig:
-    """Settings of routed and shared experts. more: further settings of the family."""
+    """Returns the settings of routed and shared experts. more: additional settings of the family."""
     shared = hf["n_shared_experts"]
     refuse_unless(hf, **dict.fromkeys(NAMES, (None, hf["n_routed_experts"])))  # aliases in transformers
     if not shared:
@@ -201,7 +201,7 @@ def expert_settings(hf: Mapping[str, Any], **more: Any) -> ExpertsConfig:
 
 
 def group_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of expert groups. Raises BadInput for null."""
+    """Returns the settings of expert groups. Raises BadInput for null."""
     for key in ("n_group", "topk_group"):
         if hf[key] is None:
             raise BadInput(f"{key}=null is not supported with grouped routing")
@@ -209,7 +209,7 @@ def group_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shared_keys(cfg: LlamaConfig) -> dict[str, Any]:
-    """Keys of both families; those of a model that they do not cover do not round-trip: lost_settings rejects it."""
+    """Returns the keys of DeepSeek-V2 and V3. The keys of other models do not round-trip (see lost_settings)."""
     latent, experts = cfg.latent, cfg.experts
     if latent is None or experts is None:
         return dict(num_key_value_heads=None, head_dim=None, first_k_dense_replace=0)
@@ -222,27 +222,27 @@ def shared_keys(cfg: LlamaConfig) -> dict[str, Any]:
 
 
 def v2_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Unnormalized softmax scores, over all experts or group-limited."""
+    """Returns the settings of DeepSeek-V2: unnormalized softmax scores over all experts or limited groups."""
     refuse_unless(hf, mlp_bias=(False,))
     groups = group_settings(hf) if hf["topk_method"] == "group_limited_greedy" else {}
     return latent_settings(hf) | dict(experts=expert_settings(hf, normalised=False, **groups))
 
 
 def v2_keys(cfg: LlamaConfig) -> dict[str, Any]:
-    """Inverse of v2_settings."""
+    """Returns the inverse of v2_settings()."""
     shared = shared_keys(cfg)
     return shared | dict(topk_method="group_limited_greedy" if shared.get("n_group", 1) > 1 else "greedy")
 
 
 def v3_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Sigmoid scores with a selection bias."""
+    """Returns the settings of DeepSeek-V3: sigmoid scores with a selection bias."""
     groups = group_settings(hf) | dict(group_best=2)
     scores = dict(score="sigmoid", normalised=hf["norm_topk_prob"] or False, bias=True)
     return latent_settings(hf) | dict(experts=expert_settings(hf, **groups, **scores))
 
 
 def v3_keys(cfg: LlamaConfig) -> dict[str, Any]:
-    """Inverse of v3_settings. num_nextn_predict_layers is 0: the default of transformers 5 is 1."""
+    """Returns the inverse of v3_settings(). Writes num_nextn_predict_layers=0, since transformers 5 defaults to 1."""
     if cfg.experts is None:
         return shared_keys(cfg)
     return shared_keys(cfg) | dict(norm_topk_prob=cfg.experts.normalised, num_nextn_predict_layers=0)
@@ -256,7 +256,7 @@ DEEPSEEK_V2 = llama.llama_family(
         vocab_size=102400, first_k_dense_replace=0, n_group=None, n_routed_experts=64, n_shared_experts=2,
         routed_scaling_factor=1.0, topk_group=None, topk_method="greedy", norm_topk_prob=False,
         moe_intermediate_size=1407, mlp_bias=False,
-        num_experts_per_tok=6,  # as published, both sizes; transformers has no default
+        num_experts_per_tok=6,  # published for both sizes; transformers has no default
     ),
     llama.SILU | dict(
         attention_bias=(False,), norm_topk_prob=(False, None), topk_method=("greedy", "group_limited_greedy"),

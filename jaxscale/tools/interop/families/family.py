@@ -1,4 +1,4 @@
-"""Families of Hugging Face models: settings and tensor names, one table for both directions."""
+"""Data classes for families of Hugging Face models, whose tables of names are used in both directions."""
 
 import dataclasses
 import math
@@ -17,48 +17,48 @@ HEAD = "lm_head.weight"
 
 @dataclasses.dataclass(frozen=True)
 class TensorSpec:
-    """One Hugging Face tensor, and the leaves that it holds, concatenated along the outputs.
+    """One Hugging Face tensor and its leaves, which are concatenated along the outputs.
 
-    inputs: number of leading axes of our leaf that a matmul contracts; 0 for a vector. transposed: the file has
-    [out, in]. interleaved: RoPE's dimensions, the end of the last axis, are interleaved pairs in the file and halves in
-    ours. A spec applies if the model has its leaves; "blocks/" without experts also applies to the dense layers before
-    those with experts.
+    inputs: number of leading axes of a leaf that a matmul contracts, or 0 for a vector. transposed: the file has
+    [out, in]. interleaved: the RoPE dimensions at the end of the last axis are interleaved pairs in the file but halves
+    in the leaf. A spec applies if the model has its leaves. A spec for "blocks/" without experts also applies to the
+    dense layers before the layers with experts.
     """
 
-    leaf_names: str | tuple[str, ...]  # "blocks/attention/wq": below "blocks/" one per layer
-    hf_name: str  # after the family's prefix; with {layer} and {expert}
+    leaf_names: str | tuple[str, ...]  # such as "blocks/attention/wq"; "blocks/" means one per layer
+    hf_name: str  # name after the family's prefix, with {layer} and {expert}
     inputs: int = 0
     transposed: bool = False
     interleaved: bool = False
 
     @property
     def leaves(self) -> tuple[str, ...]:
-        """Names of our leaves."""
+        """Names of the leaves."""
         return (self.leaf_names,) if isinstance(self.leaf_names, str) else self.leaf_names
 
     @property
     def per_layer(self) -> bool:
-        """True if there is one per layer."""
+        """True if there is one tensor per layer."""
         return "{layer}" in self.hf_name
 
     @property
     def per_expert(self) -> bool:
-        """True if there is one per expert."""
+        """True if there is one tensor per expert."""
         return "{expert}" in self.hf_name
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorPair:
-    """One Hugging Face tensor and its leaves, with shapes: the unit of reading and writing."""
+    """One Hugging Face tensor and its leaves with their shapes, which are read and written together."""
 
-    leaves: tuple[str, ...]  # "blocks/attention/wq", or "blocks/0/attention/wq" where not scanned
-    layer: int | None  # index on the leading axis of the leaves; None: no layer axis
+    leaves: tuple[str, ...]  # such as "blocks/attention/wq", or "blocks/0/attention/wq" if layers are not scanned
+    layer: int | None  # index on the leading axis of the leaves, or None without a layer axis
     leaf_shapes: tuple[Shape, ...]  # without the axes of layers and experts
     hf_name: str
     hf_shape: Shape
     row: TensorSpec
-    expert: int | None = None  # index on the next axis; None: no expert axis
-    interleaved_dims: int = 0  # entries at the end of our last axis that the file interleaves
+    expert: int | None = None  # index on the next axis, or None without an expert axis
+    interleaved_dims: int = 0  # number of entries at the end of the last axis that are interleaved in the file
 
     @property
     def place(self) -> tuple[int, ...]:
@@ -66,7 +66,7 @@ class TensorPair:
         return tuple(at for at in (self.layer, self.expert) if at is not None)
 
     def to_leaves(self, tensor: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Returns the leaves, as views where possible. Raises BadInput for another shape."""
+        """Returns the leaves, as views where possible. Raises BadInput for a different shape."""
         self.check(self.hf_name, tensor.shape, self.hf_shape)
         flat = tensor.T if self.row.transposed else tensor
         ends = np.cumsum([math.prod(shape[self.row.inputs :]) for shape in self.leaf_shapes])[:-1]
@@ -75,7 +75,7 @@ class TensorPair:
         return tuple(map(self.deinterleave, leaves))
 
     def to_hf(self, leaves: Sequence[np.ndarray]) -> np.ndarray:
-        """Returns the Hugging Face tensor: the exact inverse of to_leaves."""
+        """Returns the Hugging Face tensor. This is the exact inverse of to_leaves()."""
         for name, leaf, shape in zip(self.leaves, leaves, self.leaf_shapes, strict=True):
             self.check(name, leaf.shape, shape)
         ordered = (self.deinterleave(leaf, inverse=True) for leaf in leaves)
@@ -101,24 +101,24 @@ class TensorPair:
 class HfFamily:
     """A class of transformers models: config keys and tensor names."""
 
-    model_type: str  # of its config.json
-    architectures: tuple[str, ...]  # accepted; the first is written
+    model_type: str  # model_type in config.json
+    architectures: tuple[str, ...]  # accepted architectures; the first is written
     read_config: Callable[[Mapping[str, Any]], AnyModelConfig]  # raises BadInput for unsupported settings
     write_config: Callable[[Any], dict[str, Any]]  # inverse of read_config, in keys that every release reads
     rows: tuple[TensorSpec, ...]
     keys: tuple[str, ...]  # config.json keys that read_config uses
-    prefixes: tuple[str, ...] = ("model.",)  # of all names but HEAD; the first is written
-    left_out: tuple[str, ...] = ()  # patterns of names that are not parameters of the language model
-    exported_as: str = ""  # model_type of the family that writes its models
-    # {name: hf_names of specs} of tensors of all experts of a layer, [experts, concatenated outputs, in], which
-    # transformers 5 may save in place of one tensor per expert
+    prefixes: tuple[str, ...] = ("model.",)  # prefixes of all names except HEAD; the first is written
+    left_out: tuple[str, ...] = ()  # patterns for names that are not parameters of the language model
+    exported_as: str = ""  # model_type of the family for exports
+    # {fused name: hf_names of specs}. transformers 5 may save fused tensors [experts, concatenated outputs, in] for all
+    # experts of a layer instead of one tensor per expert.
     fused: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
-    renames: tuple[tuple[str, str], ...] = ()  # (pattern, replacement) for names of transformers 5
-    extra_layers: str = ""  # description of layers after the last one, which are refused
+    renames: tuple[tuple[str, str], ...] = ()  # (pattern, replacement) for names in transformers 5
+    extra_layers: str = ""  # description of layers after the last layer of the model, which are refused
 
 
 def matrix_shape(shape: Shape, inputs: int) -> Shape:
-    """Returns (inputs, outputs), or (entries,) without inputs."""
+    """Returns the shape (inputs, outputs) of a matrix, or (entries,) of a vector."""
     return (math.prod(shape[:inputs]), math.prod(shape[inputs:])) if inputs else (math.prod(shape),)
 
 

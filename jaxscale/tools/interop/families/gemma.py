@@ -1,5 +1,5 @@
-"""Gemma 1, 2 and 3 as transformers' GemmaForCausalLM, Gemma2ForCausalLM, Gemma3ForCausalLM, and the language model of
-Gemma3ForConditionalGeneration, whose vision tensors are left out."""
+"""Gemma 1, 2 and 3 (GemmaForCausalLM, Gemma2ForCausalLM, Gemma3ForCausalLM in transformers), and the language model of
+Gemma3ForConditionalGeneration without its vision tensors."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +17,7 @@ NORMS_AROUND = (
     TensorSpec("blocks/mlp_norm", llama.LAYER + "pre_feedforward_layernorm.weight"),
     TensorSpec("blocks/mlp_out_norm", llama.LAYER + "post_feedforward_layernorm.weight"),
 )
-# Of transformers' GemmaConfig, Gemma2Config and Gemma3TextConfig; published Gemma 3 files leave most keys out.
+# Defaults of transformers' GemmaConfig, Gemma2Config and Gemma3TextConfig. Published Gemma 3 files omit most keys.
 GEMMA1_DEFAULTS = dict(
     vocab_size=256_000, hidden_size=3072, intermediate_size=24576, num_hidden_layers=28, num_attention_heads=16,
     num_key_value_heads=16, head_dim=256, rms_norm_eps=1e-6, tie_word_embeddings=True, rope_theta=10_000.0,
@@ -40,7 +40,7 @@ GEMMA2_CHOICES = dict(hidden_activation=(GELU,), use_bidirectional_attention=(No
 
 
 def gemma2_shared_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of Gemma 2 and 3."""
+    """Returns the settings that Gemma 2 and 3 share."""
     scalar, usual = hf["query_pre_attn_scalar"], hf["sliding_window_pattern"]
     types = hf["layer_types"] or settings.expected_layer_types(hf["num_hidden_layers"], every=usual)
     query_scalar = None if scalar == hf["head_dim"] else settings.number(hf, "query_pre_attn_scalar")
@@ -49,7 +49,7 @@ def gemma2_shared_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def gemma2_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of Gemma 2. transformers reads sliding_window_pattern only for Gemma 3."""
+    """Returns the settings of Gemma 2. transformers reads sliding_window_pattern only for Gemma 3."""
     if hf["layer_types"] is None:
         settings.refuse_unless(hf, sliding_window_pattern=(2,))
     base, scaling = settings.read_rope(hf)
@@ -57,7 +57,7 @@ def gemma2_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def gemma3_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of Gemma 3: QK-norm, and a separate RoPE base for sliding-window layers."""
+    """Returns the settings of Gemma 3, with QK-norm and a separate RoPE base for sliding-window layers."""
     base, scaling = settings.read_layer_type_rope(hf, settings.FULL)
     found = gemma2_shared_settings(hf) | dict(qk_norm=True)
     local_base, local_scaling = settings.read_layer_type_rope(hf, settings.SLIDING)
@@ -71,7 +71,7 @@ def gemma3_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def gemma2_keys(cfg: LlamaConfig) -> dict[str, Any]:
-    """Inverse of gemma2_shared_settings."""
+    """Returns the inverse of gemma2_shared_settings()."""
     scalar = cfg.head_dim if cfg.query_scalar is None else cfg.query_scalar
     found = dict(
         query_pre_attn_scalar=int(scalar) if scalar == int(scalar) else scalar,
@@ -81,7 +81,7 @@ def gemma2_keys(cfg: LlamaConfig) -> dict[str, Any]:
     return found if cfg.global_every is None else found | dict(sliding_window_pattern=cfg.global_every)
 
 
-GEMMA1 = llama.llama_family(  # its "gelu" has always been the tanh form
+GEMMA1 = llama.llama_family(  # "gelu" means the tanh approximation in Gemma 1
     "gemma",
     "GemmaForCausalLM",
     llama.BODY + llama.NORMS_BEFORE + llama.BIASES,
@@ -113,11 +113,11 @@ GEMMA3 = llama.llama_family(
 
 
 def read_vision(hf: Mapping[str, Any]) -> LlamaConfig:
-    """Settings of the language model of Gemma 3 with vision."""
+    """Returns the settings of the language model of Gemma 3 with vision."""
     text = hf.get("text_config") or {}
     cfg = GEMMA3.read_config({"model_type": GEMMA3.model_type, **text})
     assert isinstance(cfg, LlamaConfig), "llama_family reads LlamaConfig"
-    # transformers reads this one, not text_config's
+    # transformers reads this key, not the key in text_config
     settings.refuse_unless(hf, tie_word_embeddings=(cfg.tied_embeddings,))
     settings.refuse_unread(GEMMA3, text)
     return cfg
@@ -134,6 +134,6 @@ GEMMA3_VISION = HfFamily(
     GEMMA3.rows,
     keys=("tie_word_embeddings", "vision_config", "mm_tokens_per_image", *IMAGE_TOKENS),
     exported_as=GEMMA3.model_type,
-    prefixes=("language_model.model.", "model.language_model."),  # transformers 4 up to 4.51, and later
+    prefixes=("language_model.model.", "model.language_model."),  # up to transformers 4.51, and later
     left_out=(r"(model\.)?(vision_tower|multi_modal_projector)\..*", *llama.LEFT_OUT),
 )

@@ -1,4 +1,4 @@
-"""GPT-2 as transformers' GPT2LMHeadModel: matrices [in, out], queries, keys and values in one tensor."""
+"""GPT-2 (GPT2LMHeadModel in transformers), with matrices [in, out], and queries, keys and values in one tensor."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,23 +7,23 @@ from jaxscale.core.models.gpt2_bert_t5_config import Gpt2Config
 from jaxscale.tools.interop.families.family import HfFamily, TensorSpec
 from jaxscale.tools.interop.families.settings import refuse_unless
 
-DEFAULTS = dict(  # of transformers' GPT2Config, for keys that a config.json leaves out
+DEFAULTS = dict(  # defaults of transformers' GPT2Config for absent keys
     vocab_size=50257, n_positions=1024, n_embd=768, n_layer=12, n_head=12, n_inner=None, activation_function="gelu_new",
     layer_norm_epsilon=1e-5, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False,
     add_cross_attention=False, tie_word_embeddings=True,
 )  # fmt: skip
-ALIASES = dict(  # aliases, which transformers prefers
+ALIASES = dict(  # {alias that transformers prefers: key}
     hidden_size="n_embd", max_position_embeddings="n_positions", num_attention_heads="n_head",
     num_hidden_layers="n_layer",
 )  # fmt: skip
-CONFIG_KEYS = dict(  # setting: key
+CONFIG_KEYS = dict(  # {setting: key}
     vocab_size="vocab_size", num_layers="n_layer", embed_dim="n_embd", num_heads="n_head", max_seq_len="n_positions",
     norm_eps="layer_norm_epsilon",
 )  # fmt: skip
 
 
 def read_config(hf: Mapping[str, Any]) -> Gpt2Config:
-    """Returns the settings for a config.json of GPT-2. Dropout is a setting of the run: 0."""
+    """Returns the settings of a config.json. Dropout is not read, since it is a setting of the run."""
     hf = {**DEFAULTS, **hf}
     refuse_unless(hf, activation_function=("gelu_new", "gelu_pytorch_tanh"), scale_attn_weights=(True,))
     refuse_unless(hf, scale_attn_by_inverse_layer_idx=(False,), add_cross_attention=(False,))
@@ -33,7 +33,7 @@ def read_config(hf: Mapping[str, Any]) -> Gpt2Config:
 
 
 def write_config(cfg: Gpt2Config) -> dict[str, Any]:
-    """Returns the config.json keys of our GPT-2."""
+    """Returns the config.json keys of a GPT-2."""
     written = {key: getattr(cfg, setting) for setting, key in CONFIG_KEYS.items()}
     return written | dict(activation_function="gelu_new", tie_word_embeddings=True)
 

@@ -1,7 +1,7 @@
-"""Llama-like families of transformers, each a table of tensor specs, keys and settings.
+"""Llama-like families of transformers, each defined by a table of tensor specs, keys and settings.
 
-Llama 2 and 3 (LlamaForCausalLM). Mistral: every layer with a sliding window or none. OLMo-2: norms of outputs only,
-QK-norm over all heads. Qwen2 and Qwen3: with biases, or with QK-norm. Phi-3: with fused matrices.
+Llama 2 and 3 (LlamaForCausalLM). Mistral has a sliding window in all layers or none. OLMo-2 has norms only of outputs,
+and QK-norm over all heads. Qwen2 has biases, and Qwen3 has QK-norm. Phi-3 has fused matrices.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,7 +28,7 @@ LAYER = "layers.{layer}."
 
 
 def linear(leaf: str, module: str, inputs: int = 1, interleaved: bool = False) -> TensorSpec:
-    """Returns the spec of a torch Linear of a layer. inputs, interleaved: see TensorSpec."""
+    """Returns the spec for a torch Linear of each layer. inputs, interleaved: see TensorSpec."""
     return TensorSpec(f"blocks/{leaf}", f"{LAYER}{module}.weight", inputs, transposed=True, interleaved=interleaved)
 
 
@@ -51,19 +51,19 @@ NORMS_AFTER = (
 BIASES = tuple(TensorSpec(f"blocks/attention/bias_{name}", f"{LAYER}self_attn.{name}_proj.bias") for name in "qkvo")
 QK_NORMS = tuple(TensorSpec(f"blocks/attention/{name}_norm", f"{LAYER}self_attn.{name}_norm.weight") for name in "qk")
 LEFT_OUT = (r".*\.rotary_emb\.inv_freq",)  # a buffer of old releases, derived from the config
-SHARED = dict(  # defaults of transformers' LlamaConfig and of most families here
+SHARED = dict(  # defaults of transformers' LlamaConfig, and of most families in this file
     vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32,
     num_key_value_heads=None, head_dim=None, hidden_act="silu", rms_norm_eps=1e-6, tie_word_embeddings=False,
     rope_theta=10_000.0,
 )  # fmt: skip
-CONFIG_KEYS = dict(  # setting: key, of all families here
+CONFIG_KEYS = dict(  # {setting: key} for all families in this file
     vocab_size="vocab_size", num_layers="num_hidden_layers", embed_dim="hidden_size", num_heads="num_attention_heads",
     num_kv_heads="num_key_value_heads", head_dim="head_dim", mlp_dim="intermediate_size", norm_eps="rms_norm_eps",
     tied_embeddings="tie_word_embeddings",
 )  # fmt: skip
 SILU = dict(hidden_act=("silu",))
-BIASED = dict(qkv_bias="attention_bias", out_bias="attention_bias")  # of all projections of the attention, or none
-WINDOW = dict(attention_window="sliding_window")  # of all layers; None: full attention
+BIASED = dict(qkv_bias="attention_bias", out_bias="attention_bias")  # biases in all attention projections, or none
+WINDOW = dict(attention_window="sliding_window")  # window of all layers; None means full attention
 
 
 def llama_family(
@@ -77,11 +77,11 @@ def llama_family(
     keys: Callable[[LlamaConfig], dict[str, Any]] = lambda cfg: {},
     **more: Any,
 ) -> HfFamily:
-    """Returns a family whose models are a LlamaConfig.
+    """Returns a family of models with a LlamaConfig.
 
-    Args: defaults: transformers' values of absent keys. choices: {key: supported values}, of which the first is written
-    unless it is None. same: {setting: key} in addition to CONFIG_KEYS. settings: computes further settings, with
-    rope_base if RoPE is not read by read_rope. keys: its inverse. more: fields of HfFamily.
+    defaults: transformers' values of absent keys. choices: {key: supported values}; the first value is written unless
+    it is None. same: {setting: key} in addition to CONFIG_KEYS. settings: computes additional settings, including
+    rope_base if read_rope() does not apply. keys: inverse of `settings`. more: other fields of HfFamily.
     """
     names = CONFIG_KEYS | dict(same)
 
@@ -137,7 +137,7 @@ QWEN_DEFAULTS = dict(  # of transformers' Qwen2Config; Qwen3Config has heads of 
 
 
 def qwen_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Sliding windows of a Qwen, whose later layers may have one."""
+    """Returns the sliding windows of a Qwen model, where only later layers may have a window."""
     first, window = hf["max_window_layers"], hf["sliding_window"] if hf["use_sliding_window"] else None
     later = FULL if window is None else SLIDING
     types = hf["layer_types"] or [later if layer >= first else FULL for layer in range(hf["num_hidden_layers"])]
@@ -145,14 +145,14 @@ def qwen_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def qwen_keys(cfg: LlamaConfig) -> dict[str, Any]:
-    """Inverse of qwen_settings."""
+    """Returns the inverse of qwen_settings()."""
     windowed = cfg.attention_window is not None
     found = dict(use_sliding_window=windowed, sliding_window=cfg.attention_window, layer_types=write_layer_types(cfg))
     return found | dict(max_window_layers=cfg.global_first if windowed else cfg.num_layers)
 
 
 def qwen2_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of Qwen2, whose QKV always have biases."""
+    """Returns the settings of Qwen2, which always has QKV biases."""
     refuse_unless(hf, attention_bias=(False,))
     return qwen_settings(hf) | dict(qkv_bias=True)
 
@@ -187,7 +187,7 @@ PHI3_DEFAULTS = SHARED | dict(  # of Phi3Config
 
 
 def phi3_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of RoPE: longrope, also under its first name 'su', or none."""
+    """Returns the RoPE settings of Phi-3: longrope (also named 'su') or no scaling."""
     rope = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
     name = rope.pop("rope_type", rope.pop("type", "default"))
     if name in ("su", "yarn"):  # this class computes longrope for both
@@ -199,10 +199,10 @@ def phi3_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def phi3_keys(cfg: LlamaConfig) -> dict[str, Any]:
-    """RoPE keys of this class. transformers 4 accepts no others, and takes the factor from the two lengths."""
+    """Returns the RoPE keys of Phi-3. transformers 4 rejects other keys and derives the factor from the lengths."""
     scaling = cfg.rope_scaling
     if scaling is None or scaling.name != "longrope":
-        return {"rope_scaling": None}  # another scaling does not round-trip
+        return {"rope_scaling": None}  # other scalings do not round-trip
     written = write_rope(cfg)
     rope = {"type": "longrope"} | {name: written["rope_scaling"][name] for name in ("short_factor", "long_factor")}
     if scaling.attention_factor is not None:

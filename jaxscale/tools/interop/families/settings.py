@@ -1,4 +1,4 @@
-"""Checks values and unread keys of a config.json, and reads and writes sliding windows and RoPE.
+"""Validation of config.json keys, and conversion of sliding windows and RoPE.
 
 RoPE base and scaling are read in the formats of transformers 4 and 5.
 """
@@ -32,7 +32,7 @@ PASSTHROUGH = (
     "initializer_range", "use_cache", "attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop",
     "output_router_logits", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux",
 )  # fmt: skip
-# Keys that are dropped: origin, other heads, execution in torch; extra layers, whose tensors match() finds.
+# Keys that are dropped: origin, other heads, execution in torch, and extra layers (match() finds their tensors).
 IGNORED = {
     "_name_or_path", "name_or_path", "_attn_implementation_autoset", "architectures", "auto_map",
     "cache_implementation", "chunk_size_feed_forward", "ep_size", "finetuning_task", "id2label", "is_decoder",
@@ -63,8 +63,8 @@ UNSUPPORTED = dict(
 )  # fmt: skip
 MAX_POSITIONS, ORIGINAL_POSITIONS = "max_position_embeddings", "original_max_position_embeddings"
 ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", ORIGINAL_POSITIONS)
-LENGTH = "original_max_len"  # the setting of the key ORIGINAL_POSITIONS; all others have the names of their keys
-SCALINGS: dict[str, tuple[str, ...]] = dict(  # settings of each scaling, in addition to the factor
+LENGTH = "original_max_len"  # setting for the key ORIGINAL_POSITIONS; other settings have the names of their keys
+SCALINGS: dict[str, tuple[str, ...]] = dict(  # {scaling: settings in addition to the factor}
     linear=(),
     dynamic=(),
     llama3=("low_freq_factor", "high_freq_factor", LENGTH),
@@ -74,7 +74,7 @@ SCALINGS: dict[str, tuple[str, ...]] = dict(  # settings of each scaling, in add
 
 
 def refuse_unless(hf: Mapping[str, Any], **allowed: tuple) -> None:
-    """Raises BadInput for the first of these keys whose value is not allowed."""
+    """Raises BadInput for the first key with a value that is not allowed. allowed: {key: values}."""
     for key, values in allowed.items():
         if key in hf and hf[key] not in values:
             known = or_list([repr(value) for value in values])
@@ -95,7 +95,7 @@ def expected_layer_types(num_layers: int, first: int = 0, every: int | None = No
 
 
 def read_windows(hf: Mapping[str, Any], types: Sequence[str], usual: int | None = None) -> dict[str, Any]:
-    """Returns attention_window, global_every (default `usual`), global_first. Raises BadInput for other layer_types."""
+    """Returns attention_window, global_every (tries `usual` first) and global_first. Raises BadInput if unsupported."""
     types, length = list(types), hf["num_hidden_layers"]
     if len(types) != length:
         raise BadInput(f"layer_types has {len(types)} entries, but num_hidden_layers is {length}")
@@ -116,28 +116,28 @@ def read_windows(hf: Mapping[str, Any], types: Sequence[str], usual: int | None 
 
 
 def write_layer_types(cfg: LlamaConfig) -> list[str]:
-    """Returns the layer_types of our model."""
+    """Returns the layer_types of a model."""
     return [SLIDING if local else FULL for local in np.asarray(cfg.local_layers).tolist()]
 
 
 def refuse_unread(family: HfFamily, hf: Mapping[str, Any]) -> None:
-    """Raises BadInput for an unread key that changes the model in transformers."""
+    """Raises BadInput for a key that the family does not read but that changes the model in transformers."""
     others = {key: allowed for key, allowed in READ_BY_ALL.items() if key not in family.keys}
     refuse_unless({"model_type": family.model_type} | dict(hf), **others)
 
 
 def unread(family: HfFamily, hf: Mapping[str, Any]) -> list[str]:
-    """Returns the keys with a value that the family does not know."""
+    """Returns the keys that have a value and are unknown to the family."""
     known = {*family.keys, *READ_BY_ALL, *PASSTHROUGH, *IGNORED}
     return sorted(key for key, value in hf.items() if key not in known and value is not None)
 
 
 def read_rope(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-    """Returns (rope_base, rope_scaling) of transformers 4's rope_scaling, or else 5's rope_parameters, as 5 does."""
+    """Returns (rope_base, rope_scaling) from the key rope_scaling (transformers 4), or rope_parameters (5)."""
     scaling, parameters = hf.get("rope_scaling") or {}, hf.get("rope_parameters") or {}
     rope = {"rope_theta": hf["rope_theta"], **(scaling or parameters)}
     if nested := [key for key, value in rope.items() if isinstance(value, Mapping)]:
-        raise BadInput(f"rope_parameters of only {nested[0]} are not supported for {hf.get('model_type')}")
+        raise BadInput(f"rope_parameters for only {nested[0]} are not supported for {hf.get('model_type')}")
     found, unread = parse_rope(rope, hf), parameters.get("rope_theta", rope["rope_theta"])
     if scaling and "rope_theta" not in scaling and unread != rope["rope_theta"]:
         raise BadInput(
@@ -148,7 +148,7 @@ def read_rope(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
 
 
 def read_layer_type_rope(hf: Mapping[str, Any], layers: str) -> tuple[float, RopeScaling | None]:
-    """read_rope for one layer type of Gemma 3. rope_scaling is merged into the rope_parameters of full_attention."""
+    """Returns (rope_base, rope_scaling) for a layer type of Gemma 3. rope_scaling applies only to full_attention."""
     parameters = hf.get("rope_parameters") or {}
     if misplaced := [key for key in parameters if key not in (FULL, SLIDING)]:
         raise BadInput(
@@ -158,17 +158,17 @@ def read_layer_type_rope(hf: Mapping[str, Any], layers: str) -> tuple[float, Rop
     usual = {"rope_theta": hf["rope_theta" if layers == FULL else "rope_local_base_freq"]}
     added = (hf.get("rope_scaling") or {}) if layers == FULL else {}
     rope = {**usual, **(parameters.get(layers) or {"rope_type": "default"}), **added}
-    rope.pop("truncate", None)  # transformers reads it next to the layer types, where it cannot be
-    rope.setdefault(ORIGINAL_POSITIONS, hf.get(MAX_POSITIONS))  # nor does it read this one outside
+    rope.pop("truncate", None)  # transformers ignores truncate inside a layer type
+    rope.setdefault(ORIGINAL_POSITIONS, hf.get(MAX_POSITIONS))  # transformers ignores this key outside a layer type
     return parse_rope(rope, hf)
 
 
 def parse_rope(rope: Mapping[str, Any], hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-    """Returns (rope_base, rope_scaling) from RoPE's keys. Args: hf: the whole config.json."""
+    """Returns (rope_base, rope_scaling) from RoPE keys. hf: the whole config.json."""
     base, name = number(rope, "rope_theta"), rope.get("rope_type", rope.get("type", "default"))
     if rope.get("type", name) != name:
         raise BadInput(
-            f"RoPE has type={short(rope['type'])}, but transformers uses its rope_type={short(name)}; remove type"
+            f"RoPE has type={short(rope['type'])}, but transformers uses rope_type={short(name)}; remove type"
         )
     if rope.get("partial_rotary_factor", hf.get("partial_rotary_factor")) not in (None, 1.0):
         raise BadInput("partial_rotary_factor is not supported; only full heads are rotated")
@@ -187,7 +187,7 @@ def read_scaling(name: str, rope: Mapping[str, Any], hf: Mapping[str, Any]) -> d
     if name == "llama3":
         factors = {key: number(rope, key) for key in ("factor", "low_freq_factor", "high_freq_factor")}
         return factors | {LENGTH: original_of(rope, hf)}
-    if name == "dynamic":  # transformers takes max_position_embeddings as the original length
+    if name == "dynamic":  # transformers uses max_position_embeddings as the original length
         if hf.get(MAX_POSITIONS) is None:
             raise BadInput(f"RoPE scaling 'dynamic' needs {MAX_POSITIONS}")
         return {"factor": number(rope, "factor"), LENGTH: hf[MAX_POSITIONS]}
@@ -207,7 +207,7 @@ def read_scaling(name: str, rope: Mapping[str, Any], hf: Mapping[str, Any]) -> d
         found["attention_factor"] = number(rope, "attention_factor")
     if name == "longrope":
         return found
-    found |= {key: number(rope, key) for key in ("beta_fast", "beta_slow") if rope.get(key)}  # yarn: 0 is absent
+    found |= {key: number(rope, key) for key in ("beta_fast", "beta_slow") if rope.get(key)}  # in yarn, 0 means absent
     scales = [key for key in ("mscale", "mscale_all_dim") if rope.get(key)]
     if len(scales) == 2 and "attention_factor" not in found:
         found |= {key: number(rope, key) for key in scales}
@@ -215,10 +215,10 @@ def read_scaling(name: str, rope: Mapping[str, Any], hf: Mapping[str, Any]) -> d
 
 
 def original_of(rope: Mapping[str, Any], hf: Mapping[str, Any]) -> int:
-    """Returns the context before the extension. Raises BadInput if it is absent or contradictory."""
+    """Returns the context length before RoPE scaling. Raises BadInput if the length is absent or contradictory."""
     name = rope.get("rope_type", rope.get("type"))
     original = rope.get(ORIGINAL_POSITIONS, hf.get(MAX_POSITIONS))
-    if name == "longrope":  # Phi-3's files have it only outside
+    if name == "longrope":  # Phi-3 files have the length only outside rope_scaling
         original = rope.get(ORIGINAL_POSITIONS, hf.get(ORIGINAL_POSITIONS, hf.get(MAX_POSITIONS)))
     if original is None or hf.get(ORIGINAL_POSITIONS, original) != original:
         raise BadInput(f"RoPE scaling {name!r} needs {ORIGINAL_POSITIONS}, only in rope_scaling")
@@ -226,10 +226,10 @@ def original_of(rope: Mapping[str, Any], hf: Mapping[str, Any]) -> int:
 
 
 def write_rope(cfg: LlamaConfig) -> dict[str, Any]:
-    """Returns rope_theta and rope_scaling, which transformers 4 and 5 both read.
+    """Returns rope_theta and rope_scaling, which both transformers 4 and 5 read.
 
-    With max_position_embeddings where it affects the result: the original length of dynamic, and in transformers 4 the
-    factor of yarn and longrope.
+    Adds max_position_embeddings if it affects the result: as the original length of dynamic, and in transformers 4 for
+    the factor of yarn and longrope.
     """
     scaling = cfg.rope_scaling
     if scaling is None:
@@ -251,8 +251,9 @@ def write_rope(cfg: LlamaConfig) -> dict[str, Any]:
 
 
 def with_static_rope(cfg: AnyModelConfig) -> AnyModelConfig:
-    """Returns cfg with length-dependent scaling resolved for its row_len, so that other tools compute the same for any
-    length: dynamic becomes a larger rope_base, and longrope uses one list of factors.
+    """Returns cfg with length-dependent RoPE scaling fixed for row_len.
+
+    dynamic becomes a larger rope_base, and longrope uses one list of factors for all lengths.
     """
     scaling = getattr(cfg, "rope_scaling", None)
     if not isinstance(cfg, LlamaConfig) or scaling is None or scaling.row_len is None or scaling.name not in BY_LENGTH:
