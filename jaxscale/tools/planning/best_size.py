@@ -36,8 +36,7 @@ NUM_FLOPS = 1500  # FLOP counts at which curves are compared, as in the paper
 # Width of the Gaussian window, as a fraction of the tokens so far. The paper averages over 10 steps of large batches.
 # With small batches, the noise of a step can exceed the difference between sizes.
 SMOOTHED = 0.1
-# Fraction omitted at the start of a run. Its few steps are hardly smoothed, and could be the lowest by chance where
-# shorter runs have ended.
+# Fraction omitted at the start of a run, whose few hardly smoothed steps could be the lowest by chance.
 SETTLED = 0.1
 BINS = 512  # bins per curve, of equal width in log tokens; points are averaged per bin
 MAX_EXPONENT = 10.0  # upper bound of a in N = k C^a for a bootstrap draw

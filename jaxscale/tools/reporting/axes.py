@@ -1,4 +1,4 @@
-"""Axes and their tick labels, and series thinned to what a plot can show. page.js has the same for zoomed plots."""
+"""Axes with ticks, and thinning of series to the resolution of a plot. page.js has the same code for zoomed plots."""
 
 import itertools
 import math
@@ -7,18 +7,18 @@ from typing import NamedTuple
 
 Points = list[tuple[float, float]]
 STEPS = (1.0, 2.0, 5.0, 10.0)
-LEAST = 1e-100  # smaller numbers are drawn as 0, so that ratios and logarithms stay finite
+LEAST = 1e-100  # smaller numbers are drawn as 0, so that ratios and logarithms are finite
 
 
 class Axis(NamedTuple):
-    """A range of values; on a logarithmic one both ends are positive."""
+    """A range of values. Both ends of a logarithmic axis are positive."""
 
     low: float
     high: float
     log: bool = False
 
     def place(self, value: float) -> float:
-        """Relative position of a value: 0 at the low end, 1 at the high end, clipped to [-1, 2]."""
+        """Returns the relative position of a value: 0 at the low end, 1 at the high end, clipped to [-1, 2]."""
         if self.log:
             value = max(value, self.low * 1e-9, 1e-300)
             at = (math.log(value) - math.log(self.low)) / (math.log(self.high) - math.log(self.low))
@@ -27,12 +27,12 @@ class Axis(NamedTuple):
         return min(max(at, -1.0), 2.0)
 
     def ticks(self, most: int = 7) -> list[float]:
-        """Round values within the range, about `most` of them."""
+        """Returns about `most` round values within the range."""
         return log_ticks(self.low, self.high, most) if self.log else linear_ticks(self.low, self.high, most)
 
 
 def size_ticks(low: float, high: float, most: int = 7) -> list[float]:
-    """Multiples of a power of two within [low, high], for memory sizes."""
+    """Returns multiples of a power of two within [low, high], for memory sizes."""
     if not high > low:
         return [low]
     step = 2.0 ** math.ceil(math.log2((high - low) / max(most, 1)) - 1e-9)
@@ -40,7 +40,7 @@ def size_ticks(low: float, high: float, most: int = 7) -> list[float]:
 
 
 def linear_ticks(low: float, high: float, most: int = 7) -> list[float]:
-    """Multiples of 1, 2 or 5 times a power of ten within [low, high]."""
+    """Returns multiples of 1, 2 or 5 times a power of ten within [low, high]."""
     if not high > low:
         return [low]
     rough = (high - low) / max(most, 1)
@@ -51,7 +51,7 @@ def linear_ticks(low: float, high: float, most: int = 7) -> list[float]:
 
 
 def log_ticks(low: float, high: float, most: int = 7) -> list[float]:
-    """Powers of ten within [low, high]; if fewer than 3, with 2 and 5 times them, else linear ticks."""
+    """Returns powers of ten within [low, high], with 2 and 5 times each if fewer than 3, else linear ticks."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     stride = max(1, math.ceil((last - first) / max(most, 1)))
     within = lambda factors: [
@@ -67,7 +67,7 @@ def log_ticks(low: float, high: float, most: int = 7) -> list[float]:
 
 
 def axis_over(values: Iterable[float], *, log: bool = False, zero: bool = False) -> Axis:
-    """Returns an axis over the values but a few outliers. log: only values above 0. zero: it begins at 0."""
+    """Returns an axis over the values except a few outliers. log: only values above 0. zero: start the axis at 0."""
     known = sorted(value if abs(value) > LEAST else 0.0 for value in values if not log or value > LEAST)
     if not known:
         return Axis(0.1, 1.0, True) if log else Axis(0.0, 1.0)
@@ -87,7 +87,7 @@ def axis_over(values: Iterable[float], *, log: bool = False, zero: bool = False)
 
 
 def thin_columns(steps: Sequence[float], values: Sequence[float], columns: int) -> Points:
-    """Thins sorted steps to first, lowest, highest and last of each column: a line covers the same pixels."""
+    """Returns the first, lowest, highest and last point of each column, so that a line covers the same pixels."""
     points = list(zip(steps, values))
     if len(points) <= 2 * columns:
         return points
@@ -103,7 +103,7 @@ def thin_columns(steps: Sequence[float], values: Sequence[float], columns: int) 
 
 
 def smooth(values: Sequence[float], half: int, *, steep: bool = False) -> list[float]:
-    """Moving average over up to `half` values on each side. steep: symmetric at the beginning, as for a steep loss."""
+    """Returns a moving average over at most `half` values on each side. steep: use symmetric windows at the start."""
     total, means = [0.0, *itertools.accumulate(values)], []
     for i in range(len(values)):
         first, stop = max(i - half, 0), min(i + (min(half, i) if steep else half) + 1, len(values))

@@ -1,4 +1,4 @@
-"""The plots and heat maps of a page: a common step axis, and the script data of each in page order."""
+"""Plots and heat maps of a page, with a common step axis and the data for the page's script."""
 
 import dataclasses
 import itertools
@@ -10,13 +10,13 @@ from jaxscale.tools.reporting.axes import Axis, smooth
 from jaxscale.tools.reporting.event_text import marks
 from jaxscale.tools.reporting.plots import HeatMap, Plot, PlotLine, color_of, draw, draw_heat
 
-SMOOTHED_FROM = 80  # points; shorter series are not smoothed
-SMOOTHED_SHARE = 1 / 40  # of the points, in one mean
+SMOOTHED_FROM = 80  # fewest points of a series that is smoothed
+SMOOTHED_SHARE = 1 / 40  # fraction of the points in the averaging window
 
 
 @dataclasses.dataclass
 class Canvas:
-    """Draws plots of some runs."""
+    """Draws plots of one or more runs."""
 
     histories: Sequence[History]
     across: Axis
@@ -28,13 +28,13 @@ class Canvas:
         return len(self.histories) == 1
 
     def heat(self, heat: HeatMap) -> str:
-        """The heat map's HTML."""
+        """Returns the HTML of a heat map."""
         html, data = draw_heat(heat, self.across, len(self.data))
         self.data.append(data)
         return html
 
     def plot(self, title: str, lines: Sequence[PlotLine], **settings: Any) -> str:
-        """The plot's HTML, with marks of one run's events; '' without a point. settings: fields of Plot."""
+        """Returns the HTML of a plot, or '' if it has no points. settings: other fields of Plot."""
         usual = {"marks": marks(self.histories[0].events) if self.single else [], "named": not self.single}
         plot = Plot(title=title, lines=lines, **usual | settings)
         if not plot.drawn:
@@ -44,22 +44,22 @@ class Canvas:
         return html
 
     def metric(self, name: str, title: str, label: str = "", **settings: Any) -> str:
-        """A plot of one metric of all runs, abandoned steps in grey; '' if no run has it."""
+        """Returns a plot of one metric of all runs with abandoned steps in grey, or '' if no run has the metric."""
         return self.plot(title, self.lines(name, label if self.single else ""), **settings)
 
     def lines(self, name: str, label: str = "", smoothed: bool = False) -> list[PlotLine]:
-        """The lines of one metric of all runs."""
+        """Returns the lines of one metric for all runs."""
         each = enumerate(self.histories)
         return [line for i, h in each for line in self.lines_of(h, i, name, label, smoothed=smoothed)]
 
     def lines_of(
         self, history: History, place: int, name: str, label: str = "", style: str = "line", smoothed: bool = False
     ) -> list[PlotLine]:
-        """The lines of one metric of one run: abandoned parts first, below the others."""
+        """Returns the lines of one metric for one run, starting with abandoned parts, which are drawn below others."""
         color = color_of(place)
         label = label or name.rpartition("/")[2].replace("_", " ") if self.single else history_label(history, label)
         lines = []
-        for _, rows in itertools.groupby(history.abandoned, key=lambda row: row["rewind"]):  # a grey line per rewind
+        for _, rows in itertools.groupby(history.abandoned, key=lambda row: row["rewind"]):  # one grey line per rewind
             steps, values = series_of(sorted(rows, key=lambda row: row["step"]), name)
             lines.append(PlotLine("abandoned", steps, values, "c7", "gone"))
         steps, values = history.series(name)
@@ -70,23 +70,23 @@ class Canvas:
 
 
 def plots(*drawn: str) -> str:
-    """The plots side by side; '' without any."""
+    """Returns the plots in a grid, or '' if there are none."""
     return f'<div class="plots">{"".join(drawn)}</div>' if any(drawn) else ""
 
 
 def history_label(history: History, label: str) -> str:
-    """'run-a, validation'."""
+    """Returns text such as 'run-a, validation'."""
     return f"{history.name}, {label}" if label else history.name
 
 
 def step_axis(histories: Sequence[History]) -> Axis:
-    """The axis of steps that all plots share: from 0 to the newest step."""
+    """Returns the step axis of all plots, from 0 to the newest step."""
     last = [row["step"] for h in histories for row in (*h.rows[-1:], *h.abandoned, *h.evals[-1:])]
     return Axis(0.0, float(max([*last, 1])))
 
 
 def tokens_per_step(history: History) -> float | None:
-    """Tokens of one step, by the config or the metrics."""
+    """Returns the tokens per step from the config or the metrics, or None if unknown."""
     batch_tokens = history.part("budget").get("batch_tokens")
     if is_number(batch_tokens) and batch_tokens >= 1:
         return batch_tokens

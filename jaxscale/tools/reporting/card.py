@@ -1,4 +1,4 @@
-"""A report card: one short page in Markdown about one run or several, for a README or a terminal."""
+"""A report card in Markdown about one or more runs, for a README or a terminal."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ NONE = "-"
 
 
 def make_card(histories: Sequence[History], *, price: float | None = None, now: float) -> str:
-    """The page: a column for each run. price: dollars an hour of one chip, else its list price. now: Unix seconds."""
+    """Returns the card with one column per run. price: dollars per chip-hour, or None for the list price."""
     histories = with_unique_names(histories)
     statuses = [status_of(history, now, price) for history in histories]
     heads = ["", *(history.name for history in histories)]
@@ -26,7 +26,9 @@ def make_card(histories: Sequence[History], *, price: float | None = None, now: 
     if written := [history for history in histories if history.samples]:
         parts.append("## Samples")
         for history in written:
-            sample = block_in_markdown(history.samples[-1].text[:SAMPLE_CHARACTERS])  # nothing in it can end the block
+            sample = block_in_markdown(
+                history.samples[-1].text[:SAMPLE_CHARACTERS]
+            )  # escaped so that it cannot end the block
             parts.append(f"### {in_markdown(history.name)}\n\n{sample}")
     total = sum(status.cost for status in statuses if status.cost is not None)
     wall = sum(status.wall_seconds or 0.0 for status in statuses)
@@ -36,7 +38,7 @@ def make_card(histories: Sequence[History], *, price: float | None = None, now: 
 
 
 def fact_rows(histories: Sequence[History], statuses: Sequence[Status]) -> list[tuple[str, list[str]]]:
-    """Returns (name, a cell for each run) of state, model, progress and cost."""
+    """Returns one table row per fact (state, model, progress, cost): the name, then one cell per run."""
     each = list(zip(histories, statuses))
     known = lambda value, show: NONE if value is None else show(value)
     return [
@@ -56,14 +58,14 @@ def fact_rows(histories: Sequence[History], statuses: Sequence[Status]) -> list[
 
 
 def model_words(history: History) -> str:
-    """'llama, 4 layers, width 256'."""
+    """Returns text such as 'llama, 4 layers, width 256'."""
     model = history.part("config", "model")
     layers, width = model.get("num_layers"), model.get("embed_dim")
     return f"{model.get('name', '?')}, {layers} layers, width {width}" if layers and width else NONE
 
 
 def measured_rows(histories: Sequence[History]) -> list[list[str]]:
-    """A row for each evaluator and metric: the newest measurement of each run."""
+    """Returns one table row per evaluator and metric, with the newest value of each run."""
     rows = []
     for metric, names in eval_names(histories).items():
         for name in names if metric != "loss" else ():
@@ -77,7 +79,7 @@ def measured_rows(histories: Sequence[History]) -> list[list[str]]:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown, its columns in line."""
+    """Returns a Markdown table with aligned columns."""
     cells = [[in_markdown(cell) for cell in row] for row in (head, *rows)]
     widths = [max(3, *map(len, column)) for column in zip(*cells)]
     lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths)) + " |" for row in cells]

@@ -10,8 +10,8 @@ from jaxscale.tools.reporting.page_tables import n, table
 from jaxscale.tools.reporting.page_text import plain
 from jaxscale.tools.reporting.plots import PlotBand, PlotLine, color_of, with_points
 
-SHOWN = re.compile(r"evals(?:_ema)?/.+/([a-z_]+)")  # the metric of an evaluator
-METRICS = {  # in page order; other metrics are errors and counts
+SHOWN = re.compile(r"evals(?:_ema)?/.+/([a-z_]+)")  # the group is the metric of an evaluator
+METRICS = {  # in page order; the metrics not listed are errors and counts
     "bits_per_byte": "bits per byte",
     "acc": "accuracy",
     "acc_norm": "accuracy, normalized by characters",
@@ -19,11 +19,11 @@ METRICS = {  # in page order; other metrics are errors and counts
     "perplexity": "perplexity",
     "loss": "nats per token",
 }
-FALLING = ("bits_per_byte", "perplexity", "loss")  # steep at first, like a training loss
+FALLING = ("bits_per_byte", "perplexity", "loss")  # fall steeply at the start, like a training loss
 
 
 def eval_names(histories: Sequence[History]) -> dict[str, list[str]]:
-    """{metric: the full names that end in it}, in the order of METRICS."""
+    """Returns {metric: full names that end with the metric} in the order of METRICS."""
     names = list(dict.fromkeys(name for history in histories for name in history.eval_names()))
     found: dict[str, list[str]] = {metric: [] for metric in METRICS}
     for name in names:
@@ -34,13 +34,13 @@ def eval_names(histories: Sequence[History]) -> dict[str, list[str]]:
 
 
 def label_of(name: str) -> str:
-    """'wiki' of 'evals/wiki/acc', 'wiki, average' of 'evals_ema/wiki/acc'."""
+    """Returns 'wiki' for 'evals/wiki/acc', and 'wiki, average' for 'evals_ema/wiki/acc'."""
     kind, _, path = name.partition("/")
     return path.rpartition("/")[0] + (", average" if kind == "evals_ema" else "")
 
 
 def eval_plots(canvas: Canvas) -> str:
-    """A plot for each metric: of one run with a line for each evaluator, of several one for each evaluator."""
+    """Returns one plot per metric with a line per evaluator, or for several runs one plot per metric and evaluator."""
     drawn, histories = [], canvas.histories
     for metric, names in eval_names(histories).items():
         plot = functools.partial(canvas.plot, log=metric == "perplexity", focused=metric in FALLING)
@@ -57,7 +57,7 @@ def eval_plots(canvas: Canvas) -> str:
 
 
 def error_band(history: History, name: str) -> PlotBand | None:
-    """One standard error to both sides, where every measurement has one."""
+    """Returns the band of one standard error on both sides, or None if a measurement has no standard error."""
     steps, values = history.evaluated(name)
     error_steps, errors = history.evaluated(f"{name}_stderr")
     if not steps or error_steps != steps:
@@ -67,7 +67,7 @@ def error_band(history: History, name: str) -> PlotBand | None:
 
 
 def eval_table(history: History, most_rows: int = 50) -> str:
-    """The newest measurements, each with its standard error."""
+    """Returns a table of the newest measurements with their standard errors."""
     names = [name for names in eval_names([history]).values() for name in names if not name.endswith("/loss")]
     columns = {name: dict(zip(*history.evaluated(name))) for name in names}
     errors = {name: dict(zip(*history.evaluated(f"{name}_stderr"))) for name in names}
@@ -78,14 +78,14 @@ def eval_table(history: History, most_rows: int = 50) -> str:
 
 
 def shown(value: float | None, error: float | None) -> str:
-    """'0.512 ± 0.014'."""
+    """Returns text such as '0.512 ± 0.014'."""
     if value is None:
         return ""
     return plain(value) + (f" ± {plain(error)}" if error is not None else "")
 
 
 def evals_section(canvas: Canvas) -> str:
-    """The plots, and for one run the table; '' where nothing was measured."""
+    """Returns the plots, with a table for one run, or '' if there are no measurements."""
     drawn = eval_plots(canvas)
     if drawn and canvas.single:
         drawn += f"<details><summary>Numbers</summary>{eval_table(canvas.histories[0])}</details>"

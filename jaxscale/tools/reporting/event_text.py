@@ -1,4 +1,4 @@
-"""Events in words: the incident log, and the marks in the plots."""
+"""Text of events for the incident log and for the marks in plots."""
 
 import itertools
 import statistics
@@ -22,11 +22,11 @@ MARKED = tuple("spike alarm alert lr_cut rewind hang replicas_differ fallback ov
 RESTARTS = ("resumed", "branch")
 MOST_MARKS = 60
 MOST_INCIDENTS = 300
-LONGEST, LONGEST_MARK = 1200, 200  # characters of one incident in the log, and at a mark
+LONGEST, LONGEST_MARK = 1200, 200  # most characters of an incident in the log, and of a mark
 
 
 class Incident(NamedTuple):
-    """A line of the log."""
+    """A line of the incident log."""
 
     when: str
     step: str
@@ -35,7 +35,7 @@ class Incident(NamedTuple):
 
 
 def incidents(events: Sequence[Mapping[str, Any]]) -> tuple[list[Incident], int]:
-    """(incidents, newest last; number of older ones omitted). Consecutive saves, and skips, are one line."""
+    """Returns (incidents, number of omitted older incidents). Consecutive saves are merged, as are skipped steps."""
     found = []
     for kind, group in itertools.groupby(events, key=lambda event: event["event"]):
         members = list(group)
@@ -55,12 +55,12 @@ def incidents(events: Sequence[Mapping[str, Any]]) -> tuple[list[Incident], int]
 
 
 def shortened(text: str, most: int) -> str:
-    """Shortens a text to `most` characters."""
+    """Returns the text, shortened to at most `most` characters."""
     return text if len(text) <= most else f"{text[: most - 3].rstrip()}..."
 
 
 def several_saves(events: Sequence[Mapping[str, Any]]) -> Incident:
-    """Checkpoints in a row as one line."""
+    """Returns one incident for consecutive checkpoints."""
     steps = [event["step"] for event in events if is_number(event.get("step"))]
     times = [event["seconds"] for event in events if is_number(event.get("seconds"))]
     sizes = [event["bytes"] for event in events if is_number(event.get("bytes"))]
@@ -77,7 +77,7 @@ def several_saves(events: Sequence[Mapping[str, Any]]) -> Incident:
 
 
 def span(steps: Sequence[float]) -> str:
-    """'100 to 400', '100'."""
+    """Returns text such as '100 to 400', or '100' for one step."""
     if not steps:
         return ""
     low, high = min(steps), max(steps)
@@ -85,7 +85,7 @@ def span(steps: Sequence[float]) -> str:
 
 
 def when(event: Mapping[str, Any]) -> str:
-    """The time of an event, or ''."""
+    """Returns the time of an event as text, or '' if unknown."""
     return clock(unix_time(event.get("time")))
 
 
@@ -152,7 +152,7 @@ def event_message(event: Mapping[str, Any]) -> str:
 
 
 def rewind_text(event: Mapping[str, Any]) -> str:
-    """Message of a rewind: target step and skipped batches."""
+    """Returns the message of a rewind with the target step and skipped batches."""
     skips = as_list(event.get("skip_batches"))
     ranges = ", ".join(f"{part[0]} to {part[1] - 1}" for part in skips if is_pair(part))
     to = event.get("to")
@@ -163,12 +163,12 @@ def rewind_text(event: Mapping[str, Any]) -> str:
 
 
 def is_pair(part: Any) -> bool:
-    """True for [first, behind the last]."""
+    """Returns True for a list of two numbers, [first, stop)."""
     return isinstance(part, list) and len(part) == 2 and all(map(is_number, part))
 
 
 def alert_text(event: Mapping[str, Any]) -> str:
-    """A finding of the health rules: observation, likely causes with evidence, advice."""
+    """Returns the message of a health alert: observation, likely causes with evidence, and advice."""
     kind = str(event.get("what") or "alert").replace("_", " ")
     if event.get("over"):
         return f"{kind} ended: {event.get('seen') or ''}".rstrip(": ")
@@ -185,14 +185,14 @@ def alert_text(event: Mapping[str, Any]) -> str:
 
 
 def is_trouble(event: Mapping[str, Any]) -> bool:
-    """True for problems."""
+    """Returns True if an event is a problem."""
     if event["event"] == "stopped":
         return is_failure(event.get("code"))
     return event["event"] in TROUBLE and not is_harmless(event)
 
 
 def described(value: Any) -> str:
-    """Plain data as text without brackets."""
+    """Returns plain data as text without brackets."""
     if isinstance(value, dict):
         given = {name: inner for name, inner in value.items() if inner not in (None, [], {}, "")}
         return ", ".join(f"{name} {described(inner)}" for name, inner in given.items())
@@ -202,14 +202,14 @@ def described(value: Any) -> str:
 
 
 def devices_text(devices: Any) -> str:
-    """' on 8 x TPU v4'."""
+    """Returns text such as ' on 8 x TPU v4'."""
     if not isinstance(devices, dict) or "kind" not in devices:
         return ""
     return f" on {devices.get('number', '?')} x {devices['kind']}"
 
 
 def changes_text(changes: Any) -> str:
-    """'; changed: optim.peak_lr 0.002 -> 0.001'."""
+    """Returns text such as '; changed: optim.peak_lr 0.002 -> 0.001', or ''."""
     changed = [
         f"{change.get('name')} {described(change.get('old'))} -> {described(change.get('new'))}"
         for change in as_list(changes)
@@ -219,13 +219,13 @@ def changes_text(changes: Any) -> str:
 
 
 def facts_text(event: Mapping[str, Any]) -> str:
-    """': name value, ...' of the other fields of an event."""
+    """Returns the other fields of an event as text such as ': name value, ...'."""
     facts = {name: value for name, value in event.items() if name not in ("time", "event", "step")}
     return f": {described(facts)}" if facts else ""
 
 
 def marks(events: Sequence[Mapping[str, Any]]) -> list[Mark]:
-    """Returns the newest MOST_MARKS problems and restarts for the plots, equal ones at one step only once."""
+    """Returns the newest MOST_MARKS problems and restarts for the plots, without duplicates at the same step."""
     found: dict[tuple[float, str], Mark] = {}
     for event in events:
         kind = "trouble" if event["event"] in MARKED and is_trouble(event) else ""

@@ -1,4 +1,4 @@
-"""The whole page: header, sections and security policy."""
+"""The report page: header, sections and content security policy."""
 
 import dataclasses
 import importlib.resources
@@ -28,14 +28,14 @@ from jaxscale.tools.reporting.sections import Section, plot_sections
 from jaxscale.tools.reporting.status import Status, cost_fact, price_words, status_of
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
-MOST_OPEN = 4  # runs whose samples and incidents are open at once
-SERVED = "; connect-src 'self'"  # the page of --serve asks its own server whether the run has gone on
+MOST_OPEN = 4  # with more runs, samples and incidents are folded
+SERVED = "; connect-src 'self'"  # a page of --serve asks its server if there is a newer version
 
 
 def make_page(
     histories: Sequence[History], *, price: float | None = None, now: float | None = None, version: str | None = None
 ) -> str:
-    """One HTML file of one or more runs. price: dollars per chip-hour. now: Unix seconds. version: of a served page."""
+    """Returns an HTML page about one or more runs. price: dollars per chip-hour. version: version of a served page."""
     now = time.time() if now is None else now
     histories = with_unique_names(histories)
     canvas = Canvas(histories, step_axis(histories))
@@ -56,7 +56,7 @@ def make_page(
 
 
 def make_evals_page(history: History, *, now: float | None = None) -> str:
-    """One HTML file about what the checkpoints of a run were measured on."""
+    """Returns an HTML page with the evaluations of a run's checkpoints."""
     canvas = Canvas([history], step_axis([history]))
     sections = [Section("evals", "Evaluations", eval_plots(canvas)), Section("numbers", "Numbers", eval_table(history))]
     sections = [section for section in sections if section.html]
@@ -68,7 +68,7 @@ def make_evals_page(history: History, *, now: float | None = None) -> str:
 def whole_page(
     title: str, head: str, sections: Sequence[Section], end: str, data: Mapping[str, Any] | None, problem_list: str = ""
 ) -> str:
-    """The HTML file. data: for page.js, with a served page's version; None: no script. problem_list: HTML."""
+    """Returns an HTML page. data: data for page.js, or None for a page without a script. problem_list: HTML."""
     links = "".join(f'<a href="#{section.id}">{escape(section.title)}</a>' for section in sections)
     body = "".join(f'<section><h2 id="{s.id}">{escape(s.title)}</h2>{s.html}</section>' for s in sections)
     policy = POLICY + (SERVED if data and data.get("version") else "")
@@ -90,7 +90,7 @@ def whole_page(
 
 
 def with_unique_names(histories: Sequence[History]) -> list[History]:
-    """Labels runs with their full path where folder names are equal."""
+    """Returns the runs, labelled with their full path if several folders have the same name."""
     names = [history.name for history in histories]
     return [
         dataclasses.replace(history, label=history.workdir) if names.count(history.name) > 1 else history
@@ -99,7 +99,7 @@ def with_unique_names(histories: Sequence[History]) -> list[History]:
 
 
 def footer(now: float, by: str) -> str:
-    """Returns creation time, command and help on plots."""
+    """Returns the footer text: creation time, command and help about plots."""
     return (
         f"Created {clock(now)} by {by}. Drag across a plot to zoom in, double-click to zoom out; "
         "keyboard: arrows, + and -, Escape."
@@ -107,14 +107,14 @@ def footer(now: float, by: str) -> str:
 
 
 def problem_list(histories: Sequence[History]) -> str:
-    """Returns the list of missing or skipped data as HTML."""
+    """Returns a list of missing or skipped data as HTML."""
     lines = [(history.name, problem) for history in histories for problem in history.problems]
     items = "".join(f"<li>{escape(f'{name}: {line}' if len(histories) > 1 else line)}</li>" for name, line in lines)
     return f'<ul class="told">{items}</ul>' if items else ""
 
 
 def run_header(history: History, status: Status) -> str:
-    """Returns name, state and the main metrics of a run as HTML."""
+    """Returns the header for one run as HTML: name, state and main metrics."""
     chips = f"{plain(status.chips)} x {status.chip}" if status.chips else ""
     parts = [str(history.part("config", "model").get("name") or ""), chips, history.workdir]
     done = status.step / status.total_steps if status.total_steps else None
@@ -148,12 +148,12 @@ def run_header(history: History, status: Status) -> str:
 
 
 def fine_print(statuses: Sequence[Status]) -> str:
-    """Returns the price that the cost is based on."""
+    """Returns the prices that the costs are based on as HTML."""
     return f'<p class="fine">{escape(words)}</p>' if (words := price_words(statuses)) else ""
 
 
 def runs_header(histories: Sequence[History], statuses: Sequence[Status]) -> str:
-    """A row for each run."""
+    """Returns the header for several runs as HTML, with one table row per run."""
     has_cost = any(status.cost is not None for status in statuses)
     rows = []
     for place, (history, s) in enumerate(zip(histories, statuses)):
@@ -171,14 +171,14 @@ def runs_header(histories: Sequence[History], statuses: Sequence[Status]) -> str
 
 
 def differences(histories: Sequence[History]) -> str:
-    """Settings in which several runs differ."""
+    """Returns a table of the settings that differ between runs."""
     each = {tokens for history in histories if (tokens := tokens_per_step(history))}
     note = "The runs differ in tokens per step (batch_tokens), but the plots are over steps."
     return difference_table(histories) + (left_out(note) if len(each) > 1 else "")
 
 
 def per_run(histories: Sequence[History], make) -> str:
-    """Applies `make` to each run, under its name if there are several, folded if there are many."""
+    """Returns the HTML of `make` for each run, with run names if there are several, folded if there are many."""
     if len(histories) == 1:
         return make(histories[0])
     named = [(run_name(history, place).html, make(history)) for place, history in enumerate(histories)]
@@ -188,7 +188,7 @@ def per_run(histories: Sequence[History], make) -> str:
 
 
 def samples(history: History) -> str:
-    """Generated texts, newest first."""
+    """Returns the generated texts as HTML, newest first."""
     title = lambda sample: f"step {sample.step:,}" if sample.step is not None else "at the end of the run"
     found = [f"<h3>{escape(title(s))}</h3><pre>{escape(s.text)}</pre>" for s in reversed(history.samples)]
     if not found:
@@ -201,7 +201,7 @@ def samples(history: History) -> str:
 
 
 def settings(history: History) -> str:
-    """Versions, descent, changes, and all settings."""
+    """Returns versions, ancestry, changed settings and all settings as HTML."""
     config = history.config
     versions = {name: version for name, version in history.part("versions").items() if version}
     facts = [("git commit", config.get("git_commit")), ("versions", described(versions))]

@@ -1,4 +1,4 @@
-"""Tables of the page: time by activity, settings and their changes, and incidents."""
+"""Tables of the report page: time by activity, settings and their changes, and incidents."""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -13,7 +13,7 @@ from jaxscale.tools.reporting.page_text import escape, percent
 from jaxscale.tools.reporting.plots import color_of, key
 
 MOST_CHANGES = 200
-MOST_COLUMNS = 6  # runs
+MOST_COLUMNS = 6  # with more runs, each run is a row
 MISSING = object()
 KIND_WORDS = {
     "step": "training steps", "compile": "compiling", "restore": "restoring", "data": "waiting for data",
@@ -23,14 +23,14 @@ KIND_WORDS = {
 
 
 class Cell(NamedTuple):
-    """HTML of a cell, and its class: n (number), t (quiet), w (wide), mono."""
+    """HTML of a table cell, and its class: n (number), t (quiet), w (wide) or mono."""
 
     html: str
     kind: str = ""
 
 
 def table(head: Sequence[str | Cell], rows: Iterable[Sequence[str | Cell]], row_kinds: Sequence[str] = ()) -> str:
-    """A table in a scrolling box. Text is escaped, a Cell is HTML already."""
+    """Returns a table in a scrolling box as HTML. Text is escaped, but a Cell is HTML."""
     css_class = lambda kind: f' class="{kind}"' if kind else ""
     as_cells = lambda row: [cell if isinstance(cell, Cell) else Cell(escape(cell)) for cell in row]
     body = list(map(as_cells, rows))
@@ -46,33 +46,33 @@ def table(head: Sequence[str | Cell], rows: Iterable[Sequence[str | Cell]], row_
 
 
 def n(text: str) -> Cell:
-    """A number."""
+    """Returns a cell for a number."""
     return Cell(escape(text), "n")
 
 
 def integer_text(value: Any) -> str:
-    """'2,830'."""
+    """Returns text such as '2,830'."""
     return f"{value:,}" if is_number(value) else described(value)
 
 
 def mono(value: Any) -> Cell:
-    """A setting's value."""
+    """Returns a cell for the name or value of a setting."""
     is_plain = isinstance(value, str) or value in ({}, [], None)
     return Cell(escape(value if is_plain else described(value)), "mono")
 
 
 def left_out(text: str) -> str:
-    """Returns a line that explains missing data."""
+    """Returns a paragraph that explains missing data as HTML."""
     return f'<p class="left">{escape(text)}</p>'
 
 
 def run_name(history: History, place: int) -> Cell:
-    """The run with its colour."""
+    """Returns a cell with the name and color of a run."""
     return Cell(f"{key('line', color_of(place))}{escape(history.name)}")
 
 
 def goodput_table(histories: Sequence[History]) -> str:
-    """Seconds by kind over all starts, which sum to the wall time; of several runs the shares, a row for each."""
+    """Returns a table of the wall time by activity, or for several runs the fractions with one row per run."""
     ledgers = [(place, measure_goodput(history.rows, history.events)) for place, history in enumerate(histories)]
     known = [(place, found) for place, found in ledgers if found.fraction is not None]
     if len(histories) > 1:
@@ -92,7 +92,7 @@ def goodput_table(histories: Sequence[History]) -> str:
 
 
 def supervised_table(histories: Sequence[History]) -> str:
-    """Starts by the supervisor."""
+    """Returns tables of the starts by the supervisor."""
     parts = []
     for place, history in enumerate(histories):
         ends = [record for record in history.supervised if record.get("event") == "end"]
@@ -119,7 +119,7 @@ def supervised_table(histories: Sequence[History]) -> str:
 
 
 def incident_table(history: History) -> str:
-    """The log, newest last."""
+    """Returns the incident log as a table, newest last."""
     found, older = incidents(history.events)
     rows = [(Cell(escape(i.when), "t"), n(i.step), Cell(escape(i.what), "w")) for i in found]
     note = left_out(f"{older:,} older lines are in events.jsonl.") if older else ""
@@ -127,8 +127,10 @@ def incident_table(history: History) -> str:
 
 
 def change_table(history: History) -> str:
-    """Settings changed during the run, and the effect of each change."""
-    written = history.config.get("changed", history.config.get("allowed_changes"))  # the name before 2026-11-22
+    """Returns a table of the settings that changed during the run, with the effect of each change."""
+    written = history.config.get(
+        "changed", history.config.get("allowed_changes")
+    )  # allowed_changes was the name before 2026-11-22
     changes = [change for change in as_list(written) if isinstance(change, dict)]
     rows = []
     for change in changes[-MOST_CHANGES:]:
@@ -141,7 +143,7 @@ def change_table(history: History) -> str:
 
 
 def difference_table(histories: Sequence[History]) -> str:
-    """The settings in which the runs differ, and the machines and versions; a column for each run, of many a row."""
+    """Returns a table of settings, machines and versions that differ, with one column per run (or row, if many)."""
     known = [(run_name(history, place), made_with(history)) for place, history in enumerate(histories)]
     known = [(name, facts) for name, facts in known if facts]  # the header reports a missing config.json
     names = list(dict.fromkeys(name for _, facts in known for name in facts))
@@ -156,7 +158,7 @@ def difference_table(histories: Sequence[History]) -> str:
 
 
 def made_with(history: History) -> dict[str, Any]:
-    """{dotted name: value} of the settings, and of what the run was made on and with; {} without config.json."""
+    """Returns {name: value} of settings, devices, git commit and versions, or {} without config.json."""
     config, devices, settings = history.config, history.part("devices"), history.part("config")
     found = schema.flatten(settings) if settings else {}
     if devices.get("kind"):

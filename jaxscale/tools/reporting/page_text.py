@@ -1,7 +1,7 @@
-"""Text and numbers as the page shows them. Whatever a run, its data or its model wrote comes through here.
+"""Formatting of text and numbers on the report page, which includes untrusted text from runs, data and models.
 
-`escape` is the only way of text into HTML, `json_block` the only way of values to the script: a document that holds
-`</script>` or an escape sequence is shown, not obeyed.
+All text in HTML passes through `escape`, and all values for the script pass through `json_block`. A document that
+contains `</script>` or an escape sequence is therefore displayed and not interpreted.
 """
 
 import datetime
@@ -14,12 +14,12 @@ from jaxscale.system.redact import in_html, redacted
 
 NONE = "n/a"
 escape = in_html
-# The script's data stand in a script element, which ends at the next "</script" whatever JSON makes of it.
+# The data for the script are in a script element, which ends at the next "</script", even inside a JSON string.
 FOR_SCRIPT = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
 
 def json_block(value: Any) -> str:
-    """The value as JSON that can stand in a script element. NaN in it is the caller's defect (ValueError)."""
+    """Returns the value as JSON that is safe in a script element. Raises ValueError for NaN."""
     written = json.dumps(redacted(value), allow_nan=False, separators=(",", ":"), ensure_ascii=True)
     for character, spelt in FOR_SCRIPT.items():
         written = written.replace(character, spelt)
@@ -27,7 +27,7 @@ def json_block(value: Any) -> str:
 
 
 def plain(value: float | None) -> str:
-    """'2.314', '0.0003', '3e-05', '12.3K', '-4.5M': four significant digits at most; 'n/a' for None."""
+    """Returns text with at most four significant digits, such as '2.314', '3e-05' or '-4.5M', or 'n/a' for None."""
     if value is None:
         return NONE
     size = abs(value)
@@ -39,12 +39,12 @@ def plain(value: float | None) -> str:
 
 
 def percent(value: float | None) -> str:
-    """'41.3%'."""
+    """Returns text such as '41.3%'."""
     return NONE if value is None else f"{100 * value:.{3 if abs(value) >= 0.01 else 2}g}%"
 
 
 def seconds(value: float | None) -> str:
-    """'3.2ms', '0.58s', '1h02m'."""
+    """Returns text such as '3.2ms', '0.58s' or '1h02m'."""
     if value is None:
         return NONE
     if 0 < abs(value) < 0.1:
@@ -53,19 +53,19 @@ def seconds(value: float | None) -> str:
 
 
 def or_none(write: Callable[[float], str]) -> Callable[[float | None], str]:
-    """The function, with 'n/a' for None."""
+    """Returns a function that calls `write`, or returns 'n/a' for None."""
     return lambda value: NONE if value is None else write(value)
 
 
-# '24.4 GiB'; '6.74B'; '$1,234', '$0.42'; '1h02m'
+# formats such as '24.4 GiB', '6.74B', '$1,234' and '1h02m'
 size, count, money, duration = map(or_none, (units.size, units.count, units.dollars, units.duration))
 
 
 def tick_texts(values: Sequence[float], numbers: str) -> list[str]:
-    """Formats ticks: 0 without a unit, exact sizes, and small numbers in one notation."""
+    """Returns the texts of ticks, with 0 without a unit, exact sizes, and all small numbers in one notation."""
     others = [abs(value) for value in values if value]
     small = numbers == "plain" and bool(others) and min(others) < 1e-4 and max(others) < 1e-2
-    # '1.25 GiB', '512 MiB'
+    # exact sizes such as '1.25 GiB' and '512 MiB'
     unit = lambda value: next((unit for unit in (2**40, 2**30, 2**20, 2**10) if abs(value) >= unit), 1)
     exact_size = lambda value: f"{value / unit(value):.6g} {size(unit(value)).split()[1]}"
     write = power if small else exact_size if numbers == "size" else NUMBERS[numbers]
@@ -73,7 +73,7 @@ def tick_texts(values: Sequence[float], numbers: str) -> list[str]:
 
 
 def power(value: float) -> str:
-    """'2.5e-4'."""
+    """Returns text such as '2.5e-4'."""
     mantissa, _, exponent = f"{value:.2e}".partition("e")
     return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
 
@@ -82,7 +82,7 @@ NUMBERS = {"plain": plain, "percent": percent, "size": size, "seconds": seconds,
 
 
 def clock(when: float | None) -> str:
-    """'2026-11-21 21:34:23 UTC'."""
+    """Returns text such as '2026-11-21 21:34:23 UTC'."""
     if when is None:
         return ""
     return datetime.datetime.fromtimestamp(when, datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

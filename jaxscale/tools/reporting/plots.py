@@ -1,7 +1,7 @@
-"""One figure as HTML and SVG: lines, bands and marks over the steps of a run. It needs no script; that adds the zoom.
+"""Figures as HTML and SVG: lines, bands and marks over the steps of a run. A script is only needed for zoom.
 
-The drawing is stretched to the available width, while strokes and text keep their size: strokes do not scale, and
-labels are HTML next to the drawing.
+The SVG drawing is stretched to the available width. Strokes and text have a constant size, since strokes do not scale
+and labels are HTML elements next to the drawing.
 """
 
 import dataclasses
@@ -14,23 +14,23 @@ from jaxscale import units
 from jaxscale.tools.reporting.axes import LEAST, Axis, axis_over, size_ticks, thin_columns
 from jaxscale.tools.reporting.page_text import NUMBERS, escape, plain, tick_texts
 
-WIDTH, HEIGHT = 1000, 400  # of the drawing's own coordinates
-COLUMNS = 700  # about the pixels of a plot: what is drawn
-END = 0.97  # of the axis: a number centred behind it would reach out of a narrow page
-STEEP_PART = 0.05  # of the steps: where a loss falls by more than in all the rest
+WIDTH, HEIGHT = 1000, 400  # size of the drawing in SVG coordinates
+COLUMNS = 700  # columns to which lines are thinned, about the pixels of a plot
+END = 0.97  # fraction of the axis after which a centred label would leave a narrow page
+STEEP_PART = 0.05  # first fraction of the steps, in which a loss falls by more than in all later steps
 STEPS = "steps"
-COLORS, DASHES = 8, 4  # c0 to c7 of the style, and k1 to k3 of it
-STYLES = ("band", "faint", "dots", "gone", "limit", "dash", "line")  # of one name, the last stands in the legend
-POINTS_UP_TO = 40  # points of a line that are also shown as such
-SCRIPT_COLUMNS = 1400  # points for the script's zoom
-LEVELS = 12  # colours h0 to h11 of the style
-EMPTY = "empty"  # and one for 0
-MOST_COLUMNS = 240
-MAX_CATEGORY_COLUMNS = 512  # where columns are not steps: about two pixels each on a wide page
+COLORS, DASHES = 8, 4  # CSS classes c0 to c7, and k1 to k3
+STYLES = ("band", "faint", "dots", "gone", "limit", "dash", "line")  # the legend shows the last style of a name
+POINTS_UP_TO = 40  # lines with fewer points are also drawn as dots
+SCRIPT_COLUMNS = 1400  # columns to which the data for zooming are thinned
+LEVELS = 12  # colors of heat maps, CSS classes h0 to h11
+EMPTY = "empty"  # CSS class for 0
+MOST_COLUMNS = 240  # columns of a heat map over steps
+MAX_CATEGORY_COLUMNS = 512  # columns of other heat maps, about two pixels each on a wide page
 
 
 class PlotLine(NamedTuple):
-    """A series. style: line, faint, dash, dots (points), gone (abandoned: grey), limit (thin). color: of page.css."""
+    """A series. style: line, faint, dash, dots, gone (abandoned, grey) or limit (thin). color: class in page.css."""
 
     label: str
     steps: Sequence[float]
@@ -40,7 +40,7 @@ class PlotLine(NamedTuple):
 
 
 class PlotBand(NamedTuple):
-    """A range of values."""
+    """A range of values over steps."""
 
     label: str
     steps: Sequence[float]
@@ -50,7 +50,7 @@ class PlotBand(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """Something that happened at a step. kind: trouble, change."""
+    """An event at a step. kind: trouble or change."""
 
     step: float
     text: str
@@ -59,7 +59,7 @@ class Mark(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plot:
-    """Data of a plot. numbers: a key of text.NUMBERS."""
+    """Data of a plot. numbers: a key of page_text.NUMBERS."""
 
     title: str
     lines: Sequence[PlotLine]
@@ -71,46 +71,46 @@ class Plot:
     marks: Sequence[Mark] = ()
     note: str = ""
     full_width: bool = False
-    explained: bool = False  # its legend also explains grey lines and marks
-    focused: bool = False  # the steep beginning does not decide on the axis of values
-    until: float | None = None  # the last step of its axis, where that is not the page's
-    named: bool = False  # its legend also names a line that is alone, as one of several runs must be
+    explained: bool = False  # True if the legend also explains grey lines and marks
+    focused: bool = False  # True if the value axis ignores the steep start
+    until: float | None = None  # last step of the axis, if later than on the rest of the page
+    named: bool = False  # True if the legend also names a single line, as for one of several runs
 
     @property
     def drawn(self) -> list[PlotLine]:
-        """The lines that have a point; a point that is alone would not be seen as a line."""
+        """The lines with points. A single point is drawn as a dot, since it is invisible as a line."""
         lone = lambda line: len(line.steps) == 1 and line.style in ("line", "dash", "faint")
         return [line._replace(style="dots") if lone(line) else line for line in self.lines if line.steps]
 
 
 class HeatMap(NamedTuple):
-    """Data of a heat map. rows: {name: values at the steps}, bottom first."""
+    """Data of a heat map. rows: {name: values at the steps}, starting at the bottom."""
 
     title: str
     unit: str
     steps: Sequence[int]
     rows: Mapping[str, Sequence[float | None]]
-    scale: tuple[float, float] | None = None  # minimum color range
-    across: str = ""  # name of a column that is not a step; then steps are 0, 1, 2, ...
-    empty: str = ""  # label of 0, if it has a separate color
+    scale: tuple[float, float] | None = None  # smallest range of the color scale
+    across: str = ""  # name of the columns if they are not steps; then steps are 0, 1, 2, ...
+    empty: str = ""  # label for 0, if 0 has a separate color
     note: str = ""
 
 
 def color_of(place: int) -> str:
-    """The colour of a line among others, and beyond the eighth a pattern of dashes too."""
+    """Returns the CSS class of a line's color, with a dash pattern from the ninth line on."""
     turn = place // COLORS % DASHES
     return f"c{place % COLORS}" + (f" k{turn}" if turn else "")
 
 
 def with_points(lines: Sequence[PlotLine]) -> list[PlotLine]:
-    """The lines, and the points of those that have few."""
+    """Returns the lines, and additional dots for lines with few points."""
     few = [line for line in lines if line.style != "gone" and len(line.steps) < POINTS_UP_TO]
     return [*lines, *(line._replace(style="dots") for line in few)]
 
 
 def draw(plot: Plot, across: Axis, number: int, below: str = STEPS) -> tuple[str, dict[str, Any]]:
-    """(the figure as HTML, what the script needs of it). number: by which the script finds the one for the other.
-    below: the name of the axis below, where that is not of steps; such a plot has no zoom."""
+    """Returns (figure as HTML, data for the script). number: index of the figure on the page.
+    below: name of the horizontal axis, if it is not steps. Such a plot has no zoom."""
     across = across._replace(high=max(across.high, plot.until or 0.0))
     seen = [value for line in plot.drawn if line.style != "gone" for value in values_for_axis(plot, line, across)]
     late = lambda values: values[len(values) // 20 :]
@@ -125,7 +125,9 @@ def draw(plot: Plot, across: Axis, number: int, below: str = STEPS) -> tuple[str
     )
     notes = [plot.note] if plot.note else []
     ticks = size_ticks(up.low, up.high) if plot.numbers == "size" and not up.log else up.ticks()
-    once = {(line.label, line.color): line for line in reversed(plot.drawn) if line.style != "gone"}  # not its mean too
+    once = {
+        (line.label, line.color): line for line in reversed(plot.drawn) if line.style != "gone"
+    }  # without smoothed lines
     beyond = [value for line in once.values() for value in line.values if value > up.high]
     if beyond:
         amount = f"{len(beyond):,} points are" if len(beyond) > 1 else "One point is"
@@ -144,15 +146,15 @@ def draw(plot: Plot, across: Axis, number: int, below: str = STEPS) -> tuple[str
 class FigureParts(NamedTuple):
     """HTML and SVG parts of a figure, line plot or heat map."""
 
-    kind: str  # classes of the style
+    kind: str  # CSS classes
     title: str
     unit: str
     legend: str  # HTML
-    words: str  # for screen readers
+    words: str  # text for screen readers
     drawn: str  # SVG
-    left: str  # HTML of the labels next to it
+    left: str  # HTML of the labels at the left
     note: str = ""
-    below: str = STEPS  # the name of the axis below
+    below: str = STEPS  # name of the horizontal axis
 
     def html(self, across: Axis, number: int) -> str:
         note = f'<p class="note">{escape(self.note)}</p>' if self.note else ""
@@ -166,34 +168,34 @@ class FigureParts(NamedTuple):
 
 
 def left_label(top: float, text: str) -> str:
-    """Returns a label next to the drawing. top: 0 at its upper end, 1 at the lower."""
+    """Returns a label at the left of the drawing. top: relative position, 0 at the upper end and 1 at the lower end."""
     return f'<span class="ty" style="top:{100 * top:.2f}%">{escape(text)}</span>'
 
 
 def values_for_axis(plot: Plot, line: PlotLine, across: Axis) -> Sequence[float]:
-    """Returns the values of a line that the axis must cover."""
+    """Returns the values of a line that the value axis must cover."""
     if not plot.focused or line.steps[-1] < STEEP_PART * across.high * 3:
         return line.values
     return [value for step, value in zip(line.steps, line.values) if step >= STEEP_PART * across.high]
 
 
 def x_of(step: float, across: Axis) -> str:
-    """The horizontal coordinate, as short as it can be written."""
+    """Returns the horizontal coordinate of a step as text."""
     return short(WIDTH * across.place(step))
 
 
 def y_of(value: float, up: Axis) -> str:
-    """The vertical coordinate; 0 is at the top."""
+    """Returns the vertical coordinate of a value as text, with 0 at the top."""
     return short(HEIGHT * (1 - up.place(value)))
 
 
 def short(number: float) -> str:
-    """'12.3', '12'."""
+    """Returns text with at most one decimal, such as '12.3' or '12'."""
     return f"{number:.1f}".removesuffix(".0")
 
 
 def line_path(line: PlotLine, across: Axis, up: Axis) -> str:
-    """The path of a line, or of dots: strokes of no length with round ends."""
+    """Returns the SVG path of a line, or of dots (strokes of length 0 with round ends)."""
     points = thin_columns(line.steps, line.values, COLUMNS)
     if line.style == "dots" or len(points) == 1:
         return "".join(f"M{x_of(x, across)} {y_of(y, up)}h0" for x, y in points)
@@ -201,14 +203,14 @@ def line_path(line: PlotLine, across: Axis, up: Axis) -> str:
 
 
 def band_path(band: PlotBand, across: Axis, up: Axis) -> str:
-    """The outline of a band."""
+    """Returns the SVG path of a band's outline."""
     upper = [f"{x_of(x, across)} {y_of(y, up)}" for x, y in zip(band.steps, band.high)]
     lower = [f"{x_of(x, across)} {y_of(y, up)}" for x, y in zip(band.steps, band.low)]
     return "M" + "L".join([*upper, *reversed(lower)]) + "Z"
 
 
 def x_labels(across: Axis, name: str) -> str:
-    """Returns the tick labels below the axis, and its name; the last label is left of its tick."""
+    """Returns the name and tick labels of the horizontal axis. The last label is to the left of its tick."""
     ticks = [at for at in across.ticks(5) if at == int(at) or name != STEPS]
     texts = [f"{at:,.0f}" for at in ticks] if name == STEPS else tick_texts(ticks, "plain")
     return f'<span class="xn">{escape(name)}</span>' + "".join(
@@ -218,14 +220,14 @@ def x_labels(across: Axis, name: str) -> str:
 
 
 def legend(plot: Plot) -> str:
-    """Returns the legend, if there is more than one kind of line; with grey lines and marks if `explained`."""
+    """Returns the legend, or '' for a single line. Includes grey lines and marks if plot.explained."""
     styles: dict[tuple[str, str], list[str]] = {}
-    for line in sorted(plot.drawn, key=lambda line: line.style == "gone"):  # what counts comes first
+    for line in sorted(plot.drawn, key=lambda line: line.style == "gone"):  # abandoned lines are last
         if line.style != "gone" or plot.explained:
             styles.setdefault((line.label, "" if line.style == "gone" else line.color), []).append(line.style)
     for band in plot.bands:
         styles.setdefault((band.label, band.color), []).append("band")
-    # points and a band of a line with the same name and color are not separate kinds
+    # dots or a band with the same name and color as a line have no separate entry
     kinds = [(max(found, key=STYLES.index), color, label) for (label, color), found in styles.items()]
     if len(kinds) < 2 and not plot.named:
         kinds = []
@@ -236,13 +238,13 @@ def legend(plot: Plot) -> str:
 
 
 def key(style: str, color: str) -> str:
-    """A piece of such a line."""
+    """Returns the legend symbol of a style and color."""
     shape = {"band": "M0 1H20V9H0Z", "mark": "M10 -2V12", "dots": "M10 5h0"}.get(style, "M0 5H20")
     return f'<svg class="key" viewBox="0 0 20 10"><path class="{f"{style} {color}".strip()}" d="{shape}"/></svg>'
 
 
 def summary(plot: Plot, below: str = STEPS) -> str:
-    """Describes the plot for screen readers."""
+    """Returns a description of the plot for screen readers."""
     write = NUMBERS[plot.numbers]
     at = lambda x: f"step {x:,.0f}" if below == STEPS else f"{below} {NUMBERS['plain'](x)}"
     parts = [
@@ -256,8 +258,8 @@ def summary(plot: Plot, below: str = STEPS) -> str:
 
 
 def script_data(plot: Plot, across: Axis, up: Axis) -> dict[str, Any]:
-    """The plot's points for the script, in the order in which its paths stand."""
-    rounded = lambda value: float(f"{value:.5g}")  # half of what JSON would write
+    """Returns the plot's points for the script, in the order of the SVG paths."""
+    rounded = lambda value: float(f"{value:.5g}")  # halves the size of the JSON
     thinned = [(line, thin_columns(line.steps, line.values, SCRIPT_COLUMNS)) for line in plot.drawn]
     return {
         "x": [across.low, across.high],
@@ -279,10 +281,10 @@ def script_data(plot: Plot, across: Axis, up: Axis) -> dict[str, Any]:
 
 
 def draw_heat(heat: HeatMap, across: Axis, number: int) -> tuple[str, dict[str, Any]]:
-    """(the figure as HTML, what the script needs of it).
+    """Returns (figure as HTML, data for the script).
 
-    Colours are logarithmic between the lowest and the highest positive value. Of more steps than fit, each column has
-    the value that is farthest from the row's median, so that one step's outlier is seen.
+    Colors are logarithmic between the lowest and the highest positive value. If a column contains several steps, it
+    shows the value that is farthest from the row's median, so that outliers at single steps are visible.
     """
     column_steps, cells = columns_of(heat.steps, heat.rows, MAX_CATEGORY_COLUMNS if heat.across else MOST_COLUMNS)
     positive = [value for row in cells.values() for value in row if value is not None and value > LEAST]
@@ -314,7 +316,7 @@ def draw_heat(heat: HeatMap, across: Axis, number: int) -> tuple[str, dict[str, 
 def columns_of(
     steps: Sequence[int], rows: Mapping[str, Sequence[float | None]], most: int = MOST_COLUMNS
 ) -> tuple[list[int], dict[str, list[float | None]]]:
-    """Returns (first step of each column, {row: column values}), at most `most` columns."""
+    """Returns (first step of each column, {row: column values}) with at most `most` columns."""
     stride = max(1, math.ceil(len(steps) / most))
     starts = range(0, len(steps), stride)
     cells: dict[str, list[float | None]] = {}
@@ -331,7 +333,7 @@ def columns_of(
 
 
 def edges_of(steps: Sequence[int], across: Axis) -> list[float]:
-    """Horizontal coordinates between the columns; a column reaches half of the way to its neighbours."""
+    """Returns the horizontal coordinates between columns, midway between the steps."""
     if not steps:
         return [0.0, 0.0]
     if len(steps) == 1:
@@ -346,7 +348,7 @@ def edges_of(steps: Sequence[int], across: Axis) -> list[float]:
 def color_paths(
     rows: Sequence[Sequence[float | None]], edges: Sequence[float], scale: tuple[float, float], has_empty: bool
 ) -> dict[str, list[str]]:
-    """Returns {color: rectangles of neighbouring columns of one row}. has_empty: 0 has a separate color."""
+    """Returns {color: rectangles}, with equal neighbours in a row merged. has_empty: True if 0 has a separate color."""
     low, high = scale
 
     def color_of(value: float | None) -> str | None:

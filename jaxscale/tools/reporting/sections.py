@@ -1,4 +1,4 @@
-"""The plots of the page, section by section."""
+"""Sections of the report page with their plots."""
 
 import functools
 import re
@@ -18,9 +18,9 @@ from jaxscale.tools.reporting.plots import HeatMap, PlotBand, PlotLine, color_of
 from jaxscale.tools.reporting.sources import data_table, is_of_source
 
 POSITIONS = re.compile(r"validation_by_position/(\d{1,9})-(\d{1,9})/loss")
-MOST_RANGES = 8  # of positions in the plot: the longest; the table has all
-IN_USE = ("faint", "line")  # of several runs, of one, which has a colour for it
-MOST_LINES = 12  # in one plot of a page of one run
+MOST_RANGES = 8  # longest ranges of positions in the plot; the table has all ranges
+IN_USE = ("faint", "line")  # line style for several runs, and for one run
+MOST_LINES = 12  # lines in one plot
 STATISTICS = (
     ("activation_rms", "Activations", "root mean square"),
     ("attention_rms", "Attention output", "root mean square"),
@@ -33,10 +33,10 @@ STATISTICS = (
     ("update_norm", "Update norm by group", ""),
     ("weight_norm", "Weight norm by group", ""),
 )
-MOST_LAYERED = 4  # runs whose layers are shown on one page
-HEAT_FROM = 4  # layers: fewer are lines
-MOST_NAMED = 8  # experts without a token
-# Minimum color ranges, so that an even load does not look uneven.
+MOST_LAYERED = 4  # with more runs, a page shows no layers or experts
+HEAT_FROM = 4  # fewest layers for a heat map instead of lines
+MOST_NAMED = 8  # experts without tokens that are listed
+# Smallest color ranges, so that an even load does not look uneven.
 FROM_EVEN, AROUND_EVEN = (1.0, 4.0), (0.25, 4.0)
 NO_COUNTS = (
     "No expert counts were recorded yet. Set --config.monitor.statistics_every_steps=100 to record them from the next "
@@ -44,7 +44,7 @@ NO_COUNTS = (
 )
 IN_STEPS = f"in {DEAD_STEPS} steps"
 OVER_MEAN = "relative to the layer mean"
-# (title, unit, metrics with their labels)
+# (title, unit, ((metric, label), ...))
 EXPERT_METRICS = (
     ("Busiest expert", f"{OVER_MEAN}, in the worst layer", (("experts_busiest", "busiest"),)),
     ("Effective number of experts", "in the most uneven layer", (("experts_effective", "experts"),)),
@@ -57,7 +57,7 @@ EXPERT_METRICS = (
 
 
 class Section(NamedTuple):
-    """A part of the page."""
+    """A section of the page."""
 
     id: str
     title: str
@@ -65,7 +65,7 @@ class Section(NamedTuple):
 
 
 def plot_sections(canvas: Canvas) -> list[Section]:
-    """The sections that have something to show, in order."""
+    """Returns the sections with content, in page order."""
     makers: tuple[tuple[str, str, Callable[[Canvas], str]], ...] = (
         ("loss", "Loss", loss),
         ("sources", "By source", sources),
@@ -84,7 +84,7 @@ def plot_sections(canvas: Canvas) -> list[Section]:
 
 
 def loss(canvas: Canvas) -> str:
-    """Train and validation loss, with the forecast where there is one; of several runs each has a plot."""
+    """Returns training and validation loss with the forecast, in one plot for one run, or two for several runs."""
     train, validation, bands = [], [], []
     for place, history in enumerate(canvas.histories):
         name = "train" if canvas.single else ""
@@ -95,7 +95,9 @@ def loss(canvas: Canvas) -> str:
     smoothed = any(line.style == "faint" for line in train)
     notes = ["Bold: moving average over 1/40 of the values; faint: all values."] if smoothed else []
     note = " ".join(filter(None, [*notes, not_finite(canvas, "loss")]))
-    abandoned_first = lambda lines: sorted(lines, key=lambda line: line.style != "gone")  # so below the others
+    abandoned_first = lambda lines: sorted(
+        lines, key=lambda line: line.style != "gone"
+    )  # abandoned lines are drawn below others
     until = max((band.steps[-1] for band in bands), default=None)
     shared = dict(unit="nats per token", bands=bands, full_width=True, focused=True, until=until)
     plot = functools.partial(canvas.plot, **shared)
@@ -110,13 +112,13 @@ def loss(canvas: Canvas) -> str:
 
 
 def not_finite(canvas: Canvas, name: str) -> str:
-    """A note about reports without a point, because their value was not finite."""
+    """Returns a note about values that are not shown because they are not finite, or ''."""
     count = sum(name in row.get("nonfinite", ()) for h in canvas.histories for row in h.rows)
     return f"{units.plural(count, 'non-finite value')} not shown." if count else ""
 
 
 def forecast_of(history: History, single: bool) -> list[PlotBand]:
-    """The forecast as a band over steps; only the one of a page of one run needs no name."""
+    """Returns the forecast as a band over steps. On a page of several runs, the label includes the run name."""
     each = tokens_per_step(history)
     if history.forecast is None or not each:
         return []
@@ -126,7 +128,7 @@ def forecast_of(history: History, single: bool) -> list[PlotBand]:
 
 
 def sources(canvas: Canvas) -> str:
-    """Held-out bits per byte and training loss of each source."""
+    """Returns plots of held-out bits per byte and training loss by source."""
     names = list(dict.fromkeys(name for h in canvas.histories for name in h.names()))
     bits = [n for n in names if n.startswith("validation/") and n.endswith("bits_per_byte")]
     train = [n for n in names if n.startswith("train/") and n.endswith("/loss") and n.count("/") >= 2]
@@ -137,14 +139,16 @@ def sources(canvas: Canvas) -> str:
 
 
 def by_name(canvas: Canvas, title: str, unit: str, names: list[str], prefix: str) -> str:
-    """One plot with a line for each metric; for several runs one plot for each metric."""
+    """Returns one plot with a line per metric, or for several runs one plot per metric."""
     label = lambda name: name.removeprefix(prefix).rpartition("/")[0] or "all"
     plot = functools.partial(canvas.plot, unit=unit, focused=True)
     if not canvas.single:
         each = (plot(f"{title}: {label(name)}", with_points(canvas.lines(name))) for name in names[:MOST_LINES])
         return "".join(each)
     history = canvas.histories[0]
-    known = sorted({name.split("/")[1] for name in history.names() if is_of_source(name)})  # as in the other plot
+    known = sorted(
+        {name.split("/")[1] for name in history.names() if is_of_source(name)}
+    )  # for equal colors in both plots
     color = lambda source: color_of(known.index(source)) if source in known else "all"
     lines = [PlotLine(label(name), *history.series(name), color(label(name))) for name in names[:MOST_LINES]]
     more = len(names) - MOST_LINES
@@ -153,14 +157,14 @@ def by_name(canvas: Canvas, title: str, unit: str, names: list[str], prefix: str
 
 
 def position_metrics(histories: Sequence[History]) -> dict[str, str]:
-    """{'513 to 1,024': its metric} of ranges of the number of preceding tokens, in ascending order."""
+    """Returns {range of context tokens such as '513 to 1,024': metric} in ascending order."""
     names = dict.fromkeys(name for history in histories for name in history.names())
     found = sorted((int(match[1]), int(match[2]), name) for name in names if (match := POSITIONS.fullmatch(name)))
     return {f"{first:,}" if first == last else f"{first:,} to {last:,}": name for first, last, name in found}
 
 
 def positions_section(canvas: Canvas) -> str:
-    """A line for each of the longest ranges of one run, and a table of all ranges and runs; '' where none is known."""
+    """Returns a plot of one run's longest ranges, and a table of all ranges and runs, or '' without data."""
     metrics = position_metrics(canvas.histories)
     if not metrics:
         return ""
@@ -174,7 +178,7 @@ def positions_section(canvas: Canvas) -> str:
 
 
 def positions_table(histories: Sequence[History], metrics: Mapping[str, str]) -> str:
-    """A row for each range: of one run the first and the newest loss, of several the newest of each."""
+    """Returns a table with one row per range: the first and newest loss of one run, or the newest of each run."""
     is_single, rows = len(histories) == 1, []
     for words, name in metrics.items():
         values = histories[0].series(name)[1] if is_single else [history.latest(name) for history in histories]
@@ -184,7 +188,7 @@ def positions_table(histories: Sequence[History], metrics: Mapping[str, str]) ->
 
 
 def optimizer(canvas: Canvas) -> str:
-    """Gradient norm, with skipped steps as dots, and learning rate."""
+    """Returns plots of gradient norm (skipped steps as dots), learning rate and loss scale."""
     lines = []
     for place, history in enumerate(canvas.histories):
         lines += canvas.lines_of(history, place, "grad_norm", "gradient norm" if canvas.single else "")
@@ -202,7 +206,7 @@ def optimizer(canvas: Canvas) -> str:
 
 
 def speed(canvas: Canvas) -> str:
-    """Tokens per second, MFU, the time of a step and of waiting for data, and other programs where they were large."""
+    """Returns plots of tokens per second, MFU, step time, data wait, and the CPU use of other programs if large."""
     rate = canvas.lines("tokens_per_second", smoothed=True)
     mfu = canvas.metric("mfu", "MFU", "MFU", unit="of the chips' peak", numbers="percent", zero=True)
     drawn = [
@@ -222,7 +226,7 @@ def speed(canvas: Canvas) -> str:
 
 
 def memory(canvas: Canvas) -> str:
-    """Peaks of device and host memory, and other device metrics."""
+    """Returns plots of device memory, host memory and other device metrics."""
     names = list(dict.fromkeys(name for h in canvas.histories for name in h.names()))
     lines = []
     for place, history in enumerate(canvas.histories):
@@ -242,7 +246,7 @@ def memory(canvas: Canvas) -> str:
 
 
 def goodput(canvas: Canvas) -> str:
-    """Goodput and the time by kind."""
+    """Returns a plot of goodput and tables of time by activity and supervised starts."""
     drawn = canvas.metric("goodput/fraction", "Goodput", unit="of each start", numbers="percent", zero=True)
     times, starts = goodput_table(canvas.histories), supervised_table(canvas.histories)
     if not (drawn or times or starts):
@@ -252,7 +256,7 @@ def goodput(canvas: Canvas) -> str:
 
 
 def layers(canvas: Canvas) -> str:
-    """Statistics of layers and groups: a heat map where there are many, else lines."""
+    """Returns plots of statistics by layer and group."""
     if len(canvas.histories) > MOST_LAYERED:
         return left_out(f"Layer statistics are shown for up to {MOST_LAYERED} runs. Make a page of fewer runs.")
     drawn = ""
@@ -275,8 +279,8 @@ def layers(canvas: Canvas) -> str:
 
 
 def statistic(canvas: Canvas, history: History, title: str, unit: str, prefix: str, names: list[str]) -> str:
-    """One statistic of all layers or groups."""
-    label = lambda name: f"layer {int(end)}" if (end := name.removeprefix(prefix)).isdecimal() else end  # '03'
+    """Returns one statistic of all layers or groups, as a heat map if there are many, else as lines."""
+    label = lambda name: f"layer {int(end)}" if (end := name.removeprefix(prefix)).isdecimal() else end  # such as '03'
     names = sorted(names, key=lambda name: (not label(name).startswith("layer "), label(name).rjust(12), label(name)))
     if len(names) >= HEAT_FROM:
         rows = [row for row in history.rows if any(name in row for name in names)]
@@ -287,7 +291,7 @@ def statistic(canvas: Canvas, history: History, title: str, unit: str, prefix: s
 
 
 def experts_section(canvas: Canvas) -> str:
-    """Numbers of each step, and of up to MOST_LAYERED runs layers and experts; '' for runs without experts."""
+    """Returns plots of expert metrics, and for few runs of layers and experts, or '' for runs without experts."""
     step_plots = [expert_plot(canvas, *metric) for metric in EXPERT_METRICS]
     counted = [(history, history.experts) for history in canvas.histories if history.experts is not None]
     if not counted:
@@ -302,7 +306,7 @@ def experts_section(canvas: Canvas) -> str:
 
 
 def expert_plot(canvas: Canvas, title: str, unit: str, metrics: tuple[tuple[str, str], ...]) -> str:
-    """One plot: of one run a line for each metric, of several the first of each; '' without any."""
+    """Returns a plot with a line per metric, or for several runs a line per run of the first metric."""
     if not canvas.single:
         return canvas.metric(f"train/{metrics[0][0]}", title, unit=unit)
     history: History = canvas.histories[0]
@@ -311,7 +315,7 @@ def expert_plot(canvas: Canvas, title: str, unit: str, metrics: tuple[tuple[str,
 
 
 def by_layer(canvas: Canvas, counts: ExpertCounts) -> str:
-    """The busiest expert of each layer, over windows of steps."""
+    """Returns a plot of the load of each layer's busiest expert, over windows of steps."""
     steps = [window.step for window in counts.windows]
     rows = {f"layer {layer}": [w.busiest[i] for w in counts.windows] for i, layer in enumerate(counts.layers)}
     title = "Busiest expert by layer"
@@ -325,7 +329,7 @@ def by_layer(canvas: Canvas, counts: ExpertCounts) -> str:
 
 
 def by_expert(counts: ExpertCounts) -> HeatMap:
-    """Load of each expert of each layer in the newest window."""
+    """Returns the load of each expert of each layer in the newest window."""
     mean = lambda layer_counts: sum(layer_counts) / len(layer_counts) or 1.0
     rows = {
         f"layer {layer}": [count / mean(layer_counts) for count in layer_counts]

@@ -1,4 +1,4 @@
-"""Serves the page on this machine, and renders it again when the run's files change."""
+"""Serves the report page on this machine, and renders the page again when the run's files change."""
 
 import contextlib
 import hashlib
@@ -15,34 +15,34 @@ from jaxscale.tools.reporting.page import POLICY, SERVED
 from jaxscale.tools.reporting.page_text import escape
 from jaxscale.tools.reporting.status import QUIET_SECONDS
 
-CHECK_SECONDS = 2.0  # between two looks at the files, however many ask
+CHECK_SECONDS = 2.0  # shortest time between checks of the files
 
 
 class Pages:
-    """The newest page and its version. Any thread may ask."""
+    """The newest page and its version. Thread-safe."""
 
     def __init__(self, make: Callable[[str], str], workdirs: Sequence[Any], clock: Callable[[], float] = time.time):
-        """make: the page of a version. Raises BadInput or Stop where the folders cannot be read."""
+        """Opens the work folders. make: returns the page for a version."""
         self.make, self.clock = make, clock
         self.folders = [paths.as_path(workdir) for workdir in workdirs]
         self.lock = threading.RLock()
         self.checked_at, self.current, self.made, self.content = float("-inf"), "", "", ""
 
     def version(self) -> str:
-        """A name for what the files hold now; another one when they have changed, or have not for long."""
+        """Returns an id of the files' current state, which also changes after a long time without changes."""
         with self.lock:
             now = self.clock()
             if now - self.checked_at >= CHECK_SECONDS:
                 marks = [mark for folder in self.folders for mark in sizes_and_times(folder)]
                 newest = max((mark[1] for mark in marks if mark), default=0.0)
-                # a run that falls silent changes its page too: looked at after 3 minutes, 6, 12, ...
+                # the page of a silent run also changes, and is rendered again after 3, 6, 12, ... minutes
                 quiet = max(0, int((now - newest) / QUIET_SECONDS)).bit_length()
                 state = repr((marks, quiet))
                 self.current, self.checked_at = hashlib.sha256(state.encode()).hexdigest()[:16], now
             return self.current
 
     def page(self) -> str:
-        """The page of the newest version."""
+        """Returns the newest page."""
         with self.lock:
             version = self.version()
             if version != self.made:
@@ -52,9 +52,9 @@ class Pages:
 
 
 def sizes_and_times(folder: Any) -> list[tuple[int, float] | None]:
-    """(bytes, time of the last change) of each file of the page in a work folder; None for a missing one."""
+    """Returns (bytes, modification time) of each file of a work folder that the page reads, or None if missing."""
     files, found = [folder / name for name in (*RUN_FILES, *OPTIONAL_FILES)], []
-    with contextlib.suppress(OSError):  # the page reports a folder that cannot be listed
+    with contextlib.suppress(OSError):  # the page reports unreadable folders
         files += sorted(folder.glob(LEDGERS))
     for file in files:
         stat = None
@@ -65,19 +65,19 @@ def sizes_and_times(folder: Any) -> list[tuple[int, float] | None]:
 
 
 class ReportServer(LocalServer):
-    """A server of one page."""
+    """A server for one page."""
 
     pages: Pages
 
 
 class ReportHandler(LocalHandler):
-    """GET / is the page, GET /version what it asks to see whether there is a newer one."""
+    """Request handler: GET / returns the page, and GET /version returns its current version."""
 
     server: ReportServer
     policy = f"{POLICY}{SERVED}"
 
     def do_GET(self) -> None:
-        """Answers, or refuses."""
+        """Answers a request."""
         if not self.is_for_us():
             return
         path = self.path.partition("?")[0]

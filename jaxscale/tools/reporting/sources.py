@@ -1,8 +1,8 @@
-"""Data summary: the settings in a sentence, and a row per source with its tokens.
+"""Data summary of a run: the data settings as text, and a table of sources with their tokens.
 
-Which source a row is from is arithmetic, so nothing is logged of it: config.json has the stages of the mixture, in rows
-of the stream, and within a stage every prefix is less than one row from its share (runtime/data/mixture.py). Batches
-that were left out are taken off.
+The sources of sequences are not logged, since they can be computed. config.json has the stages of the mixture in
+sequences of the stream, and each prefix of a stage differs by less than one sequence from the planned share
+(runtime/data/mixture.py). Skipped batches are subtracted.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,12 +15,12 @@ from jaxscale.tools.reporting.event_text import described, is_pair
 from jaxscale.tools.reporting.page_tables import n, run_name, table
 from jaxscale.tools.reporting.page_text import escape, percent, plain
 
-UNTOLD = (n("n/a"), n("none"))  # a column of these alone is left out
-Stage = tuple[float, dict[str, float]]  # first row in the stream, weights
+UNTOLD = (n("n/a"), n("none"))  # columns with only these cells are omitted
+Stage = tuple[float, dict[str, float]]  # (first sequence in the stream, weights)
 
 
 def data_table(histories: Sequence[History]) -> str:
-    """The sources with their planned shares, tokens by those shares, epochs' caps, and how well they are learnt."""
+    """Returns the data settings and the table of sources for each run as HTML."""
     parts = []
     for place, history in enumerate(histories):
         heading = f"<h3>{run_name(history, place).html}</h3>" if len(histories) > 1 else ""
@@ -29,7 +29,7 @@ def data_table(histories: Sequence[History]) -> str:
 
 
 def data_words(history: History) -> str:
-    """Returns the data settings in a sentence or two."""
+    """Returns the data settings as an HTML paragraph."""
     config, data = history.part("config"), history.part("config", "data")
     parts = []
     if data:
@@ -55,7 +55,7 @@ def data_words(history: History) -> str:
 
 
 def source_table(history: History) -> str:
-    """A row for each source."""
+    """Returns a table with one row per source: planned and seen tokens, epochs and losses."""
     data = history.part("config", "data")
     planned = stages_of(data.get("mixture"))
     caps = as_dict(data.get("max_epochs"))
@@ -87,17 +87,17 @@ def source_table(history: History) -> str:
 
 
 def rows_by_source(history: History) -> dict[str, float]:
-    """Rows trained on by source, to less than one row per stage and gap; {} if config.json has no stages."""
+    """Returns {source: sequences trained on}, within one per stage and skipped range, or {} if unknown."""
     stages = recorded_stages(history)
     newest = history.latest("batch_index")
     batches = history.batches
     seq_len = history.part("config").get("seq_len")
     if not stages or newest is None or batches is None or not (is_number(seq_len) and seq_len > 0):
         return {}
-    row = lambda n: batches.begin(int(n)) / seq_len  # where batch n begins
+    row = lambda n: batches.begin(int(n)) / seq_len  # first sequence of batch n
     found: dict[str, float] = {}
     ends = [first for first, _ in stages[1:]] + [float("inf")]
-    skips = [*as_list(history.part("config", "data").get("skip_batches"))]  # by the settings, and by rewinds
+    skips = [*as_list(history.part("config", "data").get("skip_batches"))]  # skips from settings and rewinds
     skips += [part for e in history.events if e["event"] == "rewind" for part in as_list(e.get("skip_batches"))]
     skips = [(int(part[0]), int(part[1])) for part in skips if is_pair(part)]
     for begin, end in trained_ranges(int(newest) + 1, skips):
@@ -109,7 +109,7 @@ def rows_by_source(history: History) -> dict[str, float]:
 
 
 def recorded_stages(history: History) -> list[Stage]:
-    """The stages as config.json has them in "mixture"; of an older run with one stage, that of its settings."""
+    """Returns the stages of the mixture in config.json, or for an older run the single stage of its settings."""
     parts = as_list(history.part("mixture").get("stages"))
     pairs = [(part[0], weights_of(part[1])) for part in parts if isinstance(part, list) and len(part) == 2]
     stages = [(float(first), weights) for first, weights in pairs if is_number(first) and weights]
@@ -121,12 +121,12 @@ def recorded_stages(history: History) -> list[Stage]:
 
 
 def weights_of(value: Any) -> dict[str, float]:
-    """Those of the weights that are above 0."""
+    """Returns the weights that are above 0."""
     return {str(name): weight for name, weight in as_dict(value).items() if is_number(weight) and weight > 0}
 
 
 def trained_ranges(stop: int, skips: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The parts of [0, stop) that are in none of the ranges, in order."""
+    """Returns the parts of [0, stop) outside the ranges `skips`, in order."""
     found, begin = [], 0
     for first, last in sorted(skips):
         if min(first, stop) > begin:
@@ -136,13 +136,13 @@ def trained_ranges(stop: int, skips: Iterable[tuple[int, int]]) -> list[tuple[in
 
 
 def is_of_source(name: str) -> bool:
-    """True for 'train/web/loss' and 'validation/web/bits_per_byte'."""
+    """Returns True for metrics of a source, such as 'train/web/loss' and 'validation/web/bits_per_byte'."""
     room, _, suffix = name.partition("/")
     return room in ("train", "validation") and suffix.count("/") == 1
 
 
 def stages_of(mixture: Any) -> list[dict[str, float]]:
-    """The weights of data.mixture: of one stage, or of several in order."""
+    """Returns the weights of each stage of data.mixture, in order."""
     if not isinstance(mixture, dict) or not mixture:
         return []
     if all(map(is_number, mixture.values())):

@@ -1,4 +1,4 @@
-"""Status of a run: state, time, remaining time and cost, for the report and `jaxscale watch`."""
+"""Status of a run (state, elapsed and remaining time, cost) for the report and `jaxscale watch`."""
 
 import dataclasses
 import itertools
@@ -13,12 +13,12 @@ from jaxscale.runtime.monitor.history import History, Row, is_finite, is_number
 from jaxscale.system.exits import Exit, is_failure, meaning
 from jaxscale.tools.reporting.page_text import NONE, clock, money
 
-MEASURING = ("validation_seconds", "evals_seconds")  # time of the loop apart from training
-RECENT = 20  # reports over which the speed, and their distance, are taken
-PACE = 50  # reports over which the wall time of a step is taken
-QUIET_SECONDS = 180.0  # saves, validation and a bucket's uploads lie between two lines
-RECORDS = 10  # or the time of this number of reports
-STARTING_SECONDS = 3600.0  # before the first one, while it compiles: the default of hang.compile_seconds
+MEASURING = ("validation_seconds", "evals_seconds")  # time of the training loop outside training
+RECENT = 20  # reports from which the recent speed and interval are computed
+PACE = 50  # reports from which the recent wall time per step is computed
+QUIET_SECONDS = 180.0  # time without a report before a run counts as silent; allows saves, validation and uploads
+RECORDS = 10  # or the time of this number of reports, if longer
+STARTING_SECONDS = 3600.0  # the same before the first report, the default of hang.compile_seconds
 BEGINS = ("started", "resumed")
 PRICE_FLAG = "from --price"
 
@@ -27,18 +27,18 @@ class State(NamedTuple):
     """State of a run."""
 
     name: str  # running, starting, finished, stopped, failed, silent, begun
-    words: str  # in short
-    more: str = ""
+    words: str  # short description
+    more: str = ""  # details
 
     @property
     def sentence(self) -> str:
-        """Both, as shown next to the name."""
+        """Description and details, as shown next to the name."""
         return "; ".join(part for part in (self.words, self.more) if part and part != self.name)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Status:
-    """Facts in the page's header. None: unknown."""
+    """Facts in the header of the page. Unknown values are None."""
 
     state: State
     step: int
@@ -48,18 +48,18 @@ class Status:
     tokens: float | None
     tokens_per_second: float | None
     mfu: float | None
-    wall_seconds: float | None  # in which the command ran, over all starts
+    wall_seconds: float | None  # run time summed over all starts
     starts: int
-    left_seconds: float | None  # to the last step, at the speed of the last reports
+    left_seconds: float | None  # time to the last step at the recent speed
     chips: float | None
     chip: str
-    price: Price | None  # of a chip: what was given, else the chip table's
-    cost: float | None  # so far, dollars
-    cost_to_end: float | None  # the whole run
+    price: Price | None  # price of a chip, from --price or the chip table
+    cost: float | None  # dollars so far
+    cost_to_end: float | None  # dollars for the whole run
 
 
 def status_of(history: History, now: float, price: float | None = None) -> Status:
-    """The Status at the time `now` (Unix seconds). price: dollars an hour for one chip; else that of the chip table."""
+    """Returns the status at time `now` (Unix seconds). price: dollars per chip-hour, by default from the chip table."""
     total = history.part("budget").get("total_steps")
     total = total if is_number(total) else None
     state = state_of(history, now, total)
@@ -70,13 +70,13 @@ def status_of(history: History, now: float, price: float | None = None) -> Statu
     if chips is not None and chip is not None:
         chips = chips / chip.devices_per_chip
     spent = measure_goodput(history.rows, history.events)
-    # without the time between starts; without events, the steps' own time
+    # excludes the time between starts; without events, the sum of step times
     wall = spent.wall_seconds - spent.seconds["idle"] if spent.starts else step_time(history.rows)
     left = left_seconds(history, total) if state.name != "finished" else 0.0
     paid = Price(price, "", PRICE_FLAG) if price is not None else chip.price if chip else None
     hourly = paid.dollars_per_hour * chips / 3600 if paid and chips else None
     tokens, batches = history.latest("tokens_seen"), history.batches
-    if tokens is not None and batches is not None:  # also of the steps since the last report
+    if tokens is not None and batches is not None:  # includes steps since the last report
         tokens = max(tokens, batches.begin(history.reached_step))
     return Status(
         state=state,
@@ -99,7 +99,7 @@ def status_of(history: History, now: float, price: float | None = None) -> Statu
 
 
 def state_of(history: History, now: float, total: float | None) -> State:
-    """Derives the state from the last start or end and the age of the files."""
+    """Returns the state, derived from the last start or end and the age of the files."""
     last = next((event for event in reversed(history.events) if event["event"] in (*BEGINS, "stopped")), None)
     if last is not None and last["event"] == "stopped":
         code = last.get("code")
@@ -117,7 +117,7 @@ def state_of(history: History, now: float, total: float | None) -> State:
     quiet = units.duration(now - history.written_at)
     began_at = last["step"] if last and is_number(last.get("step")) else 0
     if now - history.written_at > patience_seconds(history.rows, began_at):
-        return State("silent", f"silent for {quiet}", "no end was logged: it was killed, or it hangs")
+        return State("silent", f"silent for {quiet}", "no end was logged: the run was killed or hangs")
     if not any("loss" in row and row["step"] > began_at for row in reversed(history.rows)):
         began = unix_time(last.get("time")) if last else None
         return State("starting", f"starting for {units.duration(now - (now if began is None else began))}")
@@ -125,7 +125,7 @@ def state_of(history: History, now: float, total: float | None) -> State:
 
 
 def step_time(rows: Sequence[Row]) -> float | None:
-    """Seconds of all steps, from what their reports say a step took; None without any."""
+    """Returns the total time of all steps from the logged step times, or None if there are none."""
     total, before, known = 0.0, 0, False
     for row in rows:
         if "loss" in row:
@@ -137,9 +137,9 @@ def step_time(rows: Sequence[Row]) -> float | None:
 
 
 def left_seconds(history: History, total: float | None) -> float | None:
-    """Seconds to the last step, at the pace of the last reports; None where that is not known."""
+    """Returns the time to the last step at the recent speed, or None if unknown."""
     pace, each = wall_pace(history.rows) or None, recent(history.rows, "step_seconds")
-    if pace is None and each is not None:  # the steps' own time, with the share of measuring in the time so far
+    if pace is None and each is not None:  # step time, scaled for the time of evaluations so far
         spent = step_time(history.rows) or 0.0
         measuring = sum(sum(history.series(name)[1]) for name in MEASURING)
         pace = each * (spent / (spent - measuring) if spent > measuring else 1.0)
@@ -152,24 +152,24 @@ def left_seconds(history: History, total: float | None) -> float | None:
 
 
 def wall_pace(rows: Sequence[Row]) -> float | None:
-    """Wall time of a step over the last reports of this start, with saves and validations, if reported."""
+    """Returns the recent wall time per step of this start, including saves and validation, or None if not logged."""
     wall = f"{PREFIX}wall_seconds"
     reports = [row for row in rows[-2 * PACE :] if "loss" in row and is_number(row.get(wall))][-PACE:]
     first = len(reports) - 1
-    while first > 0 and reports[first - 1][wall] <= reports[first][wall]:  # a start's clock begins at 0
+    while first > 0 and reports[first - 1][wall] <= reports[first][wall]:  # the clock of each start begins at 0
         first -= 1
     steps = reports[-1]["step"] - reports[first]["step"] if reports else 0
     return (reports[-1][wall] - reports[first][wall]) / steps if steps > 0 else None
 
 
 def recent(rows: Sequence[Row], name: str) -> float | None:
-    """The median of a metric's last values; None without any."""
+    """Returns the median of a metric's last values, or None if there are none."""
     found = [row[name] for row in itertools.islice((r for r in reversed(rows) if is_number(r.get(name))), RECENT)]
     return statistics.median(found) if found else None
 
 
 def patience_seconds(records: Sequence[Mapping[str, Any]], began_at: int) -> float:
-    """Seconds without a line after which a run is silent. began_at: the step that its last start went on from."""
+    """Returns the time without reports after which a run is silent. began_at: step at which the last start began."""
     reports = [record for record in records if "loss" in record and (record.get("step") or 0) > began_at][-RECENT:]
     if not reports:
         return STARTING_SECONDS
@@ -180,7 +180,7 @@ def patience_seconds(records: Sequence[Mapping[str, Any]], began_at: int) -> flo
 
 
 def cost_fact(status: Status) -> tuple[str, str, str]:
-    """(name, amount, more): 'no price' where none is known."""
+    """Returns (name, amount, details) of the cost. The amount is 'no price' if the price is unknown."""
     name = "cost so far"
     if status.price is None:
         return (name, "no price", f"known for {status.chip}") if status.chip else (name, NONE, "")
@@ -189,7 +189,7 @@ def cost_fact(status: Status) -> tuple[str, str, str]:
 
 
 def price_words(statuses: Sequence[Status]) -> str:
-    """Describes the prices of the cost and --price; '' if the chips are unknown."""
+    """Returns a sentence about the prices, or '' if the chips are unknown."""
     lines = []
     for chip, price in dict.fromkeys((status.chip, status.price) for status in statuses if status.chip):
         if price is None:
