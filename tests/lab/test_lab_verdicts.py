@@ -195,7 +195,7 @@ def test_clipping_that_allows_twice_the_rate_is_told_so():
     results = [made(t, 2.0, diverged=lost(t), metrics={"grad_norm": [1.5] * 40}) for t in trials]
     clipped, bare, ends = clipping.conclude(results).verdict
     assert ends == "The lowest held-out loss is 2 (2 to 2) nats with clipping and 2 (2 to 2) nats without."
-    assert f"up to a learning rate of {16 * USUAL:.3g} (a run diverged at the next one)" in clipped
+    assert f"up to a learning rate of {16 * USUAL:.3g} (a run diverged at the next rate)" in clipped
     assert f"up to a learning rate of {4 * USUAL:.3g}" in bare
 
 

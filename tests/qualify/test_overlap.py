@@ -72,7 +72,7 @@ def test_a_blocking_collective_is_covered_by_nothing_and_one_that_is_under_way_b
 
 def test_an_end_without_its_start_is_told():
     found = read_overlap([ns("a", "lone-done", 0, 1), ns("a", "dot.1", 0, 2)], ROLES)
-    assert found.untold == ("1 asynchronous collectives that start in another computation",)
+    assert found.untold == ("1 asynchronous collectives that start in a different computation",)
     assert found.collective == 1
 
 

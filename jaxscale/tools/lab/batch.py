@@ -1,4 +1,4 @@
-"""Training tokens to a target loss over the batch size, and the critical batch from curves and from gradient noise."""
+"""Tokens to a target loss by batch size, and the critical batch from these tokens and from gradient noise."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,10 +13,10 @@ from jaxscale.tools.reporting.page_tables import n
 from jaxscale.tools.reporting.page_text import count
 from jaxscale.tools.reporting.plots import PlotLine, with_points
 
-TIMES = (1, 2, 4, 8, 16)  # relative to the config's batch
-NOISE_TIMES = (1, 8)  # batches, relative to the config's, whose gradient norms are compared
-NOISE_STEPS = 48  # gradients per batch; the interval shrinks with the square root of it
-MARGIN = 1.02  # times the highest final loss: a target loss that every batch reaches
+TIMES = (1, 2, 4, 8, 16)  # batch sizes relative to the config's
+NOISE_TIMES = (1, 8)  # batch sizes, relative to the config's, whose gradient norms are compared
+NOISE_STEPS = 48  # gradients per batch; the width of the interval falls with the square root of this number
+MARGIN = 1.02  # ratio of the target loss to the highest final loss, so that every batch reaches the target
 PREDICTED = (
     (
         "arXiv:1812.06162",
@@ -27,13 +27,13 @@ PREDICTED = (
 )
 LIMITS = (
     *SMALL,
-    "The target loss is one that every batch size reached. The largest batch reaches it at the end of its run, the "
-    "others soon after warmup. The critical batch grows as the loss falls.",
+    "Every batch size reached the target loss: the largest batch at the end of its run, smaller batches soon after "
+    "warmup. The critical batch grows as the loss falls.",
 )
 
 
 def batch_trials(base: Base, options: Options) -> list[Trial]:
-    """Returns trials of batches x rates x seeds, at equal tokens; rates follow the square root of the batch."""
+    """Returns trials of batches x rates x seeds for equal tokens. Rates scale with the square root of the batch."""
     optim, usual = base.cfg.optim, base.cfg.tokens_per_step
     found = []
     for batch in options.batches or tuple(usual * times for times in TIMES):
@@ -56,7 +56,7 @@ def noise_trials(base: Base, best: Result) -> list[Trial]:
 
 
 def answer(base: Base, options: Options, run: Run) -> Conclusion:
-    """Compares tokens and steps to one loss across batches, and estimates the critical batch in two ways."""
+    """Compares tokens and steps to a target loss between batches, and estimates the critical batch in two ways."""
     results = inside(run(batch_trials(base, options)), options, run, tokens_per_step)
     if not (best := best_rates(results, tokens_per_step)):
         return Conclusion(["A run diverged at every batch size and learning rate."], LIMITS, PREDICTED, [], (), [])
@@ -69,7 +69,7 @@ def tokens_per_step(result: Result) -> int:
 
 
 def best_rates(results: Sequence[Result], key: Callable[[Result], Any]) -> list[Result]:
-    """Returns the runs at the rate with the lowest mean loss and none diverged, for each group by `key`."""
+    """Returns the runs at the best learning rate of each group: the lowest mean loss without a diverged run."""
     found = []
     for group in groups_of(results, key).values():
         by_rate = groups_of(group, lambda r: float(r.at(RATE))).values()
@@ -79,7 +79,7 @@ def best_rates(results: Sequence[Result], key: Callable[[Result], Any]) -> list[
 
 
 def conclude(results: Sequence[Result], still: Sequence[Result]) -> Conclusion:
-    """Returns the Conclusion. still: results of noise_trials, the smaller batch first."""
+    """Returns the Conclusion. still: results of noise_trials(), with the smaller batch first."""
     best, tried = best_rates(results, tokens_per_step), dict(sorted(groups_of(results, tokens_per_step).items()))
     by_batch = dict(sorted(groups_of(best, tokens_per_step).items()))
     target = max(ending(r) for r in best) * MARGIN
@@ -119,7 +119,7 @@ def drawn(
     reached: Mapping[int, Estimate],
     law: Critical | None,
 ) -> list[Drawing]:
-    """Returns the plots. tried: all runs of each batch. by_batch: those at its best rate."""
+    """Returns the plots. tried: all runs of each batch. by_batch: runs of each batch at its best learning rate."""
     fits: list[PlotLine] = with_points([line("measured", {b: t.value for b, t in reached.items()}, 0)])
     if law:
         fits.append(line("1 + batch / critical batch", {b: law(b) for b in by_batch}, 1, "dash"))
@@ -151,19 +151,19 @@ def ending(result: Result) -> float:
 
 
 def to_loss(result: Result, target: float) -> float | None:
-    """Returns the tokens to the target loss, smoothed over the same fraction of a run at every batch."""
+    """Returns the tokens to the target loss. The loss is smoothed over the same fraction of each run."""
     tokens, losses = result.curve()
     return tokens_to(target, tokens, losses, half=max(1, len(losses) // 40))
 
 
 def tokens_text(batch: Estimate) -> str:
-    """Formats a batch with its interval: '12.3K tokens (9K to 16K)'."""
+    """Returns a batch with its interval as text, such as '12.3K tokens (9K to 16K)'."""
     between = f" ({count(batch.low)} to {count(batch.high)})" if batch.low is not None else ""
     return f"{count(batch.value)} tokens{between}"
 
 
 def noise_text(still: Sequence[Result]) -> str:
-    """Describes the gradient noise scale in a sentence."""
+    """Returns a sentence about the gradient noise scale."""
     norms = [[row["grad_norm"] for row in r.history.rows if row.get("grad_norm")] for r in still]
     try:
         small, large = (float(r.at(BATCH)) for r in still)

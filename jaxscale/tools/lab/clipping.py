@@ -1,4 +1,4 @@
-"""Gradient clipping: the highest learning rate without divergence, with and without it."""
+"""The highest learning rate without divergence, with and without gradient clipping."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from jaxscale.tools.lab.trial import Base, Result, Trial, groups_of
 from jaxscale.tools.reporting.page_tables import n
 
 CLIP = "optim.clip_norm"
-FACTORS = (0.5, 1, 2, 4, 16, 64, 256)  # relative to the config's rate
+FACTORS = (0.5, 1, 2, 4, 16, 64, 256)  # learning rates relative to the config's
 USUAL = 1.0  # clip_norm for configs without clipping
 PREDICTED = (
     (
@@ -21,7 +21,7 @@ PREDICTED = (
 
 
 def clipping_trials(base: Base, options: Options) -> list[Trial]:
-    """Returns trials of (with clipping, without) x rates x seeds."""
+    """Returns trials of (with, without clipping) x rates x seeds."""
     optim, found = base.cfg.optim, []
     for clip in (optim.clip_norm or USUAL, 0.0):
         rates = options.rates or [optim.peak_lr * factor for factor in FACTORS]
@@ -55,7 +55,7 @@ def conclude(results: Sequence[Result]) -> Conclusion:
             verdict.append(f"{name}: a run diverged even at the lowest learning rate.")
         else:
             bound = (
-                "a run diverged at the next one" if met else "the highest tried; give higher --rates to find a limit"
+                "a run diverged at the next rate" if met else "the highest tried; give higher --rates to find a limit"
             )
             verdict.append(f"{name}: no run diverged up to a learning rate of {rate:.3g} ({bound}).")
     if len(best) == 2:

@@ -1,5 +1,6 @@
-"""Coordinate check of muP (arXiv:2203.03466, appendix D.1): the change of each kind of activation in a few steps, for
-models that differ only in width. Under muP the changes do not depend on the width.
+"""Coordinate check of muP (arXiv:2203.03466, appendix D.1) for models that differ only in width.
+
+Measures the change of each kind of activation in a few steps. Under muP, the changes do not depend on the width.
 
 B batch  T query position  S key position  D embed  N query heads  K kv heads  G query heads per kv head  H head dim
 """
@@ -29,11 +30,11 @@ KINDS = (EMBEDDING, SCORES, ATTENTION, MLP, ACTIVATION, LOGITS)  # ACTIVATION: t
 
 
 class Coordinate(NamedTuple):
-    """A row of the table, with means over layers, positions, entries and seeds."""
+    """A row of the table. Values are means over layers, positions, entries and seeds."""
 
     kind: str  # one of KINDS
     width: int
-    step: int  # updates done
+    step: int  # number of updates
     size: float  # mean |activation|
     change: float  # mean |activation - activation before the first step|, on the same tokens
 
@@ -73,10 +74,10 @@ class ArrayRecorder(Recorder):
 def coordinate_check(
     cfg: RunConfig, widths: Sequence[int], steps: int = 3, seeds: Sequence[int] = (0,)
 ) -> list[Coordinate]:
-    """Returns the table of a config at each of these widths, after each of `steps` steps on one batch of random tokens.
+    """Returns the table for each width after each of `steps` steps on one batch of random tokens.
 
-    The learning rate is optim.peak_lr from the first step, matmuls are in float32, on one device. Raises BadInput for
-    a model other than llama, or a width that its shape does not allow.
+    Runs on one device in float32, with optim.peak_lr from the first step. Raises BadInput for a model other than llama,
+    or for a width at which a size is not an integer.
     """
     table = []
     for width in widths:
@@ -93,7 +94,7 @@ def coordinate_check(
 
 
 def slopes(table: Sequence[Coordinate], step: int, of: str = "change") -> dict[str, float]:
-    """Returns {kind: slope of log(change), or log(size), over log(width) after this step}; 0: no dependence."""
+    """Returns {kind: slope of log(change) or log(size) over log(width)} after a step. of: 'change' or 'size'."""
     at = {kind: [row for row in table if row.kind == kind and row.step == step] for kind in KINDS}
     logs = lambda values: np.log(np.maximum(np.array(values, float), np.finfo(float).tiny))
     line = lambda rows: np.polyfit(logs([row.width for row in rows]), logs([getattr(row, of) for row in rows]), 1)
@@ -101,7 +102,7 @@ def slopes(table: Sequence[Coordinate], step: int, of: str = "change") -> dict[s
 
 
 def at_width(cfg: RunConfig, width: int) -> RunConfig:
-    """Returns the config at this embed_dim, with MLP and heads scaled; or head_dim if muP has a base_head_dim."""
+    """Returns the config with embed_dim=width, scaling the MLP and the heads (or head_dim, with mup.base_head_dim)."""
     model = cfg.model
     if not isinstance(model, LlamaConfig):
         raise BadInput(f"model.name={model.name!r}: the coordinate check supports only model.name='llama'")
@@ -123,12 +124,12 @@ def scaled(name: str, size: int, embed_dim: int, width: int) -> int:
     """Returns the size at this width. Raises BadInput unless it is an integer."""
     if size * width % embed_dim:
         would = f"model.{name}={size} at embed_dim={embed_dim} would become {size * width / embed_dim:g}"
-        raise BadInput(f"width={width}: {would}, which is not an integer; choose another width")
+        raise BadInput(f"width={width}: {would}, which is not an integer; choose a different width")
     return size * width // embed_dim
 
 
 def changes(program: Program, measure: Callable[..., jax.Array], steps: int, seed: int) -> np.ndarray:
-    """Returns float[steps, kinds, 2]: size and change of each kind, on one batch. measure: measure_changes()."""
+    """Returns size and change of each kind after each step as float[steps, kinds, 2]. measure: measure_changes()."""
     cfg, ones_BT = program.cfg, np.ones((program.cfg.rows_per_step, program.cfg.seq_len), np.int32)
     tokens_BT = np.random.default_rng(seed).integers(0, cfg.model.vocab_size, (cfg.rows_per_step, cfg.seq_len + 1))
     tokens_BT, positions_BT = tokens_BT.astype(np.int32), np.cumsum(ones_BT, axis=1, dtype=np.int32) - 1
@@ -149,7 +150,7 @@ def make_width_program(cfg: RunConfig, steps: int) -> Program:
 
 
 def measure_changes(program: Program, before: Any, after: Any, batch: Batch) -> jax.Array:
-    """Returns float32[kinds, 2]: size and change of each of KINDS between two sets of parameters."""
+    """Returns size and change of each of KINDS between two sets of parameters, as float32[kinds, 2]."""
     old, new = (activations(program, params, batch) for params in (before, after))
     mean = lambda arrays: sum(jnp.sum(jnp.abs(array)) for array in arrays) / sum(array.size for array in arrays)
     differences = lambda kind: [a - b for a, b in zip(new[kind], old[kind], strict=True)]
@@ -157,7 +158,7 @@ def measure_changes(program: Program, before: Any, after: Any, batch: Batch) -> 
 
 
 def activations(program: Program, params: Any, batch: Batch) -> dict[str, list[jax.Array]]:
-    """Returns {one of KINDS: its arrays, one for each stack of layers}."""
+    """Returns {kind: arrays of activations, one per stack of layers}."""
     recorder = ArrayRecorder()
     model = program.model.merge(params, recorder=recorder)
     assert isinstance(model, StackedModel), "at_width() rejects models other than llama"

@@ -1,7 +1,7 @@
-"""Means, optima, power laws and critical batches from a few noisy runs, each with an interval.
+"""Means, optima, power laws and critical batches from a few noisy runs, with 90% intervals.
 
-Intervals are at a confidence of 90%, assuming normal noise between seeds. They cover variation between seeds only, not
-other data, sizes or training lengths.
+Intervals assume normal noise between seeds. They cover only the variation between seeds, and not different data, sizes
+or training lengths.
 """
 
 import math
@@ -14,11 +14,11 @@ from scipy import optimize, stats
 from jaxscale.tools.reporting.axes import smooth
 
 CONFIDENCE = 0.9
-FLAT = 100.0  # search range of a critical batch: this factor below the smallest batch and above the largest
+FLAT = 100.0  # the search for a critical batch extends by this factor below and above the batches
 
 
 class Undetermined(Exception):
-    """Raised if the runs do not determine a value. The message is a clause that can end a sentence."""
+    """Raised if the runs do not determine a value. The message is a clause for the end of a sentence."""
 
 
 class Estimate(NamedTuple):
@@ -29,7 +29,7 @@ class Estimate(NamedTuple):
     high: float | None = None
 
     def __str__(self) -> str:
-        """Formats to a precision of about two digits of the interval's width."""
+        """Returns text with about two significant digits of the interval's width."""
         if self.low is None or self.high is None:
             return f"{self.value:.4g}"
         width = (self.high - self.low) / max(abs(self.value), 1e-300)
@@ -38,7 +38,7 @@ class Estimate(NamedTuple):
         return f"{value} ({low} to {high})"
 
     def has(self, value: float) -> bool:
-        """Returns True if the value is in the interval; False without an interval."""
+        """Returns True if the value is in the interval, and False without an interval."""
         return self.low is not None and self.high is not None and self.low <= value <= self.high
 
     def mapped(self, f: Callable[[float], float]) -> "Estimate":
@@ -63,7 +63,7 @@ def t_of(freedom: int) -> float:
 
 
 def mean_difference(losses: Mapping[Any, Mapping[int, float]], one: Any, other: Any) -> Estimate:
-    """Returns the mean loss of `one` minus that of `other`, seed by seed; the noise is pooled over all settings."""
+    """Returns the mean of `one` minus `other` over shared seeds. The noise is pooled over all settings."""
     seeds = sorted(set.intersection(*(set(of) for of in losses.values())))
     table = np.array([[of[seed] for seed in seeds] for of in losses.values()])
     means = dict(zip(losses, table.mean(axis=1)))
@@ -76,7 +76,7 @@ def mean_difference(losses: Mapping[Any, Mapping[int, float]], one: Any, other: 
 
 
 class Optimum(NamedTuple):
-    """The x with the lowest y; a bound if edge is set: 'lowest' or 'highest' for the smallest or largest x tried."""
+    """The x with the lowest y. If edge is 'lowest' or 'highest', x is the smallest or largest x tried, and a bound."""
 
     x: Estimate
     y: Estimate
@@ -90,15 +90,17 @@ class Optimum(NamedTuple):
 def optimum(curves: Sequence[Mapping[float, float]]) -> Optimum:
     """Returns the best x, from a parabola in log x through three points of each curve, averaged over curves.
 
-    curves: one {x: y} for each seed, with finite y and x above 0; diverged runs are left out. If the lowest point is
-    at an end of the range, no parabola is fitted and that x is returned. Raises Undetermined if no curve has a point.
+    curves: one {x: y} per seed without diverged runs, with x above 0. If the lowest point is at an end of the range, no
+    parabola is fitted and x is this end. Raises Undetermined if no curve has a point.
     """
     lowest = [vertex(curve) for curve in curves if curve]
     if not lowest:
         raise Undetermined("all runs diverged")
     edges = [edge for _, _, edge in lowest]
     logs, values = mean([math.log(x) for x, _, _ in lowest]), mean([y for _, y, _ in lowest])
-    edge = max(sorted(edges, reverse=True), key=edges.count)  # a tie counts as an end: the optimum may be beyond it
+    edge = max(
+        sorted(edges, reverse=True), key=edges.count
+    )  # a tie counts as an end, since the optimum may be beyond it
     return Optimum((Estimate(logs.value) if edge else logs).mapped(math.exp), values, edge)
 
 
@@ -127,7 +129,7 @@ class Power(NamedTuple):
 
 
 def power(xs: Sequence[float], ys: Sequence[float]) -> Power:
-    """Fits a power law by least squares of logarithms; the interval is from the scatter around the fit."""
+    """Returns a power law fitted by least squares in logs. The interval comes from the scatter around the fit."""
     x, y = np.log(xs), np.log(ys)
     found: Any = stats.linregress(x, y)  # scipy is untyped; the result has slope, intercept and stderr
     slope, freedom = float(found.slope), len(xs) - 2
@@ -137,7 +139,7 @@ def power(xs: Sequence[float], ys: Sequence[float]) -> Power:
 
 
 class Critical(NamedTuple):
-    """Law tokens(B) = least * (1 + B / batch): tokens to one loss at a batch of B (arXiv:1812.06162, eq. 2.11)."""
+    """Law tokens(B) = least * (1 + B / batch) for the tokens to a loss at batch B (arXiv:1812.06162, eq. 2.11)."""
 
     batch: Estimate
     least: float
@@ -147,7 +149,7 @@ class Critical(NamedTuple):
 
 
 def critical_batch(batches: Sequence[float], tokens: Sequence[float]) -> Critical:
-    """Fits the law to batches and tokens to a loss, both in tokens. Raises Undetermined if they do not determine it."""
+    """Returns the Critical law for batches and their tokens to a loss. Raises Undetermined for an undetermined fit."""
     if len(batches) < 3:
         raise Undetermined("the fit needs three batch sizes that reached the loss")
     x, y = np.asarray(batches, float), np.log(tokens)
@@ -167,11 +169,10 @@ def critical_batch(batches: Sequence[float], tokens: Sequence[float]) -> Critica
 
 
 def noise_scale(small: float, large: float, norms_small: Sequence[float], norms_large: Sequence[float]) -> Estimate:
-    """Returns the gradient noise scale trace(covariance) / |gradient|**2 in tokens, from gradient norms at two batches
-    (arXiv:1812.06162, appendix A.1): E|G_B|**2 = |G|**2 + trace / B.
+    """Returns the gradient noise scale trace(covariance) / |gradient|**2 in tokens, from gradient norms at two batches.
 
-    small, large: tokens of the batches. Raises Undetermined without norms, and if they do not separate the
-    gradient from its noise.
+    By arXiv:1812.06162, appendix A.1, E|G_B|**2 = |G|**2 + trace / B. small, large: tokens of the two batches. Raises
+    Undetermined without norms, or if the norms do not separate the gradient from its noise.
     """
     if not (len(norms_small) and len(norms_large)):
         raise Undetermined("no gradient norm was logged")

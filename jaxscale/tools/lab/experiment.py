@@ -12,8 +12,8 @@ from jaxscale.tools.reporting.page_tables import Cell
 from jaxscale.tools.reporting.plots import COLORS, Plot, PlotBand, PlotLine, color_of
 
 SMOOTHED = 40  # a moving average spans 1 / SMOOTHED of a curve on each side
-# Times log(vocabulary), the loss of a uniform guess: a run with a higher loss has diverged. The factor is a choice: a
-# new model and its first steps have losses near the guess, and should not count.
+# A run has diverged if its loss exceeds this factor times log(vocabulary), the loss of a uniform guess. The factor is
+# chosen above 1 because an untrained model and its first steps have losses near the guess.
 LOST = 1.5
 BANDS = "Lines are means over seeds; bands span the lowest to the highest."
 SMALL = (
@@ -21,7 +21,7 @@ SMALL = (
     "experiment at two sizes before you use them for a large run.",
     "Intervals are 90% (Student's t) and cover only the variation between seeds.",
 )
-Run = Callable[[Sequence[Trial]], list[Result]]  # runs the trials that have not ended, and reads all results
+Run = Callable[[Sequence[Trial]], list[Result]]  # runs trials that have not ended, and returns all results
 
 
 class Options(NamedTuple):
@@ -30,9 +30,9 @@ class Options(NamedTuple):
     seeds: int = 0
     rates: tuple[float, ...] = ()  # learning rates
     batches: tuple[int, ...] = ()  # tokens per step
-    sizes: tuple[float, ...] = ()  # relative to the config's width, or its layers
-    target: float = 0.0  # parameters, relative to a ladder's largest rung
-    names: tuple[str, ...] = ()  # optimizers, or precisions
+    sizes: tuple[float, ...] = ()  # relative to the config's width or layers
+    target: float = 0.0  # parameters relative to the largest run of a ladder
+    names: tuple[str, ...] = ()  # optimizers or precisions
     vary: tuple[tuple[str, tuple[str, ...]], ...] = ()  # (setting, values)
 
     def seeds_of(self, default: int) -> range:
@@ -51,18 +51,18 @@ class Drawing(NamedTuple):
 class Conclusion(NamedTuple):
     """Contents of an experiment's page, in order."""
 
-    verdict: Sequence[str]  # sentences, with uncertainties
-    limits: Sequence[str]  # limits of what the runs show
-    predicted: Sequence[tuple[str, str]]  # (source, its prediction)
+    verdict: Sequence[str]  # sentences with the results and uncertainties
+    limits: Sequence[str]  # limitations of the results
+    predicted: Sequence[tuple[str, str]]  # (source, prediction)
     drawings: Sequence[Drawing]
     head: Sequence[str]
     rows: Sequence[Sequence[str | Cell]]
 
 
 class Experiment(NamedTuple):
-    """A question that runs can answer."""
+    """An experiment: a question, and the function that answers it with runs."""
 
-    what: str  # one line for --help
+    what: str  # line in --help
     question: str  # title of the page
     answer: Callable[[Base, Options, Run], Conclusion]
 
@@ -70,7 +70,7 @@ class Experiment(NamedTuple):
 def drawing(
     title: str, drawn: Sequence[PlotLine | PlotBand], below: str, *, log_below: bool = False, **more: Any
 ) -> Drawing:
-    """Returns a plot and its axis. log_below: makes the axis logarithmic. more: further fields of Plot."""
+    """Returns a plot and its axis. log_below: use a logarithmic axis. more: other fields of Plot."""
     lines = [one for one in drawn if isinstance(one, PlotLine)]
     bands = [one for one in drawn if isinstance(one, PlotBand)]
     across = axis_over([x for line in lines for x in line.steps], log=log_below)
@@ -82,13 +82,13 @@ def drawing(
 def line(
     label: str, points: Mapping[Any, float] | Iterable[tuple[float, float]], place: int = 0, style: str = "line"
 ) -> PlotLine:
-    """Returns a line through the points in order of x. points: {x: y}, or (x, y) pairs. place: index of its color."""
+    """Returns a line through the points in order of x. points: {x: y} or (x, y) pairs. place: index of the color."""
     ordered = sorted(points.items() if isinstance(points, Mapping) else points)
     return PlotLine(label, [x for x, _ in ordered], [y for _, y in ordered], color_of(place), style)
 
 
 def over_seeds(results: Sequence[Result], name: str) -> dict[int, dict[float, float]]:
-    """Returns {seed: {value of the setting: loss}} of the runs that did not diverge."""
+    """Returns {seed: {value of the setting `name`: loss}} for the runs that did not diverge."""
     found: dict[int, dict[float, float]] = {}
     for result in results:
         if not result.diverged:
@@ -97,7 +97,7 @@ def over_seeds(results: Sequence[Result], name: str) -> dict[int, dict[float, fl
 
 
 def mean_line(label: str, results: Sequence[Result], x_of: Callable[[Result], Any], place: int) -> list[PlotLine]:
-    """Returns loss over x: a dot per run, and a line through the means where no run diverged."""
+    """Returns lines of loss over x: a dot per run, and a line through the means at x without a diverged run."""
     points = [(float(x_of(r)), r.loss) for r in results if not r.diverged]
     whole = {x: [y for at, y in points if at == x] for x, _ in points}
     lost = {float(x_of(r)) for r in results if r.diverged}
@@ -116,7 +116,7 @@ def rate_plot(
 
 
 def curve_plot(title: str, groups: Mapping[str, tuple[int, Sequence[Result]]]) -> Drawing:
-    """Returns the plot of smoothed training losses over tokens. groups: {label: (place of its color, runs)}."""
+    """Returns the plot of smoothed training losses over tokens. groups: {label: (index of the color, runs)}."""
     lines = [one for name, (place, runs) in groups.items() for one in curves_of(name, runs, place, smoothed=True)]
     return drawing(title, lines, "tokens", unit="nats", focused=True)
 
@@ -124,7 +124,7 @@ def curve_plot(title: str, groups: Mapping[str, tuple[int, Sequence[Result]]]) -
 def curves_of(
     label: str, results: Sequence[Result], place: int, metric: str = "loss", by: float = 1.0, smoothed: bool = False
 ) -> list[PlotLine | PlotBand]:
-    """Returns a metric's mean over seeds, by tokens / `by`, and its band; if all diverged, one run until it did."""
+    """Returns mean and band of a metric over seeds, by tokens / `by`. If all diverged, returns the start of one run."""
     lines = []
     for result in [r for r in results if not r.diverged] or [until_lost(r) for r in results[:1]]:
         tokens, values = result.curve(metric)
@@ -135,14 +135,14 @@ def curves_of(
 
 
 def until_lost(result: Result) -> Result:
-    """Returns the result up to the first loss far above that of a uniform guess; later ones would compress a plot."""
+    """Returns the result up to the first loss far above a uniform guess. Later losses would compress the plot."""
     rows, most = result.history.rows, LOST * math.log(result.trial.cfg.model.vocab_size)
     selected = itertools.takewhile(lambda row: row.get("loss") is None or row["loss"] <= most, rows)
     return result._replace(history=dataclasses.replace(result.history, rows=tuple(selected)))
 
 
 def banded(lines: Sequence[PlotLine]) -> list[PlotLine | PlotBand]:
-    """Returns the mean of lines with one label at the x that all share, and a band from lowest to highest."""
+    """Returns the mean of lines at their shared x, and a band from the lowest to the highest."""
     if len(lines) < 2:
         return list(lines)
     tables = [dict(zip(line.steps, line.values)) for line in lines]

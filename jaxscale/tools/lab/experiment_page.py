@@ -1,4 +1,4 @@
-"""The HTML page of an experiment: conclusions, published predictions, plots, numbers and limits."""
+"""The HTML page of an experiment, with results, published predictions, plots, numbers and limitations."""
 
 import time
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from jaxscale.tools.reporting.sections import Section
 
 
 def lab_page(name: str, experiment: Experiment, base: Base, results: Sequence[Result], found: Conclusion) -> str:
-    """Returns the page as one HTML file."""
+    """Returns the HTML page of an experiment."""
     shown = [one for one in found.drawings if one.plot.drawn]
     figures = [draw(one.plot, one.across, number, one.below)[0] for number, one in enumerate(shown)]
     sections = [
@@ -40,12 +40,12 @@ def sentences(lines: Sequence[str]) -> str:
 
 
 def capital(text: str) -> str:
-    """Capitalizes the first letter, unless the first word is a setting's name."""
+    """Returns the text with a capital first letter, unless the first word is the name of a setting."""
     return text if "." in text.partition(" ")[0].rstrip(".:") else text[:1].upper() + text[1:]
 
 
 def summary(base: Base, results: Sequence[Result]) -> str:
-    """Describes the model, the runs, the devices and the versions in one line."""
+    """Returns a line about the model, the runs, the devices and the versions."""
     cfg, version = base.cfg, next((r.history.part("versions") for r in results), {})
     devices = next((r.history.part("devices") for r in results), {})
     tokens = sum(r.history.latest("tokens_seen") or 0 for r in results)

@@ -13,10 +13,7 @@ def of(
     conclude: Callable[[Sequence[Result]], Conclusion],
     key: Callable[[Result], Any] | None = None,
 ) -> Callable[[Base, Options, Run], Conclusion]:
-    """Returns the function that runs trials and concludes.
-
-    key: groups the runs that get further rates, see rate.inside().
-    """
+    """Returns a function that runs trials and draws the conclusion. key: groups for rate.inside(), if it applies."""
 
     def answer(base: Base, options: Options, run: Run) -> Conclusion:
         results = run(trials(base, options))

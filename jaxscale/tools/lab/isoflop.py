@@ -1,4 +1,4 @@
-"""Model size against tokens at equal FLOPs: the three approaches of arXiv:2203.15556 to the best size, compared."""
+"""Model size against tokens at equal FLOPs, with a comparison of the three approaches of arXiv:2203.15556."""
 
 from collections.abc import Mapping, Sequence
 
@@ -18,7 +18,7 @@ from jaxscale.tools.reporting.plots import PlotLine
 SIZE, BUDGET = "width", "FLOPs"
 WIDTHS = (0.5, 1, 1.5, 2, 3)  # relative to the config's width
 BUDGETS = (0.25, 0.5, 1.0, 2.0)  # relative to the FLOPs of the config's run
-FARTHER = 10.0  # times the largest budget: the laws' predictions there are reported
+FARTHER = 10.0  # predictions are reported for this factor times the largest budget
 PREDICTED = (
     ("arXiv:2203.15556", "the best size and its tokens both grow as C ** 0.50 (approach 1)"),
     ("arXiv:2404.10102", "a refit of the same data: the best size grows as C ** 0.51 (approach 3)"),
@@ -27,7 +27,7 @@ PREDICTED = (
 
 
 def isoflop_trials(base: Base, options: Options) -> list[Trial]:
-    """Returns trials of budgets x sizes x seeds. The tokens of a run follow from its budget and size."""
+    """Returns trials of budgets x sizes x seeds. Budget and size determine the tokens of a run."""
     tokens, found = train_tokens_of(base), []
     for part in BUDGETS:
         flops = part * tokens * base.cfg.flops_per_token
@@ -42,14 +42,14 @@ def isoflop_trials(base: Base, options: Options) -> list[Trial]:
 
 
 def point_of(result: Result) -> Point:
-    """Returns the end of a run as a point for fitting loss laws."""
+    """Returns the size and final loss of a run as a point for fitting loss laws."""
     cfg = result.trial.cfg
     tokens = result.history.latest("tokens_seen") or 0
     return Point(cfg.model.num_params, tokens, result.loss, result.folder, cfg.flops_per_token * tokens)
 
 
 def smooth_line(curve: Curve, place: int) -> PlotLine:
-    """Returns the smoothed curve that the approaches compare, over FLOPs."""
+    """Returns the smoothed loss curve over FLOPs as a line."""
     log_tokens, log_losses = smooth(curve)
     points = zip(np.exp(log_tokens) * curve.flops_per_token, np.exp(log_losses))
     return line(f"{count(curve.params)} parameters", points, place)
@@ -106,7 +106,7 @@ def params_of(result: Result) -> int:
 
 
 def kaplan_texts(by_budget: Mapping[float, Sequence[Result]], points: Sequence[Point]) -> list[str]:
-    """Describes power laws without a loss floor and arXiv:2001.08361's; [] with fewer than three points."""
+    """Returns a sentence comparing power laws without a loss floor with arXiv:2001.08361, or [] for too few points."""
     lowest = {flops: min(r.loss for r in runs) for flops, runs in by_budget.items()}
     largest = max(p.params for p in points)
     largest_runs = [(p.tokens, p.loss) for p in points if p.params == largest]
@@ -121,7 +121,7 @@ def kaplan_texts(by_budget: Mapping[float, Sequence[Result]], points: Sequence[P
 
 
 def lowest_text(by_budget: Mapping[float, Sequence[Result]]) -> str:
-    """Describes the size with the lowest loss at each budget, and whether it is only a bound."""
+    """Returns a sentence about the best size at each budget, and whether this size is only a bound."""
     parts = []
     for flops, runs in by_budget.items():
         losses = {size: mean([r.loss for r in of]) for size, of in groups_of(runs, params_of).items()}

@@ -1,4 +1,4 @@
-"""Scaling ladder: sizes trained at equal tokens per parameter, to test whether small runs predict larger ones."""
+"""Scaling ladder of sizes with equal tokens per parameter, to test if small runs predict larger runs."""
 
 import math
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ from jaxscale.tools.reporting.page_tables import n
 from jaxscale.tools.reporting.page_text import count, percent
 
 SIZE = "parameters"
-TIMES = (0.5, 1, 1.5, 2, 2.5)  # relative to the config's width and depth
-FAR = 10.0  # times the largest rung's parameters: size of the reported prediction if no target was run
+TIMES = (0.5, 1, 1.5, 2, 2.5)  # sizes relative to the config's width and depth
+FAR = 10.0  # size of the prediction without a target, relative to the largest run's parameters
 LAST = "the largest size"
 NO_FLOOR = 0.05  # E below this fraction of the lowest loss counts as no floor
 PREDICTED = (
@@ -33,17 +33,17 @@ PREDICTED = (
 
 
 class Tried(NamedTuple):
-    """Prediction of a law for a size outside its data, and the measured loss."""
+    """Prediction of a law for a size that was not fitted, and the measured loss."""
 
-    point: Point  # parameters, tokens and measured mean loss; NaN if not trained
+    point: Point  # parameters, tokens and loss; the loss is NaN if not trained
     predicted: Interval
     measured: Estimate | None
-    times: float  # parameters, relative to the largest run fitted
-    flops_times: float
+    times: float  # parameters relative to the largest run fitted
+    flops_times: float  # FLOPs relative to the largest run fitted
 
 
 def rung(base: Base, times: float, seeds: Sequence[int]) -> list[Trial]:
-    """Returns the trials of one size, one for each seed, with the config's ratio of tokens to parameters."""
+    """Returns one trial per seed for a size, with the config's ratio of tokens to parameters."""
     cfg, settings = base.cfg, larger(base.cfg, times)
     params = base.with_settings(settings).cfg.model.num_params
     steps = round(train_tokens_of(base) * params / cfg.model.num_params / cfg.tokens_per_step)
@@ -58,7 +58,7 @@ def ladder_trials(base: Base, options: Options) -> list[Trial]:
 
 
 def target_trial(base: Base, options: Options, most: int) -> Trial:
-    """Returns one run of the smallest size with at least `target` times `most` parameters, the largest rung's."""
+    """Returns the trial of the smallest size with at least options.target times `most` parameters."""
     heads = base.cfg.model.num_heads
     times = max(options.sizes or TIMES)
     while True:
@@ -69,7 +69,7 @@ def target_trial(base: Base, options: Options, most: int) -> Trial:
 
 
 def answer(base: Base, options: Options, run: Run) -> Conclusion:
-    """Compares predictions from the rungs with measured losses."""
+    """Compares predictions from smaller runs with measured losses."""
     results = run(ladder_trials(base, options))
     target: list[Result] = []
     if options.target:
@@ -78,7 +78,7 @@ def answer(base: Base, options: Options, run: Run) -> Conclusion:
 
 
 def conclude(results: Sequence[Result], target: Sequence[Result] = ()) -> Conclusion:
-    """Returns the Conclusion of these results. target: results of the much larger run, if there is one."""
+    """Returns the Conclusion of these results. target: results of the target run, if there is one."""
     finished = [r for r in results if not r.diverged]
     sizes = dict(sorted(groups_of(finished, lambda r: int(r.at(SIZE))).items()))
     *smaller, last = sizes.values() if sizes else [[]]
@@ -124,13 +124,13 @@ def conclude(results: Sequence[Result], target: Sequence[Result] = ()) -> Conclu
 
 
 def law_of(runs: Sequence[Result]) -> LossLaw:
-    """Fits a loss law to these runs, with noise estimated from their seeds. Raises BadInput as fit() does."""
+    """Returns a loss law fitted to the runs, with noise estimated from seeds. Raises BadInput for too few runs."""
     repeated = [[math.log(r.loss) for r in group] for group in groups_of(runs, lambda r: int(r.at(SIZE))).values()]
     return fit([point_of(r) for r in runs], noise=estimate_noise(repeated))
 
 
 def compare(law: LossLaw, runs: Sequence[Result]) -> Tried:
-    """Compares a law's prediction with runs not fitted; without runs, predicts FAR times its largest run."""
+    """Returns a law's prediction for runs that were not fitted, or without runs for FAR times the largest run."""
     most = max(law.points, key=lambda known: known.compute)
     if runs:
         point, measured = point_of(runs[0]), mean([r.loss for r in runs])
@@ -142,7 +142,7 @@ def compare(law: LossLaw, runs: Sequence[Result]) -> Tried:
 
 
 def in_words(name: str, one: Tried) -> str:
-    """Describes a prediction and the measured loss, if any."""
+    """Returns a sentence about a prediction and the measured loss, if there is one."""
     low, middle, high = one.predicted
     forecast = f"{middle:.4f} nats ({low:.4f} to {high:.4f})"
     of = (
@@ -162,7 +162,7 @@ def in_words(name: str, one: Tried) -> str:
 
 
 def law_text(law: LossLaw) -> str:
-    """Describes the fitted law, the interval of its exponent, and whether it has a loss floor."""
+    """Returns a sentence about the fitted law, the interval of its exponent, and its loss floor."""
     terms, intervals = law.terms, law.to_dict()["intervals"]
     name, scale, power = ("alpha", terms.A, terms.alpha) if terms.A else ("beta", terms.B, terms.beta)
     variable = "N" if terms.A else "D"
@@ -178,7 +178,7 @@ def law_text(law: LossLaw) -> str:
 
 
 def kaplan_text(points: Sequence[Point]) -> str:
-    """Describes power laws through the rungs without a loss floor, next to those of arXiv:2001.08361."""
+    """Returns a sentence comparing power laws without a loss floor with arXiv:2001.08361."""
     sizes, losses = [p.params for p in points], [p.loss for p in points]
     theirs = power(sizes, [kaplan_loss(p.params, p.tokens) for p in points]).exponent.value
     by_size, by_flops = power(sizes, losses).exponent, power([p.compute for p in points], losses).exponent
@@ -191,7 +191,7 @@ def kaplan_text(points: Sequence[Point]) -> str:
 def drawn(
     rungs: Sequence[Result], target: Sequence[Result], tried: Sequence[Tried], laws: Sequence[LossLaw]
 ) -> list[Drawing]:
-    """Returns the plot of loss over parameters: measured losses, and predictions with their intervals."""
+    """Returns the plot of loss over parameters, with measured losses and predictions with their intervals."""
     ends = [point_of(r) for r in (*rungs, *(r for r in target if not r.diverged))]
     lines = [line("measured", [(p.params, p.loss) for p in ends], 0, "dots")]
     if laws:

@@ -1,4 +1,4 @@
-"""Optimizers compared at their best learning rates: tokens and seconds to one loss."""
+"""Comparison of optimizers at their best learning rates: tokens and seconds to a target loss."""
 
 import math
 import typing
@@ -22,7 +22,8 @@ PREDICTED = (
 )
 LIMITS = (
     *SMALL,
-    "Optimizers are compared seed by seed, since runs of one seed read the same batches; the noise is pooled over all.",
+    "Optimizers are compared seed by seed, since runs with the same seed read the same batches. Noise is pooled over "
+    "all optimizers.",
     "Only the learning rate was tuned. All optimizers use the config's momentum, decay and warmup.",
     "Times include the effect of other programs on this machine.",
 )
@@ -83,7 +84,7 @@ def conclude(results: Sequence[Result]) -> Conclusion:
 
 
 def tokens_per_second(runs: Sequence[Result]) -> float:
-    """Returns tokens per second, from the time of the steps only."""
+    """Returns the tokens per second of the steps, excluding all other time."""
     tokens = sum(r.history.latest("tokens_seen") or 0 for r in runs)
     return tokens / max(sum(r.seconds for r in runs), 1e-9)
 
@@ -91,7 +92,7 @@ def tokens_per_second(runs: Sequence[Result]) -> float:
 def faster_text(
     name: str, first: str, losses: Mapping[str, Mapping[int, float]], logs: Mapping[str, Mapping[int, float]]
 ) -> str:
-    """Describes loss and tokens against those of `first`. losses, logs of tokens to its end: {name: {seed: value}}."""
+    """Returns a sentence comparing an optimizer with `first`. logs: log of tokens to the final loss of `first`."""
     off = mean_difference(losses, name, first)
     if off.low is None:
         significance = "one seed cannot show whether the difference exceeds noise"

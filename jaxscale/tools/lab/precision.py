@@ -1,4 +1,4 @@
-"""Compute types compared with float32: loss differences, and failures of float16 without loss scaling."""
+"""Comparison of compute dtypes with float32: loss differences, and failures of float16 without loss scaling."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ from jaxscale.tools.reporting.plots import PlotLine, color_of
 
 FORM, LOSS_SCALE, COMPUTE = "precision", "train/loss_scale", "model.compute_dtype"
 FIRST, DYNAMIC = "float32", "float16 dynamic scale"  # without commas, which separate --names
-# An initial scale that overflows at once, so that its trace shows dynamic scaling; 2**24 overflowed in only two of
+# Initial loss scale that overflows at once, so that its plot shows dynamic scaling. 2**24 overflowed in only two of
 # three seeds of configs/lab.py, and not before step 41 (2026-11-26, jax 0.10.2).
 OVERFLOWS = 2.0**28
 FORMS = {
@@ -77,7 +77,7 @@ def conclude(results: Sequence[Result]) -> Conclusion:
 
 
 def line_above(name: str, run: Result, exact: Result, place: int) -> PlotLine:
-    """Returns the training loss above that of the float32 run with the same batches, in percent."""
+    """Returns the training loss in percent above the float32 run with the same batches."""
     other = dict(zip(*exact.curve()))
     points = [(tokens, loss / other[tokens] - 1) for tokens, loss in zip(*run.curve()) if tokens in other]
     percents = smooth([100 * off for _, off in points], max(1, len(points) // SMOOTHED))
@@ -85,7 +85,7 @@ def line_above(name: str, run: Result, exact: Result, place: int) -> PlotLine:
 
 
 def scale_text(runs: Sequence[Result]) -> str:
-    """Describes the loss scale: 'the loss scale fell from 2.68e+08 to between 4.19e+06 and 8.39e+06'."""
+    """Returns text such as 'the loss scale fell from 2.68e+08 to between 4.19e+06 and 8.39e+06'."""
     ends = [values[-1] for r in runs if (values := r.curve(LOSS_SCALE)[1])]
     if not ends:
         return "no loss scale was logged"
@@ -96,13 +96,13 @@ def scale_text(runs: Sequence[Result]) -> str:
 
 
 def signed(change: Estimate) -> str:
-    """Formats a relative difference: '+0.12% (-0.05% to 0.3%)'."""
+    """Returns a relative difference as text, such as '+0.12% (-0.05% to 0.3%)'."""
     between = f" ({percent(change.low)} to {percent(change.high)})" if change.low is not None else ""
     return f"{'+' if change.value >= 0 else ''}{percent(change.value)}{between}"
 
 
 def in_words(change: Estimate | None, lost: int, runs: int, skipped: float) -> str:
-    """Describes the difference from float32, its significance, and any skipped steps and diverged runs."""
+    """Returns text about the difference from float32, its significance, skipped steps and diverged runs."""
     failed = f"{lost} of {runs} runs diverged" if lost else ""
     if change is None:
         return failed or "the float32 runs diverged, so there is no reference"

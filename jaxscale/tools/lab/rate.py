@@ -1,4 +1,4 @@
-"""The best learning rate of each batch, for an Adam-like optimizer and SGD: tests linear and square root scaling."""
+"""The best learning rate by batch size and optimizer, which tests linear and square root scaling."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -12,15 +12,14 @@ from jaxscale.tools.reporting.page_text import count, plain
 from jaxscale.tools.reporting.plots import PlotLine, with_points
 
 BATCH, OPTIMIZER = "batch_tokens", "optim.name"
-TIMES = (1, 2, 4, 8)  # relative to the config's batch
-FACTORS = (0.25, 0.5, 1, 2, 4)  # relative to the rate that the square root rule gives for a batch
-# Center of the rates to try, relative to AdamW's; a best rate at the end of the range is reported as a bound.
-# SGD: a guess, since its updates scale with the gradient. Lion: its paper advises 3 to 10 times less
-# (arXiv:2302.06675, section 5). Muon: 2, 4, 4 and 8 or more times (a bound) in docs/lab.md. Updates of the others have
-# the size of Adam's.
+TIMES = (1, 2, 4, 8)  # batch sizes relative to the config's
+FACTORS = (0.25, 0.5, 1, 2, 4)  # learning rates relative to the square root rule
+# Center of the learning rates to try, relative to AdamW's. The value for SGD is a guess, since its updates scale with
+# the gradient. For Lion, its paper recommends rates 3 to 10 times smaller (arXiv:2302.06675, section 5). Muon's best
+# rates were 2, 4, 4 and at least 8 times AdamW's (docs/lab.md). Updates of other optimizers have the size of Adam's.
 BESIDE_ADAMW = {"sgd": 100.0, "lion": 0.2, "muon": 4.0}
-FURTHER = 3  # at most this many more rates, if the best is at an end of the range
-STEP = 2.0  # ratio between successive further rates
+FURTHER = 3  # most additional learning rates if the best is at an end of the range
+STEP = 2.0  # ratio between successive additional learning rates
 FALLING = ("cosine", "linear", "wsd")  # schedules that end at optim.min_lr
 RULES = {"linear": 1.0, "square root": 0.5}
 PREDICTED = (
@@ -35,7 +34,7 @@ LIMITS = (*SMALL, "The exponent's interval covers only the scatter of the best l
 
 
 def rate_trials(base: Base, options: Options) -> list[Trial]:
-    """Returns trials of optimizers x batches x rates x seeds, all for the same tokens."""
+    """Returns trials of optimizers x batches x rates x seeds, all with the same number of tokens."""
     optim, usual = base.cfg.optim, base.cfg.tokens_per_step
     found = []
     for name in options.names or dict.fromkeys((optim.name, "sgd")):
@@ -47,7 +46,7 @@ def rate_trials(base: Base, options: Options) -> list[Trial]:
 
 
 def middle_rate(optim: OptimConfig, name: str) -> float:
-    """Returns the center of the rates to try for an optimizer, scaled from the config's optimizer and rate."""
+    """Returns the center of the learning rates to try, scaled from the config's optimizer and learning rate."""
     return optim.peak_lr * BESIDE_ADAMW.get(name, 1.0) / BESIDE_ADAMW.get(optim.name, 1.0)
 
 
@@ -58,7 +57,7 @@ def over_rates(
     seeds: Iterable[int],
     also: Mapping[str, Any] | None = None,
 ) -> list[Trial]:
-    """Returns a trial for each rate and seed. also: settings to change, if `settings` only label the trial."""
+    """Returns one trial per learning rate and seed. also: settings to change, if `settings` only label the trial."""
     optim = base.cfg.optim
     trials = []
     for rate in rates:
@@ -69,7 +68,7 @@ def over_rates(
 
 
 def inside(results: Sequence[Result], options: Options, run: Run, key: Callable[[Result], Any]) -> Sequence[Result]:
-    """Runs further rates while a group's best is at an end of them, unless given; returns all results."""
+    """Returns all results, after adding rates while a group's best is at an end of the range, unless --rates is set."""
     for _ in range(0 if options.rates else FURTHER):
         further = [trial for runs in groups_of(results, key).values() for trial in beyond(runs)]
         if not further:
@@ -79,7 +78,7 @@ def inside(results: Sequence[Result], options: Options, run: Run, key: Callable[
 
 
 def beyond(runs: Sequence[Result]) -> list[Trial]:
-    """Returns a trial per seed at the next rate if the best is at an end of those tried, where none diverged."""
+    """Returns one trial per seed at the next learning rate if the best is at an end of the range without divergence."""
     rates = sorted({float(r.at(RATE)) for r in runs})
     curves = list(over_seeds(runs, RATE).values())
     edge = optimum(curves).edge if curves else "lowest"
@@ -94,7 +93,7 @@ def beyond(runs: Sequence[Result]) -> list[Trial]:
 
 
 def best_rate(runs: Sequence[Result]) -> tuple[Optimum | None, list[Cell]]:
-    """Returns (the best rate or None, cells: it, its loss, the rates at which a run diverged)."""
+    """Returns (best learning rate or None, table cells with this rate, its loss, and rates with diverged runs)."""
     lost = sorted({float(r.at(RATE)) for r in runs if r.diverged})
     curves = list(over_seeds(runs, RATE).values())
     best = optimum(curves) if curves else None
@@ -103,13 +102,13 @@ def best_rate(runs: Sequence[Result]) -> tuple[Optimum | None, list[Cell]]:
 
 
 def bounds(groups: Mapping[str, Sequence[Result]]) -> list[str]:
-    """Returns a sentence listing the groups whose best rate is at an end of the rates tried, if any."""
+    """Returns a sentence about the groups whose best learning rate is at an end of the range, or []."""
     best = {name: best_rate(runs)[0] for name, runs in groups.items() if len({r.at(RATE) for r in runs}) > 1}
     return bounded({name: found for name, found in best.items() if found})
 
 
 def bounded(best: Mapping[str, Optimum]) -> list[str]:
-    """Returns the sentence of bounds(), given the best rates."""
+    """Returns the sentence of bounds() for the best learning rates."""
     at_edge = [f"{name}, {found}" for name, found in best.items() if found.edge]
     return (
         [f"The best learning rate is at the edge of the sweep (a bound) for: {'; '.join(at_edge)}."] if at_edge else []
@@ -117,7 +116,7 @@ def bounded(best: Mapping[str, Optimum]) -> list[str]:
 
 
 def floor_of(optim: OptimConfig, rate: float) -> dict[str, float]:
-    """Returns the setting of a schedule's final rate, at the config's ratio to the peak rate; empty without one."""
+    """Returns the setting of the final learning rate, at the config's ratio to the peak, or {} for other schedules."""
     if optim.decay not in FALLING:
         return {}
     return {"optim.min_lr": rate * optim.min_lr / optim.peak_lr if optim.peak_lr else 0.0}
@@ -144,12 +143,12 @@ def conclude(results: Sequence[Result]) -> Conclusion:
 
 
 def in_words(best: dict[int, Optimum]) -> str:
-    """Describes the scaling of the best rate: 'the best learning rate scales as batch size to the power 0.45: ...'."""
+    """Returns text such as 'the best learning rate scales as batch size to the power 0.45: ...'."""
     bracketed = {batch: found for batch, found in best.items() if not found.edge}
     edges = "".join(f" {text}" for text in bounded({f"{count(batch)} tokens": o for batch, o in best.items()}))
     if len(bracketed) < 3:
         found = f"the best learning rate is inside the sweep for {len(bracketed)} batch sizes"
-        return f"{found}, and a fit needs 3: try more.{edges}"
+        return f"{found}, but a fit needs 3; try more batch sizes.{edges}"
     law: Power = power(list(bracketed), [found.x.value for found in bracketed.values()])
     fits = [name for name, exponent in RULES.items() if law.exponent.has(exponent)]
     misses = [name for name in RULES if name not in fits]

@@ -1,4 +1,4 @@
-"""Bitwise comparison of runs that were killed and resumed with an uninterrupted run."""
+"""Bitwise comparison of killed and resumed runs with an uninterrupted run."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from jaxscale.tools.reporting.status import BEGINS
 CASE = "run"
 WHOLE = "uninterrupted"
 KILLS = (0.35, 0.8)  # fractions of the run
-SAVES = 7  # checkpoints of a run, chosen so that none coincides with a kill
+SAVES = 7  # checkpoints per run, chosen so that no checkpoint coincides with a kill
 COMPARED = ("loss", "grad_norm", "validation/loss")
 PREDICTED = (
     (
@@ -23,7 +23,7 @@ PREDICTED = (
 
 
 def resume_trials(base: Base, options: Options) -> list[Trial]:
-    """Returns one uninterrupted run, and one for each kill."""
+    """Returns trials of one uninterrupted run, and one run per kill."""
     trial = base.with_settings({}, 0)
     steps = resolve_budget(trial.cfg, None).total_steps
     also = {"checkpoint.save_every_steps": max(2, steps // SAVES), "monitor.log_every_steps": 1}
@@ -33,13 +33,15 @@ def resume_trials(base: Base, options: Options) -> list[Trial]:
 
 
 def conclude(results: Sequence[Result]) -> Conclusion:
-    """Returns the Conclusion of these results, of which the first is the uninterrupted run."""
+    """Returns the Conclusion of these results. The first result is the uninterrupted run."""
     whole, *killed = results
     values = values_of(whole)
     verdict, rows, curves, marks = [], [], [line(WHOLE, zip(*whole.curve()))], []
     for place, result in enumerate(killed, 1):
         name, others, compared = result.at(CASE), values_of(result), len(values)
-        diffs = sorted(at for at in {*values, *others} if values.get(at) != others.get(at))  # or only one run has it
+        diffs = sorted(
+            at for at in {*values, *others} if values.get(at) != others.get(at)
+        )  # includes values that only one run has
         events = result.history.events
         again = next((event.get("step") for event in events if event.get("event") == "resumed"), None)
         restart = "restarted from the beginning" if again is None else f"resumed from the checkpoint of step {again}"
@@ -47,7 +49,7 @@ def conclude(results: Sequence[Result]) -> Conclusion:
             outcome = f"{len(diffs)} of {compared} values differ, the first at step {diffs[0][0]}."
         else:
             outcome = f"all {compared} values of {', '.join(COMPARED)} are bit-identical."
-        if sum(event.get("event") in BEGINS for event in events) < 2:  # starts of its process
+        if sum(event.get("event") in BEGINS for event in events) < 2:  # number of starts
             verdict.append(f"{name}: the run ended before it could be killed; increase train_tokens.")
         else:
             verdict.append(f"{name}, {restart}: {outcome}")

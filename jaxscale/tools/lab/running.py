@@ -1,4 +1,4 @@
-"""Runs trials as parallel processes, skips those that have ended, and reports progress with the time left."""
+"""Runs trials as parallel processes, skipping trials that have ended, and reports progress and remaining time."""
 
 import concurrent.futures
 import contextlib
@@ -21,18 +21,18 @@ from jaxscale.system.exits import BadInput, Exit, Stop, meaning
 from jaxscale.tools.lab.trial import ENDS, Result, Trial, folder_of, outcome_of, read_result
 
 POLL_SECONDS = 0.1
-LAST_LINES = 12  # of a failed trial's output, shown in the error
-OUTPUT = "lab.log"  # in a trial's folder: its output
-KILLED = "killed"  # in the folder of a trial killed on purpose: the step
+LAST_LINES = 12  # lines of a failed trial's output in the error message
+OUTPUT = "lab.log"  # file with the output of a trial
+KILLED = "killed"  # file with the step at which a trial was killed on purpose
 
 
 def train_command(trial: Trial, folder: Any) -> list[str]:
-    """Returns the full command line of a trial, for a shell or a cluster."""
+    """Returns the command line of a trial as a list of arguments."""
     return [sys.executable, "-m", "jaxscale.main", *trial.command(folder)]
 
 
 def command_lines(trials: Sequence[Trial], work: Any) -> list[str]:
-    """Returns one line of shell for each trial that has not ended, for Slurm, GKE or TPU VMs."""
+    """Returns one shell command per trial that has not ended, to run on Slurm, GKE or TPU VMs."""
     waiting = [(trial, folder_of(trial, work)) for trial in trials]
     return [
         shlex.join(["python", *train_command(trial, folder)[1:]])
@@ -42,16 +42,16 @@ def command_lines(trials: Sequence[Trial], work: Any) -> list[str]:
 
 
 def run_all(trials: Sequence[Trial], work: Any, *, jobs: int, say: Callable[[str], None]) -> list[Result]:
-    """Returns the results of all trials, in order. Runs `jobs` of them at a time, each on its share of the cores.
+    """Returns the results of all trials in order. Runs `jobs` trials at a time, each on an equal share of the cores.
 
-    An interrupted trial resumes from its checkpoint, if it has one. Ctrl-C stops the running trials and keeps finished
-    results. Raises Stop with the exit code of a trial that failed, unless it diverged.
+    An interrupted trial resumes from its checkpoint, if there is one. Ctrl-C stops the running trials, and finished
+    results are not lost. Raises Stop with the exit code of a failed trial, unless the trial diverged.
     """
     waiting = [trial for trial in trials if outcome_of(folder_of(trial, work)) is None]
     if waiting and paths.is_remote(str(work)):
         raise BadInput(
-            f"--workdir={work}: {len(waiting)} runs are pending, and runs start only in a local folder; give "
-            "--dry_run to print their commands and start them elsewhere"
+            f"--workdir={work}: {len(waiting)} runs are pending, but runs start only in a local folder; pass "
+            "--dry_run to print their commands, and start them on other machines"
         )
     if done := len(trials) - len(waiting):
         say(f"{done} of {len(trials)} runs are already done, in {paths.as_path(work) / 'runs'}")
@@ -77,10 +77,10 @@ def run_all(trials: Sequence[Trial], work: Any, *, jobs: int, say: Callable[[str
 
 
 def run_trial(trial: Trial, folder: Any, slot: threading.local, stop: threading.Event) -> float | None:
-    """Runs a trial on its thread's `slot.cores`, kills and restarts it at kill_at; returns seconds, or None at `stop`.
+    """Runs a trial on `slot.cores`, and kills and restarts it at kill_at. Returns seconds, or None if stopped.
 
-    Its process has its own session, so that Ctrl-C does not reach it: at `stop` it gets SIGTERM, and saves a
-    checkpoint. Sets `stop` and raises Stop if it fails, that is, with an exit code that is not in ENDS.
+    The process has its own session, so Ctrl-C does not reach it. If `stop` is set, the process receives SIGTERM and
+    saves a checkpoint. Sets `stop` and raises Stop if the trial fails, which means an exit code that is not in ENDS.
     """
     began, is_killed = time.monotonic(), True
     if stop.is_set():
@@ -90,7 +90,7 @@ def run_trial(trial: Trial, folder: Any, slot: threading.local, stop: threading.
         with (folder / OUTPUT).open("ab") as output:
             command = train_command(trial, folder)
             process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
-        if slot.cores:  # XLA starts as many threads; not in preexec_fn, which may deadlock when JAX has threads
+        if slot.cores:  # sets XLA's number of threads; preexec_fn may deadlock when JAX has threads
             with contextlib.suppress(ProcessLookupError):
                 os.sched_setaffinity(process.pid, slot.cores)
         is_killed = False
@@ -114,7 +114,7 @@ def run_trial(trial: Trial, folder: Any, slot: threading.local, stop: threading.
 
 
 def is_due(trial: Trial, folder: Any) -> bool:
-    """Returns True if a trial with kill_at has reached that step and was not killed yet."""
+    """Returns True if a trial has reached its step kill_at and has not been killed yet."""
     file = folder / "metrics.jsonl"
     if trial.kill_at is None or (folder / KILLED).exists() or not file.exists():
         return False
@@ -122,7 +122,7 @@ def is_due(trial: Trial, folder: Any) -> bool:
 
 
 def default_jobs(platform: str | None) -> int:
-    """Returns the parallel runs: one per core, or one on an accelerator. platform: JAX_PLATFORMS, if set."""
+    """Returns the number of parallel runs: one per core, or one on an accelerator. platform: JAX_PLATFORMS, if set."""
     has_accelerator = any(os.path.exists(file) for file in (*TPU_FILES, "/dev/nvidia0"))
     if has_accelerator if not platform else platform.split(",")[0] != "cpu":
         return 1

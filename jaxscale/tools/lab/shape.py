@@ -1,4 +1,4 @@
-"""Depth against width at equal FLOPs: the shapes with the lowest loss, and those within noise of it."""
+"""Depth against width at equal FLOPs, to find the shapes with the lowest loss within noise."""
 
 from collections.abc import Mapping, Sequence
 
@@ -12,8 +12,8 @@ from jaxscale.tools.reporting.page_tables import n
 from jaxscale.tools.reporting.page_text import count, percent
 
 LAYERS, WIDTH = "layers", "width"
-TIMES = (0.5, 1, 2, 4, 8)  # relative to the config's layers
-FACTORS = (0.5, 1, 2, 4)  # relative to the rate scaled to the width
+TIMES = (0.5, 1, 2, 4, 8)  # numbers of layers relative to the config's
+FACTORS = (0.5, 1, 2, 4)  # learning rates relative to the rate scaled to the width
 PREDICTED = (
     (
         "arXiv:2001.08361, section 3.2",
@@ -29,7 +29,7 @@ PREDICTED = (
 
 
 def shape_trials(base: Base, options: Options) -> list[Trial]:
-    """Returns trials of shapes x rates x seeds, all for the same tokens."""
+    """Returns trials of shapes x rates x seeds, all with the same number of tokens."""
     cfg, found = base.cfg, []
     depths = dict.fromkeys(max(1, round(cfg.model.num_layers * times)) for times in options.sizes or TIMES)
     for layers in depths:
@@ -94,7 +94,7 @@ def row_of(result: Result, loss: Estimate) -> tuple[str, ...]:
 def in_words(
     names: Mapping[int, str], losses: Mapping[int, Mapping[int, float]], ratios: Mapping[int, float]
 ) -> list[str]:
-    """Describes the best shape, the shapes within noise of it, and the overall effect of shape on the loss."""
+    """Returns sentences about the best shape, shapes within noise of the best, and the effect of shape on the loss."""
     if not losses:
         return []
     means = {layers: mean(list(of.values())) for layers, of in losses.items()}

@@ -1,4 +1,4 @@
-"""Settings for other sizes and shapes of a config's model, with the learning rate for each."""
+"""Settings for different sizes and shapes of a config's model, with a learning rate for each."""
 
 import dataclasses
 import math
@@ -13,21 +13,21 @@ from jaxscale.tools.lab.rate import RATE, floor_of
 from jaxscale.tools.lab.trial import Base
 from jaxscale.tools.planning.scaling import rate_over_width
 
-SMALL_WIDTH = 8  # widths of small models are multiples of it; those of large ones, of a group of query heads
-LARGE = 3  # a model this many groups wide is large: one group changes its width by a third or less
-AROUND = 1.3  # upper end of the widths to try, relative to the width with equal FLOPs at that depth
+SMALL_WIDTH = 8  # widths of small models are multiples of this; of large models, of a group of query heads
+LARGE = 3  # width of a large model in groups, so that one group changes the width by at most a third
+AROUND = 1.3  # largest width to try, relative to the width with equal FLOPs at that depth
 
 
 def check_varied(model: AnyModelConfig) -> LlamaConfig:
-    """Returns the model's settings. Raises BadInput if it is not a dense decoder of the Llama kind."""
+    """Returns the model config. Raises BadInput unless it is a dense Llama without latent attention."""
     if not isinstance(model, LlamaConfig) or model.experts is not None or model.latent is not None:
-        kind = "one with experts or latent attention" if isinstance(model, LlamaConfig) else repr(model.name)
+        kind = "models with experts or latent attention" if isinstance(model, LlamaConfig) else repr(model.name)
         raise BadInput(f"this experiment supports only dense models of model.name='llama', not {kind}")
     return model
 
 
 def train_tokens_of(base: Base) -> int:
-    """Returns the tokens of the config's run. Raises BadInput unless they are a number, without ramps."""
+    """Returns the config's train_tokens. Raises BadInput if it is not a number, or for a ramp."""
     tokens = base.cfg.train_tokens
     if base.cfg.seq_len_ramp or base.cfg.batch_ramp:
         raise BadInput("this experiment needs one sequence length and batch size; remove seq_len_ramp and batch_ramp")
@@ -37,13 +37,13 @@ def train_tokens_of(base: Base) -> int:
 
 
 def head_sizes(model: LlamaConfig, heads: int) -> dict[str, Any]:
-    """Returns settings for `heads` query heads, with about the same ratio of key and value heads."""
+    """Returns settings for `heads` query heads with about the same ratio of key and value heads."""
     groups = max(1, round(model.num_kv_heads * heads / model.num_heads))
     return {"num_heads": heads, "num_kv_heads": next(g for g in range(groups, 0, -1) if heads % g == 0)}
 
 
 def as_settings(cfg: RunConfig, model: dict[str, Any]) -> dict[str, Any]:
-    """Returns the model's settings by dotted name, and the learning rate for its width; muP scales the rate itself."""
+    """Returns settings by dotted name, with the learning rate for the width. With muP, the rate does not change."""
     base = check_varied(cfg.model)
     times = model["embed_dim"] / base.embed_dim
     rate = cfg.optim.peak_lr * (1.0 if base.mup is not None else rate_over_width(cfg.optim.name, times))
@@ -51,7 +51,7 @@ def as_settings(cfg: RunConfig, model: dict[str, Any]) -> dict[str, Any]:
 
 
 def wider(cfg: RunConfig, times: float) -> dict[str, Any]:
-    """Returns settings for a model `times` as wide, in whole heads. Raises BadInput as check_varied() does."""
+    """Returns settings for a model `times` as wide, in whole heads. Raises BadInput for an unsupported model."""
     model = check_varied(cfg.model)
     heads = max(1, round(model.num_heads * times))
     factor = heads / model.num_heads
@@ -60,7 +60,7 @@ def wider(cfg: RunConfig, times: float) -> dict[str, Any]:
 
 
 def larger(cfg: RunConfig, times: float) -> dict[str, Any]:
-    """Returns settings for a model `times` as wide and deep, in whole heads and layers. Raises as wider() does."""
+    """Returns settings for a model `times` as wide and deep, in whole heads and layers. Raises as wider()."""
     settings = wider(cfg, times)
     factor = settings["model.num_heads"] / cfg.model.num_heads
     return settings | {"model.num_layers": max(1, round(cfg.model.num_layers * factor))}
@@ -72,10 +72,10 @@ def inner_flops(model: ModelConfig, seq_len: int) -> float:
 
 
 def shaped(cfg: RunConfig, layers: int) -> dict[str, Any]:
-    """Returns settings for a model with `layers` layers whose blocks take as many FLOPs per token as the config's.
+    """Returns settings for a model with `layers` layers whose blocks have the FLOPs per token of the config's blocks.
 
-    Tries widths up to AROUND times the ideal one and selects the one whose ratio of MLP to width is nearest to the
-    config's. The MLP size makes up the remaining FLOPs. Raises BadInput if no width fits, and as check_varied() does.
+    Tries widths up to AROUND times the ideal width, with an MLP size that gives equal FLOPs. Selects the width whose
+    ratio of MLP to width is nearest to the config's. Raises BadInput if no width fits, or for an unsupported model.
     """
     model = check_varied(cfg.model)
     wanted, ideal = inner_flops(model, cfg.seq_len), model.embed_dim * math.sqrt(model.num_layers / layers)
@@ -94,6 +94,6 @@ def shaped(cfg: RunConfig, layers: int) -> dict[str, Any]:
     if not found or min(found) > math.log(2):
         raise BadInput(
             f"no width gives a model of {layers} layers the FLOPs of {model.num_layers} layers of width "
-            f"{model.embed_dim}; give other --sizes, or a larger config"
+            f"{model.embed_dim}; pass other --sizes, or use a larger config"
         )
     return as_settings(cfg, found[min(found)])

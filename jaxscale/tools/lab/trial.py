@@ -1,4 +1,4 @@
-"""A trial: one run of an experiment, its folder, and its result."""
+"""Trials (runs of an experiment), their folders and their results."""
 
 import dataclasses
 import functools
@@ -18,13 +18,13 @@ from jaxscale.system.exits import BadInput, Exit
 from jaxscale.tools.reporting.status import BEGINS
 
 LOSS, RATE = "validation/loss", "optim.peak_lr"
-DIGEST = 10  # hex digits in a trial's name: 40 bits, enough for a few thousand runs in a folder
+DIGEST = 10  # hex digits in a trial's name (40 bits, enough for a few thousand runs in a folder)
 LABEL = 60  # characters of the label in a name, before the digest
-CHANCE = 0.99  # times log(vocabulary), the loss of a uniform guess
-ENDS = (Exit.DONE, Exit.NON_FINITE)  # a trial that ended with one is not run again: finished, or diverged
+CHANCE = 0.99  # a run diverged if its loss is above this factor times log(vocabulary), a uniform guess
+ENDS = (Exit.DONE, Exit.NON_FINITE)  # exit codes of finished and diverged trials, which are not run again
 
-# In command-line form. The guards of a production run would hide the result of an experiment, for which a diverging
-# loss is a finding. Non-finite steps are still skipped, and end the run if there are too many.
+# Guards of a production run are disabled because they would hide divergence, which is a result of an experiment.
+# Non-finite steps are still skipped, and end the run if there are too many.
 UNGUARDED = {"train.guard.spike_ratio": "0", "train.recovery.steps": "()", "monitor.health.on": "false"}
 
 
@@ -50,7 +50,7 @@ class Base:
         at: Mapping[str, Any] | None = None,
         kill_at: int | None = None,
     ) -> "Trial":
-        """Returns a trial. seed: an offset. also: settings not in its label. at: the label's, if not `settings`."""
+        """Returns a trial. seed: offset from cfg.seed. also: unlabelled settings. at: settings for the label."""
         changed = UNGUARDED | {name: as_text(value) for name, value in {**(also or {}), **settings}.items()}
         overrides = dict(self.overrides) | changed | {"seed": str(self.cfg.seed + seed)}
         return Trial(self, dict(settings) if at is None else at, overrides, seed, kill_at)
@@ -58,35 +58,35 @@ class Base:
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """One run: the base config with some settings changed. `cfg` raises BadInput if they are invalid."""
+    """A run of the base config with changed settings. `cfg` raises BadInput if the settings are invalid."""
 
     base: Base
-    at: Mapping[str, Any]  # varied settings by dotted name: its coordinates in the experiment
+    at: Mapping[str, Any]  # {dotted name: value} of the varied settings
     overrides: Mapping[str, str]
     seed: int
-    kill_at: int | None = None  # step after which it is killed once, as in a power failure, and restarted
+    kill_at: int | None = None  # step after which the run is killed once and restarted
 
     @property
     def label(self) -> str:
-        """Formats the varied settings and the seed: 'peak_lr=0.002 batch_tokens=4096 seed=1'."""
+        """The varied settings and the seed, such as 'peak_lr=0.002 batch_tokens=4096 seed=1'."""
         parts = [f"{name.rpartition('.')[2]}={as_text(value)}" for name, value in self.at.items()]
         return " ".join([*parts, f"seed={self.seed}"])
 
     @functools.cached_property
     def cfg(self) -> RunConfig:
-        """Returns the validated config of the trial."""
+        """The validated config of the trial."""
         return config_file.load_config(self.base.file, dict(self.overrides))
 
     @functools.cached_property
     def digest(self) -> str:
-        """Returns a hash of all settings: equal for trials that are the same run, whatever their labels."""
+        """A hash of all settings, which is equal for trials of the same run with different labels."""
         facts = schema.flatten(schema.to_dict(self.cfg)) | ({"kill_at": self.kill_at} if self.kill_at else {})
         text = json.dumps(facts, sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:DIGEST]
 
     @property
     def name(self) -> str:
-        """Returns the folder's name: a readable label, and the digest that identifies it."""
+        """Name of the folder: a readable label, then the digest."""
         plain = re.sub(r"[^\w.=+-]+", "_", self.label, flags=re.ASCII)[:LABEL]
         return f"{plain}-{self.digest}"
 
@@ -101,14 +101,14 @@ class Result(NamedTuple):
 
     trial: Trial
     folder: str
-    diverged: bool  # stopped by its guard, or no better than chance
-    loss: float  # held-out, after the last step, in nats per token; NaN if it diverged
+    diverged: bool  # True if non-finite or no better than chance
+    loss: float  # final held-out loss in nats per token; NaN if diverged
     history: History
-    seconds: float  # of its steps only
+    seconds: float  # time of the steps only
 
     @property
     def seed(self) -> int:
-        """Returns the trial's seed, an offset from the config's."""
+        """The trial's seed, as an offset from the config's seed."""
         return self.trial.seed
 
     def at(self, name: str) -> Any:
@@ -116,30 +116,30 @@ class Result(NamedTuple):
         return self.trial.at[name]
 
     def curve(self, name: str = "loss") -> tuple[list[float], list[float]]:
-        """Returns (tokens, values) of a logged metric, without non-finite values."""
+        """Returns (tokens, values) of a logged metric without non-finite values."""
         rows = [row for row in self.history.rows if is_finite(row.get(name)) and is_finite(row.get("tokens_seen"))]
         return [row["tokens_seen"] for row in rows], [row[name] for row in rows]
 
 
 def as_text(value: Any) -> str:
-    """Formats a value for a command line."""
+    """Returns a value as text for a command line."""
     return f"{value:.6g}" if isinstance(value, float) else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def distinct(trials: Iterable[Trial]) -> list[Trial]:
-    """Returns the trials without duplicates; of two labels for the same run, the last is used."""
+    """Returns the trials without duplicates. If two trials are the same run, the last label is used."""
     return list({trial.digest: trial for trial in trials}.values())
 
 
 def folder_of(trial: Trial, work: Any) -> Any:
-    """Returns the folder of a trial's run, found by digest: experiments share them. It may not exist yet."""
+    """Returns the folder of a trial, which may not exist yet. Experiments share folders with the same digest."""
     folder = paths.as_path(work) / "runs"
     found = sorted(folder.glob(f"*-{trial.digest}"))
     return found[0] if found else folder / trial.name
 
 
 def outcome_of(folder: Any) -> int | None:
-    """Returns the exit code, one of ENDS, of the run in a folder; None if it has to be started or resumed."""
+    """Returns the exit code (one of ENDS) of the run in a folder, or None if it must be started or resumed."""
     try:
         history = read_history(str(folder))
     except BadInput:  # the folder has no run
@@ -153,22 +153,22 @@ def outcome_of(folder: Any) -> int | None:
 
 
 def read_result(trial: Trial, work: Any) -> Result:
-    """Returns the Result of a trial that has ended. Raises BadInput if it has not."""
+    """Returns the Result of a trial. Raises BadInput if the trial has not ended."""
     folder = folder_of(trial, work)
     code = outcome_of(folder)
     if code is None:
         raise BadInput(f"{folder}: the run has not ended; run the experiment again to resume it")
     history = read_history(str(folder), None)
     loss = history.latest(LOSS)
-    # A run that ends no better than chance counts as diverged: a rate that is too high can collapse a model whose
-    # normalization keeps its loss finite.
+    # A final loss no better than chance counts as diverged: a high learning rate can collapse a model although its
+    # normalization keeps the loss finite.
     diverged = code == Exit.NON_FINITE or loss is None or loss > CHANCE * math.log(trial.cfg.model.vocab_size)
     end = math.nan if loss is None or diverged else loss
     return Result(trial, str(folder), diverged, end, history, seconds_of(history.rows))
 
 
 def seconds_of(rows: Iterable[Mapping[str, Any]]) -> float:
-    """Returns the total seconds of the steps. A row has the time per step since the previous row."""
+    """Returns the total time of the steps. Each row has the mean step time since the previous row."""
     total, before = 0.0, 0
     for row in rows:
         if "step_seconds" in row:
@@ -178,7 +178,7 @@ def seconds_of(rows: Iterable[Mapping[str, Any]]) -> float:
 
 
 def groups_of(results: Sequence[Result], key: Callable[[Result], Any]) -> dict[Any, list[Result]]:
-    """Returns the results by `key`, in order of each key's first appearance."""
+    """Returns {key: results}, with keys in order of their first appearance."""
     found: dict[Any, list[Result]] = {}
     for result in results:
         found.setdefault(key(result), []).append(result)

@@ -12,7 +12,7 @@ from jaxscale.tools.reporting.page_text import percent
 
 
 def vary_trials(base: Base, options: Options) -> list[Trial]:
-    """Returns trials of all combinations of the values x seeds. Raises BadInput without a setting to vary."""
+    """Returns trials of all combinations of values and seeds. Raises BadInput without a setting to vary."""
     if not options.vary:
         raise BadInput("lab vary needs --vary=NAME=VALUE,VALUE, such as --vary=optim.peak_lr=1e-3,2e-3")
     names = [name for name, _ in options.vary]
@@ -55,7 +55,7 @@ def conclude(results: Sequence[Result]) -> Conclusion:
 
 
 def label_of(trial: Trial) -> str:
-    """Formats the varied settings: 'optim.peak_lr=1e-3, model.num_layers=2'."""
+    """Returns the varied settings as text, such as 'optim.peak_lr=1e-3, model.num_layers=2'."""
     return ", ".join(f"{name}={value}" for name, value in trial.at.items())
 
 
@@ -68,7 +68,7 @@ def is_positive(text: str) -> bool:
 
 
 def winner(steady: dict[str, Estimate]) -> str:
-    """Describes the setting with the lowest loss, and those within noise of it."""
+    """Returns a sentence about the setting with the lowest loss and the settings within noise of it."""
     best, *others = sorted(steady, key=lambda name: steady[name].value)
     lowest = f"{best} has the lowest loss, {steady[best]} nats"
     if not others:

@@ -1,7 +1,7 @@
-"""The best learning rate over widths, with muP and without: tests whether a rate tuned on a small model transfers.
+"""The best learning rate by width, with and without muP, to test if a rate tuned on a small model transfers.
 
-Also the coordinate check of arXiv:2203.03466, appendix D.1: whether activations after the first steps have the same
-size at every width.
+Includes the coordinate check of arXiv:2203.03466, appendix D.1, which tests if activations after the first steps have
+the same size at every width.
 """
 
 import math
@@ -20,11 +20,11 @@ from jaxscale.tools.reporting.plots import PlotLine, with_points
 FORM, WIDTH = "parametrisation", "width"
 STANDARD, MUP = "standard", "muP"
 NAMES = {STANDARD: "without muP", MUP: "with muP"}
-TIMES = (1, 2, 4)  # relative to the config's width
-FACTORS = (0.125, 0.25, 0.5, 1, 2, 4)  # relative to the config's rate
-STEPS = 3  # updates before the coordinate check, without warmup, with the config's decay; more would blur it
+TIMES = (1, 2, 4)  # widths relative to the config's
+FACTORS = (0.125, 0.25, 0.5, 1, 2, 4)  # learning rates relative to the config's
+STEPS = 3  # updates before the coordinate check, without warmup; more updates would obscure the scaling
 KINDS = {"activation": "the residual stream", "attention": "the attention output", "mlp": "the MLP output"}
-SHORT = {"activation": "stream", "attention": "attention", "mlp": "MLP"}  # for a legend
+SHORT = {"activation": "stream", "attention": "attention", "mlp": "MLP"}  # names in a legend
 PREDICTED = (
     (
         "arXiv:2203.03466",
@@ -49,7 +49,7 @@ def width_trials(base: Base, options: Options) -> list[Trial]:
 
 
 def coordinate_trials(base: Base, options: Options) -> list[Trial]:
-    """Returns trials of parametrisations x widths x seeds, each of a few steps that all log activation statistics."""
+    """Returns trials of parametrisations x widths x seeds with a few steps, which log activation statistics."""
     short = {
         "train_tokens": f"{STEPS + 1} steps", "optim.warmup_tokens": 0, "monitor.statistics_every_steps": 1,
         "checkpoint.save_every_steps": 0, "sample.num_tokens": 0,
@@ -62,7 +62,7 @@ def coordinate_trials(base: Base, options: Options) -> list[Trial]:
 
 
 def shapes_of(base: Base, options: Options) -> Iterable[tuple[dict[str, Any], dict[str, Any]]]:
-    """Yields (settings for the label, settings to change) of each parametrisation and width."""
+    """Yields (settings to label, settings to change) for each parametrisation and width."""
     for form in (STANDARD, MUP):
         for times in options.sizes or TIMES:
             sizes = {name: value for name, value in wider(base.cfg, times).items() if name.startswith("model.")}
@@ -72,7 +72,7 @@ def shapes_of(base: Base, options: Options) -> Iterable[tuple[dict[str, Any], di
 
 
 def answer(base: Base, options: Options, run: Run) -> Conclusion:
-    """Estimates how the best rate and the size of activations scale with the width, with muP and without."""
+    """Estimates how the best learning rate and the size of activations scale with width, with and without muP."""
     by_width = lambda r: (r.at(FORM), r.at(WIDTH))
     trials = distinct(width_trials(base, options))  # two sizes may round to the same number of heads
     results = run([*trials, *distinct(coordinate_trials(base, options))])
@@ -80,7 +80,7 @@ def answer(base: Base, options: Options, run: Run) -> Conclusion:
 
 
 def conclude(results: Sequence[Result], looked_at: Sequence[Result]) -> Conclusion:
-    """Returns the Conclusion of these results. looked_at: results of coordinate_trials."""
+    """Returns the Conclusion of these results. looked_at: results of coordinate_trials()."""
     verdict, drawings, rows, bests, ends = [], [], [], [], {}
     for place, (form, runs) in enumerate(groups_of(results, lambda r: r.at(FORM)).items()):
         widths = dict(sorted(groups_of(runs, lambda r: int(r.at(WIDTH))).items()))
@@ -94,7 +94,7 @@ def conclude(results: Sequence[Result], looked_at: Sequence[Result]) -> Conclusi
         bracketed = {width: found.x.value for width, found in best.items() if not found.edge}
         if len(bracketed) < 3:
             inner = f"the best learning rate is inside the sweep for {len(bracketed)} of {len(best)} widths"
-            verdict.append(f"{NAMES[form]}, {inner}, and a fit needs 3; give more --rates.")
+            verdict.append(f"{NAMES[form]}, {inner}, but a fit needs 3; pass more --rates.")
             continue
         law = power(list(bracketed), list(bracketed.values()))
         transfers = "consistent with no change" if law.exponent.has(0.0) else "so it does not transfer across widths"
@@ -122,7 +122,7 @@ def conclude(results: Sequence[Result], looked_at: Sequence[Result]) -> Conclusi
 
 
 def check(form: str, runs: Sequence[Result]) -> tuple[str, list[PlotLine]]:
-    """Returns (a sentence, lines of a plot) on the scaling of activations with width, for one parametrisation."""
+    """Returns (sentence, plot lines) about the scaling of activations with width for one parametrisation."""
     finite = [r for r in runs if all(math.isfinite(size_of(r, kind)) for kind in KINDS)]
     lost = len(runs) - len(finite)
     left_out = f" {lost} of {len(runs)} runs have no finite activation statistics and were excluded." if lost else ""
@@ -141,7 +141,7 @@ def check(form: str, runs: Sequence[Result]) -> tuple[str, list[PlotLine]]:
 
 
 def size_of(run: Result, kind: str) -> float:
-    """Returns the RMS of activations after STEPS steps, averaged over layers; NaN if any is not finite."""
+    """Returns the RMS of activations after STEPS steps, averaged over layers, or NaN if a value is not finite."""
     kind_values = lambda row: [value for name, value in row.items() if name.startswith(f"stats/{kind}_rms/")]
     last = [value for row in run.history.rows if row["step"] > STEPS for value in kind_values(row)]
     return mean(last).value if last and all(map(is_finite, last)) else math.nan

@@ -84,10 +84,7 @@ def compile_ahead(
     save_executable: pathlib.Path | None = None,
     say: Callable[[str], None] = print,
 ) -> Compiled:
-    """Compiles the training step of a program.
-
-    keep: read and write cached results. save_executable: file for the executable; if set, always compiles.
-    """
+    """Compiles the training step. keep: use cached results. save_executable: file; if set, always compiles."""
     begin = time.monotonic()
     lowered, key = lower(program, topology)
     lower_seconds = time.monotonic() - begin

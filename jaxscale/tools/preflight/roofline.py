@@ -59,7 +59,7 @@ def roofline(
     *,
     shards_head: bool = True,
 ) -> Roofline:
-    """Returns lower bounds of a step's time. The real time is longer: kernels and links do not reach their peaks.
+    """Returns lower bounds of a step's time. The real time is longer, since kernels do not reach their peaks.
 
     schedule: pipeline schedule. A device's program contains only the matmuls of its stage, counted as on the last stage
     where stages differ. head: the output projection's fraction of the model's matmuls, during which no stage is idle.

@@ -1,5 +1,5 @@
-"""Measures collectives: along each mesh axis, with slow hosts (`jaxscale bench collectives`), and along each dimension
-of the links, compared with the datasheet (`jaxscale qualify`)."""
+"""Measurements of collectives along each mesh axis, and of slow hosts (`jaxscale bench collectives`), and along each
+dimension of the links, compared with the datasheet (`jaxscale qualify`)."""
 
 import datetime
 import math
@@ -32,18 +32,18 @@ from jaxscale.tools.qualify.timing import Timed, timed
 
 MIB = 2**20
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "permute")
-LINK_KINDS, LINK_REPEATS = ("all-gather", "reduce-scatter", "all-reduce"), 10  # of qualify
-SLOW = 1.25  # times the median; smaller differences are normal between machines of one kind
-NAME_BYTES = 64  # maximum length of a hostname, gathered as a uint8 array
-MEASURES = ("product", "copy", "permute")  # two local operations of each process, and one exchange with its neighbours
+LINK_KINDS, LINK_REPEATS = ("all-gather", "reduce-scatter", "all-reduce"), 10  # for `jaxscale qualify`
+SLOW = 1.25  # ratio to the median above which a host is slow; smaller differences are normal
+NAME_BYTES = 64  # longest hostname, which is gathered as a uint8 array
+MEASURES = ("product", "copy", "permute")  # two local operations per process, and one exchange with neighbours
 
 
 def read_mesh(arguments: Arguments) -> MeshConfig:
-    """Returns the mesh of --config with --config.mesh.AXIS=N applied; by default all devices are along fsdp."""
+    """Returns the mesh of --config with --config.mesh.AXIS=N applied. By default, all devices are along fsdp."""
     if arguments.config:
         return config_file.load_config(arguments.config, arguments.overrides).mesh
     if other := [name for name in arguments.overrides if not name.startswith("mesh.")]:
-        raise BadInput(f"--config.{other[0]} needs --config=FILE; without it, give only --config.mesh.AXIS=N")
+        raise BadInput(f"--config.{other[0]} needs --config=FILE; without --config, pass only --config.mesh.AXIS=N")
     values = {name.removeprefix("mesh."): value for name, value in arguments.overrides.items()}
     return schema.from_dict(MeshConfig, values, "mesh")
 
@@ -62,10 +62,10 @@ def read_sizes(text: str) -> list[int]:
 def measure_collectives(cfg: MeshConfig, *, sizes: Sequence[int] | None, repeats: int) -> dict[str, Any]:
     """Returns the record of --json: time and bandwidth of each collective, size and axis, and times of each process.
 
-    Calls run one at a time, each timed until its result is ready. The reported time is the median of `repeats` calls,
-    maximized over processes. bytes_per_s counts the bytes that one device sends: for an array of S bytes over k
-    devices, S (k - 1) / k for all-gather and reduce-scatter, twice that for all-reduce, and S for a permute to the
-    next device.
+    Calls run one at a time, and each is timed until its result is ready. The reported time is the median of `repeats`
+    calls on the slowest process. bytes_per_s counts the bytes that one device sends. For an array of S bytes over k
+    devices, that is S (k - 1) / k for all-gather and reduce-scatter, twice that for all-reduce, and S for a permute to
+    the next device.
     """
     mesh = make_mesh(cfg)
     device = mesh.devices.flat[0]
@@ -94,7 +94,7 @@ def default_sizes(device: Device) -> list[int]:
 
 
 def measure_axes(mesh: Mesh, kinds: Sequence[str], sizes: Sequence[int], repeats: int) -> list[dict[str, Any]]:
-    """Returns a row for each axis with several devices, each kind and size; see measure_collectives."""
+    """Returns one row per axis with several devices, kind and size. See measure_collectives()."""
     rows = []
     chip, (kind, groups) = find_chip(mesh.devices.flat[0].device_kind), crossed_groups(mesh)
     for axis in [axis for axis in MESH_AXES if mesh.shape[axis] > 1]:
@@ -120,7 +120,7 @@ def measure_axes(mesh: Mesh, kinds: Sequence[str], sizes: Sequence[int], repeats
 
 
 def make_collective(mesh: Mesh, axis: str, what: str) -> Callable[[jax.Array], jax.Array]:
-    """Returns a jitted f(x) that runs one collective along the axis on x [devices, numbers], one row per device."""
+    """Returns a jitted function that runs one collective along the axis on x [devices, numbers], one row per device."""
     size = mesh.shape[axis]
 
     def collective(x_1n: jax.Array) -> jax.Array:
@@ -137,7 +137,7 @@ def make_collective(mesh: Mesh, axis: str, what: str) -> Callable[[jax.Array], j
 
 
 def time_collective(mesh: Mesh, axis: str, what: str, size: int, repeats: int) -> Timed:
-    """Times one collective over arrays of `size` bytes, in this process."""
+    """Returns the time of one collective over arrays of `size` bytes in this process."""
     f = make_collective(mesh, axis, what)
     numbers = local_numbers(what, size, mesh.shape[axis])
     place = NamedSharding(mesh, P(MESH_AXES, None))
@@ -146,25 +146,25 @@ def time_collective(mesh: Mesh, axis: str, what: str, size: int, repeats: int) -
 
 
 def local_numbers(what: str, size: int, devices: int) -> int:
-    """Returns the float32 inputs per device for which the larger of input and output has `size` bytes."""
+    """Returns the number of float32 inputs per device for which the larger of input and output has `size` bytes."""
     return size // 4 // (devices if what == "all-gather" else 1)
 
 
 def wire_bytes(what: str, size: int, devices: int) -> float:
-    """Returns the bytes that one device sends for an array of `size` bytes, with an optimal ring algorithm."""
+    """Returns the bytes that one device sends for an array of `size` bytes with an optimal ring algorithm."""
     return size * {"all-reduce": 2 * (devices - 1) / devices, "permute": 1.0}.get(what, (devices - 1) / devices)
 
 
 def link_figure(chip: Chip | None, *, crosses: bool) -> float | None:
-    """Returns the chip table's bytes/s out of one device: over all fast links, or between slices or nodes."""
+    """Returns the chip table's bytes/s out of one device, over all fast links, or between slices or nodes."""
     return chip and (chip.dcn_bandwidth if crosses else chip.ici_bandwidth)
 
 
 def measure_processes(mesh: Mesh, repeats: int) -> list[dict[str, Any]]:
-    """Returns each process's host, and its seconds for a matrix product, a host-to-device copy and a permute.
+    """Returns the host of each process, and its times for a matmul, a host-to-device copy and a permute.
 
-    Product and copy are those of the slowest local device, and identify a slow host. The time of a collective does
-    not, since all processes wait for the slowest one.
+    Matmul and copy are for the slowest local device and identify a slow host. The time of a collective does not, since
+    all processes wait for the slowest process.
     """
     axis = max(MESH_AXES, key=lambda axis: mesh.shape[axis])
     local = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
@@ -183,14 +183,14 @@ def measure_processes(mesh: Mesh, repeats: int) -> list[dict[str, Any]]:
 
 
 def gathered(value: np.ndarray | float) -> np.ndarray:
-    """Returns [processes, ...], the values of all processes. Sent as bytes, as JAX would round float64 to float32."""
+    """Returns the values of all processes, [processes, ...]. Sends bytes, since JAX would round float64 to float32."""
     value = np.array(value, ndmin=1)
     rows = multihost_utils.process_allgather(value.view(np.uint8))
     return np.asarray(rows).reshape(jax.process_count(), -1).view(value.dtype)
 
 
 def slow_ones(processes: Sequence[dict[str, Any]]) -> list[str]:
-    """Returns a line for each process slower than SLOW times the (lower) median."""
+    """Returns one line per process whose time exceeds SLOW times the (lower) median."""
     found = []
     for measure in MEASURES:
         usual = statistics.median_low(process[f"{measure}_s"] for process in processes)
@@ -202,7 +202,7 @@ def slow_ones(processes: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def collective_lines(record: dict[str, Any]) -> list[str]:
-    """Formats the record for a terminal."""
+    """Returns the record as lines of text."""
     lines = [
         f"{record['devices']}, {record['num_processes']} process(es), mesh {record['mesh']}; median of "
         f"{record['repeats']} calls; GB/s counts what one device sends"
@@ -232,8 +232,8 @@ def collective_lines(record: dict[str, Any]) -> list[str]:
 def measure_links(machine: Machine, sizes: Sequence[int] | None = None) -> Probe:
     """Measures bytes/s out of one device for each collective and size, over all devices and along each dimension.
 
-    Only the largest size has a floor, a share of the datasheet's bandwidth; if there are several dimensions, the floor
-    applies along each dimension and not to all devices together. Times are those of the slowest process.
+    Only the largest size has a floor, which is a fraction of the datasheet's bandwidth. If there are several
+    dimensions, the floor applies along each dimension, not to all devices together. Times are for the slowest process.
     """
     if len(machine.devices) == 1:
         return Probe(name="links", notes=("one device, so no collectives",))
@@ -247,10 +247,10 @@ def measure_links(machine: Machine, sizes: Sequence[int] | None = None) -> Probe
 
 
 def meshes(devices: Sequence[Any]) -> list[Mesh]:
-    """Returns a mesh with all devices along one axis; and one with an axis per dimension of links, if several."""
+    """Returns a mesh with all devices along one axis, and for links of several dimensions a mesh with one axis each."""
     whole = make_mesh(MeshConfig(fsdp=-1), devices)
     _, _, group_of = device_groups(devices)
-    # of a TPU: its coordinates on the torus, and its core on the chip
+    # place of a TPU: coordinates on the torus, then core on the chip
     core = lambda device: getattr(device, "core_on_chip", 0)
     place_of = lambda device: (*device.coords, core(device)) if device.platform == "tpu" else ()
     placed = sorted(zip(group_of, devices), key=lambda pair: (pair[0], place_of(pair[1]), pair[1].id))
@@ -265,12 +265,12 @@ def meshes(devices: Sequence[Any]) -> list[Mesh]:
 
 
 def figure_of(row: dict[str, Any], mesh: Mesh, machine: Machine, *, judged: bool) -> Reading:
-    """Returns the figure of a row of measure_axes, compared with the datasheet for the links that it can use."""
+    """Returns the Reading for a row of measure_axes(), compared with the datasheet for the links that it can use."""
     axis, chip = row["axis"], machine.chip
     low, high = row["seconds_range"]
     sent = row["bytes_per_s"] * row["seconds"]
     rate = (row["bytes_per_s"], sent / high, sent / low)
-    lines: tuple[Phase, ...] = ()  # the links of a group along the axis, one phase for each dimension
+    lines: tuple[Phase, ...] = ()  # links of a group along the axis, one phase per dimension
     if chip is not None:
         order = np.moveaxis(np.arange(mesh.size).reshape(mesh.devices.shape), mesh.axis_names.index(axis), 0)
         members = order.reshape(len(order), -1)[:, 0].tolist()
@@ -279,7 +279,7 @@ def figure_of(row: dict[str, Any], mesh: Mesh, machine: Machine, *, judged: bool
     where = f"{row['devices']} devices {row['link']}" + (f", along {along} of the torus" if along else "")
     name = f"{row['collective']}, {units.size(row['bytes'])}, {where}"
     table = row["table_bytes_per_s"]
-    if table and row["link"].startswith("within"):  # no single figure for several dimensions or a chip's cores
+    if table and row["link"].startswith("within"):  # unknown for several dimensions or a chip's cores
         table = table * lines[0].share if len(lines) == 1 and lines[0].along != CORE else None
     floor = machine.floors.links if judged else None
     return reading_of(rate, name, "bytes/s", table, floor, chip.links_source if chip else "")

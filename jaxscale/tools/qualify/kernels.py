@@ -1,4 +1,4 @@
-"""Compares values and gradients of each kernel of this platform with a float32 reference on the same device.
+"""Comparison of each kernel's values and gradients with a float32 reference on the same device.
 
 B batch  T query position  S key position  D embed  N query heads  K key-value heads  H head dim  V vocab  F mlp
 """
@@ -29,10 +29,10 @@ F32 = jnp.float32
 EPS = 1e-6
 ROPE_BASE = 10_000.0
 ATTENTIONS = [name for name in get_args(AttentionName) if name not in ("auto", "xla")]  # "xla" is the reference
-# Relative RMS errors, about three times those of these kernels on XLA:CPU (at most 0.0031 in bfloat16, 0.011 in int8,
-# and 0.037 for values and 0.059 for gradients in fp8; jax 0.10.2, 2026-11-23). float16 has 3 more mantissa bits than
-# bfloat16. A kernel that computes something else has an error of 0.1 or more.
-TOLERANCE = {"bfloat16": (0.01, 0.01), "float16": (0.01 / 8, 0.01 / 8)}  # of values and gradients
+# Relative RMS errors, about three times the errors measured on XLA:CPU (at most 0.0031 in bfloat16, 0.011 in int8, and
+# 0.037 for values and 0.059 for gradients in fp8; jax 0.10.2, 2026-11-23). float16 has 3 more mantissa bits than
+# bfloat16. The error of a wrong kernel is 0.1 or more.
+TOLERANCE = {"bfloat16": (0.01, 0.01), "float16": (0.01 / 8, 0.01 / 8)}  # (values, gradients)
 EIGHT_BIT: dict[MatmulDtype, tuple[float, float]] = {"int8": (0.03, 0.03), "fp8": (0.1, 0.15)}
 
 
@@ -50,7 +50,7 @@ class Case:
 
 
 def measure_kernels(machine: Machine) -> Probe:
-    """Measures the relative errors of each kernel's value and gradients; the notes list the kernels left out."""
+    """Measures the relative errors of each kernel's value and gradients. Notes list the skipped kernels."""
     figures, notes, problems = [], [], []
     dtype = compute_dtype(machine)
     for make in (attention_cases, loss_case, small_cases, product_cases):
@@ -60,7 +60,7 @@ def measure_kernels(machine: Machine) -> Probe:
                 continue
             try:
                 value, gradient = errors_of(case)
-            except Exception as error:  # fails this kernel only; the others are still measured
+            except Exception as error:  # other kernels are still measured
                 problems.append(f"{case.name}: {first_words(error)}")
                 continue
             for what, error, most in (("value", value, case.value_most), ("gradients", gradient, case.gradient_most)):
@@ -70,12 +70,12 @@ def measure_kernels(machine: Machine) -> Probe:
 
 
 def compute_dtype(machine: Machine) -> str:
-    """Returns the compute dtype of training on these devices: float16 for chips without bfloat16."""
+    """Returns the compute dtype of training on these devices, which is float16 for chips without bfloat16."""
     return "float16" if machine.chip and not machine.chip.bfloat16 else "bfloat16"
 
 
 def errors_of(case: Case) -> tuple[float, float]:
-    """Returns (error of the value, largest error of a gradient), RMS errors relative to the RMS of the reference."""
+    """Returns (error of the value, largest error of a gradient), as RMS relative to the RMS of the reference."""
     rounded = tuple(x.astype(case.dtype) for x in case.operands)
     exact_operands = tuple(x.astype(F32) for x in rounded)
     with jax.default_matmul_precision("highest"):  # TPUs and GPUs use fewer bits by default
@@ -100,14 +100,14 @@ def relative(found: jax.Array, wanted: jax.Array) -> float:
 
 
 def normal(number: int, *shape: int) -> jax.Array:
-    """Returns standard normal random numbers in float32; `number` is the seed."""
+    """Returns standard normal random numbers in float32. number: the seed."""
     return jax.random.normal(jax.random.key(number), shape, F32)
 
 
 def attention_cases(machine: Machine, dtype: str) -> Iterator[Case | str]:
-    """Yields a case per attention kernel and variant, or a note on one that the kernel does not support."""
+    """Yields one case per attention kernel and variant, or a note if the kernel does not support the variant."""
     device = jax.local_devices()[0]
-    lengths = (256, BLOCKWISE_MAX_LEN + 76) if machine.on_cpu else (2048, 1100)  # on CPU, long rows use flash.py
+    lengths = (256, BLOCKWISE_MAX_LEN + 76) if machine.on_cpu else (2048, 1100)  # on CPU, long sequences use flash.py
     heads = (4, 2) if machine.on_cpu else (8, 2)
     needs_of = functools.partial(AttentionNeeds, head_dim=64 if machine.on_cpu else 128, dtype=dtype)
     variants = [(needs_of(), "", length) for length in lengths]
@@ -124,7 +124,7 @@ def attention_cases(machine: Machine, dtype: str) -> Iterator[Case | str]:
                 yield f"{name}: skipped, {error}"
                 continue
             exact = xla.make_attend(softcap=needs.softcap, window=needs.window)
-            (N, K), H = heads, needs.head_dim  # two rows of three documents each
+            (N, K), H = heads, needs.head_dim  # two sequences of three documents each
             ids_BT = jnp.repeat(jnp.arange(1, 4), -(-length // 3))[None, :length] * jnp.ones((2, 1), jnp.int32)
             operands = (normal(2, 2, length, N, H), normal(3, 2, length, K, H), normal(4, 2, length, K, H))
             kernel, reference = (lambda q, k, v, f=f, ids=ids_BT: f(q, k, v, ids) for f in (attend, exact))
@@ -132,7 +132,7 @@ def attention_cases(machine: Machine, dtype: str) -> Iterator[Case | str]:
 
 
 def loss_case(machine: Machine, dtype: str) -> Iterator[Case]:
-    """Yields the case of chunked cross-entropy with z-loss, compared with one computed from all logits at once."""
+    """Yields the case of chunked cross-entropy with z-loss. The reference computes all logits at once."""
     B, T, D, V = (2, 64, 64, 512) if machine.on_cpu else (4, 512, 1024, 32_768)
     targets_BT = jax.random.randint(jax.random.key(5), (B, T), 0, V)
     weights_BT = jnp.ones((B, T), F32).at[:, T // 2].set(0.0)
@@ -172,7 +172,7 @@ def small_cases(machine: Machine, dtype: str) -> Iterator[Case]:
 
 
 def exact_rotary(positions_BT: jax.Array, x_BTNH: jax.Array) -> jax.Array:
-    """Applies rotary position embeddings as complex products; the halves of a head are real and imaginary parts."""
+    """Returns rotary position embeddings by complex products, with the halves of a head as real and imaginary parts."""
     first, second = jnp.split(x_BTNH, 2, axis=-1)
     freq_h = jnp.asarray(frequencies(x_BTNH.shape[-1], ROPE_BASE), F32)
     angle_BT1h = positions_BT[:, :, None, None] * freq_h[None, None, None]
@@ -181,7 +181,7 @@ def exact_rotary(positions_BT: jax.Array, x_BTNH: jax.Array) -> jax.Array:
 
 
 def product_cases(machine: Machine, dtype: str) -> Iterator[Case | str]:
-    """Yields the cases of projections in `dtype`, and in the 8-bit types that the chip's datasheet lists."""
+    """Yields the cases of projections in `dtype` and in the 8-bit types in the chip's datasheet."""
     B, T, D, F = (2, 128, 256, 512) if machine.on_cpu else (4, 1024, 2048, 4096)
     spec, operands = "BTD,DF->BTF", (normal(13, B, T, D), normal(14, D, F) * D**-0.5)
     exact = functools.partial(jnp.einsum, spec)

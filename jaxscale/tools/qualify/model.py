@@ -1,4 +1,4 @@
-"""Measures speed, memory and overlap of a training step that fits, and compares them with the compiler's estimates."""
+"""Measurements of a training step's speed, memory and overlap, compared with the compiler's estimates."""
 
 import dataclasses
 import datetime
@@ -30,20 +30,20 @@ from jaxscale.tools.qualify.overlap import overlap_figures
 from jaxscale.tools.qualify.result import Machine, Probe, Reading, first_words
 from jaxscale.tools.qualify.step import COMMON, SPECS, StepRunner, logit_variance, loss_problem
 
-# Llama in TinyLlama's shape (arXiv:2401.02385) with head_dim 128, and smaller models for devices with less memory.
+# Llama with TinyLlama's shape (arXiv:2401.02385) and head_dim 128, and smaller models for devices with less memory.
 WIDTHS = {
     "1B": dict(num_layers=22, embed_dim=2048, num_heads=16, num_kv_heads=4, mlp_dim=5632),
     "0.4B": dict(num_layers=22, embed_dim=1152, num_heads=9, num_kv_heads=3, mlp_dim=3072),
     "0.1B": dict(num_layers=12, embed_dim=768, num_heads=6, num_kv_heads=2, mlp_dim=2048),
 }
-MOST_SHARDS = 128  # of each parameter; divides every width. With more devices, parameters are replicated.
+MOST_SHARDS = 128  # most shards of each parameter, which divides every width; more devices replicate parameters
 SEQ_LEN, VOCAB_SIZE, HEAD_DIM = 4096, 32_768, 128
-# (rows per device, remat), the fastest first: no recomputation, then more recomputation, then fewer rows.
+# (rows per device, remat), fastest first: no recomputation, then more recomputation, then fewer rows.
 WAYS = [(8, "none"), (4, "none"), (8, "minimal"), (4, "minimal"), (2, "none"), (4, "full"), (1, "full")]
-USABLE = 0.9  # share of device memory; leaves room for errors of the estimate, the compiler and other probes
+USABLE = 0.9  # fraction of device memory to use; the rest allows for estimate errors, the compiler and other probes
 WARMUP, LEAST_STEPS, MOST_STEPS, TRACED_STEPS = 2, 3, 20, 3
 BY_6N = "MFU, counting only 6 FLOPs per parameter and token"  # omits attention and counts the embedding lookup
-TIMED_SHARE = 1 / 8  # of the time limit of all probes
+TIMED_SHARE = 1 / 8  # fraction of the time limit of all probes
 
 
 def measure_model(machine: Machine) -> tuple[Probe, Measured | None]:
@@ -57,7 +57,7 @@ def measure_model(machine: Machine) -> tuple[Probe, Measured | None]:
 
 
 def compile_step(cfg: RunConfig, machine: Machine) -> tuple[Program, Any] | None:
-    """Returns (program, compiled step) of the config; None if it does not fit in device memory."""
+    """Returns (program, compiled step) of the config, or None if it does not fit in device memory."""
     program = make_program(cfg, resolve_budget(cfg, epoch_tokens=UNCOUNTED), machine.devices)
     memory_bytes = device_bytes(list(machine.devices))
     if memory_bytes is not None and memory_need(program).total > USABLE * memory_bytes:
@@ -67,11 +67,11 @@ def compile_step(cfg: RunConfig, machine: Machine) -> tuple[Program, Any] | None
     except jax.errors.JaxRuntimeError as error:
         if not str(error).startswith("RESOURCE_EXHAUSTED"):
             raise
-        return None  # the compiler's analysis overrides the estimate
+        return None  # the compiler overrides the estimate
 
 
 def candidates(machine: Machine) -> Iterator[tuple[str, RunConfig]]:
-    """Yields (name, config), the fastest first: user_model if set, spec T of `bench step` on CPU, or WIDTHS."""
+    """Yields (name, config), fastest first: user_model if set, spec T of `bench step` on CPU, otherwise WIDTHS."""
     if machine.user_model is not None:
         yield machine.user_model
         return
@@ -91,7 +91,7 @@ def candidates(machine: Machine) -> Iterator[tuple[str, RunConfig]]:
 
 
 def measure_program(name: str, program: Program, executable: Any, machine: Machine) -> tuple[Probe, Measured]:
-    """Runs a compiled step. Returns its probe and the record that `jaxscale plan` reads."""
+    """Runs a compiled step. Returns its probe and the record for `jaxscale plan`."""
     runner = StepRunner(program, executable, WARMUP + 1 + MOST_STEPS + TRACED_STEPS)
     before = device_peak()
     runner.run(WARMUP + 1)
@@ -120,12 +120,12 @@ def measure_program(name: str, program: Program, executable: Any, machine: Machi
 
 
 def device_peak() -> float | None:
-    """Returns the highest peak memory in bytes of this process's devices; None if the platform does not report it."""
+    """Returns the highest peak memory in bytes of this process's devices, or None if the platform reports none."""
     return memory_metrics([device.memory_stats() for device in jax.local_devices()])["device_peak_bytes"]
 
 
 def describe(name: str, program: Program, executable: Any, machine: Machine) -> PreflightReport | None:
-    """Returns the preflight report of the executable; None without a datasheet."""
+    """Returns the preflight report of the executable, or None without a datasheet."""
     if machine.chip is None:
         return None
     devices = list(machine.devices)
@@ -141,10 +141,10 @@ def describe(name: str, program: Program, executable: Any, machine: Machine) -> 
 def speed_figures(
     cfg: RunConfig, timed: list[float], report: PreflightReport | None, machine: Machine
 ) -> list[Reading]:
-    """Returns tokens/s and step time; with a datasheet also MFU, counted two ways, and the roofline's step time.
+    """Returns tokens/s and step time, and with a datasheet two MFUs and the roofline's step time.
 
-    "MFU" counts 6 FLOPs per token for each parameter of a matrix product, including the output projection but not the
-    embedding lookup, and the attention products over the keys that a query attends to.
+    "MFU" counts 6 FLOPs per token and parameter of a matmul, including the output projection but not the embedding
+    lookup, and the attention matmuls over the keys that a query attends to.
     """
     step, low, high = statistics.median(timed), min(timed), max(timed)
     tokens = cfg.tokens_per_step
@@ -168,7 +168,7 @@ def speed_figures(
 def memory_figures(
     before: float | None, peak: float | None, report: PreflightReport | None, machine: Machine
 ) -> list[Reading]:
-    """Returns the peak memory compared with the compiler's figure; [] if unknown or an earlier probe used more."""
+    """Returns the peak memory compared with the compiler's, or [] if unknown or if an earlier probe used more."""
     if peak is None or report is None or report.peak_bytes is None or peak <= (before or 0):
         return []
     expected, within = report.peak_bytes, machine.floors.memory_within
@@ -182,7 +182,7 @@ def memory_figures(
 
 
 def measured_of(name: str, program: Program, step_seconds: float) -> Measured:
-    """Returns the step's record for `jaxscale plan`, as `bench step --save` writes it."""
+    """Returns the record of the step for `jaxscale plan`, in the format of `bench step --save`."""
     cfg, devices = program.cfg, list(program.mesh.devices.flat)
     flops = cfg.flops_per_token * cfg.tokens_per_step
     return Measured(

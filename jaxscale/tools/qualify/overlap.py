@@ -1,7 +1,7 @@
-"""Measures the share of collective time that is overlapped with matrix products, from a trace of a few steps.
+"""Measurement of the fraction of collective time that overlaps with matmuls, from a trace of a few steps.
 
-The trace of JAX's profiler has the time of each instruction on each device. The program's HLO text identifies products
-and collectives, and pairs the start and the end of each asynchronous collective.
+The trace of JAX's profiler has the time of each instruction on each device. The HLO text of the program identifies
+matmuls ("products") and collectives, and pairs the start and end of each asynchronous collective.
 """
 
 import collections
@@ -37,29 +37,29 @@ class TraceEvent(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Roles:
-    """Names of a program's products and collectives, as in its trace."""
+    """Names of a program's matmuls and collectives in its trace."""
 
     products: frozenset[str]
     collectives: frozenset[str]
-    starts: Mapping[str, str]  # end of an asynchronous collective -> its start
+    starts: Mapping[str, str]  # {end of an asynchronous collective: its start}
 
 
 @dataclasses.dataclass(frozen=True)
 class TraceOverlap:
-    """Device time of the traced steps, summed over all devices of this process [s]."""
+    """Device time of the traced steps in seconds, summed over all devices of this process."""
 
     busy: float  # time in which any event ran
-    collective: float  # a collective ran or was in flight
-    covered: float  # of that, time in which products ran
-    exposed: tuple[tuple[str, float], ...]  # collectives and their time without products, the longest first
-    untold: tuple[str, ...]  # what the trace cannot answer
+    collective: float  # time in which a collective ran or was in flight
+    covered: float  # part of `collective` in which matmuls ran
+    exposed: tuple[tuple[str, float], ...]  # (collective, time without matmuls), the longest first
+    untold: tuple[str, ...]  # data that the trace lacks
 
 
 def roles_of(text: str) -> Roles:
     """Returns the roles of the instructions in the text of a compiled program (`compiled.as_text()`)."""
     module = parse_module(text)
     runs, fused, _ = count_runs(module)
-    does: dict[str, str] = {}  # {computation: 'product' or 'collective'} of those that contain one; 'product' if both
+    does: dict[str, str] = {}  # {computation: 'product' or 'collective'}; 'product' if it contains both
     found: dict[str, set[str]] = {"product": set(), "collective": set()}
     starts = {}
     for name, computation in module.computations.items():  # callees precede their callers
@@ -75,7 +75,7 @@ def roles_of(text: str) -> Roles:
 
 
 def instruction_role(instruction: Instruction, computation: Any, does: Mapping[str, str]) -> str:
-    """Returns 'product', 'collective' or ''. Loops and branches are neither: the trace has their instructions."""
+    """Returns 'product', 'collective' or ''. Loops and branches have '' because the trace has their instructions."""
     opcode = instruction.opcode
     if opcode.removesuffix("-start").removesuffix("-done") in KINDS:
         return "collective"
@@ -87,7 +87,7 @@ def instruction_role(instruction: Instruction, computation: Any, does: Mapping[s
 
 
 def read_overlap(events: Iterable[TraceEvent], roles: Roles) -> TraceOverlap:
-    """Computes the overlap from events. An asynchronous collective lasts from its -start to the end of its -done."""
+    """Returns the overlap in events. An asynchronous collective lasts from its -start to the end of its -done."""
     by_device: dict[str, list[TraceEvent]] = collections.defaultdict(list)
     for event in events:
         by_device[event.device].append(event)
@@ -103,7 +103,7 @@ def read_overlap(events: Iterable[TraceEvent], roles: Roles) -> TraceOverlap:
         totals["covered"] += length(common(whole, products))
         for op, span in spans:
             exposed[op] += (span[1] - span[0]) - length(common([span], products))
-    text = f"{len(unpaired)} asynchronous collectives that start in another computation"
+    text = f"{len(unpaired)} asynchronous collectives that start in a different computation"
     by_time = sorted(exposed.items(), key=lambda item: -item[1])[:MOST_NAMED]
     longest = tuple((op, nanoseconds / 1e9) for op, nanoseconds in by_time if nanoseconds > 0)
     seconds = {name: value / 1e9 for name, value in totals.items()}
@@ -111,7 +111,7 @@ def read_overlap(events: Iterable[TraceEvent], roles: Roles) -> TraceOverlap:
 
 
 def collective_spans(events: Sequence[TraceEvent], roles: Roles, unpaired: set[str]) -> list[tuple[str, Span]]:
-    """Returns (name, span) for each execution of a collective; adds ends without a matching start to `unpaired`."""
+    """Returns (name, span) for each execution of a collective. Adds ends without a matching start to `unpaired`."""
     runs: dict[str, list[Span]] = collections.defaultdict(list)
     for event in sorted(events, key=lambda event: event.begin):
         if event.op in roles.collectives:
@@ -126,7 +126,7 @@ def collective_spans(events: Sequence[TraceEvent], roles: Roles, unpaired: set[s
 
 
 def union(spans: Iterable[Span]) -> list[Span]:
-    """Merges spans. Returns sorted spans that neither overlap nor touch."""
+    """Returns the merged spans, sorted, without spans that overlap or touch."""
     found: list[Span] = []
     for begin, end in sorted(spans):
         if found and begin <= found[-1][1]:
@@ -167,7 +167,7 @@ def trace(run: Callable[[], Any]) -> list[TraceEvent]:
 
 
 def read_events(data: Any) -> list[TraceEvent]:
-    """Returns the instructions in a profile. Each accelerator has a plane; CPU events have the device's number."""
+    """Returns the instructions in a profile. Each accelerator has a plane, and CPU events have a device number."""
     found = []
     for plane in data.planes:
         place = DEVICE.match(plane.name)
@@ -183,7 +183,7 @@ def read_events(data: Any) -> list[TraceEvent]:
 
 
 def overlap_figures(text: str, run: Callable[[], Any]) -> tuple[list[Reading], list[str]]:
-    """Returns (figures, notes) on the overlap of a program. run: executes it a few times and waits for the result."""
+    """Returns (readings, notes) about the overlap of a program. run: executes the program a few times and waits."""
     roles = roles_of(text)
     if not roles.collectives:
         return [], ["overlap: the step has no collectives to hide"]

@@ -1,7 +1,4 @@
-"""Measures matrix products and memory of a device against the datasheet, and compares devices with each other.
-
-N width of the square operands
-"""
+"""Measurements of a device's matmuls (of width N) and memory, compared with the datasheet and other devices."""
 
 import socket
 import statistics
@@ -20,13 +17,13 @@ from jaxscale.tools.qualify.timing import Timed, timed
 MIB = 2**20
 QUEUED = 8  # calls dispatched before waiting, to hide the dispatch time
 REPEATS = 10
-WIDTH, CPU_WIDTH = 8192, 1024  # 8192: 1.1e12 FLOPs, about 1 ms on the fastest chip in the table
+WIDTH, CPU_WIDTH = 8192, 1024  # a width of 8192 takes 1.1e12 FLOPs, about 1 ms on the fastest chip in the table
 MEMORY_BYTES, CPU_MEMORY_BYTES = 2**30, 64 * MIB  # larger than on-chip memory and CPU caches
-RESULTS = {"int8": jnp.int32, "float8_e4m3fn": jnp.bfloat16}  # 8-bit operand dtype -> result dtype
+RESULTS = {"int8": jnp.int32, "float8_e4m3fn": jnp.bfloat16}  # {8-bit operand dtype: result dtype}
 
 
 def measure_products(machine: Machine) -> Probe:
-    """Measures FLOP/s of this process's first device in each dtype of its datasheet, and bytes/s of its memory."""
+    """Measures the matmul FLOP/s of this process's first device in each dtype, and the bytes/s of its memory."""
     device, chip = jax.local_devices()[0], machine.chip
     source = chip.source if chip else ""
     figures, notes = [], [] if chip else [NO_DATASHEET]
@@ -51,7 +48,7 @@ def measure_products(machine: Machine) -> Probe:
 
 
 def product_types(chip: Chip | None) -> list[tuple[str, float | None]]:
-    """Returns (dtype of the operands, the datasheet's FLOP/s or None) for each dtype to measure."""
+    """Returns (dtype of the operands, FLOP/s in the datasheet or None) for each dtype to measure."""
     if chip is None:
         return [("float32", None), ("bfloat16", None)]
     dtypes = {"bfloat16" if chip.bfloat16 else "float16": chip.peak_flops}
@@ -65,7 +62,7 @@ def product_width(device: Device) -> int:
 
 
 def time_products(device: Device, width: int, dtype: str, repeats: int = REPEATS) -> tuple[Timed, float]:
-    """Returns (seconds of QUEUED products, FLOPs). Random operands: with ones chips draw less power."""
+    """Returns (time of QUEUED matmuls, FLOPs). Operands are random, because chips use less power with ones."""
     key = jax.random.key(0)
     if dtype == "int8":
         make = lambda: jax.random.randint(key, (2, width, width), -127, 128, jnp.int8)
@@ -79,9 +76,9 @@ def time_products(device: Device, width: int, dtype: str, repeats: int = REPEATS
 
 @jax.jit
 def multiply(a_NN: jax.Array, b_NN: jax.Array) -> jax.Array:
-    """Returns a @ b.T, the layout of cuBLAS's 8-bit products; the result of 8-bit operands has the dtype in RESULTS.
+    """Returns a @ b.T, the layout of cuBLAS's 8-bit matmuls. For 8-bit operands, the result has the dtype in RESULTS.
 
-    On CPU the product is computed in float32 and then cast: for a 16-bit result XLA:CPU converts the operands first.
+    On CPU the result is computed in float32 and cast, because XLA:CPU would convert the operands for a 16-bit result.
     """
     result = RESULTS.get(a_NN.dtype.name, a_NN.dtype)
     contract_last = (((1,), (1,)), ((), ()))
@@ -94,18 +91,18 @@ def multiply(a_NN: jax.Array, b_NN: jax.Array) -> jax.Array:
 
 @jax.jit
 def over(x: jax.Array) -> jax.Array:
-    """Runs QUEUED passes over x in one program; each reads what the previous one wrote."""
+    """Runs QUEUED passes over x in one program. Each pass reads the result of the previous pass."""
     return lax.fori_loop(0, QUEUED, lambda _, x: x * 0.5 + 1.0, x)
 
 
 def product_seconds(device: Device, repeats: int = REPEATS) -> float:
-    """Returns the median seconds of one product that runs on this device only."""
+    """Returns the median time of one matmul that runs only on this device."""
     dtype = "float32" if device.platform == "cpu" else "bfloat16"
     return time_products(device, product_width(device), dtype, repeats)[0].median / QUEUED
 
 
 def measure_devices(machine: Machine, time_device: Callable[[Device], float] = product_seconds) -> Probe:
-    """Compares devices with their median; of simulated ones, which share cores, one per process."""
+    """Compares devices with their median. Of simulated devices, which share cores, only one per process is timed."""
     local = [device for device in machine.devices if device.process_index == jax.process_index()]
     at = lambda d: f" at {tuple(d.coords)}" if getattr(d, "coords", None) is not None else ""
     name_of = lambda d: f"{d.platform.upper()} {d.id}{at(d)}"
@@ -120,7 +117,7 @@ def measure_devices(machine: Machine, time_device: Callable[[Device], float] = p
 
 
 def beside_median(rows: Sequence[tuple[str, int, float]], most: float) -> tuple[Reading, ...]:
-    """Returns the (lower) median, and slow devices or the slowest. rows: ('TPU 3 on HOST', process, seconds)."""
+    """Returns the (lower) median, and all slow devices or the slowest. rows: ('TPU 3 on HOST', process, seconds)."""
     usual = statistics.median_low([seconds for _, _, seconds in rows])
     times = sorted(rows, key=lambda row: -row[2])
     slow = {f"{label} (process {n}) is slow": seconds for label, n, seconds in times if seconds > most * usual}

@@ -1,4 +1,4 @@
-"""Formats a qualification as one HTML page and as lines for a terminal."""
+"""HTML page and text output of a qualification."""
 
 from collections.abc import Iterator
 
@@ -24,7 +24,7 @@ DRAWN = 120  # width in pixels of a bar of 100%
 
 
 def make_page(result: Qualification) -> str:
-    """Returns the HTML page: the verdict, a table for each probe, then floors and versions."""
+    """Returns the HTML page: the verdict, one table per probe, then floors and versions."""
     word, kind = verdict(result)
     facts = [
         ("devices", result.devices, result.chip or "no datasheet"),
@@ -52,7 +52,7 @@ def make_page(result: Qualification) -> str:
 
 
 def verdict(result: Qualification) -> tuple[str, str]:
-    """Returns (the verdict in words, its CSS class)."""
+    """Returns (verdict as text, CSS class)."""
     if result.unfinished:
         return f"in progress, pending: {', '.join(result.unfinished)}", "running"
     if not result.passed:
@@ -62,7 +62,7 @@ def verdict(result: Qualification) -> tuple[str, str]:
 
 
 def headlines(result: Qualification) -> Iterator[tuple[str, str, str]]:
-    """Yields (name, value, share of the datasheet) for the figures at the top of the page."""
+    """Yields (name, value, fraction of the datasheet) for the values at the top of the page."""
     for probe in result.probes:
         for figure in probe.figures:
             if figure.name in ("step throughput", "MFU", "overlap: collective time that overlaps matmuls") or (
@@ -73,7 +73,7 @@ def headlines(result: Qualification) -> Iterator[tuple[str, str, str]]:
 
 
 def probe_html(probe: Probe) -> str:
-    """Returns the HTML of a probe: state, figures and notes. Empty columns are omitted."""
+    """Returns the HTML of a probe: state, readings and notes. Empty columns are omitted."""
     state = f'<p><span class="state {SHOWN[probe.state]}">{escape(probe.state)}</span></p>'
     rows = [figure_row(figure) for figure in probe.figures]
     filled = [any(row[place].html for row in rows) for place in range(len(HEAD))]
@@ -84,12 +84,12 @@ def probe_html(probe: Probe) -> str:
 
 
 def lines_below(probe: Probe) -> list[str]:
-    """Returns the lines below a probe's figures: failures of this and of other processes, then notes."""
+    """Returns the lines below a probe's readings: failures of this and other processes, then notes."""
     return [*filter(None, (probe.problem, *probe.elsewhere)), *probe.notes]
 
 
 def figure_row(figure: Reading) -> list[Cell]:
-    """Returns the table cells of a figure, in the order of HEAD."""
+    """Returns the table cells of a reading in the order of HEAD."""
     number = lambda value: n("" if value is None else amount(value, figure.unit))
     quiet = lambda text: Cell(escape(text), "t")
     share = figure.share
@@ -118,7 +118,7 @@ def floor_rows(floors: Floors) -> list[tuple[str, str, str]]:
 
 
 def summary_lines(result: Qualification) -> list[str]:
-    """Formats the result for a terminal: the figures and notes of each probe, then the floors and the verdict."""
+    """Returns the result as lines of text: the readings and notes of each probe, then the floors and the verdict."""
     where = f"{plural(result.num_processes, 'process')} on {plural(len(result.hosts), 'host')}"
     lines = [f"{result.devices}, {where}; {result.datasheet or NO_DATASHEET}"]
     for probe in result.probes:

@@ -1,4 +1,4 @@
-"""Result of a qualification: the figures of each probe, their references and limits, and the verdict."""
+"""Result of a qualification: the readings of each probe with references and limits, and the verdict."""
 
 import dataclasses
 import math
@@ -20,26 +20,26 @@ Rate = tuple[float, float, float]  # (median, low, high)
 class Floors:
     """Limits that a machine must meet to be qualified.
 
-    The floors for products, bandwidth and links were chosen, not measured: a chip this far below its datasheet is
-    more likely faulty, or not the model that was ordered, than badly programmed.
+    The floors for products (matmuls), bandwidth and links were chosen, not measured. A chip this far below its
+    datasheet is more likely faulty, or a different model, than badly programmed.
     """
 
-    products: float = 0.6  # of the datasheet's FLOP/s
-    bandwidth: float = 0.6  # of the datasheet's memory bytes/s
-    links: float = 0.4  # of the datasheet's link bytes/s along one axis, at the largest size
-    mfu: float | None = None  # of the datasheet's FLOP/s, in the training step; None: no floor
-    memory_within: float = 0.05  # of the compiler's figure, either way; outside it preflight's estimates do not hold
-    slow: float = 1.25  # times the median of all devices; smaller differences are normal between chips of one kind
+    products: float = 0.6  # fraction of the datasheet's FLOP/s
+    bandwidth: float = 0.6  # fraction of the datasheet's memory bytes/s
+    links: float = 0.4  # fraction of the datasheet's link bytes/s along one axis, at the largest size
+    mfu: float | None = None  # fraction of the datasheet's FLOP/s in the training step; None means no floor
+    memory_within: float = 0.05  # largest relative difference of the peak memory from the compiler's
+    slow: float = 1.25  # largest ratio to the median of all devices; smaller differences are normal
 
 
 def usual_mfu_floor(chip: Chip | None) -> float | None:
-    """Returns the lowest published MFU of H100 for its architecture; others have none for small models."""
+    """Returns the lowest published MFU of H100 for chips of its architecture, or None for other chips."""
     same = chip is not None and chip.architecture == H100.architecture
     return published_mfu(H100)[0].low if same else None
 
 
 def phase_limits(seconds: float) -> Any:
-    """Returns the watchdog's settings with this timeout for each phase: the probes, and `save` of the checkpoints."""
+    """Returns watchdog settings with the same timeout for each phase: all probes, and `save` of checkpoints."""
     phases = ("products", "devices", "links", "kernels", "step", "storage", "save")
     return dataclasses.make_dataclass("Limits", [f"{phase}_seconds" for phase in phases])(*[seconds] * len(phases))
 
@@ -51,34 +51,34 @@ UNWATCHED = Watchdog(None, phase_limits(0.0))
 class Machine:
     """The machine to qualify, its floors and the settings of the probes."""
 
-    devices: tuple[Device, ...]  # of all processes
-    chip: Chip | None  # the datasheet; None for CPU and for devices that are not in the table
+    devices: tuple[Device, ...]  # devices of all processes
+    chip: Chip | None  # datasheet; None for CPU and for unknown devices
     floors: Floors
-    folder: Any  # for the result, the same on all processes
-    save_folder: Any  # for the saves of the storage probe
+    folder: Any  # folder for the result, the same on all processes
+    save_folder: Any  # folder for the checkpoints of the storage probe
     seconds: float  # time limit of all probes together
-    user_model: tuple[str, RunConfig] | None = None  # (name, config) of the step to time instead of the built-in models
+    user_model: tuple[str, RunConfig] | None = None  # (name, config) to time instead of the built-in models
     phase: Callable[..., Any] = UNWATCHED.phase  # the watchdog's context manager for a named phase
 
     @property
     def platform(self) -> str:
-        """'cpu', 'gpu' or 'tpu'."""
+        """JAX platform, 'cpu', 'gpu' or 'tpu'."""
         return self.devices[0].platform
 
     @property
     def wait_seconds(self) -> float:
-        """Seconds to wait for the slowest process in a probe."""
+        """Time in seconds to wait for the slowest process in a probe."""
         return max(WAIT_SECONDS, self.seconds)
 
     @property
     def on_cpu(self) -> bool:
-        """True on CPU, where probes are small because nothing is compared with a datasheet."""
+        """True on CPU, where probes are small because there is no datasheet."""
         return self.platform == "cpu"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reading:
-    """A measured value, with its spread, reference and limits."""
+    """A measured value with its spread, reference and limits."""
 
     name: str
     value: float
@@ -86,18 +86,18 @@ class Reading:
     low: float | None = None  # spread; low, high, against, least and most are in `unit`
     high: float | None = None
     against: float | None = None  # reference value
-    source: str = ""  # of the reference value
+    source: str = ""  # source of the reference value
     least: float | None = None  # lower limit
     most: float | None = None  # upper limit
 
     @property
     def share(self) -> float | None:
-        """The value as a share of the reference value; None without one."""
+        """The value divided by the reference value, or None without a reference."""
         return self.value / self.against if self.against else None
 
     @property
     def passed(self) -> bool | None:
-        """True if the value is within its limits, False if not or if it is NaN; None without limits."""
+        """True if the value is within its limits, False if it is not or is NaN, None without limits."""
         if self.least is None and self.most is None:
             return None
         return (self.least is None or self.value >= self.least) and (self.most is None or self.value <= self.most)
@@ -105,20 +105,20 @@ class Reading:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Probe:
-    """The figures of one kind of measurement. problem: the reason if figures are missing or invalid."""
+    """The readings of one kind of measurement. problem: the reason if readings are missing or invalid."""
 
     name: str
     figures: tuple[Reading, ...] = ()
     notes: tuple[str, ...] = ()
     problem: str = ""
-    left_out: bool = False  # out of time, or not requested
+    left_out: bool = False  # True if out of time or not requested
     seconds: float = 0.0
-    traceback: str = ""  # of the exception that ended it
-    elsewhere: tuple[str, ...] = ()  # figures of other processes outside their limits, one line each
+    traceback: str = ""  # traceback of the exception that ended the probe
+    elsewhere: tuple[str, ...] = ()  # one line per reading of another process outside its limits
 
     @property
     def outside(self) -> tuple[str, ...]:
-        """Figures of this process outside their limits, one line each: 'NAME: 412 TFLOP/s, 41.7% of ...'."""
+        """One line per reading of this process outside its limits, such as 'NAME: 412 TFLOP/s, 41.7% of ...'."""
         found = []
         for one in self.figures:
             if one.passed is False:
@@ -128,12 +128,12 @@ class Probe:
 
     @property
     def failures(self) -> tuple[str, ...]:
-        """All reasons against qualifying the machine, one line each."""
+        """All failures of the probe, one line each."""
         return tuple(filter(None, (*self.outside, *self.elsewhere, self.problem)))
 
     @property
     def state(self) -> str:
-        """'passed', 'below' (outside a limit), 'failed' (has a problem), 'left out' or 'measured' (without limits)."""
+        """'passed', 'below' (outside a limit), 'failed' (has a problem), 'left out' or 'measured' (has no limits)."""
         if self.left_out:
             return "left out"
         if self.problem:
@@ -151,26 +151,26 @@ class Qualification:
     hosts: tuple[str, ...]  # unique hostnames
     num_processes: int
     chip: str | None
-    datasheet: str  # its source; '' without one
+    datasheet: str  # source of the datasheet, or '' without one
     floors: Floors
     probes: tuple[Probe, ...]
     seconds: float
     date: str
     versions: dict[str, str | None]
-    unfinished: tuple[str, ...] = ()  # probes still to run
+    unfinished: tuple[str, ...] = ()  # pending probes
 
     @property
     def failures(self) -> tuple[str, ...]:
-        """All reasons against qualifying the machine, one line each, prefixed with the probe's name."""
+        """All failures, one line each, prefixed with the name of the probe."""
         return tuple(f"{probe.name}: {line}" for probe in self.probes for line in probe.failures)
 
     @property
     def passed(self) -> bool:
-        """True if all measured figures are within their limits and no probe failed."""
+        """True if all readings are within their limits and no probe failed."""
         return not self.failures
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns plain data for JSON. Non-finite numbers become strings, since JSON has no NaN."""
+        """Returns the result as JSON data. Non-finite numbers become strings, since JSON has no NaN."""
         found = dataclasses.asdict(self) | {"passed": self.passed, "failures": self.failures}
         for plain, probe in zip(found["probes"], self.probes):
             plain["state"] = probe.state
@@ -181,13 +181,13 @@ class Qualification:
 
 
 def limits(figure: Reading) -> str:
-    """Returns the limits in words, such as 'at least 593 TFLOP/s'; '' without a limit."""
+    """Returns the limits as text such as 'at least 593 TFLOP/s', or '' without limits."""
     both = (("at least", figure.least), ("at most", figure.most))
     return " and ".join(f"{words} {amount(limit, figure.unit)}" for words, limit in both if limit is not None)
 
 
 def amount(value: float, unit: str) -> str:
-    """Formats a value with its unit: '612 TFLOP/s', '3.1 GB/s', '4.2 ms', '41.3%', '1.25 times'."""
+    """Returns a value with its unit as text, such as '612 TFLOP/s', '4.2 ms', '41.3%' or '1.25 times'."""
     if unit == "share":
         digits = ".1%" if abs(value) >= 0.1 else ".2%" if abs(value) >= 1e-4 or not value else ".2g"
         return f"{value:{digits}}"
@@ -203,7 +203,7 @@ def amount(value: float, unit: str) -> str:
 
 
 def reading_of(rate: Rate, name: str, unit: str, datasheet: float | None, floor: float | None, source: str) -> Reading:
-    """Returns the Reading of a rate, compared with the datasheet's value if given. floor: as a share of that value."""
+    """Returns the Reading of a rate, compared with the datasheet if given. floor: fraction of the datasheet's value."""
     median, low, high = rate
     found = Reading(name=name, value=median, unit=unit, low=low, high=high)
     if not datasheet:

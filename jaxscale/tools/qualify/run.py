@@ -1,4 +1,4 @@
-"""Runs all probes in order, with a time estimate and a watchdog phase for each, and writes the result after each."""
+"""Runs all probes in order with time estimates and watchdog phases, and writes the result after each probe."""
 
 import dataclasses
 import datetime
@@ -25,7 +25,7 @@ from jaxscale.tools.qualify.result import Machine, Probe, Qualification, first_w
 from jaxscale.tools.qualify.storage import measure_storage
 from jaxscale.units import duration
 
-# Expected seconds of each probe on an accelerator, mostly compilation; assumed, used only for the time estimate.
+# Expected seconds of each probe on an accelerator, mostly for compilation. Assumed, and only used for time estimates.
 EXPECTED = {"products": 20.0, "devices": 20.0, "links": 60.0, "kernels": 90.0, "step": 180.0, "storage": 60.0}
 PROBES = tuple(EXPECTED)
 
@@ -33,7 +33,7 @@ PROBES = tuple(EXPECTED)
 def qualify(
     machine: Machine, *, only: Collection[str] = PROBES, say: Callable[[str], None], clock=time.monotonic
 ) -> Qualification:
-    """Runs the probes in all processes; process 0 writes the result after each. A failed probe is part of it."""
+    """Runs the probes in all processes. Process 0 writes the result after each probe, including failed probes."""
     began, records = clock(), []
 
     def measure_step(machine: Machine) -> Probe:
@@ -70,16 +70,16 @@ def qualify(
 
 
 def to_go(done: Collection[str], ahead: Collection[str], elapsed: float) -> str:
-    """Returns the time estimate, such as 'about 3m20s left', from the expected times and the pace so far."""
+    """Returns a time estimate such as 'about 3m20s left', from the expected times and the speed so far."""
     pace = elapsed / sum(EXPECTED[name] for name in done) if done else 1.0
     return f"about {duration(pace * sum(EXPECTED[name] for name in ahead))} left"
 
 
 def attempt(name: str, function: Callable[[Machine], Probe], machine: Machine, clock: Callable[[], float]) -> Probe:
-    """Runs a probe. Returns it with its duration and the failures of all processes.
+    """Runs a probe. Returns the result with the duration and the failures of all processes.
 
-    A process that fails in local work rejoins the others at the end of the probe. If it fails in a collective, the
-    others wait in it until their watchdog ends the run. Raises Stop if a process is lost.
+    A process that fails in local work joins the others at the end of the probe. If a process fails in a collective, the
+    others wait until their watchdog ends the run. Raises Stop if a process is lost.
     """
     began, key, process = clock(), next_key("probe"), jax.process_index()
     try:
@@ -91,7 +91,7 @@ def attempt(name: str, function: Callable[[Machine], Probe], machine: Machine, c
         if isinstance(error, Stop) and error.code == Exit.PEER_LOST:
             raise
         probe = Probe(name=name, problem=first_words(error), traceback=traceback.format_exc())
-        if jax.process_count() > 1:  # logged now: the others may wait for this process until the timeout
+        if jax.process_count() > 1:  # logged at once, since other processes may wait until the timeout
             print_stderr(f"process {process}: {name} failed: {probe.problem}")
     try:
         answers = gathered(key, [probe.problem, list(probe.outside)], machine.wait_seconds)

@@ -33,8 +33,8 @@ from jaxscale.system.process import has_huge_pages
 from jaxscale.tools.qualify.products import product_width, time_products
 from jaxscale.tools.qualify.timing import CompileLog
 
-# Models that are easy to reproduce in plain JAX, PyTorch and other trainers: Llama with untied embeddings, AdamW, and
-# gradients clipped to norm 1. M is a Mixtral whose experts are half as wide as the MLP of S.
+# Models that are easy to reproduce in plain JAX, PyTorch and other frameworks: Llama with untied embeddings, AdamW and
+# gradients clipped to norm 1. M is a Mixtral with experts half as wide as the MLP of S.
 S_MODEL = dict(vocab_size=8192, num_layers=8, embed_dim=512, num_heads=8, num_kv_heads=8, mlp_dim=1536)
 T_MODEL = dict(vocab_size=256, num_layers=4, embed_dim=256, num_heads=4, num_kv_heads=4, mlp_dim=768)
 M_MODEL = S_MODEL | dict(num_layers=4, experts=dict(number=8, chosen=2, mlp_dim=768))
@@ -53,14 +53,14 @@ COMMON = {
     "optim.warmup_tokens": 0,
     "data.name": "synthetic",
 }
-LONGEST_DATA = 10**12  # tokens per epoch, for budgets in epochs; does not affect the step time
+LONGEST_DATA = 10**12  # tokens per epoch for budgets in epochs; does not affect the step time
 LOSSES = ("loss0", "lossN", "log_vocab", "logit_variance")
 NEAR_NATS = 0.5  # tolerance of the expected loss of an untrained model on random tokens
 
 
 @dataclasses.dataclass(frozen=True)
 class SpecFlags:
-    """Flags read by read_config()."""
+    """Flags for read_config()."""
 
     spec: str | None = flag(
         None,
@@ -77,26 +77,26 @@ class SpecFlags:
 
 
 def read_config(arguments: Arguments, *, usual: str = "S") -> tuple[str, RunConfig]:
-    """Returns (name, RunConfig) of the flags. usual: the default spec. Raises BadInput for --config and --spec."""
+    """Returns (name, RunConfig). Raises BadInput if both --config and --spec are set. usual: default of --spec."""
     flags, overrides = arguments.flags, dict(arguments.overrides)
     if flags.dtype:
         overrides["model.compute_dtype"] = flags.dtype
     if arguments.config:
         if flags.spec:
-            raise BadInput("--spec and --config both select a model; give only one")
+            raise BadInput("--spec and --config both select a model; pass only one")
         return config_name(arguments.config), config_file.load_config(arguments.config, overrides)
     spec = flags.spec or usual
     if spec not in SPECS:
-        raise BadInput(f"--spec={spec} is unknown; give {units.or_list(list(SPECS))}, or --config=FILE")
+        raise BadInput(f"--spec={spec} is unknown; pass {units.or_list(list(SPECS))}, or --config=FILE")
     return spec, schema.from_dict(RunConfig, schema.merge(SPECS[spec], COMMON | overrides))
 
 
 def measure_step(name: str, cfg: RunConfig, *, steps: int, warmup: int) -> dict[str, Any]:
-    """Times `steps` steps, after the first and `warmup` more, waiting for each. Returns the record that --json prints.
+    """Times `steps` steps after the first step and `warmup` more. Returns the record that --json prints.
 
-    A step transfers one batch to the devices, runs the compiled step and transfers its loss back. Units are in the
-    names: tok_s tokens/s at the median step, *_s seconds, *_mb MiB. cpu_s is CPU time of a step over all threads;
-    other programs on the machine affect it less than step_s.
+    A step transfers one batch to the devices, runs the compiled step and transfers the loss back. tok_s is tokens/s at
+    the median step, *_s are seconds and *_mb are MiB. cpu_s is the CPU time of a step over all threads, which other
+    programs on the machine affect less than step_s.
     """
     check_machine(dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, name="synthetic")))  # no data is read
     with CompileLog() as log:
@@ -138,7 +138,7 @@ def measure_step(name: str, cfg: RunConfig, *, steps: int, warmup: int) -> dict[
 
 
 def describe_program(program: Program) -> dict[str, Any]:
-    """Returns the sizes of model and batch, and the machine, for the record of a measurement."""
+    """Returns model size, batch size and machine for the record of a measurement."""
     cfg = program.cfg
     return {
         "log_vocab": round(math.log(cfg.model.vocab_size), 4),
@@ -159,7 +159,7 @@ def describe_program(program: Program) -> dict[str, Any]:
 
 
 def product_gflops(dtype: str) -> float:
-    """Returns the GFLOP/s of matrix products over all devices; simulated devices share a CPU and count as one."""
+    """Returns the GFLOP/s of matmuls over all devices. Simulated devices share a CPU and count as one."""
     device = jax.local_devices()[0]
     seconds, flops = time_products(device, product_width(device), dtype)
     num_chips = 1 if device.platform == "cpu" else jax.device_count()
@@ -167,19 +167,19 @@ def product_gflops(dtype: str) -> float:
 
 
 class StepRunner:
-    """Runs a training step on random batches and waits for each; holds the train state, times and losses."""
+    """Runs a training step on random batches, and records times and losses. Waits for each step."""
 
     def __init__(self, program: Program, train_step: Any, most_steps: int):
         self.program, self.train_step = program, train_step
         self.state = jax.block_until_ready(program.init())
-        # no batch repeats: the model would learn it, and the loss is checked
+        # batches do not repeat, because the model would learn them and the loss is checked
         self.batches = iter(random_batches(program, most_steps))
         self.seconds: list[float] = []
-        self.cpu_seconds: list[float] = []  # over all threads
+        self.cpu_seconds: list[float] = []  # CPU time over all threads
         self.losses: list[float] = []
 
     def run(self, steps: int) -> None:
-        """Runs this many steps."""
+        """Runs `steps` steps."""
         for _ in range(steps):
             batch = next(self.batches)
             began, cpu_began = time.perf_counter(), time.process_time()
@@ -192,7 +192,7 @@ class StepRunner:
 
 
 def random_batches(program: Program, number: int) -> list[Batch]:
-    """Returns `number` different host batches: this process's rows of uniform random tokens, one document a row."""
+    """Returns `number` batches with this process's sequences of uniform random tokens, one document per sequence."""
     cfg = program.cfg
     source = SyntheticRows(seq_len=cfg.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.seed)
     rows = local_rows(program.batch_sharding, (cfg.rows_per_step, cfg.seq_len))
@@ -206,7 +206,7 @@ def place(program: Program, batch: Batch) -> Batch:
 
 
 def utilisation(tokens_per_second: float, cfg: RunConfig) -> float | None:
-    """Returns model FLOPs utilization, a fraction of the chips' peak FLOP/s; None if that is unknown."""
+    """Returns model FLOPs utilization (MFU), or None if the chip's peak FLOP/s are unknown."""
     chip = find_chip(jax.devices()[0].device_kind)
     if chip is None:
         return None
@@ -215,7 +215,7 @@ def utilisation(tokens_per_second: float, cfg: RunConfig) -> float | None:
 
 
 def process_age() -> float | None:
-    """Returns seconds since this process started, including imports and a re-exec; None without /proc."""
+    """Returns the seconds since this process started, including imports and a re-exec, or None without /proc."""
     try:
         with open("/proc/self/stat", encoding="utf-8") as file:
             started = int(file.read().rpartition(")")[2].split()[19])  # field 22 of proc(5), in clock ticks
@@ -225,12 +225,12 @@ def process_age() -> float | None:
 
 
 def logit_variance(model: AnyModelConfig) -> float:
-    """Returns the variance of an untrained Llama-like model's logits: its last hidden state is normalized."""
+    """Returns the variance of an untrained Llama-like model's logits, assuming a normalized last hidden state."""
     return model.embed_dim * (HEAD_STD * mup_scales(model).output) ** 2
 
 
 def loss_problem(first: float | None, last: float | None, log_vocab: float, variance: float = 0.0) -> str | None:
-    """Returns a message if losses on random tokens are below log(vocabulary) or far above it, else None."""
+    """Returns a message if a loss on random tokens is not near log(vocabulary), or None."""
     low, high = log_vocab - NEAR_NATS, log_vocab + variance / 2 + NEAR_NATS
     for what, loss in (("first", first), ("last", last)):
         if loss is not None and not low < loss < high:
@@ -239,7 +239,7 @@ def loss_problem(first: float | None, last: float | None, log_vocab: float, vari
 
 
 def step_lines(record: dict[str, Any]) -> list[str]:
-    """Formats the record for a terminal."""
+    """Returns the record as lines of text."""
     low, high = record["step_s_range"]
     layers = "scanned" if record["scan_layers"] else "unrolled"
     first = "unknown" if record["first_step_s"] is None else f"{record['first_step_s']} s"
@@ -256,7 +256,7 @@ def step_lines(record: dict[str, Any]) -> list[str]:
         f"{record['attention']} attention, {record['num_microbatches']} microbatch(es); "
         f"{record['devices']}, {record['cpus']} CPUs" + (", huge pages" if record["huge_pages"] else ""),
         f"  {record['tok_s']:,.0f} tokens/s, {record['gflops']:,.0f} GFLOP/s from the model's formula{mfu}; "
-        f"matmuls alone reach {record['product_gflops']:,.0f} GFLOP/s here",
+        f"matmuls alone reach {record['product_gflops']:,.0f} GFLOP/s on this machine",
         f"  step {record['step_s']:.4g} s, median of {record['steps']} ({low:.4g} to {high:.4g}); CPU time "
         f"{record['cpu_s']:.4g} s",
         f"  compile {record['compile_s']} s ({'' if record['compile_from_cache'] else 'not '}from the cache), "

@@ -1,4 +1,4 @@
-"""Times saving and restoring a checkpoint in a given folder, with the checkpoint manager of training."""
+"""Measurements of saving and restoring a checkpoint in a folder, with the checkpoint manager of training."""
 
 import contextlib
 import math
@@ -21,15 +21,15 @@ from jaxscale.tools.qualify.result import Machine, Probe, Reading
 from jaxscale.tools.qualify.timing import seconds_of
 from jaxscale.units import plural, size
 
-FOLDER = "qualify-saves"  # inside the given folder; removed afterwards
-PROCESS_BYTES, CPU_PROCESS_BYTES = 4 * 2**30, 32 * 2**20  # per process: larger than a disk's cache
+FOLDER = "qualify-saves"  # temporary subfolder of the tested folder
+PROCESS_BYTES, CPU_PROCESS_BYTES = 4 * 2**30, 32 * 2**20  # most bytes per process, larger than a disk's cache
 LEAVES = 16
-FIRST_BYTES = 2**20  # per process in the first two saves; the first imports and compiles, and is not timed
-TIME_SHARE = 1 / 8  # of the time limit of all probes; sets the size from the second save's rate
+FIRST_BYTES = 2**20  # bytes per process in the first two saves; the first imports and compiles, and is not timed
+TIME_SHARE = 1 / 8  # fraction of the time limit of all probes, for which the second save determines the size
 
 
 def measure_storage(machine: Machine) -> Probe:
-    """Measures bytes/s of a save and of a restore, perhaps from the host's page cache, over all processes."""
+    """Measures bytes/s of a save and a restore over all processes. The restore may read the host's page cache."""
     processes, most = jax.process_count(), CPU_PROCESS_BYTES if machine.on_cpu else PROCESS_BYTES
     mesh = make_mesh(MeshConfig(fsdp=-1), machine.devices)
     with empty_folder(machine.save_folder) as folder:
@@ -47,10 +47,10 @@ def measure_storage(machine: Machine) -> Probe:
 
 
 def save_and_restore(folder: Any, mesh: Mesh, num_bytes: int, machine: Machine) -> tuple[int, float, float, float]:
-    """Returns (bytes, seconds that the save blocked, seconds until it was complete, seconds of the restore)."""
+    """Returns (bytes, seconds that the save blocked, seconds until the save was complete, seconds of the restore)."""
     state = jax.block_until_ready(make_state(mesh, num_bytes))
     checkpoints = Checkpoints(folder, CheckpointConfig(keep_last=1), phase=machine.phase)
-    checkpoints.prepare(state)  # done first, so that save() need not wait for it
+    checkpoints.prepare(state)  # so that save() does not wait for the preparation
     checkpoints.wait_prepared()
     barrier()
 
@@ -68,7 +68,7 @@ def save_and_restore(folder: Any, mesh: Mesh, num_bytes: int, machine: Machine) 
 
 
 def make_state(mesh: Mesh, num_bytes: int) -> dict[str, jax.Array]:
-    """Returns LEAVES random arrays sharded over all devices, together at least `num_bytes`."""
+    """Returns LEAVES random arrays of at least `num_bytes` in total, sharded over all devices."""
     rows = NamedSharding(mesh, P(MESH_AXES, None))
     columns = max(1, math.ceil(num_bytes / (4 * LEAVES * mesh.size)))
     make = jax.jit(lambda key: jax.random.normal(key, (mesh.size, columns), jnp.float32), out_shardings=rows)
@@ -77,7 +77,7 @@ def make_state(mesh: Mesh, num_bytes: int) -> dict[str, jax.Array]:
 
 @contextlib.contextmanager
 def empty_folder(parent: Any) -> Iterator[Any]:
-    """Context manager of a shared folder in `parent`. Process 0 removes it, also one of a killed run, before."""
+    """Yields an empty shared folder in `parent`. Process 0 removes the folder at the end, and before if it exists."""
     folder = paths.absolute(parent) / FOLDER
 
     def remove() -> None:

@@ -1,4 +1,4 @@
-"""Times calls, and counts and times JAX compilations."""
+"""Timing of calls and of JAX compilations."""
 
 import statistics
 import time
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-COMPILED = "/jax/core/compile/backend_compile_duration"  # the event that JAX records for each compilation
+COMPILED = "/jax/core/compile/backend_compile_duration"  # event that JAX records for each compilation
 
 
 class Timed(NamedTuple):
@@ -18,26 +18,26 @@ class Timed(NamedTuple):
     high: float
 
     def rate(self, amount: float) -> tuple[float, float, float]:
-        """Returns amount per second for the median, the slowest and the fastest call."""
+        """Returns the amount per second for the median, slowest and fastest call."""
         return amount / self.median, amount / self.high, amount / self.low
 
 
 def seconds_of(call: Callable[[], Any], clock: Callable[[], float] = time.perf_counter) -> tuple[float, Any]:
-    """Returns (seconds of one call, its result). JAX dispatches asynchronously, so `call` must wait for its result."""
+    """Returns (seconds of one call, its result). The call must wait for its result, as JAX dispatch is asynchronous."""
     began = clock()
     result = call()
     return clock() - began, result
 
 
 def timed(call: Callable[[], Any], times: int) -> Timed:
-    """Times several calls, waiting for the arrays that each returns, after one that compiles and warms up."""
+    """Returns the times of several calls after one warmup call. Waits for the arrays that each call returns."""
     jax.block_until_ready(call())
     seconds = [seconds_of(lambda: jax.block_until_ready(call()))[0] for _ in range(times)]
     return Timed(statistics.median(seconds), min(seconds), max(seconds))
 
 
 def median_seconds(call: Callable[[], Any], times: int, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Returns the median seconds of several calls, each of which must wait for its result."""
+    """Returns the median time of several calls, which must wait for their results."""
     return statistics.median(seconds_of(call, clock)[0] for _ in range(times))
 
 
@@ -45,7 +45,7 @@ class CompileLog:
     """Context manager that records the compilations of JAX."""
 
     def __init__(self):
-        self.seconds: dict[str, list[float]] = {}  # function name -> seconds of each program compiled
+        self.seconds: dict[str, list[float]] = {}  # {function name: seconds of each compiled program}
         self.from_cache = 0
 
     @property
@@ -63,11 +63,11 @@ class CompileLog:
         jax.monitoring.unregister_event_listener(self.note_hit)
 
     def note(self, event: str, duration_secs: float, **facts: Any) -> None:
-        """Records a compilation; a listener for duration events."""
+        """Records a compilation. This is a listener for duration events."""
         if event == COMPILED:
             name = str(facts.get("fun_name", "")).removeprefix("jit(").removesuffix(")")
             self.seconds.setdefault(name, []).append(duration_secs)
 
     def note_hit(self, event: str, **facts: Any) -> None:
-        """Counts a hit of the compilation cache; a listener for events."""
+        """Counts a hit of the compilation cache. This is a listener for events."""
         self.from_cache += event == "/jax/compilation_cache/cache_hits"
