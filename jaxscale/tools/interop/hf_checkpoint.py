@@ -123,9 +123,7 @@ def tensors_of(folder: Any, file: str) -> dict[str, Tensor]:
 def read_object(folder: Any, name: str, files: dict[str, int]) -> dict[str, Any]:
     """Returns the JSON object in a file. Raises BadInput for other contents or a file that is too large."""
     if files[name] > foreign.LARGEST_JSON:
-        raise BadInput(
-            f"{folder / name} has {files[name]} bytes, above the limit of {foreign.LARGEST_JSON}; fetch it again"
-        )
+        raise BadInput(f"{folder / name} has {files[name]} bytes, above the limit of {foreign.LARGEST_JSON}")
     content = stop_if_unreachable(lambda: foreign.read_bytes(folder / name), folder)
     try:
         value = foreign.parse_json(content)

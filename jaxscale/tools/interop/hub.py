@@ -18,10 +18,7 @@ ALLOW_PATTERNS = (  # repository files to download, without pickles
     hf_checkpoint.CONFIG, hf_checkpoint.INDEX, "*.safetensors", adapter_config.FILE, *tokenizer_files.FILES,
     f"{tokenizer_files.MORE_TEMPLATES}/*.jinja",
 )  # fmt: skip
-IGNORE_PATTERNS = (
-    "consolidated*",
-    "*/*.safetensors",
-)  # the same weights in the original format, or weights in subfolders
+IGNORE_PATTERNS = ("consolidated*", "*/*.safetensors")  # weights in the original format, or in subfolders
 ADDRESS = re.compile(
     rf"(?:https://(?:{'|'.join(map(re.escape, paths.HUBS))})/|hf://)?([^/]+/[^/@]+?)(?:/tree/([^/]+))?/?"
 )

@@ -67,9 +67,7 @@ def import_tensors(
                 try:
                     write.check_room(folder, total)
                 except write.NoRoom as error:
-                    raise Stop(
-                        Exit.STORAGE, f"{folder}: {error}; free some space, or give a different folder"
-                    ) from None
+                    raise Stop(Exit.STORAGE, f"{folder}: {error}; free some space, or give a new folder") from None
             resumed_bytes = write_units(partial, journal, pairs, tensors, total, on_bytes)
             marks = journal.fingerprints("marks")
             leaves = {chunking.PARAMS_PREFIX + name: [list(shapes[name]), "float32", marks[name]] for name in shapes}

@@ -62,9 +62,7 @@ class File:
             with io.BufferedReader(raw) as file:
                 file.seek(start)
                 if file.readinto(view) != len(view):
-                    raise BadInput(
-                        f"{self.path} became shorter while it was read; run the command again when it is complete"
-                    )
+                    raise BadInput(f"{self.path} became shorter while it was read; run again when it is complete")
             return
         parts = [(begin, view[begin : begin + PART_BYTES]) for begin in range(0, len(view), PART_BYTES)]
         with concurrent.futures.ThreadPoolExecutor(REQUESTS) as pool:
@@ -190,9 +188,7 @@ def parse_entry(file: File, name: str, described: Any, begin: int) -> Tensor:
         raise invalid_file(file, f"{where} must have exactly dtype, shape and data_offsets")
     dtype_name, shape, offsets = described["dtype"], described["shape"], described["data_offsets"]
     if dtype_name not in tuple(ELEMENT_BYTES):  # a tuple, because an untrusted value may not be hashable
-        raise invalid_file(
-            file, f"{where} has dtype {short(dtype_name)}, which is not one of {', '.join(ELEMENT_BYTES)}"
-        )
+        raise invalid_file(file, f"{where} has dtype {short(dtype_name)}, not one of {', '.join(ELEMENT_BYTES)}")
     if not is_size_list(shape) or len(shape) > MOST_AXES:
         raise invalid_file(file, f"{where} has shape {short(shape)}, which is not a list of at most {MOST_AXES} sizes")
     if not is_size_list(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:

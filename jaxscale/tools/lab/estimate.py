@@ -98,9 +98,7 @@ def optimum(curves: Sequence[Mapping[float, float]]) -> Optimum:
         raise Undetermined("all runs diverged")
     edges = [edge for _, _, edge in lowest]
     logs, values = mean([math.log(x) for x, _, _ in lowest]), mean([y for _, y, _ in lowest])
-    edge = max(
-        sorted(edges, reverse=True), key=edges.count
-    )  # a tie counts as an end, since the optimum may be beyond it
+    edge = max(sorted(edges, reverse=True), key=edges.count)  # a tie counts as an end: the optimum may be beyond
     return Optimum((Estimate(logs.value) if edge else logs).mapped(math.exp), values, edge)
 
 

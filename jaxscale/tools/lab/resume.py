@@ -39,9 +39,7 @@ def conclude(results: Sequence[Result]) -> Conclusion:
     verdict, rows, curves, marks = [], [], [line(WHOLE, zip(*whole.curve()))], []
     for place, result in enumerate(killed, 1):
         name, others, compared = result.at(CASE), values_of(result), len(values)
-        diffs = sorted(
-            at for at in {*values, *others} if values.get(at) != others.get(at)
-        )  # includes values that only one run has
+        diffs = sorted(at for at in {*values, *others} if values.get(at) != others.get(at))
         events = result.history.events
         again = next((event.get("step") for event in events if event.get("event") == "resumed"), None)
         restart = "restarted from the beginning" if again is None else f"resumed from the checkpoint of step {again}"

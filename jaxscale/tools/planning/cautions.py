@@ -87,9 +87,7 @@ def rate_outside(
     return Caution(
         f"optim.peak_lr={peak_lr:g} is {side} the published range for this size and batch",
         f"{span.low:.2g} to {span.high:.2g}: " + "; ".join(lines),
-        f"set optim.peak_lr to {span.low:.2g} or more"
-        if side == "below"
-        else f"set optim.peak_lr to {span.high:.2g} or less",
+        f"set optim.peak_lr to {span.low:.2g} or more" if side == "below" else f"set it to {span.high:.2g} or less",
         "square-root rule for Adam: arXiv:2205.10287; linear, for SGD: arXiv:1706.02677",
     )
 

@@ -107,10 +107,7 @@ def collective_phases(kind: str, nbytes: float, lines: Sequence[Phase]) -> tuple
         return tuple(dataclasses.replace(line, nbytes=nbytes) for line in lines)
     if kind == "all-to-all":  # uses all lines at once, limited by the bisection of the longest line
         size = math.prod(line.size for line in lines)
-        sent, slowest = (
-            ring_bytes("all-to-all", nbytes, size),
-            0.0,
-        )  # slowest: equivalent bytes over all links of a chip
+        sent, slowest = ring_bytes("all-to-all", nbytes, size), 0.0  # slowest: equivalent bytes over all links
         for line in lines:
             # a line of n sends n/2 * n/2 messages of nbytes/n over its middle link; a ring splits them over two links
             hops = 1.0 if line.along in (SWITCH, CORE) else max(1.0, line.size / 4 * line.size / (line.size - 1))

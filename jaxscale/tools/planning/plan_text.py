@@ -99,9 +99,7 @@ def size_lines(plan: RunPlan) -> list[str]:
     for one in work.serving:
         paid = f"cheaper after {count(one.served_tokens)} served tokens" if one.served_tokens else ""
         named.append(("cheaper to serve", one, paid or "also cheaper to train"))
-    kaplan = scaling.kaplan_alternative(this.flops)._replace(
-        loss=None
-    )  # its loss is for a different text and tokenizer
+    kaplan = scaling.kaplan_alternative(this.flops)._replace(loss=None)  # loss of a different text and tokenizer
     named.append(("optimal by Kaplan", kaplan, "arXiv:2001.08361 (2020), for comparison"))
     rows = [("", "parameters", "tokens", "FLOPs (6ND)", "loss", "")]
     for name, one, note in named:

@@ -136,9 +136,7 @@ class Timeline:
         self.ends: dict[int, list[tuple[float, float]]] = collections.defaultdict(list)  # (end, work before the start)
         self.collectives = [CollectiveTime() for _ in started]
         self.exposed: dict[str, float] = collections.defaultdict(int)  # {link: exposed seconds}
-        self.blocking: dict[str, float] = collections.defaultdict(
-            int
-        )  # {link: exposed seconds of blocking collectives}
+        self.blocking: dict[str, float] = collections.defaultdict(int)  # the same, of blocking collectives
         self.run(items)
 
     @property

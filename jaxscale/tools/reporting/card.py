@@ -26,9 +26,7 @@ def make_card(histories: Sequence[History], *, price: float | None = None, now: 
     if written := [history for history in histories if history.samples]:
         parts.append("## Samples")
         for history in written:
-            sample = block_in_markdown(
-                history.samples[-1].text[:SAMPLE_CHARACTERS]
-            )  # escaped so that it cannot end the block
+            sample = block_in_markdown(history.samples[-1].text[:SAMPLE_CHARACTERS])
             parts.append(f"### {in_markdown(history.name)}\n\n{sample}")
     total = sum(status.cost for status in statuses if status.cost is not None)
     wall = sum(status.wall_seconds or 0.0 for status in statuses)

@@ -128,9 +128,7 @@ def incident_table(history: History) -> str:
 
 def change_table(history: History) -> str:
     """Returns a table of the settings that changed during the run, with the effect of each change."""
-    written = history.config.get(
-        "changed", history.config.get("allowed_changes")
-    )  # allowed_changes was the name before 2026-11-22
+    written = history.config.get("changed", history.config.get("allowed_changes"))  # old name until 2026-11-22
     changes = [change for change in as_list(written) if isinstance(change, dict)]
     rows = []
     for change in changes[-MOST_CHANGES:]:

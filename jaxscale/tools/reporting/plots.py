@@ -125,9 +125,7 @@ def draw(plot: Plot, across: Axis, number: int, below: str = STEPS) -> tuple[str
     )
     notes = [plot.note] if plot.note else []
     ticks = size_ticks(up.low, up.high) if plot.numbers == "size" and not up.log else up.ticks()
-    once = {
-        (line.label, line.color): line for line in reversed(plot.drawn) if line.style != "gone"
-    }  # without smoothed lines
+    once = {(line.label, line.color): line for line in reversed(plot.drawn) if line.style != "gone"}
     beyond = [value for line in once.values() for value in line.values if value > up.high]
     if beyond:
         amount = f"{len(beyond):,} points are" if len(beyond) > 1 else "One point is"

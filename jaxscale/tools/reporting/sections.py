@@ -95,9 +95,7 @@ def loss(canvas: Canvas) -> str:
     smoothed = any(line.style == "faint" for line in train)
     notes = ["Bold: moving average over 1/40 of the values; faint: all values."] if smoothed else []
     note = " ".join(filter(None, [*notes, not_finite(canvas, "loss")]))
-    abandoned_first = lambda lines: sorted(
-        lines, key=lambda line: line.style != "gone"
-    )  # abandoned lines are drawn below others
+    abandoned_first = lambda lines: sorted(lines, key=lambda line: line.style != "gone")  # to draw them below
     until = max((band.steps[-1] for band in bands), default=None)
     shared = dict(unit="nats per token", bands=bands, full_width=True, focused=True, until=until)
     plot = functools.partial(canvas.plot, **shared)
@@ -148,7 +146,7 @@ def by_name(canvas: Canvas, title: str, unit: str, names: list[str], prefix: str
     history = canvas.histories[0]
     known = sorted(
         {name.split("/")[1] for name in history.names() if is_of_source(name)}
-    )  # for equal colors in both plots
+    )  # colors as in the other plot
     color = lambda source: color_of(known.index(source)) if source in known else "all"
     lines = [PlotLine(label(name), *history.series(name), color(label(name))) for name in names[:MOST_LINES]]
     more = len(names) - MOST_LINES
