@@ -86,7 +86,7 @@ def test_layers_behind_the_last_one_are_refused_by_name():
     family, cfg, _ = families.read(dict(model_type="deepseek_v3", num_hidden_layers=4, n_routed_experts=16))
     names = [pair.hf_name for pair in families.tensors(family, cfg)]
     assert "model.layers.3.mlp.gate.e_score_correction_bias" in names
-    with pytest.raises(ValueError, match=r"has model.layers.4.eh_proj.weight: layers that predict further tokens"):
+    with pytest.raises(ValueError, match=r"has model.layers.4.eh_proj.weight: layers that predict additional tokens"):
         families.match(family, cfg, [*names, "model.layers.4.eh_proj.weight"])
     with pytest.raises(ValueError, match="has model.layers.3.eh_proj.weight, which deepseek_v3 with this config.json"):
         families.match(family, cfg, [*names, "model.layers.3.eh_proj.weight"])

@@ -73,7 +73,7 @@ def test_what_is_said_in_two_places_that_differ_is_named_with_what_transformers_
     }
     told |= {"gemma3_text linear old_type": "type='linear', but transformers uses rope_type='default'"}
     told |= {"gemma3_text linear other_shape": "rope_parameters has rope_type next to the layer types"}
-    told |= {"llama llama3 original_outside": "needs original_max_position_embeddings, only in rope_scaling"}
+    told |= {"llama llama3 original_outside": "needs original_max_position_embeddings in rope_scaling"}
     for name, line in told.items():
         with pytest.raises(BadInput, match=line):
             families.read(CASES[name])

@@ -102,7 +102,7 @@ def open_step(
     lora = schema.convert(record["run"]["config"].get("lora") or {}, LoraConfig, "lora")
     if lora.on and not adapter:
         raise BadInput(
-            f"step {step} has LoRA adapters next to its weights, and other tools would read only the weights; merge "
+            f"step {step} has LoRA adapters next to its weights, but other tools would read only the weights; merge "
             f"them with jaxscale ckpt merge_lora --workdir={checkpoints.directory.parent} --to=FOLDER and export the "
             "result, or export only the adapters for PEFT with --adapter"
         )
@@ -145,7 +145,7 @@ def check_leaves(
             found = "missing" if saved is None else f"{saved[1]}{saved[0]}"
             raise BadInput(f"step {step}: {what}/{name} is {found}, but its config requires float32{list(shape)}")
     if extra := sorted(named.keys() - shapes.keys()):
-        raise BadInput(f"step {step} has {named[extra[0]]}, which is not in the model of its config")
+        raise BadInput(f"step {step} has {named[extra[0]]}, which the model in its config does not have")
 
 
 def export_step(
@@ -294,7 +294,7 @@ def as_json(value: Any) -> bytes:
 def plan_shards(
     pairs: Sequence[TensorPair], dtype: np.dtype, shard_bytes: int, single: str = WEIGHTS
 ) -> list[ExportFile]:
-    """Groups tensors into files of at most shard_bytes, or of one larger tensor. single: name if there is one file."""
+    """Groups tensors into files of at most shard_bytes, or of one larger tensor. single: name of a single file."""
     groups, left = [], 0  # bytes that still fit into the last group
     bytes_of = lambda pair: math.prod(pair.hf_shape) * dtype.itemsize
     for pair in pairs:

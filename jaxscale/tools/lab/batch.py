@@ -98,7 +98,7 @@ def conclude(results: Sequence[Result], still: Sequence[Result]) -> Conclusion:
     loss = mean([r.loss for r in best]).value
     verdict.append(
         f"arXiv:2001.08361 gives a critical batch size of {count(published_batch(loss))} tokens at {loss:.2f} nats per "
-        "token. That law was fitted to BPE tokens; losses of other tokenizers do not compare."
+        "token. That law was fitted to BPE tokens; losses of other tokenizers are not comparable."
     )
     verdict += bounds({f"{count(batch)} tokens": runs for batch, runs in tried.items()})
     rows = []

@@ -55,7 +55,7 @@ def conclude(results: Sequence[Result]) -> Conclusion:
             verdict.append(f"{name}: a run diverged even at the lowest learning rate.")
         else:
             bound = (
-                "a run diverged at the next rate" if met else "the highest tried; give higher --rates to find a limit"
+                "a run diverged at the next rate" if met else "the highest tried; pass higher --rates to find a limit"
             )
             verdict.append(f"{name}: no run diverged up to a learning rate of {rate:.3g} ({bound}).")
     if len(best) == 2:

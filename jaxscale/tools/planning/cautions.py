@@ -12,7 +12,7 @@ from jaxscale.tools.planning import cost, scaling
 from jaxscale.tools.planning.schedule_times import bubble_formula
 
 MAX_SECONDS = 118 * cost.DAY  # BLOOM, 176B parameters on 384 A100: arXiv:2211.02001, table 1
-MAX_TOKENS = 36e12  # Qwen3: arXiv:2505.09388, section 3.1
+MAX_TOKENS = 36e12  # Qwen3 (arXiv:2505.09388, section 3.1)
 MIN_POSITIONS = 1024  # per sequence and device, our choice: with fewer, matmuls end before keys and values arrive
 MAX_EXPOSED = 0.2  # exposed communication as a fraction of a step, our choice
 NEAR = 2.5  # published runs are compared if their sizes differ by at most this factor
@@ -271,7 +271,7 @@ def bubble_too_large(schedule: ScheduleSize, num_layers: int) -> Caution | None:
 
 
 def wrong_axis_across_slices(crossing: str, number: int, seconds: Mapping[str, float]) -> Caution | None:
-    """Warns if data crosses slices or hosts although pipeline would send less, or vice versa. seconds: per axis."""
+    """Warns if data crosses slices or hosts although pipeline would send less, or vice versa. seconds: by axis."""
     (other,) = set(seconds) - {crossing}
     if seconds[crossing] <= 2 * seconds[other]:
         return None
@@ -283,7 +283,7 @@ def wrong_axis_across_slices(crossing: str, number: int, seconds: Mapping[str, f
         f"mesh.{crossing} crosses {number} slices or hosts over slow links, and mesh.{other} would send less",
         f"{crossing} sends {sent[crossing]}: {seconds[crossing]:.3g} s per step; {other} would send {sent[other]}: "
         f"{seconds[other]:.3g} s",
-        f"multiply mesh.{other} by {number}, and divide mesh.{crossing} by it",
+        f"multiply mesh.{other} by {number}, and divide mesh.{crossing} by the same number",
         "our threshold: a factor of 2; bytes from the sharding, bandwidth from jaxscale/kernels/hardware.py",
     )
 

@@ -19,7 +19,7 @@ EXPONENTS = (0.02, 2.0)  # bounds of exponents; the grid of arXiv:2203.15556 end
 MIN_TERM = -12.0  # lower bound for the log of a term, where it is negligible
 DESCENTS = 64  # number of grid starts to descend from
 GAIN = 1e-10  # relative gain below which a descent ends
-MAX_STEPS = 100_000  # of 10,000 draws from ladders with 0.5 to 10% noise, the slowest took 12,000
+MAX_STEPS = 100_000  # the slowest of 10,000 draws from ladders with 0.5 to 10% noise took 12,000
 Form = Literal["both", "params", "tokens"]
 NAMES = {"both": ("params", "tokens"), "params": ("params",), "tokens": ("tokens",)}  # variables of each form
 

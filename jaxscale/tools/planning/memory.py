@@ -63,8 +63,9 @@ def memory_rows(program: Program, need: MemoryNeed) -> tuple[MemoryRow, ...]:
     all_shards = math.prod(program.mesh.shape[axis] for axis in ("fsdp", "expert", "context", "tensor"))
     is_staged = lambda tree: any("pipeline" in str(leaf.sharding.spec) for leaf in jax.tree.leaves(tree))
     stage_shards = [plan.pipeline.size if is_staged(tree) else 1 for tree in (state.params, state.opt_state)]
-    state_shards = [(all_shards if cfg.rules == "zero3" else plan.tensor.size) * stage_shards[0]]  # of parameters
-    state_shards.append(all_shards * stage_shards[1])  # of moments
+    # shards of parameters, then of moments
+    state_shards = [(all_shards if cfg.rules == "zero3" else plan.tensor.size) * stage_shards[0]]
+    state_shards.append(all_shards * stage_shards[1])
     divided_by = lambda parts: f" / {parts}" if parts > 1 else ""
     moments, average = shard_bytes(state.opt_state), shard_bytes(state.ema)
     rows = [
@@ -81,7 +82,7 @@ def memory_rows(program: Program, need: MemoryNeed) -> tuple[MemoryRow, ...]:
         source = f"4 B x {trainable}{divided_by(all_shards)}: summed over microbatches"
         rows.append(MemoryRow("accumulated gradients", need.accumulated, source))
     if need.padding:
-        rows.append(MemoryRow("padding", need.padding, "arrays above padded to TPU tiles of 8 x 128 elements"))
+        rows.append(MemoryRow("padding", need.padding, "padding of the arrays above to TPU tiles of 8 x 128 elements"))
     num_rows, tokens = (
         units.plural(device_rows(program), "row"),
         f"{cfg.row_lengths.row:,}{divided_by(plan.context.size)}",

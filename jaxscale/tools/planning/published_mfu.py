@@ -21,7 +21,7 @@ BRIDGE = "docs.nvidia.com/nemo/megatron-bridge, performance summary 25.11, routi
 class MfuRow(NamedTuple):
     """MFU of one published run, or the range of several similar runs."""
 
-    chip: str  # as Chip.name
+    chip: str  # Chip.name
     run: str  # model and number of chips
     low: float
     high: float

@@ -238,7 +238,7 @@ def read_settings(history: History) -> tuple[RunConfig, Budget]:
     except (KeyError, TypeError) as error:
         raise BadInput(f"its config.json is incomplete ({error})") from None
     except BadInput as error:
-        raise BadInput(f"its config.json is from another version: {error}") from None
+        raise BadInput(f"its config.json is from a different version: {error}") from None
 
 
 def comparable(cfg: RunConfig) -> dict[str, Any]:
@@ -251,7 +251,7 @@ def schedule_of(cfg: RunConfig, budget: Budget) -> ScheduleShape:
     """Returns the shape of a run's learning rate schedule."""
     optim, total, fraction, form = cfg.optim, budget.total_steps, None, ""
     final = optim.min_lr / optim.peak_lr if optim.peak_lr else 0.0
-    decay = "wsd" if budget.decay_start is not None else optim.decay  # decay_start: a decay added to a constant rate
+    decay = "wsd" if budget.decay_start is not None else optim.decay  # decay_start: added to a constant rate
     if decay == "wsd":
         fraction = optim.decay_fraction if budget.decay_start is None else (total - budget.decay_start) / total
         form = "" if optim.decay_shape == "linear" else "1 - sqrt"

@@ -161,7 +161,7 @@ def gpu_devices(name: TopologyName) -> list[Any]:
             f"{name} needs the compiler in jax's CUDA plugin, which is not installed: pip install 'jaxscale[cuda12]'"
         )
     if jax.config.jax_platforms != "cpu":  # pyright: ignore[reportAttributeAccessIssue]  jax sets it at import
-        raise BadInput(f"compiling for {name} needs jax on the CPU only; set JAX_PLATFORMS=cpu")
+        raise BadInput(f"compiling for {name} needs jax to use only the CPU; set JAX_PLATFORMS=cpu")
     hosts, cards = name.shape
     target = target_config(FAMILIES[name.family].device_kind)
     layout = f"{name.num_slices}x{hosts}x{cards}"

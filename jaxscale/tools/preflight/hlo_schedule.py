@@ -130,7 +130,7 @@ class Pending:
     def __init__(self) -> None:
         # {name of the start or a later update: (collectives, False if the data is not available yet)}
         self.started: dict[str, tuple[list[int], bool]] = {}
-        self.open_fusions: dict[str, list[list[int]]] = collections.defaultdict(list)  # by channel
+        self.open_fusions: dict[str, list[list[int]]] = collections.defaultdict(list)  # {channel: collectives}
 
     def start(self, instruction: Instruction, found: list[int]) -> list[ScheduleItem]:
         """Starts collectives. XLA:TPU's custom-call-start without operands starts only at its first update."""

@@ -76,7 +76,7 @@ def choices_text(found: Sequence[Candidate]) -> str:
 
 
 def fastest_lines(found: Sequence[Candidate], usable: float) -> list[str]:
-    """Returns lines about the fastest candidates by estimate, since few large programs are compiled in time."""
+    """Returns lines about the fastest candidates by estimate, which may not be compiled before the time limit."""
     best = min(found, key=lambda one: one.estimate.cost)
     fits = min((one for one in found if one.estimate.memory() <= usable), key=lambda one: one.order, default=None)
 

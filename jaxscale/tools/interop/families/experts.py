@@ -63,7 +63,7 @@ MIXTRAL = llama.llama_family(
     "mixtral",
     "MixtralForCausalLM",
     ATTENTION + llama.NORMS_BEFORE + MIXTRAL_ROWS,
-    llama.SHARED | dict.fromkeys(NAMES) | dict(  # of MixtralConfig
+    llama.SHARED | dict.fromkeys(NAMES) | dict(  # defaults of MixtralConfig
         intermediate_size=14336, num_key_value_heads=8, rms_norm_eps=1e-5, rope_theta=1_000_000.0, sliding_window=None,
         num_experts_per_tok=2, router_jitter_noise=0.0,
     ),
@@ -108,7 +108,7 @@ QWEN3_MOE = llama.llama_family(
     ATTENTION + llama.NORMS_BEFORE + llama.QK_NORMS + llama.BIASES + DENSE + ROWS,
     {key: value for key, value in llama.QWEN_DEFAULTS.items() if key != "layer_types"}
     | dict.fromkeys(NAMES)
-    | dict(  # of Qwen3MoeConfig
+    | dict(  # defaults of Qwen3MoeConfig
         hidden_size=2048, intermediate_size=6144, num_hidden_layers=24, num_key_value_heads=4,
         num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=False, decoder_sparse_step=1,
         mlp_only_layers=None, max_window_layers=None,
@@ -130,7 +130,7 @@ OLMOE = llama.llama_family(
     "olmoe",
     "OlmoeForCausalLM",
     ATTENTION + llama.NORMS_BEFORE + llama.QK_NORMS + llama.BIASES + ROWS,
-    llama.SHARED | dict.fromkeys(NAMES) | dict(  # of OlmoeConfig
+    llama.SHARED | dict.fromkeys(NAMES) | dict(  # defaults of OlmoeConfig
         vocab_size=50304, hidden_size=2048, intermediate_size=2048, num_hidden_layers=16, num_attention_heads=16,
         rms_norm_eps=1e-5, attention_bias=False, num_experts_per_tok=8, norm_topk_prob=False, clip_qkv=None,
     ),
@@ -252,7 +252,7 @@ DEEPSEEK_V2 = llama.llama_family(
     "deepseek_v2",
     "DeepseekV2ForCausalLM",
     OUTSIDE + llama.NORMS_BEFORE + LATENT_ATTENTION + DEEPSEEK_EXPERTS,
-    DEEPSEEK_DEFAULTS | dict(  # of DeepseekV2Config
+    DEEPSEEK_DEFAULTS | dict(  # defaults of DeepseekV2Config
         vocab_size=102400, first_k_dense_replace=0, n_group=None, n_routed_experts=64, n_shared_experts=2,
         routed_scaling_factor=1.0, topk_group=None, topk_method="greedy", norm_topk_prob=False,
         moe_intermediate_size=1407, mlp_bias=False,
@@ -270,7 +270,7 @@ DEEPSEEK_V3 = llama.llama_family(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
     OUTSIDE + llama.NORMS_BEFORE + LATENT_ATTENTION + DEEPSEEK_EXPERTS,
-    DEEPSEEK_DEFAULTS | dict(  # of DeepseekV3Config
+    DEEPSEEK_DEFAULTS | dict(  # defaults of DeepseekV3Config
         vocab_size=129280, hidden_size=7168, intermediate_size=18432, num_hidden_layers=61, num_attention_heads=128,
         num_key_value_heads=128, first_k_dense_replace=3, n_group=8, n_routed_experts=256, n_shared_experts=1,
         routed_scaling_factor=2.5, topk_group=4, norm_topk_prob=True, num_experts_per_tok=8,
@@ -283,5 +283,5 @@ DEEPSEEK_V3 = llama.llama_family(
     settings=v3_settings,
     keys=v3_keys,
     fused=FUSED,
-    extra_layers="layers that predict further tokens (multi-token prediction)",
+    extra_layers="layers that predict additional tokens (multi-token prediction)",
 )  # fmt: skip

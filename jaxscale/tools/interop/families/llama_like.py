@@ -50,7 +50,7 @@ NORMS_AFTER = (
 )
 BIASES = tuple(TensorSpec(f"blocks/attention/bias_{name}", f"{LAYER}self_attn.{name}_proj.bias") for name in "qkvo")
 QK_NORMS = tuple(TensorSpec(f"blocks/attention/{name}_norm", f"{LAYER}self_attn.{name}_norm.weight") for name in "qk")
-LEFT_OUT = (r".*\.rotary_emb\.inv_freq",)  # a buffer of old releases, derived from the config
+LEFT_OUT = (r".*\.rotary_emb\.inv_freq",)  # a buffer in old releases, derived from the config
 SHARED = dict(  # defaults of transformers' LlamaConfig, and of most families in this file
     vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32,
     num_key_value_heads=None, head_dim=None, hidden_act="silu", rms_norm_eps=1e-6, tie_word_embeddings=False,
@@ -117,18 +117,18 @@ MISTRAL = llama_family(
     "mistral",
     "MistralForCausalLM",
     BODY + NORMS_BEFORE,
-    SHARED | dict(intermediate_size=14336, num_key_value_heads=8, sliding_window=4096),  # of MistralConfig
+    SHARED | dict(intermediate_size=14336, num_key_value_heads=8, sliding_window=4096),  # defaults
     same=WINDOW,
 )
 OLMO2 = llama_family(
     "olmo2",
     "Olmo2ForCausalLM",
     BODY + NORMS_AFTER + QK_NORMS + BIASES,
-    SHARED | dict(vocab_size=50304, rms_norm_eps=1e-5, attention_bias=False),  # of Olmo2Config
+    SHARED | dict(vocab_size=50304, rms_norm_eps=1e-5, attention_bias=False),  # defaults of Olmo2Config
     same=BIASED,
     settings=lambda hf: dict(norm_placement="after", qk_norm=True, qk_norm_over="all_heads"),
 )
-QWEN_DEFAULTS = dict(  # of transformers' Qwen2Config; Qwen3Config has heads of 128
+QWEN_DEFAULTS = dict(  # defaults of transformers' Qwen2Config; Qwen3Config has head_dim 128
     vocab_size=151936, hidden_size=4096, intermediate_size=22016, num_hidden_layers=32, num_attention_heads=32,
     num_key_value_heads=32, head_dim=None, hidden_act="silu", rms_norm_eps=1e-6, tie_word_embeddings=False,
     rope_theta=10_000.0, use_sliding_window=False, sliding_window=4096, max_window_layers=28, layer_types=None,
@@ -180,7 +180,7 @@ PHI3_FUSED = (
     TensorSpec(PHI3_LEAVES[:3], LAYER + "self_attn.qkv_proj.weight", 1, transposed=True),
     TensorSpec(PHI3_LEAVES[3:], LAYER + "mlp.gate_up_proj.weight", 1, transposed=True),
 )
-PHI3_DEFAULTS = SHARED | dict(  # of Phi3Config
+PHI3_DEFAULTS = SHARED | dict(  # defaults of Phi3Config
     vocab_size=32064, hidden_size=3072, intermediate_size=8192, rms_norm_eps=1e-5, sliding_window=None,
     original_max_position_embeddings=4096, max_position_embeddings=4096,
 )  # fmt: skip

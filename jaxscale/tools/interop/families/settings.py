@@ -142,7 +142,7 @@ def read_rope(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     if scaling and "rope_theta" not in scaling and unread != rope["rope_theta"]:
         raise BadInput(
             f"rope_scaling overrides rope_parameters, so transformers ignores its rope_theta={short(unread)} and uses "
-            f"{short(rope['rope_theta'])}; keep only one of the two, with rope_theta in it"
+            f"{short(rope['rope_theta'])}; keep only one of the two keys, with rope_theta inside"
         )
     return found
 
@@ -221,7 +221,7 @@ def original_of(rope: Mapping[str, Any], hf: Mapping[str, Any]) -> int:
     if name == "longrope":  # Phi-3 files have the length only outside rope_scaling
         original = rope.get(ORIGINAL_POSITIONS, hf.get(ORIGINAL_POSITIONS, hf.get(MAX_POSITIONS)))
     if original is None or hf.get(ORIGINAL_POSITIONS, original) != original:
-        raise BadInput(f"RoPE scaling {name!r} needs {ORIGINAL_POSITIONS}, only in rope_scaling")
+        raise BadInput(f"RoPE scaling {name!r} needs {ORIGINAL_POSITIONS} in rope_scaling, and no other value outside")
     return original
 
 
