@@ -44,7 +44,7 @@ def repository(name: str, revision: str | None = None) -> tuple[str, str | None]
 
 
 def fetch(name: str, revision: str | None, flag: str) -> Fetched | None:
-    """Downloads a repository, or returns None for a path. Raises BadInput without access, else Stop (STORAGE)."""
+    """Downloads a repository, or returns None for a path. Raises BadInput if access is denied, or else Stop."""
     if (asked := repository(name, revision)) is None:
         if revision is not None and flag == "--from":
             raise BadInput(f"--revision={revision} needs a repository on the Hub, but {flag}={name} is a path; omit it")

@@ -242,7 +242,7 @@ def with_trained_eos(files: dict[str, bytes], eos_token: str) -> TokenizerFiles:
 
 
 def with_begin_tokens(texts: TokenizerFiles, begin: Sequence[str] | None) -> TokenizerFiles:
-    """Changes the files so that texts start with the tokens `begin`, as the run's documents do. None means unknown."""
+    """Changes the files so that texts start with the tokens `begin`, as the run's documents do. None: no change."""
     main = main_file(texts.files)
     if begin is None or main is None:
         return texts

@@ -60,7 +60,7 @@ def wider(cfg: RunConfig, times: float) -> dict[str, Any]:
 
 
 def larger(cfg: RunConfig, times: float) -> dict[str, Any]:
-    """Returns settings for a model `times` as wide and deep, in whole heads and layers. Raises as wider()."""
+    """Returns settings for a model `times` as wide and deep, in whole heads and layers. Raises BadInput as wider()."""
     settings = wider(cfg, times)
     factor = settings["model.num_heads"] / cfg.model.num_heads
     return settings | {"model.num_layers": max(1, round(cfg.model.num_layers * factor))}

@@ -102,7 +102,7 @@ def joined_dims(lines: Sequence[Phase]) -> str:
 
 
 def collective_phases(kind: str, nbytes: float, lines: Sequence[Phase]) -> tuple[Phase, ...]:
-    """Returns a collective's phases in order. nbytes: size of the whole array. lines: the slowest-varying first."""
+    """Returns a collective's phases in order. nbytes: size of the whole array. lines: slowest-varying links first."""
     if kind == "collective-permute":
         return tuple(dataclasses.replace(line, nbytes=nbytes) for line in lines)
     if kind == "all-to-all":  # uses all lines at once, limited by the bisection of the longest line

@@ -67,7 +67,7 @@ class Speed:
 def plan_speed(
     program: Program, topology: Topology, requested_mfu: float | None, ceiling: float | None, measured: list[Measured]
 ) -> Speed:
-    """Returns the planned speed. ceiling: highest MFU of the compiled step. Raises BadInput as check_peak()."""
+    """Returns the planned speed. ceiling: highest MFU of the compiled step. Raises BadInput if unsupported."""
     cfg = program.cfg
     step_flops = cfg.flops_per_token * cfg.tokens_per_step
     if requested_mfu is not None:

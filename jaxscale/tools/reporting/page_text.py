@@ -53,7 +53,7 @@ def seconds(value: float | None) -> str:
 
 
 def or_none(write: Callable[[float], str]) -> Callable[[float | None], str]:
-    """Returns a function that calls `write`, or returns 'n/a' for None."""
+    """Returns a version of `write` that returns 'n/a' for None."""
     return lambda value: NONE if value is None else write(value)
 
 

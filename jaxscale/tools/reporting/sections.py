@@ -289,7 +289,7 @@ def statistic(canvas: Canvas, history: History, title: str, unit: str, prefix: s
 
 
 def experts_section(canvas: Canvas) -> str:
-    """Returns plots of expert metrics, and for few runs of layers and experts, or '' for runs without experts."""
+    """Returns plots of expert metrics, for few runs also by layer and expert, or '' for runs without experts."""
     step_plots = [expert_plot(canvas, *metric) for metric in EXPERT_METRICS]
     counted = [(history, history.experts) for history in canvas.histories if history.experts is not None]
     if not counted:

@@ -53,7 +53,7 @@ def read_experts(hf: Mapping[str, Any], keys: Mapping[str, str], usual: int, **m
 
 
 def write_experts(cfg: LlamaConfig, keys: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the inverse of read_experts(), or {} for a dense model, which lost_settings() rejects."""
+    """Returns config.json keys, as the inverse of read_experts(), or {} for a dense model (see lost_settings)."""
     return {} if cfg.experts is None else {key: getattr(cfg.experts, setting) for setting, key in keys.items()}
 
 
@@ -94,7 +94,7 @@ def qwen3_moe_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def qwen3_moe_keys(cfg: LlamaConfig) -> dict[str, Any]:
-    """Returns the inverse of qwen3_moe_settings()."""
+    """Returns the config.json keys of a Qwen3-MoE, as the inverse of qwen3_moe_settings()."""
     windowed = dict(use_sliding_window=cfg.attention_window is not None, sliding_window=cfg.attention_window)
     found = windowed | write_experts(cfg, QWEN3_KEYS)
     if cfg.experts is not None:
@@ -229,7 +229,7 @@ def v2_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def v2_keys(cfg: LlamaConfig) -> dict[str, Any]:
-    """Returns the inverse of v2_settings()."""
+    """Returns the config.json keys of a DeepSeek-V2, as the inverse of v2_settings()."""
     shared = shared_keys(cfg)
     return shared | dict(topk_method="group_limited_greedy" if shared.get("n_group", 1) > 1 else "greedy")
 
@@ -242,7 +242,7 @@ def v3_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def v3_keys(cfg: LlamaConfig) -> dict[str, Any]:
-    """Returns the inverse of v3_settings(). Writes num_nextn_predict_layers=0, since transformers 5 defaults to 1."""
+    """Returns the keys of a DeepSeek-V3. num_nextn_predict_layers is 0, since transformers 5 defaults to 1."""
     if cfg.experts is None:
         return shared_keys(cfg)
     return shared_keys(cfg) | dict(norm_topk_prob=cfg.experts.normalised, num_nextn_predict_layers=0)

@@ -71,7 +71,7 @@ def gemma3_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def gemma2_keys(cfg: LlamaConfig) -> dict[str, Any]:
-    """Returns the inverse of gemma2_shared_settings()."""
+    """Returns the config.json keys of a Gemma 2 or 3, as the inverse of gemma2_shared_settings()."""
     scalar = cfg.head_dim if cfg.query_scalar is None else cfg.query_scalar
     found = dict(
         query_pre_attn_scalar=int(scalar) if scalar == int(scalar) else scalar,

@@ -145,7 +145,7 @@ def qwen_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def qwen_keys(cfg: LlamaConfig) -> dict[str, Any]:
-    """Returns the inverse of qwen_settings()."""
+    """Returns the config.json keys of sliding windows, as the inverse of qwen_settings()."""
     windowed = cfg.attention_window is not None
     found = dict(use_sliding_window=windowed, sliding_window=cfg.attention_window, layer_types=write_layer_types(cfg))
     return found | dict(max_window_layers=cfg.global_first if windowed else cfg.num_layers)
