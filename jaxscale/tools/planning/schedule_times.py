@@ -18,7 +18,7 @@ def simulated_seconds(schedule: Schedule, costs: Costs = EQUAL_COSTS, head: floa
 
 
 def bubble_fraction(schedule: Schedule, costs: Costs) -> float:
-    """Returns the fraction of the simulated time in which a stage runs no pass. Excludes the output projection."""
+    """Returns the fraction of the simulated time in which a stage idles or repeats a pass, without the head."""
     return 1 - schedule.num_microbatches * schedule.num_chunks * sum(costs) / simulated_seconds(schedule, costs)
 
 

@@ -25,7 +25,7 @@ FOLDER = "qualify-saves"  # temporary subfolder of the tested folder
 PROCESS_BYTES, CPU_PROCESS_BYTES = 4 * 2**30, 32 * 2**20  # most bytes per process, larger than a disk's cache
 LEAVES = 16
 FIRST_BYTES = 2**20  # bytes per process in the first two saves; the first imports and compiles, and is not timed
-TIME_SHARE = 1 / 8  # fraction of the time limit of all probes, for which the second save determines the size
+TIME_SHARE = 1 / 8  # fraction of the time limit of all probes; the second save's speed then gives the size
 
 
 def measure_storage(machine: Machine) -> Probe:
