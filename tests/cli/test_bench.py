@@ -168,7 +168,7 @@ def test_a_command_that_fails_is_one_clear_line(script, told):
             ["speed"],
             "bench has no verb 'speed'; verbs: step, loop, data, collectives",
         ),
-        (["step", "--spec=U"], "--spec=U is unknown; give S, T or M, or --config=FILE"),
+        (["step", "--spec=U"], "--spec=U is unknown; pass S, T or M, or --config=FILE"),
         (["step", "--spec=S", "--config=a.py"], "pass only one"),
         (["step", "--steps=0"], "--steps=0 must be a whole number, 1 or more"),
         (["step", "--dtype=float8"], "model.compute_dtype"),

@@ -125,7 +125,7 @@ def test_a_measured_step_is_kept_for_plans(monkeypatch, tmp_path, capsys):
     assert plan.main(
         [f"--config={ROOT / 'configs' / 'quickstart.py'}", "--topology=here", "--config.train.num_microbatches=1"]
     ) is (Exit.DONE)
-    assert "measured here by jaxscale bench step --save: T" in " ".join(capsys.readouterr().out.split())
+    assert "measured on this machine by jaxscale bench step --save: T" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.soak

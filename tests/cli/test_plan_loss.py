@@ -38,7 +38,7 @@ def test_the_end_of_a_run_is_forecast_with_an_interval_and_its_distance(runs, co
     assert told["bits_per_byte"]["middle"] == pytest.approx(made_ladder.BITS_PER_NAT * middle)
     assert f"{told['reach']:.3g} times the FLOPs of the ladder's largest run" in printed
     assert "a forecast of 64-800 from the other runs covers" in printed and told["largest_inside"]["64-800"] > 0.8
-    assert "and 9 curves show" in printed and "Approach 2, parabolas at equal FLOPs: " in printed
+    assert "but the 9 curves show" in printed and "Approach 2, parabolas at equal FLOPs: " in printed
     law, size = made_ladder.LAW, told["best_size"]["Approach 3, a law"]["told"]
     assert (
         float(size.split("C ** ")[1][:4]) == pytest.approx(law.beta / (law.alpha + law.beta), abs=0.1)

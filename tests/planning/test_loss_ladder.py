@@ -66,11 +66,11 @@ def test_its_law_forecasts_a_larger_run(ladder):
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        ({"seq_len": 32}, "seq_len is 32, but 16 in the config"),
-        ({"model__vocab_size": 72}, "model.vocab_size is 72, but 64"),
-        ({"data__val_fraction": 0.1}, "data.val_fraction is 0.1, but 0.05"),
-        ({"data__name": "files", "data__files": "a.txt"}, "data.name is 'files', but 'synthetic'"),
-        ({"optim__decay": "linear"}, "its schedule is linear to 0.1 of the peak, warmup 5.0%, but that of"),
+        ({"seq_len": 32}, "seq_len is 32, but the config has 16"),
+        ({"model__vocab_size": 72}, "model.vocab_size is 72, but the config has 64"),
+        ({"data__val_fraction": 0.1}, "data.val_fraction is 0.1, but the config has 0.05"),
+        ({"data__name": "files", "data__files": "a.txt"}, "data.name is 'files', but the config has 'synthetic'"),
+        ({"optim__decay": "linear"}, "its schedule is linear to 0.1 of the peak, warmup 5.0%, but the run"),
         ({"optim__min_lr": 0.0}, "its schedule is cosine to 0 of the peak"),
         ({"optim__decay": "wsd"}, "its schedule is wsd over the last 20%"),
         (

@@ -93,7 +93,7 @@ def test_what_is_not_known_is_said_with_the_way_out_and_never_guessed():
     assert any("energy" in line and "n/a" in line for line in lines)
     assert seven("tpu7x:4x4x4").machine.num_chips == 64 and seven("tpu7x:4x4x4").machine.num_devices == 128
     assert seven("b200:8x8").money.megawatt_hours.low > 0
-    with pytest.raises(ValueError, match="unknown chip 'mi300x'.*plan also knows v3, gb200, b200"):
+    with pytest.raises(ValueError, match="unknown chip 'mi300x'.*plan also supports v3, gb200, b200"):
         open_machine("mi300x:8")
     for text, said in (("b200", "no number of chips"), ("b200:1x16", "1 to 8 GPUs"), ("v100:0x8", "1 to 8 GPUs")):
         with pytest.raises(ValueError, match=said):
@@ -128,7 +128,7 @@ def test_a_small_machine_that_was_measured_predicts_its_steps():
     assert middle == pytest.approx(cfg.flops_per_token * cfg.tokens_per_step / 1e11)
     assert plan.time.speed.mfu is None and plan.money.dollars is None
     told = "\n".join(plan_lines(plan))
-    assert "measured FLOP/s" in told and "x peak" not in told and "\n  step: measured here" in told
+    assert "measured FLOP/s" in told and "x peak" not in told and "\n  step: measured on this machine" in told
     with pytest.raises(BadInput, match="--mfu=0.4 is a fraction of the peak, but 'cpu' has no known peak"):
         make_plan(cfg, measured_machine(one), PlanOptions(mfu=0.4), measured=[one])
     card = dataclasses.replace(one, device_kind="NVIDIA H100 80GB HBM3", platform="gpu")
@@ -188,9 +188,9 @@ def test_young_and_daly_lose_the_least():
         (lambda: cautions.rate_outside(7e9, 140e9, 4e6, 1e-5),
          lambda: cautions.rate_outside(7e9, 140e9, 4e6, 2e-4), "by the linear rule"),
         (lambda: cautions.rate_outside(7e9, 140e9, 4e6, 1e-5, "muon"),
-         lambda: cautions.rate_outside(7e9, 140e9, 4e6, 3e-3, "muon"), "those of muon are 1 to 8 times as large"),
+         lambda: cautions.rate_outside(7e9, 140e9, 4e6, 3e-3, "muon"), "rates for muon are 1 to 8 times as large"),
         (lambda: cautions.rate_outside(7e9, 140e9, 4e6, 1e-3, "lion"),
-         lambda: cautions.rate_outside(7e9, 140e9, 4e6, 5e-5, "lion"), "those of lion are 0.1 to 0.33 times as large"),
+         lambda: cautions.rate_outside(7e9, 140e9, 4e6, 5e-5, "lion"), "rates for lion are 0.1 to 0.33 times as large"),
         (lambda: cautions.too_few_tokens(7e9, 69e9), lambda: cautions.too_few_tokens(7e9, 7e10), "(21 per param"),
         (lambda: cautions.horizon_too_far(1e12, 5e11, "cosine", "the budget"),
          lambda: cautions.horizon_too_far(1e12, 1e12, "cosine", "the budget"), "100% too long"),

@@ -41,7 +41,7 @@ def test_a_plan_takes_what_was_measured_on_such_chips():
     assert plan.time.speed.mfu.low == pytest.approx(0.85 * 0.3) and plan.time.speed.mfu.high == pytest.approx(
         1.15 * 0.3
     )
-    assert "30.0% of 1B on 8 of these chips, measured by jaxscale qualify, 2026-11-23" in plan.time.speed.source
+    assert "30.0% for 1B on 8 of these chips, measured by jaxscale qualify, 2026-11-23" in plan.time.speed.source
     assert plan.time.wall_seconds.low > before.time.wall_seconds.low
     assert plan.saves.save_seconds == pytest.approx(plan.saves.checkpoint_bytes / (8 * 4e9))  # 64 devices, 8 measured
     assert "measured by jaxscale qualify with 8 devices" in plan.saves.save_source
