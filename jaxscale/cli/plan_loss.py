@@ -86,7 +86,7 @@ class Forecast(NamedTuple):
     flops: float
     end: Interval
     band: LossBand | None
-    no_band_reason: str  # why there is no band, or ""
+    no_band_reason: str  # why the band is missing, or ""
     covered: dict[str, float]  # fraction of each ladder run's curve inside the band of the other runs, around its end
     largest: tuple[str, float] | None  # largest run, and the fraction of its curve that the other runs' forecast covers
     noise: SeedNoise | None  # from --noise, or measured over seeds
@@ -266,7 +266,7 @@ def law_line(law: LossLaw) -> str:
 def save(forecast: Forecast, workdir: str, cfg: RunConfig, budget: Budget) -> None:
     """Writes forecast.json. Raises BadInput without a band, or if the folder has a different run."""
     if forecast.band is None:
-        raise BadInput(f"--to={workdir}: there is no band to write: {forecast.no_band_reason}")
+        raise BadInput(f"--to={workdir}: no band can be written: {forecast.no_band_reason}")
     folder = paths.make_run_dir(workdir)
     if (folder / "config.json").exists():
         check_same_end(paths.read_json(folder / "config.json"), workdir, cfg, budget)

@@ -162,7 +162,7 @@ class Ended(NamedTuple):
 def crash_loop_text(ends: Sequence[Ended]) -> str:
     """Returns the reason for giving up after these attempts without progress."""
     last = ends[-1].after
-    newest = f"the newest is step {last.newest}" if last.newest else "there is no checkpoint"
+    newest = f"the newest is step {last.newest}" if last.newest else "no checkpoint exists"
     seen = f" ({last.read_error})" if last.read_error else ""
     codes = ", ".join(meaning(end.code) for end in ends)
     return (

@@ -310,7 +310,7 @@ class StageWork:
         return x_BTD, jnp.asarray(self.scale * metrics.get("objective", 0.0), jnp.float32)
 
     def layer(self, params: Any, x_BTD: jax.Array, now: Passes | Backward, i: jax.Array) -> tuple[jax.Array, Any]:
-        """Returns (residual stream after layer i of the chunk, metrics), or (x_BTD, zeros) if there is no layer i."""
+        """Returns (residual stream after layer i of the chunk, metrics), or (x_BTD, zeros) without a layer i."""
         number, rows = self.layers_Vc[now.chunk, i], at(self.micro, now.microbatch)
         run = lambda x_BTD: self.functions.run_layer(params, self.ends, x_BTD, *rows, number=number)
         if (self.axis.layers != IDLE).all():

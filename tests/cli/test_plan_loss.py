@@ -85,7 +85,7 @@ def test_five_runs_are_forecast_where_the_noise_is_told(runs, config_file, tmp_p
 @pytest.mark.slow
 def test_without_the_same_schedule_there_is_no_band_and_nothing_is_written(runs, config_file, tmp_path, capsys):
     argv = [f"--runs={runs}/*", f"--config={config_file}", "--config.optim.warmup_tokens=20%"]
-    with pytest.raises(ValueError, match="no band to write"):
+    with pytest.raises(ValueError, match="no band can be written"):
         main([*argv, f"--to={tmp_path / 'big'}"])
     assert "no band for the loss curve: the schedule of 16-200 is cosine" in capsys.readouterr().out
     assert not (tmp_path / "big").exists()

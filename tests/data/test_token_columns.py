@@ -86,7 +86,7 @@ def test_every_type_of_list_is_read_as_a_plain_reader_does(tmp_path, name, kind)
     corpus = opened(tmp_path, path, said := [])
     assert documents_of(corpus) == documents
     assert corpus.tokenizer is None and "skipped 1 empty" in corpus.summary
-    assert f"{path}: token ids from 'input_ids', because there is no 'text' with text" in said
+    assert f"{path}: token ids from 'input_ids', because no field 'text' has text" in said
 
 
 @pytest.mark.parametrize("kind", ["saved", "jsonl", "hf"])

@@ -381,7 +381,7 @@ def test_a_run_that_cannot_be_healed_stops_after_so_many_rewinds(tmp_path, spoil
 
 def test_without_a_checkpoint_there_is_nothing_to_go_back_to(tmp_path, spoil):
     spoil("1:9:nan")
-    with pytest.raises(Stop, match="no checkpoint before step 2 to rewind to"):
+    with pytest.raises(Stop, match="no checkpoint before step 2 exists"):
         trained(tmp_path / "run", FRAGILE)
 
 

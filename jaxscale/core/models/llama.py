@@ -207,7 +207,7 @@ class Llama(StackedModel):
         self.head = None if cfg.tied_embeddings else param(rngs, (D, V), ("embed", "vocab"), std=HEAD_STD)
 
     def embed_tokens(self, tokens_BT, positions_BT, segment_ids_BT, keys_B: jax.Array | None = None):
-        """Returns the residual stream before the first block. keys_B is unused, because there is no dropout."""
+        """Returns the residual stream before the first block. keys_B is unused: Llama has no dropout."""
         return self.embed(tokens_BT)
 
     def layer_inputs(self, keys_B: jax.Array | None, stack: str):

@@ -151,7 +151,7 @@ class FileLock:
         self.folder_id: tuple[int, int] | None = None  # device and inode of the folder; None as for `handle`
 
     def read_state(self) -> LockState | None:
-        """Returns the state of the lock, or None if there is no lock. Raises BadInput if it is not a regular file."""
+        """Returns the state of the lock, or None if no lock exists. Raises BadInput if it is not a regular file."""
         if self.path.is_symlink():
             raise BadInput(f"{self.path} is a link, but the lock of a run must be a file; move it away")
         try:
@@ -207,7 +207,7 @@ class FileLock:
         return self.is_owned_by(owner)
 
     def read_version(self) -> tuple[int, bytes] | None:
-        """Returns the current version of the lock without taking an flock, or None if there is no lock."""
+        """Returns the current version of the lock without taking an flock, or None if no lock exists."""
         try:
             with paths.open_binary(self.path) as file:
                 return os.fstat(file.fileno()).st_ino, file.read(LOCK_BYTES)
@@ -273,7 +273,7 @@ class ObjectLock:
         self.generation = 0
 
     def read_state(self, bucket: Bucket | None = None) -> LockState | None:
-        """Returns the state of the lock, or None if there is no lock. The age is from the clock of the bucket."""
+        """Returns the state of the lock, or None if no lock exists. The age is from the clock of the bucket."""
         found = (bucket or self.bucket).look(self.url)
         return None if found is None else LockState(read_owner(found.content), found.generation, None, found.age)
 

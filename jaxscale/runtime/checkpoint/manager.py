@@ -313,7 +313,7 @@ class Checkpoints:
             raise self.saver.fatal
 
     def take_failure(self) -> tuple[int, str] | None:
-        """Records and returns the failure (step, cause) of the last save; None if there is no unreported failure."""
+        """Records and returns the failure (step, cause) of the last save; None if all failures were reported."""
         failure, self.saver.failure = self.saver.failure, None
         if failure is None or failure[0] in self.reported:
             return None

@@ -96,7 +96,7 @@ class TieredCheckpoints(Checkpoints):
             neighbours |= {process: next_host[number % len(next_host)] for number, process in enumerate(members)}
         if len(found) > 1 and len(rows) == 1 and self.cfg.local.neighbour:
             lines.append(
-                "all processes store their local copies in the same folder, so there is no second copy on another host"
+                "all processes store their local copies in the same folder, so no other host has a second copy"
             )
         for process, one in enumerate(found):
             offers = []

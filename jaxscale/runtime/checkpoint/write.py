@@ -43,7 +43,7 @@ MARGIN = 1.1  # bytes on disk per byte of arrays, including names, manifests and
 
 PIECE_BYTES = 64 << 20  # largest chunk of an array; a process reads whole chunks back
 MIN_PART_BYTES = 1 << 20  # smallest part per replica; smaller parts are written faster than their slicing is compiled
-NO_SPACE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors if there is no space for a small file
+NO_SPACE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors for a small file on a full disk
 
 
 def prepare_step(directory: Any, step: int) -> None:

@@ -20,7 +20,7 @@ from jaxscale.runtime.text.sources.part import NO_METADATA, WHOLE, Damaged, Meta
 from jaxscale.runtime.text.sources.read import JSON_LINES
 from jaxscale.system.exits import BadInput
 
-IDS_FIELD = "input_ids"  # field that is read if there is no text field
+IDS_FIELD = "input_ids"  # field that is read without a text field
 CHAT_FIELDS = ("messages", "conversations")
 LABELS, ATTENTION_MASK = "labels", "attention_mask"  # names of the fields in transformers
 NOT_LEARNED = -100  # label that PyTorch's CrossEntropyLoss ignores
@@ -208,7 +208,7 @@ def describe_choices(found: Mapping[SourceFile, FieldChoice], cfg: DocumentsConf
         files = paths[0] + (f" and {units.plural(len(paths) - 1, 'other file')}" if len(paths) > 1 else "")
         what = {"ids": "token ids", "chat": "conversations", "text": "text"}[choice.kind]
         facts = [f"{what} from {choice.field!r}"]
-        facts[0] += f", because there is no {cfg.text_field!r} with text" if choice.automatic else ""
+        facts[0] += f", because no field {cfg.text_field!r} has text" if choice.automatic else ""
         facts += [f"{choice.labels!r} is the loss mask"] if choice.labels else []
         facts += [f"padding in {choice.mask!r} is removed"] if choice.mask else []
         facts += [f"ignored: {', '.join(choice.others)}"] if choice.others else []

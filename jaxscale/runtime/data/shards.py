@@ -211,7 +211,7 @@ def open_lineage(path: str) -> Iterator["pyarrow.parquet.ParquetFile"]:
 
 
 def read_token_bytes(path: str) -> np.ndarray | None:
-    """Returns int32[vocabulary], the bytes per id, or None if there is no file. Raises BadInput for a damaged file."""
+    """Returns int32[vocabulary], the bytes per id, or None without a file. Raises BadInput for a damaged file."""
     if not os.path.lexists(path):
         return None
     content = io.BytesIO(read_whole(path))

@@ -156,7 +156,7 @@ class DocumentsConfig(ReadConfig):
 
     ids_field: str = setting(
         "",
-        "field or column with token ids to train on instead of text; empty: input_ids if there is no text field. Each "
+        "field or column with token ids to train on instead of text; empty: input_ids if no field has text. Each "
         "row is a document with unchanged ids; labels (-100: no loss) and attention_mask (0: padding) are also read",
     )
 

@@ -161,7 +161,7 @@ class Autopilot:
         were, name = "were" if count > 1 else "was", guard.SETTINGS.get(verdict)
         setting = f", or raise train.guard.{name} if these steps were valid" if name else ""
         tried = f", after {' and '.join(done)}" if self.cuts or self.spec.past.rewinds else ""
-        tried += f", and there is no checkpoint before step {self.state.bad[0]} to rewind to" if no_checkpoint else ""
+        tried += f", and no checkpoint before step {self.state.bad[0]} exists" if no_checkpoint else ""
         return Stop(
             Exit.NON_FINITE,
             f"{what} {were} skipped, up to step {reading.step}, which had {VERDICT_TEXT[verdict]} "

@@ -105,7 +105,7 @@ def in_words(change: Estimate | None, lost: int, runs: int, skipped: float) -> s
     """Returns text about the difference from float32, its significance, skipped steps and diverged runs."""
     failed = f"{lost} of {runs} runs diverged" if lost else ""
     if change is None:
-        return failed or "the float32 runs diverged, so there is no reference"
+        return failed or "the float32 runs diverged, so the reference is missing"
     if change.low is None:
         note = "one seed gives no interval"
     else:

@@ -54,7 +54,7 @@ def measured_file() -> pathlib.Path:
 
 
 def read_measured() -> list[Measured]:
-    """Returns all measurements, or [] if there is no file. Raises BadInput for a damaged file."""
+    """Returns all measurements, or [] if the file does not exist. Raises BadInput for a damaged file."""
     file = measured_file()
     try:
         content = read_json(file)

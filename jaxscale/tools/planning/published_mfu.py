@@ -1,4 +1,4 @@
-"""Published MFU of large runs with sources, which `plan` uses if there is no measurement.
+"""Published MFU of large runs with sources, which `plan` uses without a measurement.
 
 MFU is the model's FLOP/s divided by the dense bfloat16 peak in kernels/hardware.py. Published TFLOP/s are divided by
 this peak. From published chip-hours, the FLOP/s are 6 N D / chip-hours, which omits attention and includes lost time.

@@ -72,7 +72,7 @@ class Machine:
 
     @property
     def on_cpu(self) -> bool:
-        """True on CPU, where probes are small because there is no datasheet."""
+        """True on CPU, where probes are small because CPUs have no datasheet here."""
         return self.platform == "cpu"
 
 

@@ -248,7 +248,7 @@ def goodput(canvas: Canvas) -> str:
     drawn = canvas.metric("goodput/fraction", "Goodput", unit="of each start", numbers="percent", zero=True)
     times, starts = goodput_table(canvas.histories), supervised_table(canvas.histories)
     if not (drawn or times or starts):
-        return left_out("No goodput was recorded, and there is no ledger of `jaxscale supervise`.")
+        return left_out("No goodput was recorded, and `jaxscale supervise` wrote no ledger.")
     table_cell = f"<div>{times}</div>" if canvas.single and times else ""  # one run's table is narrow
     return plots(drawn, table_cell) + ("" if table_cell else times) + starts
 

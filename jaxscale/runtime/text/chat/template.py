@@ -118,7 +118,7 @@ def end_name(tokenizer: Tokenizer) -> str:
 
 
 def turn_end(tokenizer: Tokenizer) -> str:
-    """Returns the text that ends a turn in the built-in template, or '' if there is no suitable special token."""
+    """Returns the text that ends a turn in the built-in template, or '' without a suitable special token."""
     return f"{END}\n" if END in tokenizer.special_ids else end_name(tokenizer)
 
 

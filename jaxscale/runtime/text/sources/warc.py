@@ -128,7 +128,7 @@ def parse_header(head: bytes) -> dict[str, str]:
 
 
 def http_body(block: bytes, cfg: ReadConfig) -> tuple[str, bytes] | str:
-    """Returns (content type, decoded body) of an HTTP response, or the reason why there is no page."""
+    """Returns (content type, decoded body) of an HTTP response, or the reason why the page is missing."""
     head, blank, body = block.partition(b"\r\n\r\n")
     if not head.startswith(b"HTTP/") or len(head) > MAX_HEADER_BYTES:
         return "WARC: not HTTP"
