@@ -53,7 +53,7 @@ FAULTS = {
     ),
     "F10": Row(
         "a gradient is NaN",
-        "the step is skipped; after repetitions, exit 17 naming step and parameter",
+        "the step is skipped; if this repeats, exit 17 naming step and parameter",
     ),
     "F11": Row(
         "the loss spikes",
@@ -85,7 +85,7 @@ FAULTS = {
     ),
     "F18": Row(
         "the bucket is unreachable or denies access",
-        "training continues and saves resume later; exit 14 after a time limit; missing permissions are reported",
+        "training continues, and saving resumes later; exit 14 after a time limit; missing permissions are reported",
     ),
     "F19": Row(
         "truncated, missing, empty or foreign files among checkpoints",
@@ -113,7 +113,7 @@ FAULTS = {
     ),
     "F25": Row(
         "one device computes a wrong bit",
-        "exit 16 naming the device, unless repeated steps are correct",
+        "exit 16 naming the device, unless the step is correct when repeated",
     ),
     "F26": Row(
         "a folder is read-only, inaccessible or missing",
