@@ -25,7 +25,7 @@ def test_a_folder_of_the_name_does_not_stand_for_a_package(tmp_path):
     command = [sys.executable, "-c", HIDDEN]
     environment = {"PYTHONPATH": str(PACKAGE.parent), "PATH": "/usr/bin"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, encoding="utf-8")
-    assert "monitor.writers='wandb' needs its package: pip install" in done.stdout, done.stderr
+    assert "monitor.writers='wandb' needs a missing package; run pip install" in done.stdout, done.stderr
 
 
 def test_a_folder_of_the_name_does_not_satisfy_an_import(tmp_path, monkeypatch):

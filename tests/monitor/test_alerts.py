@@ -130,7 +130,7 @@ def test_a_redirect_is_not_followed(status):
             webhook.post("one")
             webhook.close(5)
             assert len(received) == 1 and followed == []
-            assert webhook.take_problem() == f"it returned {status}, a redirect, which is not followed"
+            assert webhook.take_problem() == f"the server returned {status}, a redirect, which is not followed"
             assert webhook.take_problem() is None  # said once
 
 
@@ -140,7 +140,7 @@ def test_what_is_refused_is_not_tried_again_and_one_that_always_fails_not_for_ev
             webhook = Webhook(url, first_wait=0.001)
             webhook.post("one")
             webhook.close(5)
-        assert len(received) == tries and webhook.take_problem() == f"it returned {status}"
+        assert len(received) == tries and webhook.take_problem() == f"the server returned {status}"
 
 
 def test_an_address_that_fails_is_complained_of_once_and_again_when_it_fails_after_it_was_well():
@@ -156,7 +156,7 @@ def test_an_address_that_fails_is_complained_of_once_and_again_when_it_fails_aft
             alerts.log_webhook_problem()
         alerts.close()
     assert len(received) == 5
-    spoken = [number for number, line in enumerate(said) if line == "webhook: it returned 404"]
+    spoken = [number for number, line in enumerate(said) if line == "webhook: the server returned 404"]
     assert spoken == [1, 6] and len(said) == 7  # behind the first of five alerts, and behind the last
 
 
@@ -175,7 +175,7 @@ def test_nothing_waits_for_a_server_that_is_slow_or_away():
     away = Webhook("http://127.0.0.1:9/x", first_wait=0.001)
     away.post("one")
     away.close(10)
-    assert away.take_problem() == "it cannot be reached: Connection refused"
+    assert away.take_problem() == "the server cannot be reached: Connection refused"
 
 
 def test_the_address_comes_from_the_environment_and_must_be_private():
@@ -208,7 +208,7 @@ def test_a_failing_webhook_is_said_without_its_address(monkeypatch, tmp_path):
         writer.close()
         events.close()
     everything = stream.getvalue() + "".join(path.read_text() for path in tmp_path.iterdir())
-    assert "webhook: it returned 404" in stream.getvalue()
+    assert "webhook: the server returned 404" in stream.getvalue()
     assert "secretpath" not in everything and url not in everything
 
 
@@ -312,7 +312,7 @@ def test_a_forecast_of_no_use_is_said_and_left_out(tmp_path):
     for wrong in ("{", '{"tokens": [1]}', '{"tokens": [1], "low": [1, 2], "high": [1]}', "[1]"):
         (tmp_path / "forecast.json").write_text(wrong)
         assert read_facts(tmp_path, config, None, said.append).forecast == ()
-    assert len(said) == 4 and all("health: no alerts from" in line for line in said)
+    assert len(said) == 4 and all("health: the loss is not compared with" in line for line in said)
 
 
 def test_what_is_told_is_plain_text_and_json():

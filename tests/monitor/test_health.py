@@ -100,14 +100,14 @@ def test_what_is_not_finite_is_told_at_once_and_named():
     bad = record(20) | {"loss": None, "grad_norm": None, "nonfinite": ["loss", "grad_norm"]}
     told, found = said([*map(record, range(1, 20)), bad, *map(record, range(21, 40))])
     assert told == [("nonfinite", 20, False), ("nonfinite", 25, True)]
-    assert found[0].seen == "loss and grad_norm not finite"
+    assert found[0].seen == "not finite: loss and grad_norm"
 
 
 def test_a_gradient_norm_of_four_times_the_clip_norm_alerts_nobody_and_the_text_shows_both_sources():
     assert said([record(step, grad_norm=4.0 if step in (30, 31) else 0.5) for step in range(1, 60)])[0] == []
     told, found = said([record(step, grad_norm=200.0 if step == 30 else 0.5) for step in range(1, 60)])
     assert told == [("explosion", 30, False), ("explosion", 35, True)]
-    assert "above 100 (a common rule; 0.1 to 10 counts as normal), above 3 times the clip norm, 3" in found[0].seen
+    assert "above 100 (a common rule; 0.1 to 10 is normal), above 3 times the clip norm, 3" in found[0].seen
 
 
 def test_a_loss_that_never_falls_is_flat_unless_the_run_began_with_another_ones_weights():
@@ -130,8 +130,8 @@ def test_a_plateau_is_told_while_the_rate_is_up_and_not_late_under_a_falling_one
     assert [kind for kind, *_ in kinds] == (["plateau"] if told else [])
     for finding in found:
         assert (
-            "with certainty by less than 1%" in finding.seen
-            and "of its first: a plateau by a common rule" in finding.seen
+            "certainly by less than 1%" in finding.seen
+            and "times the first: a plateau by a common rule" in finding.seen
         )
 
 
@@ -391,7 +391,7 @@ def test_what_comes_and_goes_is_told_less_and_less_often():
 def test_rules_are_switched_off_by_name_and_all_of_them_at_once():
     records = [record(step, 8.0 if 30 <= step < 36 else None) for step in range(1, 60)]
     assert said(records, off=("spike",))[0] == [] and said(records, on=False)[0] == []
-    with pytest.raises(ValueError, match="off=\\['spikes'\\]: unknown rule; rules: nonfinite, spike"):
+    with pytest.raises(ValueError, match="off=\\['spikes'\\]: unknown rule; known rules: nonfinite, spike"):
         HealthConfig(off=("spikes",))
 
 

@@ -227,7 +227,7 @@ def test_an_upload_that_fails_ends_no_other_capture(tmp_path):
         assert not steps.on
     (line,) = [line for line in steps.said if "training continues without it" in line]
     told, _, left = line.partition(" and is still in ")
-    assert told == "the profile from step 2 on could not be uploaded to the bucket"
+    assert told == "the profile that begins at step 2 could not be uploaded to the bucket"
     shutil.rmtree(left.partition(":")[0])
     assert kinds(steps) == [(2, "begun"), (12, "begun"), (12, "written")]
 

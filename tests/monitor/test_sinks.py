@@ -114,7 +114,9 @@ def test_a_service_that_fails_is_told_of_once_and_the_file_is_whole(tmp_path, er
 def test_a_missing_package_is_named_with_its_extra(monkeypatch, tmp_path):
     monkeypatch.setattr("importlib.metadata.distribution", no_distribution)
     cfg = MonitorConfig(tensorboard=False, progress="off", writers=("wandb", "trackio"))
-    with pytest.raises(ValueError, match=r"'wandb' needs its package: pip install 'jaxscale\[wandb\]'.*\[trackio\]"):
+    with pytest.raises(
+        ValueError, match=r"'wandb' needs a missing package; run pip install 'jaxscale\[wandb\]'.*\[trackio\]"
+    ):
         Writer(tmp_path, cfg, 10)
 
 

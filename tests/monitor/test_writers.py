@@ -43,14 +43,14 @@ def test_going_on_drops_later_steps_and_a_torn_last_line(tmp_path):
     second = Writer(tmp_path, PLAIN, 10, start_step=3, stream=stream)
     assert [record["step"] for record in records(tmp_path)] == [1, 2, 3]
     assert "dropped 1 damaged line" in stream.getvalue()
-    assert "metrics.jsonl: steps 4 to 5 are repeated\n" in stream.getvalue()
+    assert "metrics.jsonl: dropped steps 4 to 5, which are repeated\n" in stream.getvalue()
     second.write(4, {"loss": 0.5})
     second.close()
     assert [(record["step"], record["loss"]) for record in records(tmp_path)][2:] == [(3, 3.0), (4, 0.5)]
 
 
 def test_a_run_that_begins_anew_keeps_nothing_of_what_was_there_and_says_so(tmp_path):
-    for told in ("", "metrics.jsonl: steps 0 to 2 are repeated\n"):
+    for told in ("", "metrics.jsonl: dropped steps 0 to 2, which are repeated\n"):
         stream = io.StringIO()
         writer = Writer(tmp_path, PLAIN, 10, stream=stream)
         assert stream.getvalue() == told
@@ -145,7 +145,7 @@ def test_a_full_disk_is_said_once_and_every_record_is_there_when_it_has_room_aga
         assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "loss": 1.0}\n'
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert stream.getvalue().count("metrics.jsonl is delayed and will be retried: File too large") == 1
+    assert stream.getvalue().count("metrics.jsonl could not be written and will be retried: File too large") == 1
     assert stream.getvalue().count("tensorboard lacks metrics that metrics.jsonl has: File too large") == 1
     writer.write(6, {"loss": 1.0})
     writer.close()

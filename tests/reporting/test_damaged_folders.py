@@ -103,7 +103,7 @@ def test_files_that_end_anywhere_are_shown_as_far_as_they_go(tmp_path, part):
     found = read_history(folder)
     assert part - 0.02 <= found.last_step / whole.last_step <= part + 0.02
     told = "\n".join(found.problems)
-    assert "config.json is damaged" in told and (part < 0.1 or "its last line is incomplete" in told)
+    assert "config.json is damaged" in told and (part < 0.1 or "the last line is incomplete" in told)
     assert f"step {found.reached_step:,}" in frame(folder) and make_page([found], now=BEGAN).endswith("</html>\n")
 
 

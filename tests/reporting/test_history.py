@@ -41,7 +41,7 @@ def test_a_torn_last_line_and_damaged_ones_are_left_out_and_told(tmp_path):
     assert losses(found) == [(1, 3.0), (2, 2.0)]
     told = "\n".join(found.problems)
     assert (
-        "2 damaged lines skipped" in told and "1 line without a step" in told and "its last line is incomplete" in told
+        "2 damaged lines skipped" in told and "1 line without a step" in told and "the last line is incomplete" in told
     )
 
 

@@ -44,7 +44,7 @@ def test_a_batch_of_nothing_but_nan_is_told_by_the_run_itself(tmp_path, monkeypa
     monkeypatch.setenv("JAXSCALE_SPOIL_BATCHES", "6:7:nan")
     assert trained(tmp_path / "run") == [(7, "nonfinite"), (12, "nonfinite")]
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("health: ")]
-    assert lines[0].startswith("health: step 7: nonfinite: loss and grad_norm not finite; likely: ")
+    assert lines[0].startswith("health: step 7: nonfinite: not finite: loss and grad_norm; likely: ")
     assert lines[1].startswith("health: step 12: nonfinite ended: ")
 
 

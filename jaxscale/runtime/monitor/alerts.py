@@ -30,15 +30,15 @@ from jaxscale.system.redact import in_slack
 from jaxscale.system.storage import is_loopback
 
 Say = Callable[[str], None]
-NameDocuments = Callable[[int], Sequence[str]]  # of batch n, those with the most tokens in it first
-MAX_DOCUMENTS = 8  # in an event
+NameDocuments = Callable[[int], Sequence[str]]  # documents of batch n, those with the most tokens first
+MAX_DOCUMENTS = 8  # named in an event
 VARIABLE = "JAXSCALE_WEBHOOK_URL"
 MAX_PENDING = 100  # messages; the oldest are dropped
-TIMEOUT_SECONDS = 10.0  # of a connection and of each read
+TIMEOUT_SECONDS = 10.0  # for the connection and for each read
 TRIES = 6
 MAX_WAIT = 300.0  # seconds, for the Retry-After of a 429
 MAX_TEXT = 3500  # characters; Slack truncates at 40,000 and recommends 4,000
-LAST_SECONDS = 5.0  # for pending messages, when a run ends
+LAST_SECONDS = 5.0  # timeout for pending messages when a run ends
 
 
 def format_line(finding: Finding) -> str:
@@ -52,7 +52,7 @@ def format_line(finding: Finding) -> str:
 
 
 def format_documents(finding: Finding, most: int) -> str:
-    """Returns 'batch 30 has web a.txt, document 3; and 14 more documents', with at most `most` named."""
+    """Returns 'batch 30 has web a.txt, document 3; and 14 more documents', naming at most `most`."""
     named = finding.documents[:most]
     remaining = finding.numbers["documents"] - len(named)
     others = [f"and {remaining} more document{'s' * (remaining > 1)}"] if remaining else []
@@ -89,20 +89,20 @@ def finding_to_json(finding: Finding) -> dict[str, Any]:
 def read_facts(
     folder: Any, config: Mapping[str, Any], stage_batches: Sequence[int] | None = None, say: Say = print
 ) -> RunFacts:
-    """Returns the facts of the run with this config.json. stage_batches: of the mixture, where known more exactly."""
+    """Returns the facts in a run's config.json and forecast.json. `stage_batches`, if known, are more exact."""
     facts = facts_from_config(config, str(folder))
     try:
         facts = facts_from_config(config, str(folder), paths.read_json(folder / "forecast.json"))
     except FileNotFoundError:
         pass
     except (BadInput, OSError) as error:
-        say(f"health: no alerts from {folder / 'forecast.json'}: {error}")
+        say(f"health: the loss is not compared with {folder / 'forecast.json'}: {error}")
     return facts if stage_batches is None else dataclasses.replace(facts, stage_batches=tuple(stage_batches))
 
 
 @dataclasses.dataclass(eq=False)
 class Diagnosis:
-    """Runs the health rules on every record of a live run and reports findings. An error in it never ends the run."""
+    """Runs the health rules on every record of a live run and reports findings. Its errors never end the run."""
 
     cfg: HealthConfig
     facts: RunFacts
@@ -118,7 +118,7 @@ class Diagnosis:
         self.broken = False
 
     def replay(self, records: Sequence[Mapping[str, Any]], say: Say) -> None:
-        """Restores the state from records before this start, which were reported then. say: logs later findings."""
+        """Restores the state from records before this start without reporting them. `say` logs later findings."""
         self.say, self.webhook = say, Webhook(self.url) if self.url else None
         for record, due in pair_with_events(records, self.earlier):
             self.events = due
@@ -139,7 +139,7 @@ class Diagnosis:
             self.webhook.post(f"{self.facts.workdir}: {format_message(finding)}")
 
     def log_webhook_problem(self) -> None:
-        """Logs a problem of the webhook, once."""
+        """Logs a new problem of the webhook."""
         if self.webhook is not None and (problem := self.webhook.take_problem()):
             self.say(f"webhook: {problem}")
 
@@ -163,7 +163,7 @@ class Diagnosis:
             return finding
         try:
             names = self.documents(number)
-        except Exception as error:  # as above
+        except Exception as error:  # monitoring must not end a run
             self.documents = None
             self.say(f"health: alerts no longer name documents because of an internal error: {error!r}")
             return finding
@@ -171,7 +171,7 @@ class Diagnosis:
         return finding._replace(numbers=numbers, documents=tuple(names[:MAX_DOCUMENTS]))
 
     def wrap_note(self, note: Note) -> Note:
-        """Returns a `note` that also saves events which may explain the next record."""
+        """Returns a wrapper of `note` that also saves events that may explain the next record."""
 
         def wrapped(kind: str, step: int | None = None, **facts: Any) -> None:
             if kind in EVENTS:
@@ -188,7 +188,7 @@ class Diagnosis:
 
 
 def webhook_url(environment: Mapping[str, str] = os.environ) -> str | None:
-    """Returns JAXSCALE_WEBHOOK_URL or None. Raises BadInput, without the URL, unless https or to this machine."""
+    """Returns JAXSCALE_WEBHOOK_URL or None. Raises BadInput, without the URL, unless it is https or local."""
     if not (url := environment.get(VARIABLE, "").strip()):
         return None
     try:
@@ -199,7 +199,7 @@ def webhook_url(environment: Mapping[str, str] = os.environ) -> str | None:
     plain = url.isascii() and url.isprintable() and " " not in url
     if not plain or not host or not (parts.scheme == "https" or parts.scheme == "http" and is_loopback(host)):
         raise BadInput(
-            f"{VARIABLE} must be an https:// address (http:// only for this machine); unset it to disable it"
+            f"{VARIABLE} must be an https:// address (http:// only for this machine); unset it to disable the webhook"
         )
     return url
 
@@ -208,7 +208,7 @@ class NoRedirect(urllib.request.HTTPRedirectHandler):
     """Refuses redirects: messages go only to the configured URL."""
 
     def redirect_request(self, *args, **kwargs):
-        return None  # which urllib treats as a refusal
+        return None  # urllib then raises HTTPError
 
 
 class Webhook:
@@ -220,7 +220,7 @@ class Webhook:
         self.changed = threading.Condition()
         self.ended, self.busy = False, False
         self.problem: str | None = None
-        self.failing: str | None = None  # the problem since a message was last delivered
+        self.failing: str | None = None  # the problem since the last delivered message
         self.thread: threading.Thread | None = None
         local = is_loopback(urllib.parse.urlsplit(url).hostname or "")
         self.opener = urllib.request.build_opener(NoRedirect, *([urllib.request.ProxyHandler({})] if local else []))
@@ -232,7 +232,7 @@ class Webhook:
                 return
             if len(self.pending) >= MAX_PENDING:
                 self.pending.popleft()
-                self.set_problem("it is too slow: the oldest messages are dropped")
+                self.set_problem("the server is too slow: the oldest messages are dropped")
             self.pending.append(text)
             if self.thread is None:
                 self.thread = threading.Thread(target=self.work, name="webhook", daemon=True)
@@ -245,7 +245,7 @@ class Webhook:
             self.problem = self.failing = problem
 
     def take_problem(self) -> str | None:
-        """Returns why messages are lost, once until one is delivered again."""
+        """Returns why messages are lost, once for each problem until a message is delivered."""
         with self.changed:
             problem, self.problem = self.problem, None
             return problem
@@ -292,7 +292,7 @@ class Webhook:
         return problem
 
     def send(self, text: str) -> tuple[str | None, float | None]:
-        """Tries once; returns (error or None, seconds before a retry or None if it is not worth one)."""
+        """Sends a message once. Returns (error or None, seconds before a retry or None for no retry)."""
         body = json.dumps({"text": in_slack(text[:MAX_TEXT])}).encode()
         headers = {"Content-Type": "application/json", "User-Agent": "jaxscale"}
         try:
@@ -301,7 +301,7 @@ class Webhook:
                 return None, None
         except urllib.error.HTTPError as error:
             with error:
-                problem = f"it returned {error.code}"
+                problem = f"the server returned {error.code}"
                 if error.code == 429:
                     return problem, retry_after(error.headers.get("Retry-After"), time.time())
                 if 300 <= error.code < 400:
@@ -309,11 +309,11 @@ class Webhook:
                 return problem, 0.0 if error.code >= 500 or error.code == 408 else None
         except (OSError, http.client.HTTPException, ValueError) as error:
             reason = getattr(error, "reason", error)
-            return f"it cannot be reached: {getattr(reason, 'strerror', None) or type(reason).__name__}", 0.0
+            return f"the server cannot be reached: {getattr(reason, 'strerror', None) or type(reason).__name__}", 0.0
 
 
 def retry_after(header: str | None, now: float) -> float:
-    """Returns the seconds of a Retry-After header, a number or a date; 1 without one, at most MAX_WAIT."""
+    """Returns the seconds in a Retry-After header (a number or a date), at most MAX_WAIT; 1 without a header."""
     seconds = math.nan
     with contextlib.suppress(TypeError, ValueError, OverflowError):
         seconds = email.utils.parsedate_to_datetime(header or "").timestamp() - now

@@ -1,8 +1,8 @@
 """Settings of monitoring, and the thresholds of the health rules with their sources.
 
-A common rule is widely used without a published source (docs/health.md). Where common rules disagree, a finding shows
-all of them and the setting decides which one alerts. Thresholds without a source are ours: chosen on synthetic curves
-(seeds 0 to 3 of tests/monitor/curves.py, some revised with 4 to 7), and evaluated in docs/health_table.md.
+A "common rule" is widely used but has no published source (docs/health.md). Where common rules disagree, a finding
+shows all of them and the setting selects the one that alerts. Thresholds without a source were chosen on synthetic
+curves (seeds 0 to 3 of tests/monitor/curves.py, some revised with 4 to 7) and are evaluated in docs/health_table.md.
 """
 
 import dataclasses
@@ -23,14 +23,14 @@ RANGE = re.compile(r"([0-9]+):([0-9]+)")
 
 
 class Steps(NamedTuple):
-    """Steps [first, stop), counted from 1 as in the log."""
+    """Range of steps from `first` to `stop` - 1, counted from 1 as in the log."""
 
     first: int
     stop: int
 
 
 def parse_steps(text: str | None) -> Steps | None:
-    """Parses '100:105' as steps 100 to 104. Raises BadInput for an invalid range."""
+    """Parses '100:105' as steps 100 to 104; returns None without text. Raises BadInput for an invalid range."""
     if not text:
         return None
     if (found := RANGE.fullmatch(text)) and 1 <= int(found[1]) < int(found[2]):
@@ -41,56 +41,56 @@ def parse_steps(text: str | None) -> Steps | None:
 
 
 def threshold(default: Any, help: str, *rules: str) -> Any:
-    """Returns a setting of HealthConfig that these rules read."""
+    """Returns a setting of HealthConfig; `rules` names the rules that read it."""
     return setting(default, help, may_change=True, read_if=" or ".join(f".off!={rule}" for rule in rules))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HealthConfig:
-    """Alerts from the metrics of the run; they never change training.
+    """Settings of health alerts, which are derived from metrics and never change training.
 
-    spike_ratio and grad_ratio differ from those of train.guard, which decides which steps are applied: the guard
-    compares a norm with optim.clip_norm, the health rules compare it with the run's median.
+    spike_ratio and grad_ratio are independent of train.guard, which decides which steps are applied. The guard compares
+    a gradient norm with optim.clip_norm, whereas the health rules compare it with the median of the run.
     """
 
-    on: bool = setting(True, "monitor the metrics, and report problems, likely causes and fixes", may_change=True)
+    on: bool = setting(True, "check the metrics, and report problems with likely causes and fixes", may_change=True)
     off: tuple[str, ...] = setting((), f"disabled rules: {', '.join(RULES)}", may_change=True)
     spike_ratio: float = threshold(
         1.5,
-        "two records with a loss of at least this multiple of the median before them are a spike (common rules use "
-        "1.5, 2 and 3; from 2 on, one record is enough)",
+        "two consecutive losses of at least this multiple of the previous median are a spike; from a multiple of 2 on, "
+        "one is enough (common rules use 1.5, 2 and 3)",
         "spike",
     )
     spike_sigma: float = threshold(
         8.0,
-        "and at least this many robust standard deviations above the median, which excludes noise of small batches; "
-        "twice as many are enough without spike_ratio",
+        "a spike must also be this many robust standard deviations above the median, which excludes the noise of small "
+        "batches; at twice as many, spike_ratio is not required",
         "spike",
     )
     divergence_ratio: float = threshold(
-        1.05, "a smoothed loss that stays above this multiple of its lowest has diverged", "divergence"
+        1.05, "a smoothed loss that stays above this multiple of its minimum has diverged", "divergence"
     )
     flat_drop: float = threshold(
         0.02, "a loss that has fallen by less than this fraction after the learning rate warmup is flat", "flat_start"
     )
     plateau_drop: float = threshold(
         0.01,
-        "a loss that falls with certainty by less than this fraction over the last half of the run is a plateau (a "
-        "common rule: its second half is at least 0.99 of its first)",
+        "a loss whose fall over the last half of the run is certainly below this fraction is on a plateau (a common "
+        "rule: the mean loss of the window's second half is at least 0.99 times that of its first half)",
         "plateau",
     )
     plateau_records: int = threshold(100, "records before a plateau can be detected", "plateau")
     oscillation_ratio: float = threshold(
-        3.0, "swings of the loss at least this multiple of their earlier width are an oscillation", "oscillation"
+        3.0, "swings of the loss that are this many times as wide as before are an oscillation", "oscillation"
     )
     grad_norm: float = threshold(
         100.0,
-        "a gradient norm above this raises an alert (0.1 to 10 counts as normal; another common rule, 3 times the clip "
-        "norm, is in that range and raises none)",
+        "a gradient norm above this value raises an alert (0.1 to 10 is normal; another common rule, 3 times the clip "
+        "norm, is shown but raises no alert)",
         "explosion",
     )
     grad_ratio: float = threshold(
-        10.0, "two records above this multiple of the median also raise an alert", "explosion"
+        10.0, "two consecutive gradient norms above this multiple of the median also raise an alert", "explosion"
     )
     zero_grad_records: int = threshold(
         3,
@@ -107,21 +107,21 @@ class HealthConfig:
     attention_logit: float = threshold(
         1000.0, "largest healthy attention logit; QK-Clip limits them to 100 (arXiv:2507.20534)", "attention_logits"
     )
-    data_wait: float = threshold(0.1, "a larger fraction of the step spent on data waits is starvation", "starvation")
+    data_wait: float = threshold(0.1, "waiting for data for more of a step than this is starvation", "starvation")
     slow_ratio: float = threshold(2.0, "steps longer than this multiple of the run's median are slow", "slow_step")
     speed_drop: float = threshold(
-        0.2, "a throughput that stays lower by this fraction has dropped", "utilisation_drop", "busy_machine"
+        0.2, "a throughput that stays this fraction below its best has dropped", "utilisation_drop", "busy_machine"
     )
     speed_seconds: float = threshold(
         60.0,
-        "time for which waits or slow steps must last before they are reported",
+        "seconds that data waits or slow steps must last before they are reported",
         "starvation",
         "slow_step",
         "utilisation_drop",
         "busy_machine",
     )
     memory_rise: float = threshold(
-        0.05, "a steady rise of memory by this fraction and at least 1 GiB is reported", "memory_creep"
+        0.05, "a steady rise of memory use by this fraction and at least 1 GiB is reported", "memory_creep"
     )
     overfit_rise: float = threshold(
         0.01, "a validation loss above its lowest by this fraction three consecutive times is reported", "overfitting"
@@ -130,8 +130,8 @@ class HealthConfig:
 
     def __post_init__(self):
         if unknown := [name for name in self.off if name not in RULES]:
-            raise BadInput(f"off={unknown}: unknown rule; rules: {', '.join(RULES)}")
-        few = "a single zero gradient can be normal, as of a first step or of a batch without targets"
+            raise BadInput(f"off={unknown}: unknown rule; known rules: {', '.join(RULES)}")
+        few = "a single zero gradient can be normal, such as in the first step or for a batch without targets"
         for name, value in dataclasses.asdict(self).items():
             for is_broken, rule in (
                 (name.endswith("_ratio") and value <= 1, "above 1: it is a multiple of the usual value"),
@@ -154,8 +154,8 @@ class MonitorConfig:
     log_every_steps: int = setting(10, "steps between two records of training metrics", may_change=True)
     statistics_every_steps: int = setting(
         100,
-        "steps between statistics of activations, attention, gradients and updates of each layer; each costs about a "
-        "step; 0: none",
+        "steps between statistics of the activations, attention, gradients and updates of each layer; computing them "
+        "takes about as long as a step; 0: none",
         may_change=True,
     )
     tensorboard: bool = setting(True, "write TensorBoard event files to WORKDIR/tensorboard", may_change=True)

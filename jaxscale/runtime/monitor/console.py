@@ -1,4 +1,4 @@
-"""Progress on the console: a bar on a terminal, a cell output in a notebook, plain lines elsewhere."""
+"""Progress on the console: a bar on a terminal, a cell output in a notebook, and plain lines elsewhere."""
 
 import collections
 import dataclasses
@@ -17,13 +17,13 @@ from jaxscale.system.redact import in_html, printable, redact, shown
 Display = Callable[..., Any]  # IPython.display.display
 Style = Literal["bar", "lines", "off"]
 VALIDATION = "validation/"  # metrics with this prefix are printed on a separate line
-EVALS = re.compile(r"evals/(.+/(?:bits_per_byte|acc|acc_norm|perplexity))")  # likewise, of named evaluators
+EVALS = re.compile(r"evals/(.+/(?:bits_per_byte|acc|acc_norm|perplexity))")  # as are these metrics of named evaluators
 SHORT_NAMES = {"learning_rate": "lr", "grad_norm": "grad", "mfu": "MFU"}
 ETA_WINDOW = 50  # reports over which the speed is averaged
 
 
 def choose_style(progress: Literal["auto"] | Style, stream: TextIO | None, *, notebook: bool = False) -> Style:
-    """Returns the style set by `progress`; 'auto': 'bar' in a notebook or on a terminal. stream: None if closed."""
+    """Returns the style set by `progress`. 'auto' is 'bar' in a notebook or on a terminal, and 'lines' elsewhere."""
     if progress != "auto":
         return progress
     is_terminal = stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"
@@ -32,7 +32,7 @@ def choose_style(progress: Literal["auto"] | Style, stream: TextIO | None, *, no
 
 @dataclasses.dataclass(eq=False)
 class Console:
-    """Prints messages, with the bar below them. A closed reader or a full disk silences it and ends no run."""
+    """Prints messages, and a progress bar below them. Output errors, such as a full disk, do not end the run."""
 
     style: Style
     total_steps: int
@@ -45,16 +45,16 @@ class Console:
         self.stream = self.stream or sys.stdout
         self.bar, self.latest, self.drawn_at, self.step = "", {}, float("-inf"), 0
         self.seen: collections.deque[tuple[int, float]] = collections.deque(maxlen=ETA_WINDOW)
-        self.tokens_after: Callable[[int], int] = lambda step: step  # proportional to tokens if all steps are equal
+        self.tokens_after: Callable[[int], int] = lambda step: step  # default: all steps are equal
 
     def tick(self, step: int) -> None:
-        """Moves the bar to `step`, at most every seconds_between_draws; plain lines are printed with metrics."""
+        """Moves the bar to `step`, at most once in seconds_between_draws. Does nothing for other styles."""
         self.step, now = step, self.clock()
         if self.style == "bar" and now - self.drawn_at >= self.seconds_between_draws:
             self.draw(step, now)
 
     def metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Shows the metrics of a step: training on the bar or a line, validation on a separate line."""
+        """Shows the metrics of a step: training metrics on the bar or a line, validation metrics on a separate line."""
         if self.style == "off":
             return
         validation = {name.removeprefix(VALIDATION): v for name, v in metrics.items() if name.startswith(VALIDATION)}
@@ -80,13 +80,13 @@ class Console:
         self.emit(f"{erase}{printable(text)}\n{self.bar}")
 
     def close(self) -> None:
-        """Leaves the bar, and moves the cursor to the next line."""
+        """Ends the bar and moves the cursor to the next line."""
         if self.bar:
             self.bar = ""
             self.emit("\n")
 
     def eta(self, step: int) -> str:
-        """Returns 'eta 1m20s' from the speed over the last reports; 'eta ?' until there are two."""
+        """Returns 'eta 1m20s' from the speed over the last reports, or 'eta ?' until there are two reports."""
         if len(self.seen) < 2:
             return "eta ?"
         (first_step, first_time), (last_step, last_time) = self.seen[0], self.seen[-1]
@@ -104,7 +104,7 @@ class Console:
         return done, "  ".join([*parts, left])
 
     def draw(self, step: int, now: float) -> None:
-        """Redraws the bar, cut to the width of the terminal so that it never wraps."""
+        """Redraws the bar, truncated to the width of the terminal."""
         unicode = "utf" in (getattr(self.stream, "encoding", None) or "").lower()
         full, empty = ("█", "·") if unicode else ("#", ".")
         fill = lambda done: f"{full * int(done * 20)}{empty * (20 - int(done * 20))} "
@@ -113,7 +113,7 @@ class Console:
         self.emit(f"\r{self.bar}\x1b[K")
 
     def emit(self, text: str) -> None:
-        """Writes and flushes, with secrets redacted and '?' for characters that the stream cannot encode."""
+        """Writes text and flushes it. Redacts secrets, and replaces characters that the stream cannot encode by '?'."""
         if self.stream is None:
             return
         encoding = getattr(self.stream, "encoding", None) or "utf-8"
@@ -132,7 +132,7 @@ class Console:
 class NotebookConsole(Console):
     """A console whose bar is a cell output, updated in place."""
 
-    seconds_between_draws = 0.25  # each is a message to the browser
+    seconds_between_draws = 0.25  # each redraw is a message to the browser
 
     def __init__(self, display: Display, *settings: Any):
         super().__init__("bar", *settings)
@@ -178,7 +178,7 @@ def training_values(
     metrics: Mapping[str, Any],
     names: tuple[str, ...] = ("loss", "tokens_per_second", "mfu", "learning_rate", "grad_norm"),
 ) -> str:
-    """Returns 'loss 2.314  12.3K tok/s  MFU n/a  lr 3.0e-04  grad 0.92', of the names in `metrics`."""
+    """Returns 'loss 2.314  12.3K tok/s  MFU n/a  lr 3.0e-04  grad 0.92', without names missing in `metrics`."""
     formats = {"tokens_per_second": units.count, "mfu": "{:.1%}".format, "learning_rate": "{:.1e}".format}
     parts = []
     for name, value in ((name, metrics[name]) for name in names if name in metrics):

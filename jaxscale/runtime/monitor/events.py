@@ -1,8 +1,8 @@
 """events.jsonl: events and decisions of a run, one JSON object per line, append-only.
 
-A line is on disk before `note` returns, since later starts depend on decisions; if the disk fails, lines are buffered
-until the next note. Objects in a bucket cannot be appended to: a thread uploads the whole file at once, unless another
-process has written it.
+A line is on disk before `note` returns, since later starts depend on decisions. If the disk fails, lines are buffered
+until the next note. Objects in a bucket cannot be appended to, so a thread uploads the whole file immediately, unless
+another process has written it.
 """
 
 import datetime
@@ -44,8 +44,8 @@ class Events:
     def note(self, kind: str, step: int | None = None, **facts: Any) -> None:
         """Appends an event. Does nothing after `close`, since several threads may note the end of a run.
 
-        Lines that cannot be written are buffered until the next note. Raises Stop (STORAGE) if a rewind, which later
-        starts depend on, could not be made durable, and as the folder's fence does.
+        Lines that cannot be written are buffered until the next note. Raises Stop (STORAGE) if a rewind could
+        not be made durable, since later starts depend on it, and Stop if another process owns the folder.
         """
         assert kind in KINDS, kind
         when = datetime.datetime.fromtimestamp(self.clock(), datetime.UTC).isoformat(timespec="milliseconds")

@@ -1,9 +1,9 @@
 """Goodput: the wall time of a run by kind (steps, compilation, restore, data wait, saves, evaluation, lost steps).
 Throughput: tokens per second, step time and model FLOPs utilisation (MFU) between two reports.
 
-Each start of a run has a TimeLedger, to which the watchdog's phases are charged; time outside any phase is `other`, so
-the kinds sum to the wall time. Its numbers are in each record of metrics.jsonl and in the event that ends a start.
-`measure_goodput` adds up the starts of a work folder; the time between them is `idle`.
+Each start of a run has a TimeLedger, which adds up the time in each phase of the watchdog. Time outside all phases is
+`other`, so that the kinds sum to the wall time. The totals are in each record of metrics.jsonl and in the event that
+ends a start. `measure_goodput` adds up the starts of a work folder; the time between starts is `idle`.
 """
 
 import collections
@@ -24,8 +24,8 @@ from jaxscale.system.exits import BadInput
 
 KINDS: tuple[str, ...] = ("step", "compile", "restore", "data", "save", "eval", "statistics", "lost", "idle", "other")
 PREFIX = "goodput/"
-# The host runs one step ahead of the devices: a data wait costs nothing if the host then still waits for the previous
-# step. It counts as hidden if that second wait is at least this fraction of both; below it is the host's own work.
+# The host runs one step ahead of the devices, so a data wait is hidden if the host then still waits for the previous
+# step. The second wait must be at least this fraction of the sum of both; a shorter wait is work of the host.
 MIN_HIDDEN_FRACTION = 0.1
 
 
@@ -40,7 +40,7 @@ class Frame:
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class TimeLedger:
-    """Seconds of one start by kind, which sum to its wall time. Ignores phases of other threads: they block no step."""
+    """Seconds of one start by kind, which sum to its wall time. Phases of other threads do not count."""
 
     age_seconds: float = 0.0  # time since this start began, such as importing jax
     clock: Callable[[], float] = time.monotonic
@@ -52,7 +52,7 @@ class TimeLedger:
         self.began_at = self.wall_clock() - self.age_seconds  # seconds since 1970
         self.seconds: dict[str, float] = dict.fromkeys(KINDS, 0.0)
         self.frames: list[Frame] = []
-        self.data_wait: Frame | None = None  # the last one, until it is known whether it was hidden
+        self.data_wait: Frame | None = None  # the last data wait, until it is known whether it was hidden
         self.compiled_step: int | None = None
         self.newest = 0  # the last step begun in this start
         self.done_before = 0  # steps up to this one are repeated
@@ -68,7 +68,7 @@ class TimeLedger:
             if step <= self.newest:  # the run was rewound
                 self.done_before, self.rewound = max(self.done_before, self.newest), True
             self.newest, self.data_wait = max(self.newest, step), None
-        if name == "compile":  # the first step, and reading its results
+        if name == "compile":  # the first step, and waiting for its results
             self.compiled_step = step if self.compiled_step is None else self.compiled_step
             name = "compile" if step == self.compiled_step and not self.rewound else "step"
         is_lost = name in ("step", "data") and step is not None and step <= self.done_before
@@ -86,7 +86,7 @@ class TimeLedger:
             self.data_wait = None
 
     def charge_hidden_wait(self, frame: Frame, seconds: dict[str, float]) -> bool:
-        """Charges the data wait to the frame if it cost nothing: in the frame the host still waits for the devices."""
+        """Moves the last data wait to the kind of the frame if the wait was hidden; returns True if it was."""
         wait = self.data_wait
         if wait is None or wait.step is None or frame.kind not in ("step", "lost") or frame.step is None:
             return False
@@ -125,13 +125,13 @@ class TimeLedger:
         return {name.removeprefix(PREFIX): value for name, value in self.metrics().items()}
 
     def start_facts(self, workdir: Any) -> dict[str, Any]:
-        """Returns {process_began, left: the last ledger}. Call it before records of repeated steps are dropped."""
+        """Returns {process_began, left}; `left` is the last recorded ledger. Call before repeated steps are dropped."""
         facts: dict[str, Any] = {"process_began": iso_time(self.began_at)}
         if self.has_start_facts:  # a rewind within this process
             return facts
         self.has_start_facts = True
         tail = []
-        with contextlib.suppress(OSError, BadInput):  # reported by the file's reader; only done_before is lost here
+        with contextlib.suppress(OSError, BadInput):  # the file's reader reports it; here only done_before is unknown
             tail = tail_records(paths.as_path(workdir) / "metrics.jsonl")
         record = next((record for record in reversed(tail) if isinstance(record.get("step"), int)), {})
         self.done_before = max(self.done_before, record.get("step", 0))
@@ -165,8 +165,8 @@ class RecordedStart:
 
     key: str | None
     began: float  # seconds since 1970
-    lowest: int  # its records are of later steps
-    is_new: bool  # it began with step 0
+    lowest: int  # the records of this start have later steps
+    is_new: bool  # the start began at step 0
     ledger: dict[str, float] = dataclasses.field(default_factory=dict)
     ended: float | None = None
     last_event: float = 0.0
@@ -182,9 +182,9 @@ def measure_goodput(
 ) -> Goodput:
     """Adds up the time of all starts, from the records of metrics.jsonl and the events of events.jsonl.
 
-    A killed start ends with its last record; the time after it is idle, for the last start only up to `now` (seconds
-    since 1970) if that is given. Starts without a ledger (killed before the first record) are `other` up to their last
-    event.
+    A killed start ends with its last record, and the time until the next start is idle. After the last start, the time
+    until `now` (seconds since 1970) is idle, if `now` is given. Starts without a ledger, which were killed before their
+    first record, are `other` up to their last event.
     """
     starts, rewinds = parse_starts(events)
     if starts and not starts[-1].ledger:
@@ -242,7 +242,7 @@ def parse_starts(events: Iterable[Mapping[str, Any]]) -> tuple[list[RecordedStar
 
 
 def parse_ledger(record: Mapping[str, Any]) -> dict[str, float]:
-    """Returns {step_seconds, lost_seconds, ...} of a record or event, with or without the prefix; {} if it has none."""
+    """Returns {step_seconds, lost_seconds, ...} of a record (with PREFIX) or event (without), or {} if missing."""
     prefix = PREFIX if f"{PREFIX}wall_seconds" in record else ""
     if f"{prefix}wall_seconds" not in record:
         return {}
@@ -256,7 +256,7 @@ def iso_time(seconds: float) -> str:
 
 
 def unix_time(text: Any) -> float | None:
-    """Parses an ISO 8601 time as seconds since 1970; None if it is invalid or its year is out of range."""
+    """Parses an ISO 8601 time as seconds since 1970; returns None if it is invalid or its year is out of range."""
     try:
         when = datetime.datetime.fromisoformat(text)
         return when.timestamp() if 1 < when.year < 9999 else None
@@ -265,7 +265,7 @@ def unix_time(text: Any) -> float | None:
 
 
 def process_age_seconds() -> float:
-    """Returns the age of a jaxscale program, also after a re-exec (proc(5)); 0.0 in a notebook and without /proc."""
+    """Returns the age of this process, which includes the time before a re-exec (proc(5)); 0.0 in a notebook."""
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     if not (spec and spec.name.partition(".")[0] == "jaxscale") and os.path.basename(sys.argv[0]) != "jaxscale":
         return 0.0
@@ -282,12 +282,12 @@ def process_age_seconds() -> float:
 class Throughput:
     """Counts tokens, steps and data-wait seconds since the last report, except for the first step, which compiles."""
 
-    flops_per_token: float | None  # forward and backward, not recomputed (MFU, not HFU; arXiv:2204.02311, appendix B)
-    peak_flops: float | None  # of one chip per second
-    num_chips: int = 1  # of all hosts
+    flops_per_token: float | None  # forward and backward, without recomputation (arXiv:2204.02311, appendix B)
+    peak_flops: float | None  # FLOPs per second of one chip
+    num_chips: int = 1  # on all hosts
     clock: Callable[[], float] = time.monotonic
-    is_excluded: Callable[[], bool] = lambda: False  # the step that has just finished does not count, as in a profile
-    flops_by_row_tokens: Mapping[int, float] = dataclasses.field(default_factory=dict)  # of shorter rows, per token
+    is_excluded: Callable[[], bool] = lambda: False  # True if the finished step does not count, such as in a profile
+    flops_by_row_tokens: Mapping[int, float] = dataclasses.field(default_factory=dict)  # per token, by sequence length
 
     def __post_init__(self):
         self.compiled = False  # a step has finished
@@ -302,7 +302,7 @@ class Throughput:
     def add(
         self, tokens: int, data_wait_seconds: float = 0.0, *, excluded: bool = False, row_tokens: int | None = None
     ) -> None:
-        """Counts a finished step of `tokens` (the global batch) in rows of row_tokens. excluded: it compiled."""
+        """Counts a finished step of `tokens` (the global batch) in sequences of `row_tokens`, unless it is excluded."""
         if not self.compiled:
             self.compiled = True
             self.start()
@@ -320,12 +320,12 @@ class Throughput:
         self.data_wait_seconds += data_wait_seconds
 
     def exclude(self, seconds: float) -> None:
-        """Removes seconds from the interval, such as an evaluation."""
+        """Removes seconds from the interval, such as those of an evaluation."""
         self.excluded_seconds += seconds
         self.excluded_in_step += seconds
 
     def report(self) -> dict[str, float | None]:
-        """Returns the metrics of an interval, and begins a new one. None: unknown peak or FLOPs, or no step counted."""
+        """Returns the metrics of the interval, None where unknown, and begins a new interval."""
         seconds = self.clock() - self.began - self.excluded_seconds
         counted = self.steps > 0 and seconds > 0
         report = {

@@ -1,7 +1,7 @@
-"""The history of a run, read from its work folder: metrics, events, config, samples, also while they are written.
+"""The history of a run, finished or not: metrics, events, config and samples, read from its work folder.
 
-Reports and tools read runs through this module. Nothing is modified, and damaged files do not raise:
-`problems` lists what was skipped. Lines are read one by one and thinned, so that memory is bounded.
+Reports and tools read runs through this module. It modifies no file and does not raise for damaged files: `problems`
+lists what was skipped. Lines are read one by one and thinned, so that memory is bounded.
 """
 
 import collections
@@ -18,13 +18,13 @@ from jaxscale.system import paths
 from jaxscale.system.exits import BadInput
 from jaxscale.units import BatchSizes, recorded_sizes
 
-MOST_VALUES = 1_000_000  # values in the rows that are kept: about 80 MB
-MOST_EVENTS = 20_000  # the newest; about 20 MB
+MOST_VALUES = 1_000_000  # values of metrics.jsonl in memory, about 80 MB
+MOST_EVENTS = 20_000  # newest events in memory, about 20 MB
 MOST_SAMPLES = 200
 LONGEST_TEXT = 20_000  # characters of a sample
 RUN_FILES = ("metrics.jsonl", "events.jsonl", "config.json")
 OPTIONAL_FILES = ("abandoned.jsonl", "samples.jsonl", "experts.jsonl", "sample.txt", "forecast.json", "evals.jsonl")
-LEDGERS = "supervise*.jsonl"  # one for each host that supervises
+LEDGERS = "supervise*.jsonl"  # one for each host that runs `jaxscale supervise`
 
 
 class TextSample(NamedTuple):
@@ -36,53 +36,53 @@ class TextSample(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class History:
-    """A run, as read from its work folder. Numbers are finite or None; a row names in "nonfinite" what was not."""
+    """A run, as read from its work folder. Non-finite numbers are None, and "nonfinite" in a row lists them."""
 
     workdir: str
-    rows: tuple[Row, ...] = ()  # of metrics.jsonl: training and validation, by step; each step counts once
-    abandoned: tuple[Row, ...] = ()  # the same of steps that the run went back from, with "rewind": number or None
+    rows: tuple[Row, ...] = ()  # training and validation rows of metrics.jsonl, by step
+    abandoned: tuple[Row, ...] = ()  # rows of steps undone by a rewind; "rewind" is its number or None
     events: tuple[Row, ...] = ()  # oldest first
-    config: dict[str, Any] = dataclasses.field(default_factory=dict)  # config.json, {} where there is none
+    config: dict[str, Any] = dataclasses.field(default_factory=dict)  # config.json, or {} if missing
     problems: tuple[str, ...] = ()  # messages about missing, damaged or skipped data
     samples: tuple[TextSample, ...] = ()
     forecast: dict[str, Any] | None = None  # forecast.json: tokens, low, middle, high, made_from
-    evals: tuple[Row, ...] = ()  # of evals.jsonl: what was measured of checkpoints from outside, by step
+    evals: tuple[Row, ...] = ()  # rows of evals.jsonl (evaluations outside the run), sorted by step
     supervised: tuple[Row, ...] = ()  # the ledgers of `jaxscale supervise`, oldest first
-    experts: ExpertCounts | None = None  # of a mixture: experts.jsonl
-    written_at: float | None = None  # when metrics or events were last written, by the storage's clock, in Unix seconds
-    label: str = ""  # what it is called in place of the folder's own name
-    lines: int = 0  # of metrics.jsonl; more than the rows where these are thinned
+    experts: ExpertCounts | None = None  # from experts.jsonl, for models with experts
+    written_at: float | None = None  # Unix time of the last write of metrics or events, by the storage's clock
+    label: str = ""  # name to show instead of the folder's name
+    lines: int = 0  # number of lines in metrics.jsonl; more than len(rows) if the rows are thinned
 
     @property
     def name(self) -> str:
-        """The label, or the folder's own name."""
+        """The label, or the name of the work folder."""
         return self.label or self.workdir.rstrip("/").rpartition("/")[2] or self.workdir
 
     def part(self, *names: str) -> dict[str, Any]:
-        """A group of config.json by its names, outermost first; {} where there is none."""
+        """Returns a nested group of config.json, or {} if it is missing. `names` is its path, outermost first."""
         return functools.reduce(lambda found, name: as_dict(found.get(name)), names, self.config)
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
-        """(steps, values) of one metric, where it is a finite number."""
+        """Returns (steps, values) of a metric, from the rows in which it is finite."""
         return series_of(self.rows, name)
 
     def names(self) -> list[str]:
-        """Every metric that some row has as a number, in the order of their first rows."""
+        """Returns the names of all numeric metrics, in order of first appearance."""
         return list(dict.fromkeys(name for row in self.rows for name, value in row.items() if is_number(value)))
 
     def eval_names(self) -> list[str]:
-        """The metrics of all named evaluators, measured while the run trained or of its checkpoints."""
+        """Returns the names of all metrics of named evaluators, from the rows and evals.jsonl."""
         found = [name for name in self.names() if name.startswith(("evals/", "evals_ema/"))]
         return list(dict.fromkeys([*found, *(name for row in self.evals for name in row if name != "step")]))
 
     def evaluated(self, name: str) -> tuple[list[int], list[float]]:
-        """(steps, values) of a metric of an evaluator; what was measured of a checkpoint later is what counts."""
+        """Returns (steps, values) of an evaluator's metric. Values in evals.jsonl replace values in the rows."""
         found = dict(zip(*self.series(name))) | dict(zip(*series_of(self.evals, name)))
         return sorted(found), [found[step] for step in sorted(found)]
 
     @property
     def batches(self) -> BatchSizes | None:
-        """Tokens of each batch by config.json; None if unknown."""
+        """Tokens of each batch according to config.json, or None if unknown."""
         budget = self.part("budget")
         pairs = [part for part in as_list(budget.get("ramp")) if isinstance(part, list) and len(part) == 2]
         numbers = [budget.get("batch_tokens"), *(number for _, number in pairs)]
@@ -90,17 +90,17 @@ class History:
         return recorded_sizes(budget | {"ramp": pairs}) if is_whole and all(is_number(n) for n, _ in pairs) else None
 
     def latest(self, name: str) -> float | None:
-        """The last finite value of a metric; None without one."""
+        """Returns the last finite value of a metric, or None."""
         return next((row[name] for row in reversed(self.rows) if is_number(row.get(name))), None)
 
     @property
     def last_step(self) -> int:
-        """The newest step in metrics.jsonl, 0 without any."""
+        """The newest step in metrics.jsonl, or 0 if there is none."""
         return self.rows[-1]["step"] if self.rows else 0
 
     @property
     def reached_step(self) -> int:
-        """The newest step that is known to be done: reported, or saved since the last report."""
+        """The newest step known to be completed: in the metrics, or saved since the last start or rewind."""
         return reached_step(self.last_step, self.events)
 
 
@@ -117,23 +117,23 @@ def reached_step(reported: int, events: Iterable[Mapping[str, Any]]) -> int:
 
 
 def series_of(rows: Iterable[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
-    """(steps, values) of one metric in some rows, where it is a finite number."""
+    """Returns (steps, values) of a metric, from the rows in which it is finite."""
     found = [(row["step"], row[name]) for row in rows if is_number(row.get(name))]
     return [step for step, _ in found], [value for _, value in found]
 
 
 def read_history(workdir: Any, most_values: int | None = MOST_VALUES) -> History:
-    """The History of a work folder, local or in a bucket.
+    """Reads the history of a run from its work folder, local or in a bucket.
 
-    most_values: approximate limit of values from metrics.jsonl, see `notable`. None: all. Raises BadInput if the folder
-    does not exist or has no run.
+    `most_values` is the approximate limit of values from metrics.jsonl (see `notable`), or None for no limit. Raises
+    BadInput if the folder does not exist or has no run.
     """
     folder = paths.as_path(workdir)
     if not any((folder / name).exists() for name in RUN_FILES):
         raise BadInput(missing_run_message(workdir, folder))
     problems: list[str] = []
     metrics = run_files.read_metrics(folder, most_values, problems)
-    abandoned = run_files.read_abandoned(folder, metrics, most_values, problems)  # may take rows out of the metrics
+    abandoned = run_files.read_abandoned(folder, metrics, most_values, problems)  # may remove rows from `metrics`
     written_at = []
     for name in ("metrics.jsonl", "events.jsonl"):
         with contextlib.suppress(OSError):
@@ -144,7 +144,7 @@ def read_history(workdir: Any, most_values: int | None = MOST_VALUES) -> History
         rows=tuple(metrics.rows),
         abandoned=tuple(abandoned),
         events=tuple(read_newest(folder / "events.jsonl", problems)),
-        config=run_files.read_object(folder / "config.json", problems, "settings, horizon and chips are unknown"),
+        config=run_files.read_object(folder / "config.json", problems, "settings, total steps and chips are unknown"),
         samples=read_samples(folder, problems),
         forecast=read_forecast(folder, problems),
         evals=tuple(read_evals(folder, problems)),
@@ -168,7 +168,7 @@ def missing_run_message(workdir: Any, folder: Any) -> str:
 
 
 def read_newest(path: Any, problems: list[str]) -> list[Row]:
-    """The newest MOST_EVENTS events of a file, one a line."""
+    """Returns the newest MOST_EVENTS events of a JSON Lines file."""
     newest: collections.deque[Row] = collections.deque(maxlen=MOST_EVENTS)
     count = 0
     for count, record in enumerate(read_lines(path, problems), 1):
@@ -180,7 +180,7 @@ def read_newest(path: Any, problems: list[str]) -> list[Row]:
 
 
 def read_evals(folder: Any, problems: list[str]) -> list[Row]:
-    """Reads the finite numbers of evals.jsonl, sorted by step, older measurements first."""
+    """Returns the finite numbers of evals.jsonl, sorted by step. Equal steps remain in file order."""
     found: collections.deque[Row] = collections.deque(maxlen=MOST_EVENTS)
     for record in read_lines(folder / "evals.jsonl", problems):
         step = record.get("step")
@@ -191,7 +191,7 @@ def read_evals(folder: Any, problems: list[str]) -> list[Row]:
 
 
 def read_forecast(folder: Any, problems: list[str]) -> dict[str, Any] | None:
-    """forecast.json where it is whole: lists of equal length of finite numbers."""
+    """Returns forecast.json, or None unless its columns are finite numbers in lists of equal length."""
     if not (folder / "forecast.json").exists():
         return None
     found = run_files.read_object(folder / "forecast.json", problems, "no forecast is shown")
@@ -205,18 +205,18 @@ def read_forecast(folder: Any, problems: list[str]) -> dict[str, Any] | None:
 
 
 def is_finite(value: Any) -> TypeGuard[float]:
-    """True for a number that may be a measurement: finite, and not beyond all of them."""
+    """Returns True for a finite number whose magnitude is at most LARGEST_NUMBER."""
     return is_number(value) and abs(value) <= run_files.LARGEST_NUMBER
 
 
 def read_samples(folder: Any, problems: list[str]) -> tuple[TextSample, ...]:
-    """Texts that the model wrote, oldest first: samples.jsonl, each step once, and sample.txt of the end of a run."""
+    """Returns generated texts, oldest first: those of samples.jsonl, one per step, then the run's final sample.txt."""
     found: list[TextSample] = []
     for record in read_lines(folder / "samples.jsonl", problems):
         if isinstance(record.get("text"), str):
             step = record["step"] if is_number(record.get("step")) else None
             while step is not None and found and (found[-1].step or 0) >= step:
-                found.pop()  # of steps that were run again
+                found.pop()  # from steps that were repeated
             found = [*found[1 - MOST_SAMPLES :], TextSample(step, record["text"][:LONGEST_TEXT])]
     try:
         with paths.open_binary(folder / "sample.txt") as file:

@@ -1,10 +1,10 @@
 """Memory of the host and the devices, processor time of this process and others, and telemetry of the devices.
 
-`device/utilisation` is the fraction of time in which a device did anything: one kernel on one of its units counts as
-full use. It is not MFU, which counts the model's FLOPs. Sources: nvidia-smi --help-query-gpu (utilization.gpu: the part
-of the last sample period in which a kernel was executing); for a TPU,
-https://cloud.google.com/tpu/docs/tpu-monitoring-library (duty_cycle_pct: the part of the last sample period in which
-the accelerator was processing). A TPU reports neither power nor temperature there.
+`device/utilisation` is the fraction of time in which a device was active: one kernel on one of its units counts as
+full use. It differs from MFU, which counts the model's FLOPs. Sources: for a GPU, nvidia-smi --help-query-gpu
+(utilization.gpu: the fraction of the last sample period in which a kernel was executing); for a TPU,
+https://cloud.google.com/tpu/docs/tpu-monitoring-library (duty_cycle_pct: the fraction of the last sample period in
+which the accelerator was processing), which reports neither power nor temperature.
 """
 
 import itertools
@@ -24,9 +24,9 @@ from jaxscale.system.exits import first_line
 
 STATM = "/proc/self/statm"  # Linux: pages; the second number is resident, the third file-backed
 STAT = "/proc/stat"  # Linux: ticks of each processor in user, nice, system, idle, iowait, irq, ...
-MIN_SECONDS = 0.2  # of all processors together: a tick is 0.01 s
+MIN_SECONDS = 0.2  # shortest interval, summed over processors; a tick is 0.01 s
 TIMEOUT_SECONDS = 10.0  # nvidia-smi takes 0.1 to 2 s, and hangs with a stuck driver
-MAX_FAILURES = 3  # in a row; then polling stops for this start
+MAX_FAILURES = 3  # consecutive failures after which polling stops
 FIELDS = ("index", "uuid", "utilization.gpu", "power.draw", "temperature.gpu")
 QUERY = ("nvidia-smi", f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits")
 Read = Callable[[], Mapping[str, float]]
@@ -39,7 +39,7 @@ def host_peak_bytes() -> int:
 
 
 def host_bytes_in_use() -> int | None:
-    """Returns resident memory or None; without file-backed pages: mapped shards become resident in an epoch."""
+    """Returns the resident memory without file-backed pages such as memory-mapped data, or None if unknown."""
     try:
         with open(STATM, encoding="ascii") as file:
             _, resident, file_backed, *_ = map(int, file.read().split())
@@ -49,7 +49,7 @@ def host_bytes_in_use() -> int | None:
 
 
 def memory_metrics(device_stats: Sequence[Mapping[str, int] | None] = ()) -> dict[str, int | float | None]:
-    """Returns bytes in use, peak and limit of the host and the fullest device (each memory_stats()), or None."""
+    """Returns memory metrics of the host and the fullest device; `device_stats` has memory_stats() per device."""
     known = [stats for stats in device_stats if stats]
     fullest = max(known, key=lambda stats: stats.get("peak_bytes_in_use", 0), default={})
     in_use = [stats["bytes_in_use"] for stats in known if "bytes_in_use" in stats]
@@ -71,15 +71,15 @@ class CpuSeconds(NamedTuple):
 
 
 class HostLoad:
-    """Processor shares between two calls of metrics()."""
+    """Fractions of CPU time used between two calls of metrics()."""
 
     def __init__(self, read: Callable[[], CpuSeconds | None] | None = None):
-        """read: replaces read_cpu_seconds."""
+        """`read` returns the counters; default: read_cpu_seconds."""
         self.read = read or read_cpu_seconds
         self.last = self.read()
 
     def metrics(self) -> dict[str, float | None]:
-        """Returns {host_own_share, host_other_share} of processor time, None if unknown. Reads /proc/stat once."""
+        """Returns {host_own_share, host_other_share}, fractions of CPU time or None if unknown."""
         now, last = self.read(), self.last
         if now is None or last is None or now.total - last.total < MIN_SECONDS:
             return {"host_own_share": None, "host_other_share": None}
@@ -90,7 +90,7 @@ class HostLoad:
 
 
 def read_cpu_seconds() -> CpuSeconds | None:
-    """Reads the counters of Linux; None elsewhere."""
+    """Reads the CPU time counters of Linux; returns None on other systems."""
     try:
         with open(STAT, encoding="ascii") as file:
             text = file.read()
@@ -103,7 +103,7 @@ def read_cpu_seconds() -> CpuSeconds | None:
 
 
 def processor_seconds(text: str, processors: set[int]) -> tuple[float, float]:
-    """Returns (busy seconds, total seconds) of some processors from the text of /proc/stat."""
+    """Returns (busy seconds, total seconds) of the given processors from the text of /proc/stat."""
     busy = total = 0
     for line in text.splitlines():
         name, *ticks = line.split()
@@ -119,7 +119,7 @@ class Telemetry:
     """Polls this machine's devices in a thread. `latest` is {} before the first read and after a failure."""
 
     def __init__(self, read: Read | None, *, every_seconds: float, say: Callable[[str], None]):
-        """read: may block and raise; None if the platform has no telemetry."""
+        """`read` may block and raise. It is None if the platform has no telemetry."""
         self.read, self.every_seconds, self.say = read, every_seconds, say
         self.latest: dict[str, float] = {}
         self.stopped = threading.Event()
@@ -133,7 +133,7 @@ class Telemetry:
         self.stopped.set()
 
     def work(self, read: Read) -> None:
-        """Polls until the end, or until MAX_FAILURES in a row, which is logged once."""
+        """Polls until the run ends or until MAX_FAILURES consecutive reads have failed, which is logged."""
         failures = 0
         while not self.stopped.is_set():
             try:
@@ -171,9 +171,9 @@ def read_nvidia() -> dict[str, float]:
 def parse_nvidia(text: str, visible: str | None = None) -> list[dict[str, float]]:
     """Returns one dict per GPU from the output of QUERY, without unsupported values ('[N/A]').
 
-    Args: visible: CUDA_VISIBLE_DEVICES, which nvidia-smi ignores: indices or UUID prefixes, up to the first that is not
-    a GPU of this machine, such as -1.
-    Raises ValueError for any other text.
+    `visible` is CUDA_VISIBLE_DEVICES, which nvidia-smi ignores. Its indices or UUID prefixes count up to the first that
+    is not a GPU of this machine, such as -1.
+    Raises ValueError for unexpected output.
     """
     found: dict[tuple[str, str], dict[str, float]] = {}  # by index and UUID
     for line in filter(None, map(str.strip, text.splitlines())):
@@ -192,7 +192,7 @@ def parse_nvidia(text: str, visible: str | None = None) -> list[dict[str, float]
 
 
 def parse_number(cell: str) -> float | None:
-    """Parses a finite number; None for '[N/A]', '[Not Supported]', 'ERR!' and the like."""
+    """Parses a finite number; returns None for other text, such as '[N/A]', '[Not Supported]' or 'ERR!'."""
     try:
         value = float(cell)
     except ValueError:
@@ -201,7 +201,7 @@ def parse_number(cell: str) -> float | None:
 
 
 def combine_devices(devices: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Returns the mean utilisation, the mean power and the highest temperature over devices."""
+    """Returns the mean utilisation, the mean power and the highest temperature of the devices."""
     devices, metrics = list(devices), {}
     for name in ("utilisation", "power_watts", "temperature_c"):
         if values := [device[name] for device in devices if name in device]:
@@ -211,6 +211,6 @@ def combine_devices(devices: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def parse_duty(data: Iterable[Any]) -> list[dict[str, float]]:
-    """Returns one dict per chip from libtpu's percentages, one string per chip."""
+    """Returns one dict per chip from libtpu's duty cycles, a percentage per chip."""
     values = [parse_number(str(value)) for value in data]
     return [{"utilisation": value / 100} for value in values if value is not None]

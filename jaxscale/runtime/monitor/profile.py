@@ -1,11 +1,11 @@
-"""Profiles of a range of steps, or of the next steps when a file requests it, for XProf and TensorBoard.
+"""Profiles of a range of steps, or of the next steps when a trigger file exists, for XProf and TensorBoard.
 
 `--config.monitor.profile_steps=100:105` captures steps 100 to 104 as counted in the log. While a run trains,
 `touch WORKDIR/PROFILE` captures the next 5 steps and removes the file. Open a profile with
 `xprof WORKDIR/profiles/STEP`, or with TensorBoard and its profile plugin.
 
-The first step is never captured, since it compiles; captured steps do not count in the throughput. Steps are followed
-by the watchdog's phases: a step begins with its data wait.
+The first step is never captured, since it compiles; captured steps do not count in the throughput. The watchdog's
+phases show where a step begins: with its data wait.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ UPLOAD_SECONDS = 60.0  # timeout of pending uploads when the run ends
 
 @dataclasses.dataclass(eq=False)
 class Profiler:
-    """Starts and stops captures between steps, in the training thread. A failure is logged once and ends no run."""
+    """Starts and stops captures between steps, in the training thread. A failure is logged once; the run continues."""
 
     workdir: Any
     _: dataclasses.KW_ONLY
@@ -41,7 +41,7 @@ class Profiler:
     say: Callable[[str], None]
     start: Callable[[str], None]  # jax.profiler.start_trace
     stop: Callable[[], None]
-    process: int = 0  # only the first polls for the file
+    process: int = 0  # only process 0 polls for the file
     poll_seconds: float = POLL_SECONDS
 
     def __post_init__(self):
@@ -53,7 +53,7 @@ class Profiler:
         self.last = 0  # the last step of the current capture
         self.first: int | None = None  # its first step
         self.destination: Any = None
-        self.excluded_steps = 0  # coming steps whose time does not count in the throughput
+        self.excluded_steps = 0  # number of next steps that do not count in the throughput
         self.failed = False
         self.requested, self.stopped = threading.Event(), threading.Event()
         self.uploads: list[threading.Thread] = []
@@ -72,7 +72,7 @@ class Profiler:
             upload.join(max(0.0, deadline - time.monotonic()))
 
     def busy(self) -> bool:
-        """Returns True if the step whose metrics are read now was slowed by a capture."""
+        """Returns True if a capture slowed the step whose metrics are being read."""
         return self.excluded_steps > 0
 
     def entered(self, name: str, step: int | None = None) -> None:
@@ -165,7 +165,7 @@ class Profiler:
 
     def fail(self, step: int, what: str, error: Exception) -> None:
         """Logs the failure of the capture that began at `step` and disables the profiler for this start."""
-        cause = f"the profile from step {step} on {what}: {first_line(error)}"
+        cause = f"the profile that begins at step {step} {what}: {first_line(error)}"
         self.failed = True
         self.note("alarm", None, cause=cause)
         self.say(f"{cause}; training continues without it")
@@ -187,7 +187,7 @@ class Profiler:
 
 
 def remove_if_exists(file: Any) -> bool:
-    """Removes the file; returns False if it is missing or cannot be removed, which would trigger again and again."""
+    """Removes the file. Returns False if it is missing, or cannot be removed and would trigger repeatedly."""
     with contextlib.suppress(OSError):
         if file.exists():
             fence.ask(file)

@@ -1,8 +1,8 @@
 """The reader and writer of JSON Lines files: metrics.jsonl, events.jsonl, samples.jsonl.
 
-A line counts if it is a complete JSON object. An incomplete last line is torn (it is being written, or its writer was
-killed) and is skipped; any other invalid line is damaged, and is skipped and counted. Appending first removes or
-completes a torn line, so that a new record never joins it.
+A record is a line with a complete JSON object. An incomplete last line is called torn and is skipped: it is still being
+written, or its writer was killed. Any other invalid line is called damaged; it is skipped and counted. Appending first
+removes or completes a torn line, so that a new record never joins it.
 """
 
 import collections
@@ -21,8 +21,8 @@ from jaxscale.system.foreign import parse_json
 
 MAX_LINE_BYTES = 8 * 2**20  # longer lines count as damaged
 CHUNK_BYTES = 2**20
-TAIL_BYTES = 1 << 18  # some hundred records of metrics; a whole file may have gigabytes
-FIRST_BYTES = 32 << 20  # read at the first poll of a local file: some 50,000 records
+TAIL_BYTES = 1 << 18  # a few hundred metrics records; a whole file can be gigabytes
+FIRST_BYTES = 32 << 20  # limit of the first poll of a local file, about 50,000 records
 MAX_UNWRITTEN = 10_000  # records buffered while a disk is full, about 10 MB
 
 Record = dict[str, Any]
@@ -33,13 +33,13 @@ class Damage:
     """Lines that a reader skipped."""
 
     lines: int = 0  # damaged lines
-    first: int = 0  # number of the first damaged line, from 1
+    first: int = 0  # number of the first damaged line, counted from 1
     torn: bool = False  # the last line is incomplete
-    number: int = 0  # of the line read last
+    number: int = 0  # number of the line read last
 
 
 def parse_record(line: bytes | None) -> Record | None:
-    """Parses the JSON object of a line; None for anything else."""
+    """Parses a line as a JSON object; returns None for anything else."""
     try:
         record = parse_json(line) if line is not None else None
     except BadInput:
@@ -48,19 +48,19 @@ def parse_record(line: bytes | None) -> Record | None:
 
 
 def read_records(path: Any, damage: Damage | None = None) -> Iterator[Record]:
-    """Yields the records of a file, none if missing. damage: counts skipped lines. Raises OSError and BadInput."""
+    """Yields the records of a file, which may be missing. `damage` counts skipped lines. Raises OSError or BadInput."""
     for _, record in read_lines(path, damage):
         yield record
 
 
 def read_lines(path: Any, damage: Damage | None = None) -> Iterator[tuple[bytes, Record]]:
-    """Yields (line without its newline, record), like read_records."""
+    """Yields (line without its newline, record) pairs of a file, which may be missing."""
     with contextlib.suppress(FileNotFoundError), paths.open_binary(path) as file:
         yield from parse_file(file, damage or Damage())
 
 
 def parse_file(file: Any, damage: Damage) -> Iterator[tuple[bytes, Record]]:
-    """Yields (line, record) of an open file, like read_lines."""
+    """Yields (line without its newline, record) pairs of an open file."""
     for line, whole in split_lines(file):
         damage.number += 1
         if line is not None and not line.strip():
@@ -75,7 +75,7 @@ def parse_file(file: Any, damage: Damage) -> Iterator[tuple[bytes, Record]]:
 
 
 def split_lines(file: Any) -> Iterator[tuple[bytes | None, bool]]:
-    """Yields (line, True if it has a newline) of each line; None for lines above MAX_LINE_BYTES."""
+    """Yields (line, whether it ends with a newline) pairs. A line longer than MAX_LINE_BYTES is replaced by None."""
     partial, skipping = b"", False
     while chunk := file.read(CHUNK_BYTES):
         *lines, partial = (partial + chunk).split(b"\n")
@@ -89,14 +89,14 @@ def split_lines(file: Any) -> Iterator[tuple[bytes | None, bool]]:
 
 
 def parse_lines(content: bytes) -> tuple[list[Record], int, int]:
-    """Parses lines as (records, number of damaged lines, bytes up to a torn last line)."""
+    """Returns (records, number of damaged lines, number of bytes before a torn last line)."""
     damage = Damage()
     records = [record for _, record in parse_file(io.BytesIO(content), damage)]
     return records, damage.lines, content.rfind(b"\n") + 1 if damage.torn else len(content)
 
 
 def tail_records(path: Any) -> list[Record]:
-    """Returns the records in the last TAIL_BYTES of a file; [] if it is missing. Raises as read_records."""
+    """Returns the records in the last TAIL_BYTES of a file, or [] if it is missing. Raises OSError or BadInput."""
     try:
         with io.BytesIO(paths.read_bytes(path)) if paths.is_remote(path) else paths.open_binary(path) as file:
             begin = file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
@@ -110,12 +110,12 @@ class Follower:
     """Reads new records of a file that another process appends to or replaces. Keeps no file open between polls."""
 
     def __init__(self, path: Any, first_bytes: int = FIRST_BYTES):
-        """first_bytes: the first poll of a local file reads at most its last `first_bytes`."""
+        """The first poll of a local file reads at most its last `first_bytes` bytes."""
         self.path, self.remote, self.first_bytes = paths.as_path(path), paths.is_remote(path), first_bytes
         self.key: Any = None  # identity of the file that was read; a rewind replaces the file
-        self.offset = 0  # bytes read, up to a torn line
+        self.offset = 0  # bytes read so far, without a torn last line
         self.grown_at: float | None = None  # seconds since 1970
-        self.damaged = 0  # lines
+        self.damaged = 0  # number of damaged lines
 
     def poll(self) -> tuple[list[Record], bool]:
         """Returns (new records, True if they replace all earlier ones). Raises OSError if the file cannot be read."""
@@ -126,7 +126,7 @@ class Follower:
             return [], gone
 
     def poll_disk(self) -> tuple[list[Record], bool]:
-        """Reads from the end of the last poll."""
+        """Polls a local file, starting where the last poll ended."""
         stat = self.path.stat()
         replaced = stat.st_ino != self.key or stat.st_size < self.offset
         if replaced:
@@ -145,7 +145,7 @@ class Follower:
         return records, replaced
 
     def poll_bucket(self) -> tuple[list[Record], bool]:
-        """Reads the whole object if it has changed."""
+        """Polls an object in a bucket, which is read as a whole if it has changed."""
         stat = self.path.stat()
         key = (stat.st_mtime, stat.st_size)
         if key == self.key:
@@ -156,11 +156,11 @@ class Follower:
 
 
 def append(path: Any, content: bytes, *, mode: int = 0o666, durable: bool = False) -> None:
-    """Appends complete lines to the file, all or none; a missing file is created with this mode.
+    """Appends complete lines to a file, either all of them or none. A missing file is created with `mode`.
 
-    Objects of a bucket cannot be appended to and are rewritten. Args: durable: syncs to disk before returning.
-    Raises: OSError, after removing a partial write if the disk allows it; BadInput if the path is not a file; Stop if
-    this process no longer owns the folder.
+    Objects in a bucket cannot be appended to and are rewritten. If `durable`, syncs to disk before returning.
+    Raises OSError after removing a partial write if possible, BadInput if the path is not a file, and Stop if this
+    process no longer owns the folder.
     """
     if paths.is_remote(path):
         before = paths.read_bytes(path) if path.exists() else b""
@@ -171,7 +171,7 @@ def append(path: Any, content: bytes, *, mode: int = 0o666, durable: bool = Fals
         fence.ask(path)
     handle = paths.open_to_write(path, os.O_RDWR | os.O_APPEND | (os.O_CREAT if is_new else 0), mode)
     try:
-        fence.ask(path)  # of the opened file
+        fence.ask(path)  # again, now that the file is open
         fix_last_line(handle)
         before, written = os.fstat(handle).st_size, 0
         try:
@@ -212,18 +212,18 @@ def without_torn_line(content: bytes) -> bytes:
 
 
 def replace_with_copy(path: Any) -> None:
-    """Replaces a local file by a copy, so that appends of another process to the old one are not seen."""
+    """Replaces a local file with a copy, so that a process with the old file open cannot append to the new one."""
     with contextlib.suppress(FileNotFoundError):
         paths.write_bytes_atomic(path, paths.read_bytes(path))
 
 
 def write_lines(path: Any, lines: Iterable[bytes]) -> None:
-    """Replaces the file atomically by these lines."""
+    """Atomically replaces the content of a file with these lines."""
     paths.write_bytes_atomic(path, b"".join(line + b"\n" for line in lines))
 
 
 def abandon(workdir: Any, to_step: int, rewind: int) -> int:
-    """Moves lines of metrics.jsonl after to_step to abandoned.jsonl with "rewind"; returns how many. Idempotent."""
+    """Moves records after `to_step` from metrics.jsonl to abandoned.jsonl and returns their number. Idempotent."""
     folder = paths.as_path(workdir)
     remaining, moved = [], []
     for line, record in read_lines(folder / "metrics.jsonl"):
@@ -241,17 +241,17 @@ def abandon(workdir: Any, to_step: int, rewind: int) -> int:
 
 
 class RecordFile:
-    """A file of records, on disk when `write` returns, else buffered until the next; a thread uploads to a bucket."""
+    """A JSON Lines file. Records are buffered after a disk error; for a bucket, a thread uploads them."""
 
     def __init__(self, path: Any, *, mode: int = 0o666, durable: bool = False, every_seconds: float = 0.0):
-        """every_seconds: pause between uploads to a bucket."""
+        """`every_seconds` is the pause between uploads to a bucket."""
         self.path, self.mode, self.durable, self.every_seconds = path, mode, durable, every_seconds
         self.unwritten: collections.deque[str] = collections.deque(maxlen=MAX_UNWRITTEN)
-        self.cause: str | None = None  # of unwritten records
+        self.cause: str | None = None  # error that prevented the last write
         self.uploader: Uploader | None = None
 
     def open_object(self) -> tuple[bytes, Uploader]:
-        """Returns (content of the bucket's object, its uploader). Raises as ExclusiveObject.read does."""
+        """Returns (content of the object in the bucket, its uploader). Raises the errors of ExclusiveObject.read."""
         remote = ExclusiveObject(os.fspath(self.path))
         found = remote.read()
         self.uploader = Uploader(self.path, remote.write, every_seconds=self.every_seconds)
@@ -265,10 +265,10 @@ class RecordFile:
         if self.cause is None:
             return None
         lost = "; its oldest lines are lost" if len(self.unwritten) == MAX_UNWRITTEN else ""
-        return f"{self.path} is delayed and will be retried: {self.cause}{lost}"
+        return f"{self.path} could not be written and will be retried: {self.cause}{lost}"
 
     def write(self, record: Mapping[str, Any]) -> bool:
-        """Returns True if the record is written or queued. Raises Stop if another process owns the folder."""
+        """Writes or queues a record; False if it is only buffered. Raises Stop if another process owns the folder."""
         self.unwritten.append(json.dumps(record, allow_nan=False) + "\n")
         return self.write_out()
 

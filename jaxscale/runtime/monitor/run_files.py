@@ -1,7 +1,7 @@
-"""Reads the files of a run, which may still be written: damaged parts are skipped and reported, nothing is raised.
+"""Readers of the files of a run that may still be running. Damaged parts are skipped and reported, never raised.
 
-The rows of metrics.jsonl and abandoned.jsonl are thinned while they are read; experts.jsonl has token counts per layer
-and expert, over windows of steps.
+The rows of metrics.jsonl and abandoned.jsonl are thinned while they are read. experts.jsonl has token counts per layer
+and expert for windows of steps.
 """
 
 import collections
@@ -22,15 +22,15 @@ NUMBERS = tuple("step code seconds bytes to until batch number steps_won steps_l
 OBJECTS = ("devices", "goodput", "left")
 
 Row = dict[str, Any]
-LONGEST_VALUE = 200  # characters of a text among the numbers
-VITALS = ("goodput/", "device/")  # in every row, whatever else it is about: Writer's vitals
-GROUP = 10  # rows, of which thinning keeps at most half
+LONGEST_VALUE = 200  # characters of a string value in a row
+VITALS = ("goodput/", "device/")  # prefixes of the metrics in every row (Writer.vitals)
+GROUP = 10  # rows in a group; thinning keeps at most half of them
 LARGEST = float(2**63)  # larger integers are not measurements
-MOST_WINDOWS = 10_000  # the newest; a run writes some 130
+MOST_WINDOWS = 10_000  # newest windows to read; a run writes about 130
 
 
 def read_lines(path: Any, problems: list[str]) -> Iterator[Row]:
-    """Yields the JSON objects of a file's lines. Damaged lines are skipped and reported; a missing file is empty."""
+    """Yields the JSON objects of a file, none if it is missing. Skips damaged lines and reports them in `problems`."""
     damage = Damage()
     try:
         yield from read_records(path, damage)
@@ -41,11 +41,11 @@ def read_lines(path: Any, problems: list[str]) -> Iterator[Row]:
     if damage.lines:
         problems.append(f"{path.name}: {units.plural(damage.lines, 'damaged line')} skipped")
     if damage.torn:
-        problems.append(f"{path.name}: its last line is incomplete, as during a write, and is skipped")
+        problems.append(f"{path.name}: the last line is incomplete, such as during a write, and is skipped")
 
 
 def read_object(path: Any, problems: list[str], without: str) -> dict[str, Any]:
-    """Returns the JSON object in a file after `finite`, or {} and the problem: NAME is missing: `without`."""
+    """Returns the JSON object in a file, or {} after adding a problem that ends with `without`, the consequence."""
     try:
         if isinstance(found := paths.read_json(path), dict):
             return finite(found)
@@ -59,7 +59,7 @@ def read_object(path: Any, problems: list[str], without: str) -> dict[str, Any]:
 
 
 def clean_event(record: Row) -> Row | None:
-    """Replaces invalid fields of an event with None; None if it is not an event."""
+    """Returns an event with its invalid fields replaced by None. Returns None if the record is not an event."""
     if not isinstance(record.get("event"), str):
         return None
     event = finite(record)
@@ -71,7 +71,7 @@ def clean_event(record: Row) -> Row | None:
 
 
 def finite(value: Any) -> Any:
-    """Replaces non-finite and too large numbers with None, recursively."""
+    """Returns a value in which non-finite and very large numbers are replaced by None, recursively."""
     if isinstance(value, dict):
         return {name: finite(inner) for name, inner in value.items()}
     if isinstance(value, (list, tuple)):
@@ -80,23 +80,23 @@ def finite(value: Any) -> Any:
 
 
 def as_list(value: Any) -> list[Any]:
-    """The value if it is one, else []."""
+    """Returns the value if it is a list, otherwise []."""
     return value if isinstance(value, list) else []
 
 
 def as_dict(value: Any) -> dict[str, Any]:
-    """The value if it is one, else {}: a damaged config.json may hold anything."""
+    """Returns the value if it is a dict, otherwise {}. A damaged config.json may contain anything."""
     return value if isinstance(value, dict) else {}
 
 
 @dataclasses.dataclass
 class MetricRows:
-    """metrics.jsonl while it is read: rows in the order of their steps, and those that later lines replaced."""
+    """Rows read so far from metrics.jsonl, in order of step, and the rows that later lines replaced."""
 
     most_values: int | None
     rows: list[Row] = dataclasses.field(default_factory=list)
     replaced: list[Row] = dataclasses.field(default_factory=list)
-    values: int = 0  # in the rows
+    values: int = 0  # number of values in `rows`
     lines: int = 0
     thinned: bool = False
 
@@ -108,7 +108,7 @@ class MetricRows:
         while self.rows and self.rows[-1]["step"] >= step:
             last = self.rows.pop()
             if last["step"] == step and names(last).isdisjoint(names(row)):
-                same_step.append(last)  # a validation after the training step of the same number
+                same_step.append(last)  # a validation record of the same step
                 continue
             self.values -= len(last)
             self.replaced.append({"rewind": None} | last)
@@ -118,16 +118,16 @@ class MetricRows:
             self.shrink(self.most_values)
 
     def shrink(self, most_values: int) -> None:
-        """Thins once there are twice as many values as allowed, so that the total cost is O(lines)."""
+        """Thins the rows once they have twice the allowed number of values, so that the total cost is O(lines)."""
         while self.values > 2 * most_values and len(self.rows) > GROUP:
-            self.rows, self.thinned = [*thin(self.rows[:-1]), self.rows[-1]], True  # the last says how far it is
+            self.rows, self.thinned = [*thin(self.rows[:-1]), self.rows[-1]], True  # the last row shows the progress
             self.values = sum(map(len, self.rows))
         if len(self.replaced) > most_values:
             self.replaced, self.thinned = thin(self.replaced), True
 
 
 def thin(rows: list[Row]) -> list[Row]:
-    """Keeps at most about half of the rows, in order: the notable ones of each group."""
+    """Returns the notable rows of each group, in order: at most about half of all rows."""
     groups: dict[bool, list[tuple[int, Row]]] = {True: [], False: []}
     places: list[int] = []
     for place, row in enumerate(rows):
@@ -141,7 +141,7 @@ def thin(rows: list[Row]) -> list[Row]:
 
 
 def notable(group: list[tuple[int, Row]]) -> set[int]:
-    """Places of the rows of a group that are kept."""
+    """Returns the indices of the rows that thinning keeps from a group of (index, row) pairs."""
     if "loss" not in group[0][1]:
         return {place for place, _ in group[::2]}
     number = lambda row, name: row[name] if is_number(row.get(name)) else -math.inf
@@ -155,7 +155,7 @@ def notable(group: list[tuple[int, Row]]) -> set[int]:
 
 
 def read_metrics(folder: Any, most_values: int | None, problems: list[str]) -> MetricRows:
-    """The rows of metrics.jsonl."""
+    """Reads the rows of metrics.jsonl, thinned to about `most_values` values."""
     found = MetricRows(most_values)
     if not (folder / "metrics.jsonl").exists():
         problems.append("metrics.jsonl does not exist yet: no step has been reported")
@@ -164,14 +164,14 @@ def read_metrics(folder: Any, most_values: int | None, problems: list[str]) -> M
         found.add(row)
     if found.thinned:
         problems.append(
-            f"metrics.jsonl has {found.lines:,} lines, of which {len(found.rows):,} are used: in each group, those "
-            "with the lowest and highest loss, the largest gradient norm, the longest step, and a skipped one"
+            f"metrics.jsonl has {found.lines:,} lines, of which {len(found.rows):,} are used: in each group, the lines "
+            "with the lowest and highest loss, the largest gradient norm, the longest step, and a skipped step"
         )
     return found
 
 
 def read_abandoned(folder: Any, metrics: MetricRows, most_values: int | None, problems: list[str]) -> list[Row]:
-    """Rows that do not count, once each: abandoned.jsonl, also if still in metrics.jsonl, and replaced lines of it."""
+    """Returns the rows of abandoned.jsonl and the replaced rows of metrics.jsonl. Removes the former from `metrics`."""
     moved = MetricRows(most_values)
     seen: set[str] = set()
     for row in read_rows(folder / "abandoned.jsonl", problems) if (folder / "abandoned.jsonl").exists() else ():
@@ -187,21 +187,21 @@ def read_abandoned(folder: Any, metrics: MetricRows, most_values: int | None, pr
     if replaced:
         steps = [row["step"] for row in replaced]
         problems.append(
-            f"metrics.jsonl has steps {min(steps)} to {max(steps)} twice: the later lines are used, the earlier "
-            "ones are shown as abandoned"
+            f"metrics.jsonl has steps {min(steps)} to {max(steps)} more than once: the later lines are used, the "
+            "earlier lines are shown as abandoned"
         )
     in_order = lambda row: (row["rewind"] if is_number(row["rewind"]) else math.inf, row["step"])
     return sorted([*moved.replaced, *replaced], key=in_order)
 
 
 def fingerprint(row: Row) -> str:
-    """Returns a row as JSON without its rewind count. Rows with equal fingerprints, timings included, are copies."""
+    """Returns a row as JSON without its rewind count. Rows with equal fingerprints are copies: even timings agree."""
     return json.dumps({name: value for name, value in row.items() if name != "rewind"}, sort_keys=True)
 
 
 def read_rows(path: Any, problems: list[str]) -> Iterator[Row]:
-    """Yields the lines with a step, non-finite numbers as None. Counts the others in `problems`."""
-    names: dict[str, str] = {}  # one object for each name instead of one a line
+    """Yields the rows with a step, with non-finite numbers as None. Reports the number of other lines in `problems`."""
+    names: dict[str, str] = {}  # shares one string object per metric name
     without_step = 0
     for record in read_lines(path, problems):
         step, listed = record.pop("step", None), record.pop("nonfinite", None)
@@ -212,7 +212,7 @@ def read_rows(path: Any, problems: list[str]) -> Iterator[Row]:
         nonfinite = [str(name) for name in as_list(listed)]
         for name, value in record.items():
             kind = type(value)
-            if kind is float and abs(value) <= LARGEST_NUMBER:  # nearly all there is, and a million lines are read
+            if kind is float and abs(value) <= LARGEST_NUMBER:  # most values; files may have a million lines
                 row[names.setdefault(name, name)] = value
             elif kind is float or kind is int and abs(value) > LARGEST:
                 row[names.setdefault(name, name)] = None
@@ -229,38 +229,38 @@ def read_rows(path: Any, problems: list[str]) -> Iterator[Row]:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """True for a number; False for True, None and text."""
+    """Returns True for an int or a float, but not for a bool."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 class CountWindow(NamedTuple):
-    """The steps from one record to the next."""
+    """Expert loads in the steps from one record to the next."""
 
-    step: int  # the last of them
+    step: int  # the last step of the window
     steps: int
     first_layer: int
-    busiest: tuple[float | None, ...]  # of each layer: the busiest expert over the mean; None without any token
+    busiest: tuple[float | None, ...]  # per layer: load of the busiest expert over the mean, or None
 
 
 class ExpertCounts(NamedTuple):
-    """All windows of a run, and the newest in full."""
+    """Expert loads of a run: all windows, and the token counts of the newest."""
 
     windows: tuple[CountWindow, ...]
-    counts: tuple[tuple[int, ...], ...]  # of the newest window, by layer and expert
+    counts: tuple[tuple[int, ...], ...]  # token counts of the newest window, by layer and expert
 
     @property
     def newest(self) -> CountWindow:
-        """The window of `counts`."""
+        """The newest window, to which `counts` belongs."""
         return self.windows[-1]
 
     @property
     def layers(self) -> range:
-        """The numbers of the layers that have experts."""
+        """Indices of the layers with experts."""
         return range(self.newest.first_layer, self.newest.first_layer + len(self.counts))
 
 
 def read_expert_counts(folder: Any, problems: list[str]) -> ExpertCounts | None:
-    """Reads the counts of a work folder; None without any. The last record of a step counts."""
+    """Returns the expert loads in experts.jsonl, or None. A later record replaces those of repeated steps."""
     windows: collections.deque[CountWindow] = collections.deque(maxlen=MOST_WINDOWS)
     counts: tuple[tuple[int, ...], ...] = ()
     for record in read_lines(folder / "experts.jsonl", problems):
@@ -279,7 +279,7 @@ def read_expert_counts(folder: Any, problems: list[str]) -> ExpertCounts | None:
 
 
 def counts_in(record: dict[str, Any]) -> tuple[tuple[int, ...], ...] | None:
-    """Returns the table of a record; None if it is invalid."""
+    """Returns the token counts of a record by layer and expert, or None if the record is invalid."""
     facts = [record.get(name) for name in ("step", "steps", "first_layer")]
     table = record.get("counts")
     if not all(type(fact) is int and 0 <= fact <= LARGEST_NUMBER for fact in facts) or not isinstance(table, list):

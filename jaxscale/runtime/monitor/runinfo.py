@@ -10,7 +10,7 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "nump
 
 
 def versions() -> dict[str, str | None]:
-    """Returns {package: version} from installed metadata, without imports; None if not installed."""
+    """Returns {package: version} from package metadata, without imports. The version is None if not installed."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -21,7 +21,7 @@ def versions() -> dict[str, str | None]:
 
 
 def git_commit(folder: str | pathlib.Path | None = None) -> str | None:
-    """Returns the commit of `folder` (default: this package), with '-dirty' if files differ; None outside git."""
+    """Returns the git commit of `folder` (default: this package), plus '-dirty' if files differ; None outside git."""
     source = pathlib.Path(folder) if folder else pathlib.Path(__file__).resolve().parent
     # a package installed in an environment inside another repository is not tracked by it
     tracked = git(source, "ls-files", "--error-unmatch", ".")

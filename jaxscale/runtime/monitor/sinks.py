@@ -1,8 +1,8 @@
-"""Weights & Biases and Trackio, each behind a bounded queue and a thread.
+"""Metrics writers for Weights & Biases and Trackio, each with a bounded queue and a thread.
 
-This is the only file that imports them; `monitor.writers` selects them. A service never ends a run or blocks a step:
-records that it does not accept in time are dropped there and reported once; metrics.jsonl has them all. Each record has
-`attempt`, the number of times the run was opened: group charts by it to separate repeated from abandoned steps.
+This is the only file that imports these packages; `monitor.writers` selects them. A service never ends a run or blocks
+a step. Records that a service does not accept in time are dropped, which is reported once; metrics.jsonl has them. Each
+record has `attempt`, the number of times the run was opened: group charts by it to separate repeated steps.
 
 Sources: https://docs.wandb.ai/guides/track/log/customize-logging-axes (define_metric),
 https://docs.wandb.ai/guides/runs/resuming (an id with resume="allow"), https://huggingface.co/docs/trackio/index.
@@ -25,7 +25,7 @@ from jaxscale.system import fence, packages, paths
 from jaxscale.system.exits import BadInput, Stop
 from jaxscale.system.redact import block_in_markdown, redacted, shown
 
-MAX_PENDING = 10_000  # records, some 10 MB
+MAX_PENDING = 10_000  # records, about 10 MB
 CLOSE_SECONDS = 10.0  # timeout for pending records when a run ends
 FOLDER = "writers"  # in the work folder: NAME.json is {"id": ..., "attempt": ...}
 OFFLINE = ("offline", "disabled", "dryrun")  # values of WANDB_MODE
@@ -83,7 +83,7 @@ class Sink:
 
     @property
     def problem(self) -> str | None:
-        """Reason for missing records, or None; constant text, so that it is logged once."""
+        """Reason for missing records, or None. The text is constant, so that it is logged once."""
         if not (self.lost or self.cause):
             return None
         return f"{self.name} lacks metrics that metrics.jsonl has: {self.cause or 'it is too slow'}"
@@ -117,14 +117,14 @@ class Sink:
         with contextlib.suppress(queue.Full):
             self.records.put(None, timeout=self.close_seconds)
         if not self.finished.wait(max(0.0, deadline - time.monotonic())):
-            self.cause = self.cause or f"it did not accept the last ones within {self.close_seconds:g} s"
+            self.cause = self.cause or f"the service did not accept the last records within {self.close_seconds:g} s"
 
 
 def open_wandb(service_run: ServiceRun) -> Service:
-    """Opens or resumes the run of this work folder. Honors WANDB_PROJECT, WANDB_ENTITY, WANDB_MODE, WANDB_API_KEY.
+    """Opens or resumes the W&B run of this work folder. Reads WANDB_PROJECT, WANDB_ENTITY, WANDB_MODE, WANDB_API_KEY.
 
-    Metrics use our `step` as x-axis: wandb's step cannot decrease, as after a rewind. Raises BadInput without a login,
-    since wandb would prompt on the terminal.
+    Metrics use our `step` as the x-axis, since wandb's own step cannot decrease after a rewind. Raises BadInput without
+    a login; wandb would prompt on the terminal.
     """
     import wandb
 
@@ -157,12 +157,12 @@ def open_wandb(service_run: ServiceRun) -> Service:
 
     log = lambda step, metrics: run.log(service_run.with_attempt(metrics) | {"step": step})
     offline_path = f"stored in {run.dir.removesuffix('/files')}; upload it with wandb sync --append"
-    link = run.url or "not sent: W&B returned no address"  # as with WANDB_MODE=disabled
+    link = run.url or "not sent: W&B returned no address"  # such as with WANDB_MODE=disabled
     return Service(offline_path if run.offline else link, log, run.finish)
 
 
 def open_trackio(service_run: ServiceRun) -> Service:
-    """Opens or resumes the run. Honors TRACKIO_PROJECT, TRACKIO_DIR and TRACKIO_SPACE_ID (a Hugging Face Space)."""
+    """Opens or resumes the Trackio run. Reads TRACKIO_PROJECT, TRACKIO_DIR, TRACKIO_SPACE_ID (a Hugging Face Space)."""
     import trackio
 
     with contextlib.redirect_stdout(sys.stderr):  # its messages would break the bar on stdout
@@ -195,19 +195,19 @@ def open_sinks(names: Sequence[str], workdir: Any) -> list[Sink]:
 
 
 def missing_packages(names: Sequence[str]) -> list[str]:
-    """Returns one line for each writer whose package is not installed."""
+    """Returns one error message for each writer whose package is not installed."""
     return [
-        f"monitor.writers={name!r} needs its package: pip install 'jaxscale[{name}]', or remove it"
+        f"monitor.writers={name!r} needs a missing package; run pip install 'jaxscale[{name}]', or remove the writer"
         for name in names
         if not packages.is_installed(name)
     ]
 
 
 class TensorBoard:
-    """TensorBoard event files. A write error drops values and starts a new file: TensorBoard stops at a torn record.
+    """Writes TensorBoard event files. An error drops values and starts a new file: TensorBoard stops at a torn record.
 
-    tensorboardX's SummaryWriter would start a thread and a multiprocessing queue, and put the host name into the file
-    name; this uses only its record format and messages, in the calling thread. Importing them takes 0.1 s.
+    Uses only the record format and messages of tensorboardX, in the calling thread; importing them takes 0.1 s. Its
+    SummaryWriter would start a thread and a multiprocessing queue, and put the host name into the file name.
     """
 
     def __init__(self, folder: pathlib.Path, start_step: int = 0):
@@ -242,7 +242,7 @@ class TensorBoard:
         except OSError as error:
             self.problem = f"{self.folder} lacks metrics that metrics.jsonl has: {error.strerror or error}"
             if self.records is not None:
-                self.start_step = step  # the next file must not hide the events of this one
+                self.start_step = step  # the next file must not hide the events of this file
             self.abandon()
 
     def begin_file(self) -> None:
@@ -252,7 +252,7 @@ class TensorBoard:
         paths.make_folder(self.folder)
         stem = f"events.out.tfevents.{int(time.time())}.jaxscale"
         names = (self.folder / f"{stem}.{number}" for number in range(1_000_000))
-        self.path = next(name for name in names if not name.exists())  # a second start within a second
+        self.path = next(name for name in names if not name.exists())  # a start in the same second uses another number
         self.records = RecordWriter(str(self.path))
         self.add(file_version="brain.Event:2")
         # TensorBoard hides events of earlier processes from this step on, which are repeated; a new run has a step 0
@@ -261,7 +261,7 @@ class TensorBoard:
             self.flush()
         except OSError:
             self.abandon()
-            self.path.unlink(missing_ok=True)  # do not leave an empty file for each try
+            self.path.unlink(missing_ok=True)  # do not leave an empty file for each attempt
             raise
 
     def add(self, **fields: Any) -> None:
@@ -271,7 +271,7 @@ class TensorBoard:
         self.pending.append(Event(wall_time=time.time(), **fields).SerializeToString())
 
     def flush(self) -> None:
-        """Writes buffered records. Raises: Stop if this process no longer owns the folder; OSError."""
+        """Writes buffered records. Raises Stop if this process no longer owns the folder, or OSError."""
         fence.ask(self.path)
         for record in self.pending:
             self.records.write(record)
@@ -288,7 +288,7 @@ class TensorBoard:
         self.pending.clear()
 
     def close(self) -> None:
-        """Flushes and closes."""
+        """Flushes and closes the file."""
         if self.records is not None:
             try:
                 with contextlib.suppress(Stop):  # the lock reports it

@@ -1,4 +1,4 @@
-"""Uploads growing text to a bucket in a thread, so that writers never wait for the network."""
+"""Uploads of growing text to a bucket in a thread, so that writers never wait for the network."""
 
 import functools
 import random
@@ -13,31 +13,31 @@ from jaxscale.system.bucket_errors import Changed
 from jaxscale.system.exits import BadInput, Stop
 from jaxscale.system.storage import open_bucket
 
-FIRST_WAIT, MAX_WAIT = 1.0, 60.0  # seconds before the first retry, and at most between retries
+FIRST_WAIT, MAX_WAIT = 1.0, 60.0  # seconds before the first retry, and the maximum between retries
 QUIET_SECONDS = 60.0  # shorter outages are not reported
-BYTES_PER_SECOND = 1e6  # objects cannot be appended to: the whole text is sent again, less often if it is large
-SILENCE_SECONDS = 30.0  # timeout of a try without a byte
+BYTES_PER_SECOND = 1e6  # limits the average speed: each upload sends the whole text again
+SILENCE_SECONDS = 30.0  # timeout of an attempt that receives no data
 LAST_SECONDS = 20.0  # timeout of the last upload: preempted machines stop after 30
 
 
 class WrittenElsewhere(BadInput):
-    """Another process has written the object and owns it now."""
+    """Raised if another process has written the object and now owns it."""
 
 
 class Uploader:
     """Keeps an object equal to the latest text; intermediate versions may be skipped.
 
-    Memory is one copy of the text, and one more during an upload. `problem` reports a refusal (401, 403) at once and
-    transient faults after a minute. Every failure is retried, unless another process has written the object.
-    write: writes the whole content, called in the thread. every_seconds: pause after an upload.
+    Uses memory for one copy of the text, and for a second copy during an upload. `problem` reports a refusal (401, 403)
+    at once and transient errors after a minute. Every failure is retried unless another process has written the object.
+    The thread calls `write` with the whole content and pauses for `every_seconds` after an upload.
     """
 
     def __init__(self, path: Any, write: Callable[[bytes], None], *, every_seconds: float = 0.0, clock=time.monotonic):
         self.path, self.every_seconds, self.clock, self.write = path, every_seconds, clock, write
         self.pieces: list[str] = []
-        self.version = self.sent = 0  # of the latest text, and of the object
+        self.version = self.sent = 0  # versions of the latest text and of the object
         self.failures, self.failing_since, self.due = 0, 0.0, 0.0
-        self.problem: str | None = None  # why the object is behind, in one line; None during short outages
+        self.problem: str | None = None  # why the object is out of date, in one line; None during short outages
         self.ended = False
         self.changed, self.thread = threading.Condition(), None
 
@@ -64,7 +64,7 @@ class Uploader:
             self.changed.notify_all()
 
     def flush(self, seconds: float) -> bool:
-        """Waits until the object holds the current text; returns False on a timeout."""
+        """Waits until the object has the current text; returns False on a timeout."""
         self.skip_pause()
         with self.changed:
             target = self.version
@@ -103,7 +103,7 @@ class Uploader:
                     self.changed.notify_all()
 
     def failed(self, error: Exception) -> None:
-        """Records a failed try and schedules the next one."""
+        """Records a failed attempt and schedules the next."""
         with self.changed:
             now = self.clock()
             self.failures += 1
@@ -111,20 +111,20 @@ class Uploader:
                 self.failing_since = now
             refused = isinstance(error, (ValueError, FileNotFoundError))  # no permission, or no bucket
             if refused or now - self.failing_since >= QUIET_SECONDS:
-                self.problem = f"{self.path} is delayed and will be retried: {' '.join(str(error).split())}"
+                self.problem = f"{self.path} could not be uploaded and will be retried: {' '.join(str(error).split())}"
             longest = min(FIRST_WAIT * 2 ** min(self.failures - 1, 10), MAX_WAIT)
             self.due = now + max(getattr(error, "wait", 0.0), longest * random.uniform(0.5, 1.0))
 
 
 class ExclusiveObject:
-    """An object with a single writer; a write by another process ends writing here.
+    """An object in a bucket with a single writer. `write` raises if another process has written the object.
 
-    Otherwise a frozen machine whose run has resumed elsewhere would overwrite that run's object when it wakes up.
+    Otherwise a suspended machine whose run was resumed elsewhere would overwrite the object when it wakes up.
     """
 
     def __init__(self, url: str):
         self.url = url
-        self.generation: int | None = None  # of our last read or write; None: the first write replaces any object
+        self.generation: int | None = None  # at our last read or write; None: the first write replaces any object
         self.tried = b""
 
     @functools.cached_property
@@ -133,21 +133,21 @@ class ExclusiveObject:
         return open_bucket(writing=True, silence=SILENCE_SECONDS)
 
     def read(self) -> bytes:
-        """Returns the content, b"" without an object; a write by another process ends ours. Raises BadInput."""
+        """Returns the content, or b"" if there is no object. Later writes expect this generation. Raises BadInput."""
         found = self.bucket.look(self.url)
         self.generation, self.tried = (found.generation, found.content) if found else (0, b"")
         return self.tried
 
     def write(self, content: bytes) -> None:
-        """Replaces the object in one try. Raises as Bucket.put; WrittenElsewhere; Stop if another process owns it."""
+        """Replaces the object in one attempt. Raises WrittenElsewhere, Stop if not the owner, and as Bucket.put."""
         fence.ask(self.url)
         before, self.tried = self.tried, content
         try:
             self.generation = self.bucket.put(self.url, content, self.generation)
         except Changed:
             found = self.bucket.look(self.url)
-            is_ours = found is None or found.content in (before, content)  # an earlier try whose response was lost
-            if not is_ours and not fence.ask(self.url):  # with the lock held, it is a late retry of our earlier upload
+            is_ours = found is None or found.content in (before, content)  # an earlier attempt whose response was lost
+            if not is_ours and not fence.ask(self.url):  # while we hold the lock, it is a late retry of our own upload
                 self.tried = before
                 raise WrittenElsewhere(
                     f"another process has written {self.url}; this process no longer writes it"

@@ -1,4 +1,4 @@
-"""The metrics writer: sends each record to metrics.jsonl, TensorBoard, the console and other services."""
+"""The metrics writer, which sends each record to metrics.jsonl, TensorBoard, the console and external services."""
 
 import dataclasses
 import io
@@ -17,17 +17,17 @@ from jaxscale.runtime.monitor.upload import LAST_SECONDS
 from jaxscale.system import paths
 from jaxscale.system.redact import redacted
 
-REMOTE_SECONDS = 10.0  # objects cannot be appended to and are rewritten, so not too often
+REMOTE_SECONDS = 10.0  # between uploads, each of which rewrites the whole object
 METRICS, SAMPLES, EXPERTS = "metrics.jsonl", "samples.jsonl", "experts.jsonl"
-SAMPLE_CHARACTERS = 70  # of a sample on the console
+SAMPLE_CHARACTERS = 70  # length of a sample on the console
 
 
 @dataclasses.dataclass(eq=False)
 class Writer:
-    """Writes metrics of steps (start_step, total_steps].
+    """Writes the metrics of steps start_step + 1 to total_steps.
 
-    Records of later steps in metrics.jsonl and TensorBoard are dropped, since those steps are repeated; in a new run,
-    whose start_step is 0, step 0 as well.
+    Existing records after start_step in metrics.jsonl and TensorBoard are dropped, since those steps are repeated. A
+    new run, whose start_step is 0, also drops records of step 0.
     """
 
     workdir: Any
@@ -37,8 +37,8 @@ class Writer:
     _: dataclasses.KW_ONLY
     primary: bool = True  # the one process that writes
     stream: TextIO | None = None
-    vitals: Callable[[], Mapping[str, Any]] = dict  # more values of each record: goodput and telemetry
-    diagnosis: Diagnosis | None = None  # receives every record, the existing ones first
+    vitals: Callable[[], Mapping[str, Any]] = dict  # returns values to add to each record: goodput and telemetry
+    diagnosis: Diagnosis | None = None  # receives every record, existing records first
 
     def __post_init__(self):
         self.sinks: list[Sink] = []
@@ -61,7 +61,7 @@ class Writer:
             self.say(f"metrics.jsonl: dropped {units.plural(existing.damaged, 'damaged line')}")
         if existing.dropped_steps:
             first, last = min(existing.dropped_steps), max(existing.dropped_steps)
-            self.say(f"metrics.jsonl: steps {first} to {last} are repeated")
+            self.say(f"metrics.jsonl: dropped steps {first} to {last}, which are repeated")
         self.sinks = open_sinks(self.cfg.writers, self.workdir)
         if self.cfg.tensorboard and paths.is_remote(self.workdir):
             self.say("TensorBoard events are written to local folders only; metrics.jsonl has every number")
@@ -71,7 +71,7 @@ class Writer:
         return step in (self.start_step + 1, self.total_steps) or step % self.cfg.log_every_steps == 0
 
     def write(self, step: int, metrics: Mapping[str, float | int | None | str]) -> None:
-        """Writes one record everywhere. Non-finite values are null in metrics.jsonl and listed in "nonfinite"."""
+        """Writes one record to all outputs. Non-finite values are null in metrics.jsonl and listed in "nonfinite"."""
         if self.metrics_file is None:  # not the primary process
             return
         to_python = lambda value: value.item() if hasattr(value, "item") else value
@@ -114,7 +114,7 @@ class Writer:
         self.other_files[name].write(record)
 
     def log_problems(self) -> None:
-        """Logs the addresses of runs in services, and write errors, once for each cause."""
+        """Logs the addresses of runs in external services, and logs each write error once."""
         for sink in self.sinks:
             if sink.announcement:
                 self.say(sink.announcement)
@@ -134,16 +134,16 @@ class Writer:
         return [output for output in (*self.files(), self.tensorboard, *self.sinks) if output is not None]
 
     def upload_soon(self) -> None:
-        """Starts uploads to a bucket now, as before a save of the same step. Does not block."""
+        """Starts uploads to a bucket now, such as before a checkpoint of the same step. Does not block."""
         for file in self.files():
             file.upload_soon()
 
     def tick(self, step: int) -> None:
-        """Moves the progress bar; costs nothing else."""
+        """Moves the progress bar to this step."""
         self.console.tick(step)
 
     def say(self, text: str) -> None:
-        """Prints a message without breaking the bar, and without control characters."""
+        """Prints a message above the progress bar, without control characters."""
         if self.primary:
             self.console.say(text)
 
@@ -151,7 +151,7 @@ class Writer:
         """Flushes and closes all outputs. May be called twice."""
         for file in self.files():
             if not file.flush(LAST_SECONDS):
-                self.say(f"{file.path} lacks the last lines: {file.problem or 'no response yet'}")
+                self.say(f"{file.path} lacks the last records: {file.problem or 'no response yet'}")
         for output in self.outputs():
             output.close()
         if self.diagnosis is not None:
@@ -163,15 +163,15 @@ class Writer:
 
 
 class ExistingRecords(NamedTuple):
-    """Records of a file from before this start."""
+    """Records in a file before this start."""
 
     records: list[Record]  # up to start_step
     dropped_steps: list[int]
-    damaged: int  # dropped lines
+    damaged: int  # number of damaged lines, which are dropped
 
 
 def open_records(path: Any, start_step: int) -> tuple[RecordFile, ExistingRecords]:
-    """Drops records after start_step, all of a new run; returns (the file to append to, its existing records)."""
+    """Drops records after start_step, or all records if it is 0. Returns (file to append to, existing records)."""
     file, damage = RecordFile(path, every_seconds=REMOTE_SECONDS), Damage()
     uploader = None
     if paths.is_remote(path):

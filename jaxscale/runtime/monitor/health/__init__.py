@@ -31,7 +31,7 @@ ALL = (
 
 
 class Health:
-    """State of the health rules of one run; a function of the records so far, so that a resumed run restores it."""
+    """State of the health rules of a run. It depends only on the records so far, so a resumed run can restore it."""
 
     def __init__(self, cfg: HealthConfig | None = None, facts: RunFacts | None = None):
         self.cfg, self.facts = cfg or HealthConfig(), facts or RunFacts()
@@ -40,7 +40,7 @@ class Health:
         self.active: frozenset[str] = frozenset()  # rules with an open finding
 
     def observe(self, record: Mapping[str, Any], events: Sequence[Mapping[str, Any]] = ()) -> list[Finding]:
-        """Returns the findings that begin or end with this record. events: since the previous one, as evidence."""
+        """Returns the findings that this record opens or closes. `events` since the last record serve as evidence."""
         if not self.rules:
             return []
         self.recent.add(record, events)

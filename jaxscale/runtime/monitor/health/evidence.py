@@ -1,4 +1,4 @@
-"""Evidence for or against a cause, one function for each kind."""
+"""Evidence for or against the causes of a finding, one function for each kind of cause."""
 
 import collections
 import shlex
@@ -9,9 +9,9 @@ from jaxscale.runtime.monitor.health.rule import RunFacts
 
 NEAR_RECORDS = 20  # records within which an event can be a cause
 AGAINST, NEUTRAL, FOR, STRONG = range(4)
-MAX_HASHES = 10_000  # batches
-MAX_BIAS_STEP = 0.1  # of two experts' bias difference, relative to a token's score range: above it loads swing
-EVENTS = ("resumed", "rewind", "lr_cut", "branch", "hang", "replicas_differ")  # that can change the metrics
+MAX_HASHES = 10_000  # number of batches
+MAX_BIAS_STEP = 0.1  # change of a bias difference per step, in score ranges; above it loads oscillate
+EVENTS = ("resumed", "rewind", "lr_cut", "branch", "hang", "replicas_differ")  # events that can change the metrics
 
 
 class Evidence(NamedTuple):
@@ -53,12 +53,12 @@ class RecentRecords:
         return self.records[-1] if self.records else {}
 
     def known(self, name: str) -> list[Any]:
-        """The values of a metric in the last records that have it."""
+        """Returns the values of a metric in the recent records that have it."""
         return [record[name] for record in self.records if record.get(name) is not None]
 
     @property
     def width(self) -> int:
-        """Number of steps that the last records span."""
+        """Number of steps that the recent records span."""
         return self.records[-1]["step"] - self.records[0]["step"] if len(self.records) > 1 else 0
 
 
@@ -80,11 +80,11 @@ def pair_with_events(
         yield record, due
 
 
-EvidenceFn = Callable[[RecentRecords, RunFacts, int], Evidence]  # step: of the first bad record
+EvidenceFn = Callable[[RecentRecords, RunFacts, int], Evidence]  # the last argument is the step of the first bad record
 
 
 def warmup(recent: RecentRecords, facts: RunFacts, step: int) -> Evidence:
-    """The warmup has just ended."""
+    """Evidence that the warmup is too short: the step is in the warmup or soon after it."""
     if not facts.warmup_steps:
         return Evidence(NEUTRAL, "this run has no warmup, or it is unknown")
     if step <= facts.warmup_steps:
@@ -96,7 +96,7 @@ def warmup(recent: RecentRecords, facts: RunFacts, step: int) -> Evidence:
 
 
 def rate(recent: RecentRecords, facts: RunFacts, step: int) -> Evidence:
-    """The learning rate is at its peak."""
+    """Evidence that the learning rate is too high: it is near its peak."""
     now = recent.last.get("learning_rate")
     if now is None or not recent.highest_rate:
         return Evidence(NEUTRAL, "the learning rate is unknown" if now is None else "the learning rate is 0")
@@ -108,7 +108,7 @@ def rate(recent: RecentRecords, facts: RunFacts, step: int) -> Evidence:
 
 
 def low_rate(recent: RecentRecords, facts: RunFacts, step: int) -> Evidence:
-    """The learning rate is small, absolutely or relative to its peak."""
+    """Evidence that the learning rate is too low, absolutely or relative to its peak."""
     now = recent.last.get("learning_rate")
     if now is None:
         return Evidence(NEUTRAL, "the learning rate is unknown")
@@ -120,7 +120,7 @@ def low_rate(recent: RecentRecords, facts: RunFacts, step: int) -> Evidence:
 
 
 def stage(recent: RecentRecords, facts: RunFacts, step: int) -> Evidence:
-    """A stage of the mixture has just begun."""
+    """Evidence that a stage of the data mixture has just begun."""
     batch = recent.last.get("batch_index")
     if not facts.stage_batches or batch is None:
         return Evidence(AGAINST, "the mixture of sources does not change")
@@ -131,9 +131,9 @@ def stage(recent: RecentRecords, facts: RunFacts, step: int) -> Evidence:
 
 
 def suspect_batch(recent: RecentRecords, step: int) -> tuple[int, int, int | None] | None:
-    """Returns (batch, step, earlier batch with the same tokens) of a repeat near the step, else the step's batch.
+    """Returns (batch, step, earlier batch with the same tokens) of a repeated batch near the step.
 
-    None if its number is unknown.
+    Without a repeat, returns (batch, step, None) for the batch of the step, or None if its number is unknown.
     """
     for repeated, number, first in reversed(recent.repeats):
         if repeated >= step - recent.width:
@@ -144,7 +144,7 @@ def suspect_batch(recent: RecentRecords, step: int) -> tuple[int, int, int | Non
 
 
 def batch(recent: RecentRecords, facts: RunFacts, step: int) -> Evidence:
-    """The batch of the step, and whether its tokens are a repeat."""
+    """Evidence that the batch is bad: its number, and whether its tokens are repeated."""
     if (found := suspect_batch(recent, step)) is None:
         return Evidence(NEUTRAL, "the batch number is unknown")
     n, trained_at, same_as = found
@@ -155,7 +155,7 @@ def batch(recent: RecentRecords, facts: RunFacts, step: int) -> Evidence:
 
 
 def gradient(recent: RecentRecords, facts: RunFacts, step: int) -> Evidence:
-    """The gradient norm was large before the loss, and was clipped."""
+    """Evidence that the gradient norm was large, compared with the clip norm."""
     near = [record for record in recent.records if record["step"] <= step + recent.width]
     known = [(record["grad_norm"], record["step"]) for record in near if record.get("grad_norm") is not None]
     if not known:
@@ -171,7 +171,7 @@ def gradient(recent: RecentRecords, facts: RunFacts, step: int) -> Evidence:
 
 
 def numerics(recent: RecentRecords, facts: RunFacts, step: int) -> Evidence:
-    """The compute dtype has a small range, or the loss scale changes."""
+    """Evidence of overflow or underflow: float16, or a varying loss scale."""
     if len(scales := set(recent.known("train/loss_scale"))) > 1:
         return Evidence(STRONG, f"the loss scale varied between {min(scales):g} and {max(scales):g}")
     if facts.compute_dtype == "float16":
@@ -182,7 +182,7 @@ def numerics(recent: RecentRecords, facts: RunFacts, step: int) -> Evidence:
 
 
 def float16(recent: RecentRecords, facts: RunFacts, step: int) -> Evidence:
-    """The run computes in float16, in which small gradients underflow."""
+    """Evidence that the run computes in float16, in which small gradients underflow."""
     dtype = facts.compute_dtype
     if dtype == "float16":
         return Evidence(FOR, "model.compute_dtype is float16, whose smallest number is 6e-8")
@@ -190,7 +190,7 @@ def float16(recent: RecentRecords, facts: RunFacts, step: int) -> Evidence:
 
 
 def data_wait(recent: RecentRecords, facts: RunFacts, step: int) -> Evidence:
-    """The step waits for data."""
+    """Evidence that steps wait for data."""
     pairs = [(record.get("data_wait_seconds"), record.get("step_seconds")) for record in list(recent.records)[-5:]]
     known = [(wait, seconds) for wait, seconds in pairs if wait is not None and seconds]
     if not known:
@@ -201,7 +201,7 @@ def data_wait(recent: RecentRecords, facts: RunFacts, step: int) -> Evidence:
 
 
 def recent_event(recent: RecentRecords, facts: RunFacts, step: int) -> Evidence:
-    """The run was resumed, was rewound, or had its learning rate cut just before."""
+    """Evidence that the run was just resumed or rewound, or had its learning rate cut."""
     for event in reversed(recent.events):
         at = effective_step(event)
         if at is not None and step - max(recent.width, 1) <= at <= step:
@@ -211,7 +211,7 @@ def recent_event(recent: RecentRecords, facts: RunFacts, step: int) -> Evidence:
 
 
 def skips(recent: RecentRecords, facts: RunFacts, step: int) -> Evidence:
-    """The guard skipped steps."""
+    """Evidence that the guard skipped steps."""
     if not (totals := recent.known("skipped_total")):
         return Evidence(NEUTRAL, "the number of skipped steps is unknown")
     skipped = totals[-1] - totals[0]
@@ -221,7 +221,7 @@ def skips(recent: RecentRecords, facts: RunFacts, step: int) -> Evidence:
 
 
 def other_work(recent: RecentRecords, facts: RunFacts, step: int) -> Evidence:
-    """Other programs used this host's CPU."""
+    """Evidence that other programs used the CPU of this host."""
     if not (shares := recent.known("host_other_share")):
         return Evidence(NEUTRAL, "the CPU use of other programs is unknown")
     share = sum(shares[-5:]) / len(shares[-5:])
@@ -230,7 +230,7 @@ def other_work(recent: RecentRecords, facts: RunFacts, step: int) -> Evidence:
 
 
 def schedule(recent: RecentRecords, facts: RunFacts, step: int) -> Evidence:
-    """Progress of the run in its schedule."""
+    """Evidence from the progress of the run in its schedule."""
     if not facts.total_steps:
         return Evidence(NEUTRAL, "the length of the run is unknown")
     text = (
@@ -240,7 +240,7 @@ def schedule(recent: RecentRecords, facts: RunFacts, step: int) -> Evidence:
 
 
 def balance(recent: RecentRecords, facts: RunFacts, step: int) -> Evidence:
-    """The load of the experts is not balanced by a bias or a loss."""
+    """Evidence that neither a bias nor a loss balances the load of the experts."""
     if not facts.balanced_by:
         text = "neither model.experts.bias nor a balance loss in train.aux_losses is active"
         return Evidence(STRONG, text)
@@ -248,7 +248,7 @@ def balance(recent: RecentRecords, facts: RunFacts, step: int) -> Evidence:
 
 
 def bias_rate(recent: RecentRecords, facts: RunFacts, step: int) -> Evidence:
-    """The step of the biases is large compared with the scores that they are added to."""
+    """Evidence that the router biases change by a large fraction of the scores in each step."""
     scores = recent.last.get("train/router_scores")
     if not facts.bias_rate or not scores:
         return Evidence(NEUTRAL, "biases do not change" if not facts.bias_rate else "the scores are unknown")
@@ -258,11 +258,11 @@ def bias_rate(recent: RecentRecords, facts: RunFacts, step: int) -> Evidence:
 
 
 def no_evidence(recent: RecentRecords, facts: RunFacts, step: int) -> Evidence:
-    """Evidence of causes that the metrics cannot show."""
+    """Neutral evidence, for causes that the metrics cannot show."""
     return Evidence(NEUTRAL, "cannot be seen in the metrics")
 
 
-# (cause, function that returns its evidence), of several rules
+# causes that several rules share: (description, evidence function)
 RATE = ("the learning rate is too high", rate)
 BATCH = ("a bad batch: broken, repeated or very long documents", batch)
 WARMUP = ("the warmup is too short", warmup)

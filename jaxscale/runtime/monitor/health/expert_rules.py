@@ -8,25 +8,25 @@ from jaxscale.runtime.monitor.health import evidence
 from jaxscale.runtime.monitor.health.evidence import MAX_BIAS_STEP, RATE, WARMUP
 from jaxscale.runtime.monitor.health.rule import Rule, RuleResult, RunFacts, View
 
-# Steps without a token after which an expert counts as dead. An expert that is chosen in one step of ten reaches it
-# by chance 3 times in 100,000.
+# Steps without a token after which an expert counts as dead. An expert that is chosen in one of ten steps has no token
+# in 100 steps with probability 3e-5.
 DEAD_STEPS = 100
-PATIENCE = 200  # steps within which a router must become balanced: healthy ones are unbalanced at first
-SCORE_RANGE = 1.0  # of softmax and sigmoid
-MIN_USED_FRACTION = 0.25  # of the way from the fewest effective experts (those of one token) to all
-MIN_ENTROPY = 0.05  # nats of a token's router probabilities: one expert has 99%
-# Largest range of a layer's biases relative to a token's scores. Balance needs at most one range down for the most
-# chosen expert and one up for the least chosen; plus half, since tokens differ.
+PATIENCE = 200  # steps within which a router must become balanced: healthy routers are unbalanced at first
+SCORE_RANGE = 1.0  # range of softmax and sigmoid scores
+MIN_USED_FRACTION = 0.25  # threshold between the experts per token (0) and all experts (1)
+MIN_ENTROPY = 0.05  # nats, of the router probabilities of a token: one expert has 99%
+# Largest range of a layer's biases, in ranges of a token's scores. Balance needs at most one range down for the most
+# chosen expert and one range up for the least chosen, plus half of these two since tokens differ.
 MAX_BIAS_RANGE = 3.0
 
 
 def balance_steps(facts: RunFacts) -> float:
-    """Returns the steps allowed to reach balance: enough for a bias to reorder any two experts."""
+    """Returns the number of steps allowed until balance: enough for biases to reorder any two experts."""
     return max(PATIENCE, SCORE_RANGE / (2 * facts.bias_rate)) if facts.bias_rate else PATIENCE
 
 
 class RouterCollapse(Rule):
-    """The router uses few experts, or gives one expert nearly all of a token."""
+    """The router uses few experts, or gives one expert nearly all the probability."""
 
     kind = "router_collapse"
     causes = (
@@ -74,7 +74,7 @@ class RouterCollapse(Rule):
 
 
 class DeadExperts(Rule):
-    """Some experts received no token for a long time."""
+    """Some experts have received no token for a long time."""
 
     kind = "dead_experts"
     causes = (
@@ -103,7 +103,7 @@ class DeadExperts(Rule):
 
 
 class RouterBias(Rule):
-    """The range of the biases, or their change in a step, is too large for the scores."""
+    """The range of the router biases, or their change per step, is too large for the scores."""
 
     kind = "router_bias"
     causes = (

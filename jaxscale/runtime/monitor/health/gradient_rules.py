@@ -29,9 +29,9 @@ class Explosion(Rule):
     )
     sources = (
         "above 100 or NaN, 0.1 to 10 is normal: a common rule",
-        "above 3 times the clip norm: another; with clip norm 1 that is 3, normal by the first rule, so "
-        "it is shown but raises no alert",
-        "own threshold: a multiple of the run's own median",
+        "above 3 times the clip norm: another common rule, which is shown but raises no alert: with clip norm 1 the "
+        "limit is 3, a normal value by the first rule",
+        "own threshold: a multiple of the median of this run",
     )
 
     def __init__(self) -> None:
@@ -52,11 +52,11 @@ class Explosion(Rule):
             return RuleResult(False, f"the gradient norm is back at {norm:.4g}", numbers) if recovered else None
         usual = f", {format_ratio(compared.ratio, 1)} times its median {compared.centre:.4g}" if compared else ""
         clip = view.facts.clip_norm
-        clip_rule = f", {'above' if norm > 3 * clip else 'below'} 3 times the clip norm, {3 * clip:g} (another)"
+        clip_rule = f", {'above' if norm > 3 * clip else 'below'} 3 times the clip norm, {3 * clip:g} (another rule)"
         side = "above" if norm > view.cfg.grad_norm else "below"
         seen = (
             f"the gradient norm before clipping is {norm:.4g}{usual}: {side} {view.cfg.grad_norm:g} "
-            f"(a common rule; 0.1 to 10 counts as normal){clip_rule if clip else ''}"
+            f"(a common rule; 0.1 to 10 is normal){clip_rule if clip else ''}"
         )
         return RuleResult(True, seen, numbers, sure=absurd and steep)
 
@@ -68,11 +68,11 @@ class ZeroGradient(Rule):
     begin, end = 1, 2
     causes = (
         (
-            "the loss does not depend on it: an unused parameter, or a branch that is multiplied by zero",
+            "the loss does not depend on the parameter: it is unused, or its branch is multiplied by zero",
             evidence.no_evidence,
         ),
         ("both factors of a product are zero, so that neither has a gradient", evidence.no_evidence),
-        ("a mask or gate in front of it is always closed", evidence.no_evidence),
+        ("a mask or gate before the parameter is always zero", evidence.no_evidence),
         ("its gradient underflows in float16", evidence.float16),
     )
     advice = (
@@ -114,7 +114,7 @@ class SkippedSteps(Rule):
     advice = (
         "read the reasons in events.jsonl: each 'skipped' event has a verdict",
         "if the steps were valid, raise the setting of train.guard that caused the verdict",
-        "else lower the learning rate, or skip the batches with --skip-data",
+        "otherwise lower the learning rate, or skip the batches with --skip-data",
     )
     sources = ("skipping is the first answer to a spike: a common rule; own threshold",)
 
@@ -185,7 +185,7 @@ class Activations(Rule):
 
 
 def weak_branches(view: View, layers: dict[str, float]) -> dict[str, float]:
-    """Returns {'attention of 03': RMS over the layer's output} of branches below branch_low, after the warmup."""
+    """Returns {'attention of 03': RMS relative to the layer's output} if below branch_low; {} in the warmup."""
     if view.step <= view.facts.warmup_steps:
         return {}
     ratios = {
@@ -231,7 +231,7 @@ class AttentionLogits(Rule):
 
 
 def listed(names: list[str], values: dict[str, float]) -> str:
-    """Returns '3 (1.2e+03), 4 (800) and 7 more'."""
+    """Returns names with values, such as '3 (1.2e+03), 4 (800) and 7 more'."""
     first = ", ".join(f"{name} ({values[name]:.3g})" for name in names[:4])
     return first + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 

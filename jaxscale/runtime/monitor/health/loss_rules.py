@@ -23,10 +23,10 @@ from jaxscale.runtime.monitor.health.rule import (
 )
 
 SPIKE_LEVELS = ((1.5, "a common rule"), (2.0, "another"), (3.0, "a third"))  # they disagree: all are shown
-SURE_RATIO = 2.0  # of a spike: one record is enough
-LOW_RATIO = 1.15  # of a spike that is at least 2 * spike_sigma above the median
-SURE_SIGMAS = 6  # above the lowest smoothed loss, which is the minimum of format_ratio noisy values
-HALF = 0.99  # second half over first half: a plateau by a common rule, which is shown and does not alert
+SURE_RATIO = 2.0  # ratio of a spike from which one record is enough
+LOW_RATIO = 1.15  # minimum ratio of a spike that is at least 2 * spike_sigma above the median
+SURE_SIGMAS = 6  # above the lowest smoothed loss, which is a minimum over many noisy values
+HALF = 0.99  # second half over first half, a common rule for a plateau that is shown but does not alert
 SWING = 24  # records in the window of an oscillation
 
 
@@ -50,7 +50,7 @@ class NonFinite(Rule):
         names = [name for name in ("loss", "grad_norm", "validation/loss") if view.not_finite(name)]
         if not names:
             return HEALTHY
-        return RuleResult(True, f"{' and '.join(names)} not finite", {"names": names})
+        return RuleResult(True, f"not finite: {' and '.join(names)}", {"names": names})
 
 
 class Spike(Rule):
@@ -105,7 +105,7 @@ class Spike(Rule):
 
 
 class Divergence(Rule):
-    """The smoothed loss stays above its lowest."""
+    """The smoothed loss stays above its minimum."""
 
     kind = "divergence"
     begin, end = 5, 5
@@ -145,7 +145,7 @@ class Divergence(Rule):
 
 
 class FlatStart(Rule):
-    """The loss has not fallen although the learning rate is warmed up."""
+    """The loss has not fallen after the learning rate warmup."""
 
     kind = "flat_start"
     begin, end = 3, 3
@@ -200,7 +200,7 @@ class FlatStart(Rule):
 
 
 class Plateau(Rule):
-    """The loss falls by almost nothing over the last half of the run (a window that grows), at a high learning rate."""
+    """The loss hardly falls over the last half of the run, a growing window, while the learning rate is high."""
 
     kind = "plateau"
     begin, end = 3, 3
@@ -228,7 +228,7 @@ class Plateau(Rule):
         if loss is None:
             return None
         self.highest_rate = max(self.highest_rate, rate or 0.0)
-        if compared and compared.sigmas > 5:  # leave spikes out
+        if compared and compared.sigmas > 5:  # a spike
             return None
         if not self.blocks.add(view.step, loss) or view.losses.records < view.cfg.plateau_records:
             return None
@@ -256,9 +256,9 @@ class Plateau(Rule):
         if drop + (2 if len(late) >= 16 else 3) * error < view.cfg.plateau_drop:
             seen = (
                 f"from step {late[0][0]:.0f} to {view.step} the loss has fallen by {drop:.2%} with a standard error of "
-                f"{error:.2%}, with certainty by less than {view.cfg.plateau_drop:.0%}; it is {line.level:.4g}. Its "
-                f"second half is {ratio:.4f} of its first: {'a' if ratio >= HALF else 'no'} plateau by a common rule "
-                f"(at least {HALF:g})"
+                f"{error:.2%}, certainly by less than {view.cfg.plateau_drop:.0%}; its mean is {line.level:.4g}. "
+                f"The second half is {ratio:.4f} times the first: {'a' if ratio >= HALF else 'no'} plateau by a common "
+                f"rule (at least {HALF:g})"
             )
             return RuleResult(True, seen, numbers | {"threshold": view.cfg.plateau_drop})
         seen = f"the loss falls again: by {drop:.2%} since step {late[0][0]:.0f}"
@@ -273,7 +273,7 @@ def decaying(view: View, rate: float | None, highest: float) -> bool:
 
 
 class Oscillation(Rule):
-    """The loss swings about its trend to both sides, much wider than before."""
+    """The loss oscillates around its trend, much more widely than before."""
 
     kind = "oscillation"
     begin, end = 3, 3
@@ -289,11 +289,11 @@ class Oscillation(Rule):
         "check the losses by source: do they oscillate one after the other?",
     )
     sources = ("learning rate, data or numerics cause oscillation, not the architecture: a common rule; own threshold",)
-    every = 6  # records: the windows overlap by three quarters
+    every = 6  # records between checks: windows overlap by three quarters
 
     def __init__(self) -> None:
         self.losses: collections.deque[float] = collections.deque(maxlen=SWING)
-        self.widths: collections.deque[float] = collections.deque(maxlen=16)  # of earlier healthy windows
+        self.widths: collections.deque[float] = collections.deque(maxlen=16)  # widths of earlier healthy windows
         self.pending: list[float] = []  # widths of windows that overlap the current one
         self.seen = 0
 

@@ -17,13 +17,13 @@ from jaxscale.system.exits import BadInput
 if TYPE_CHECKING:
     from jaxscale.runtime.monitor.health.evidence import EvidenceFn
 
-NOISE_EVERY = 8  # values between updates of the noise of the whole window, the most expensive part
+NOISE_EVERY = 8  # values between two estimates of the noise of the whole window, which are expensive
 HARMLESS = ("busy_machine",)  # rules about causes outside the run
 SMOOTH = 10  # records in a smoothed loss
 REJECT_SIGMAS = 5.0  # values further above the baseline are not added to it
 REJECT_RATIO = 1.03
 NEW_LEVEL = 12  # consecutive rejected records become the new baseline
-SHORT_WAIT = 1.0  # seconds that one save waited for the one before
+SHORT_WAIT = 1.0  # seconds that a save waited for the previous save
 
 
 def absolute_deviation(values: Sequence[float], centre: float) -> float:
@@ -35,12 +35,12 @@ class BaselineComparison(NamedTuple):
     """A value compared with the values before it."""
 
     centre: float
-    ratio: float  # of the value to the centre
-    sigmas: float  # above the centre
+    ratio: float  # value / centre
+    sigmas: float  # standard deviations above the centre
 
 
 def loss_limit(ratio: float, centre: float) -> float:
-    """Returns `ratio` times the centre of a loss; below 1 nat, the rise of 1 nat: a loss near 0 doubles by chance."""
+    """Returns `ratio` times a loss. Below 1 nat, the rise is that of 1 nat, since a loss near 0 doubles by chance."""
     return centre + (ratio - 1) * max(centre, 1.0)
 
 
@@ -50,14 +50,14 @@ def format_ratio(ratio: float, decimals: int) -> str:
 
 
 class Baseline:
-    """Accepted values of a metric, with which the next is compared. Callers add no rejected values, such as spikes."""
+    """Recent values of a metric, for comparison with the next value. Callers do not add outliers such as spikes."""
 
-    near, enough = 15, 10  # values in the window of the centre; least number of values for a comparison
+    near, enough = 15, 10  # number of values for the centre; minimum for a comparison
 
     def __init__(self) -> None:
-        self.values: collections.deque[float] = collections.deque(maxlen=50)  # the window of the noise
+        self.values: collections.deque[float] = collections.deque(maxlen=50)  # window for the noise
         self.cached: tuple[float, float] | None = None  # centre and sigma, until a value is added
-        self.noise, self.added = 0.0, 0  # from differences of neighbours; values since the last reset
+        self.noise, self.added = 0.0, 0  # noise from neighbour differences; values since the last reset
 
     def add(self, value: float) -> None:
         """Adds a value."""
@@ -89,7 +89,7 @@ class Baseline:
         return self.cached
 
     def compare(self, value: float) -> BaselineComparison | None:
-        """Compares a value with the accepted ones; None while there are too few."""
+        """Compares a value with the accepted values; returns None while there are too few."""
         if (usual := self.center_and_noise()) is None:
             return None
         centre, sigma = usual
@@ -101,12 +101,12 @@ class Slope(NamedTuple):
     """A least-squares line."""
 
     per_x: float
-    error: float  # its standard error, increased for correlated neighbours
+    error: float  # standard error of the slope, increased for correlated neighbours
     level: float  # the mean of y
 
 
 def slope(xs: Sequence[float], ys: Sequence[float]) -> Slope:
-    """Fits a line with its standard error; residuals of correlation r count as n (1 - r) / (1 + r) points (AR(1))."""
+    """Fits a least-squares line. With AR(1) residuals of correlation r, n points count as n (1 - r) / (1 + r)."""
     n = len(xs)
     mean_x, mean_y = sum(xs) / n, sum(ys) / n
     sum_xx = sum((x - mean_x) ** 2 for x in xs)
@@ -119,10 +119,10 @@ def slope(xs: Sequence[float], ys: Sequence[float]) -> Slope:
 
 
 class BlockMeans:
-    """Means of a metric over blocks of equal numbers of records. Above `most` blocks neighbours are merged."""
+    """Means of a metric over blocks of equally many records. Above `most` blocks, neighbouring blocks are merged."""
 
     def __init__(self, most: int = 128):
-        self.most, self.records = most, 1  # of a block
+        self.most, self.records = most, 1  # records per block
         self.done: list[tuple[float, float]] = []  # mean step, mean value
         self.open: list[tuple[float, float]] = []
 
@@ -148,7 +148,7 @@ def mean_of(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def is_harmless(event: Mapping[str, Any]) -> bool:
-    """Returns True for an alarm or alert that has ended, or that the run did not cause."""
+    """Returns True for an alarm or alert that has ended, was a short wait, or was not caused by the run."""
     waited = event.get("waited")
     short = event.get("event") == "alarm" and isinstance(waited, float) and waited < SHORT_WAIT
     return bool(event.get("over")) or short or event.get("event") == "alert" and event.get("what") in HARMLESS
@@ -158,7 +158,7 @@ class Cause(NamedTuple):
     """A possible cause of a finding."""
 
     what: str
-    evidence: str  # for or against it
+    evidence: str  # for or against the cause
 
 
 class Finding(NamedTuple):
@@ -166,13 +166,13 @@ class Finding(NamedTuple):
 
     kind: str  # the rule's name
     step: int
-    seen: str  # with numbers
-    numbers: dict[str, Any]  # the same as plain JSON values
-    causes: tuple[Cause, ...]  # most likely first; empty when it is over
+    seen: str  # observation, with numbers
+    numbers: dict[str, Any]  # the numbers of `seen` as JSON values
+    causes: tuple[Cause, ...]  # most likely first; empty at the end of the problem
     advice: tuple[str, ...]
-    sources: tuple[str, ...]  # of the thresholds
+    sources: tuple[str, ...]  # sources of the thresholds
     over: bool = False
-    documents: tuple[str, ...] = ()  # with the most tokens in batch numbers["batch"]
+    documents: tuple[str, ...] = ()  # documents with the most tokens in batch numbers["batch"]
 
 
 class RuleResult(NamedTuple):
@@ -192,7 +192,7 @@ HEALTHY = RuleResult(False)
 class RunFacts:
     """Facts about a run that do not come from its metrics; any may be unknown."""
 
-    workdir: str = "RUN"  # in commands
+    workdir: str = "RUN"  # shown in commands
     total_steps: int | None = None
     warmup_steps: int = 0
     decay: str | None = None
@@ -203,7 +203,7 @@ class RunFacts:
     stage_batches: tuple[int, ...] = ()  # first batch of each mixture stage after the first
     grows_at: tuple[int, ...] = ()  # batches at which the batch size or sequence length increases
     forecast: tuple[tuple[float, float, float], ...] = ()  # (tokens, low, high), by tokens
-    on_cpu: bool = False  # steps run on processors that other programs share
+    on_cpu: bool = False  # steps run on processors shared with other programs
     experts: int = 0  # per mixture layer
     chosen: int = 0  # experts per token
     balanced_by: tuple[str, ...] = ()  # "bias" and balance losses
@@ -240,7 +240,7 @@ def facts_from_config(
 
 
 def stage_batches(settings: Mapping[str, Any], budget: Mapping[str, Any]) -> tuple[int, ...]:
-    """Returns the first batches of later stages of data.mixture, but those in epochs, whose length no file has."""
+    """Returns the first batch of each later stage of data.mixture, except stages given in epochs (unknown length)."""
     mixture, batch_tokens = settings.get("data", {}).get("mixture") or {}, budget.get("batch_tokens")
     if not batch_tokens or not all(isinstance(weights, Mapping) for weights in mixture.values()):
         return ()
@@ -254,7 +254,7 @@ def stage_batches(settings: Mapping[str, Any], budget: Mapping[str, Any]) -> tup
 
 
 def parse_forecast(forecast: Mapping[str, Any]) -> tuple[tuple[float, float, float], ...]:
-    """Returns (tokens, low, high) tuples by tokens, from {"tokens": [...], "low": [...], "high": [...]}."""
+    """Returns sorted (tokens, low, high) tuples from {"tokens": [...], "low": [...], "high": [...]}."""
     try:
         columns = [[float(number) for number in forecast[name]] for name in ("tokens", "low", "high")]
         return tuple(sorted(zip(*columns, strict=True)))
@@ -273,7 +273,7 @@ class View(NamedTuple):
     active: frozenset[str]  # rules with an open finding
 
     def number(self, name: str) -> float | None:
-        """Returns the record's finite number of this name, or None."""
+        """Returns the number with this name in the record, or None if it has none."""
         value = self.record.get(name)
         return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
@@ -287,12 +287,12 @@ class Losses:
 
     def __init__(self) -> None:
         self.baseline = Baseline()
-        self.compared: BaselineComparison | None = None  # the last loss with the baseline before it
-        self.rejected: list[float] = []  # in a row
+        self.compared: BaselineComparison | None = None  # the last loss, compared with the baseline before it
+        self.rejected: list[float] = []  # consecutive rejected losses
         self.new_level = False  # the last record reset the baseline
         self.recent: collections.deque[float] = collections.deque(maxlen=SMOOTH)
         self.smoothed: float | None = None
-        self.records = 0  # that had a loss
+        self.records = 0  # records with a loss
 
     def add(self, loss: float) -> None:
         """Adds the loss of a record."""
@@ -311,30 +311,30 @@ class Losses:
 
 
 class Rule(abc.ABC):
-    """A check of each record: `begin` bad records in a row open a finding, `end` good ones in a row close it.
+    """A check of each record. `begin` consecutive bad records open a finding, and `end` good records close it.
 
-    Records for which `check` returns None count neither way. Each finding doubles the good records needed to close
-    the next, up to 16 times: recurring problems are reported less often.
+    Records for which `check` returns None are ignored. Each finding doubles the number of good records that close the
+    next finding, up to 16 times, so that recurring problems are reported less often.
     """
 
     kind: str
     begin, end = 2, 5
-    causes: tuple[tuple[str, "EvidenceFn"], ...]  # what may cause it, by likelihood without evidence (docs/health.md)
+    causes: tuple[tuple[str, "EvidenceFn"], ...]  # possible causes, by prior likelihood (docs/health.md)
     advice: tuple[str, ...]
-    sources: tuple[str, ...]  # of the thresholds
+    sources: tuple[str, ...]  # sources of the thresholds
 
     active = False
-    in_row = 0  # bad records while inactive, good ones while active
+    in_row = 0  # consecutive bad records while inactive, or good records while active
     since = 0  # the step of the first bad record that counted
     first_bad: int | None = None  # the step of the first bad record since a good one
     findings = 0
 
     @abc.abstractmethod
     def check(self, view: View) -> RuleResult | None:
-        """Returns the result for a record, None if the rule cannot decide."""
+        """Returns the result for a record, or None if the rule cannot decide."""
 
     def update(self, view: View) -> tuple[RuleResult, bool] | None:
-        """Returns (result, is over) if this record opens or closes a finding, else None."""
+        """Returns (result, whether the finding ended) if this record opens or closes a finding, otherwise None."""
         result = self.check(view)
         if result is None:
             return None
@@ -360,7 +360,7 @@ class Rule(abc.ABC):
 
 
 def finite_numbers(view: View, prefix: str) -> dict[str, float]:
-    """Returns the record's finite numbers under a prefix, by the remainder of their name."""
+    """Returns {name without the prefix: number} for the record's numbers with this prefix."""
     found = {}
     for name in view.record:
         if name.startswith(prefix) and (number := view.number(name)) is not None:

@@ -1,4 +1,4 @@
-"""Rules about time and memory, relative to the run's own history."""
+"""Rules about time and memory, relative to the history of the run."""
 
 import abc
 import collections
@@ -10,22 +10,22 @@ from jaxscale.runtime.monitor.health import evidence
 from jaxscale.runtime.monitor.health.evidence import OTHER_PROGRAMS, RETURN, SLOW_DEVICE, WAIT
 from jaxscale.runtime.monitor.health.rule import BlockMeans, Rule, RuleResult, View
 
-STREAK = 5  # records in a row
+STREAK = 5  # consecutive records
 BLOCK = 20  # records per throughput median
 MIN_RISE_BYTES = 2**30
-OTHER_WORK, FULL = 0.2, 0.85  # shares of the processors: of other programs, and of all when none is idle
-PARTS = 10  # of the window in which memory rises
+OTHER_WORK, FULL = 0.2, 0.85  # fractions of CPU time: of other programs, and of all when the CPU is full
+PARTS = 10  # number of parts of a window, which are compared for a rise of memory
 IN_USE = (("device_bytes_in_use", "device_peak_bytes"), ("host_bytes_in_use", "host_peak_bytes"))  # peak as fallback
 
 
 def is_cpu_contended(view: View) -> bool:
-    """Returns True if the processors were full and other programs used at least OTHER_WORK of them."""
+    """Returns True if the CPU was fully used and other programs used at least OTHER_WORK of it."""
     run, others = view.number("host_own_share"), view.number("host_other_share")
     return run is not None and others is not None and others >= OTHER_WORK and run + others >= FULL
 
 
 class TimedRule(Rule):
-    """A rule whose bad records must last `speed_seconds` of training time, since a step may be short."""
+    """A rule that reports bad records after `speed_seconds` of training time, since a single step may be short."""
 
     begin, end = STREAK, STREAK
     skip_if_contended = True  # a contended CPU explains a slow run
@@ -36,7 +36,7 @@ class TimedRule(Rule):
         self.usual: collections.deque[float] = collections.deque(maxlen=50)  # seconds of healthy steps
 
     def usual_seconds(self) -> float | None:
-        """Returns the median of healthy steps; None while there are too few."""
+        """Returns the median time of healthy steps, or None while there are too few."""
         return median(self.usual) if len(self.usual) >= 10 else None
 
     def clear_if_batches_grew(self, view: View) -> None:
@@ -47,7 +47,7 @@ class TimedRule(Rule):
 
     @abc.abstractmethod
     def evaluate(self, view: View, seconds: float) -> RuleResult | None:
-        """Returns the result for a record with this many seconds per step."""
+        """Returns the result for a record with `seconds` per step, or None if the rule cannot decide."""
 
     def check(self, view: View) -> RuleResult | None:
         seconds, steps = view.number("step_seconds"), view.step - self.step
@@ -64,12 +64,12 @@ class TimedRule(Rule):
 
 
 class BusyMachine(TimedRule):
-    """Other programs use the processors while steps take longer: not a fault of the run."""
+    """Steps take longer while other programs use the CPU. This is not a fault of the run."""
 
     kind = "busy_machine"
     causes = (("other programs use the CPU of this machine", evidence.other_work),)
     advice = (
-        "the run is not at fault: it returns to its usual speed when they end",
+        "the run is not at fault: it returns to its usual speed when the other programs end",
         "find the programs with top or htop",
         "reserve CPU cores for the run",
     )
@@ -160,7 +160,7 @@ class UtilisationDrop(TimedRule):
     kind = "utilisation_drop"
     causes = (
         WAIT,
-        ("another row length, or another stage of the data", evidence.stage),
+        ("a different sequence length, or a different stage of the data", evidence.stage),
         RETURN,
         OTHER_PROGRAMS,
         SLOW_DEVICE,
@@ -203,10 +203,10 @@ class UtilisationDrop(TimedRule):
 
 
 class MemoryCreep(Rule):
-    """Memory in use rises in nearly every tenth of the last 100 records, or of the last half since a start."""
+    """Memory use rises in nearly every tenth of a window: the last 100 records, or the last half since the start."""
 
     kind = "memory_creep"
-    begin, end = 1, 1  # of windows
+    begin, end = 1, 1  # counted in windows
     causes = (
         ("references keep arrays or compiled functions alive", evidence.no_evidence),
         ("the data reader does not release memory", evidence.data_wait),
@@ -251,7 +251,7 @@ class MemoryCreep(Rule):
 
 
 def check_memory(name: str, points: list[tuple[float, float]], view: View) -> RuleResult:
-    """Returns the result for (step, bytes) points of one kind of memory."""
+    """Returns the result for the (step, bytes) points of one memory metric."""
     part = len(points) // PARTS
     lows = [min(value for _, value in points[i * part : (i + 1) * part]) for i in range(PARTS)]
     rises = sum(after > before for before, after in zip(lows, lows[1:]))
