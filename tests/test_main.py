@@ -286,7 +286,9 @@ def test_data_that_cannot_be_reached_or_kept_now_are_not_called_other_data(home,
     def unreachable(cfg, **settings):
         Bucket("http://localhost", None).wait(Transient("503"), 99, "gs://bucket/index.json")
 
-    with pytest.raises(Stop, match="gs://bucket/index.json: 99 consecutive attempts.*restart when they can$") as stop:
+    with pytest.raises(
+        Stop, match="gs://bucket/index.json: 99 consecutive attempts.*restart when the storage is reachable$"
+    ) as stop:
         open_same_data(DataConfig(), {"data": {}}, print, open_data=unreachable)
     assert stop.value.code == Exit.STORAGE
 

@@ -234,7 +234,7 @@ def test_a_replay_that_could_not_be_the_same_is_refused(tmp_path):
     loop.train(opened(tmp_path / "old", stop_after=2))
     with pytest.raises(ValueError, match="--replay=.* is the work folder itself"):
         opened(tmp_path / "old", replay=f"{tmp_path}/./old/")
-    with pytest.raises(Stop, match="that run has 20 steps and this one 30") as stop:
+    with pytest.raises(Stop, match="that run has 20 steps and this run 30") as stop:
         opened(tmp_path / "new", {"train_tokens": "30 steps"}, replay=str(tmp_path / "old"))
     assert stop.value.code is Exit.CONFIG_MISMATCH
     changed = {"optim.peak_lr": 2e-2}

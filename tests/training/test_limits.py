@@ -147,7 +147,7 @@ def test_all_processes_decay_after_the_same_step_which_the_first_one_tells():
     assert a == b == EarlyDecay(step, a.until) and step < a.until <= 100
     assert posted_at == [step - 2, step - 1, step], "as far ahead as it takes until all have looked"
     board.lines[board.told("jaxscale/decay/1")] = f"{step - 1} 99"
-    with pytest.raises(Stop, match="all processes were to decay after step") as stop:
+    with pytest.raises(Stop, match="all processes must decay after step") as stop:
         other.decay_after(step)
     assert stop.value.code is Exit.PEER_LOST
 
@@ -248,7 +248,7 @@ def test_limits_that_cannot_be_are_refused(overrides, message):
     ("overrides", "told"),
     [
         ({}, "stop it and restart it with --config.limit.on_overrun=decay, or reduce train_tokens"),
-        ({"limit.on_overrun": "decay"}, "its decay has started, and is not shortened"),
+        ({"limit.on_overrun": "decay"}, "the decay has started, and is not shortened"),
         (
             {"optim.decay": "cosine"},
             "reduce train_tokens; a run with optim.decay=wsd or constant could decay early",

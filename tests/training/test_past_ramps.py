@@ -229,7 +229,7 @@ def test_a_branch_decays_once_batches_have_stopped_growing(tmp_path):
     loop.train(opened(tmp_path / "run", over, stop_after=6))
     steps = lambda step: branch_settings(str(tmp_path / "run" / "checkpoints" / str(step)), "4 steps", {})
     with pytest.raises(
-        BadInput, match="at step 3 its batches still grow .* branch from a step after batch 5, the first"
+        BadInput, match="at step 3 the batch size still grows .* branch from a step after batch 5, the first"
     ):
         steps(3)
     settings = steps(6)

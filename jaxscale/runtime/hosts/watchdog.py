@@ -1,11 +1,11 @@
-"""The watchdog: a phase that exceeds its budget ends the run, with the stacks of all threads.
+"""The watchdog, which ends the run and writes the stacks of all threads if a phase exceeds its time budget.
 
-Otherwise a run with blocked storage, network, device or code would occupy its machines until someone looks. Budgets are
-settings per phase: a compilation may take longer than a step. Every process has a watchdog; the first that expires
-reports to the others, so that all write their stacks and end with exit code 15.
+Otherwise a run that is blocked by storage, network, device or code would occupy its machines until someone notices.
+Budgets are settings per phase, since a compilation may take longer than a step. Every process has a watchdog. The first
+one that expires reports to the other processes, so that all write their stacks and end with exit code 15.
 
-Not covered: a thread that the kernel cannot interrupt (state D, as in a broken disk driver), and outside Linux a thread
-that holds the GIL for ever.
+Not covered are threads that the kernel cannot interrupt (state D, such as in a broken disk driver) and, outside Linux,
+threads that hold the GIL forever.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ from jaxscale.system.exits import Exit, print_stderr, silence_closed_streams
 TICK_SECONDS = 0.25
 LAST_SECONDS = 4.5  # from expiry to the exit, even if reporting blocks
 FOLDER = "stacks"
-# After the deadline, at which the watchdog thread would have acted: first the stacks, then a line, then the exit.
+# Delays after the deadline, for a blocked watchdog thread: first the stacks, then a line, then the exit.
 STACKS_SECONDS, LINE_SECONDS, EXIT_SECONDS = 2.0, 2.3, 3.0
 STACKS_SIGNAL = getattr(signal, "SIGRTMAX", 0) - 2  # an unused real-time signal
 BY_SIGNAL, BY_THREAD, ABSOLUTE = 0, 2, 1  # SIGEV_SIGNAL, SIGEV_THREAD and TIMER_ABSTIME of Linux
@@ -41,7 +41,7 @@ PhaseName = Literal["compile", "restore", "data", "step", "save", "eval", "stati
 
 
 class Observer(Protocol):
-    """Receives the phases of all threads, in the thread of each."""
+    """Receives the phases of all threads, in the thread of the phase."""
 
     def entered(self, name: str, step: int | None = None) -> None:
         """Called when a phase begins."""
@@ -64,7 +64,7 @@ class SignalEvent(ctypes.Structure):
 
 
 class Backstop:
-    """Kernel timers that end the process with exit code 15 at a deadline that is moved, after its stacks are written.
+    """Kernel timers that write the stacks and end the process with exit code 15 after a deadline, which can be moved.
 
     A Python thread cannot run while C code holds the GIL, possibly forever. The timers call functions of the C
     library, which need no interpreter: `_exit(15)` in a separate thread.
@@ -95,7 +95,7 @@ class Backstop:
             self.timers.append(timer)
 
     def arm(self, deadline: float, line: str) -> None:
-        """Exits EXIT_SECONDS after `deadline` of time.monotonic(), after printing the line to stderr."""
+        """Schedules the exit EXIT_SECONDS after `deadline` (time.monotonic()), with the line on stderr before it."""
         self.text.value = line.encode(errors="replace").replace(b"%", b" percent")[:499]  # a format string of warnx
         self.set_timers(deadline + STACKS_SECONDS, deadline + LINE_SECONDS, deadline + EXIT_SECONDS)
 
@@ -104,7 +104,7 @@ class Backstop:
         self.set_timers(0.0, 0.0, 0.0)
 
     def set_timers(self, *moments: float) -> None:
-        """Sets the timers of stacks, line and exit; 0.0 turns one off."""
+        """Sets the times of the stacks, the line and the exit; 0.0 disables a timer."""
         for timer, moment in zip(self.timers, moments):
             once = (ctypes.c_long * 4)(0, 0, int(moment), int(moment % 1 * 1e9))
             self.libc.timer_settime(timer, ABSOLUTE, ctypes.byref(once), None)
@@ -119,15 +119,15 @@ class Backstop:
 
 @dataclasses.dataclass(eq=False)
 class Watchdog:
-    """Watches the phases of a run while it is entered; before and after, phases are unlimited.
+    """Context manager that limits the phases of a run. Outside the context, phases are unlimited.
 
-    No file is made before a phase begins.
+    No file is created before a phase begins.
     """
 
     workdir: Any
     cfg: Any  # a dataclass with NAME_seconds for each phase NAME
     _: dataclasses.KW_ONLY
-    setting: str = "hang.{}_seconds"  # format of these names in messages
+    setting: str = "hang.{}_seconds"  # format of setting names in messages
     note: Callable[..., None] = lambda kind, step=None, **facts: None  # receives the event "hang"
     others: Team | None = None
     end: Callable[[int], None] = os._exit  # called with the exit code
@@ -136,7 +136,7 @@ class Watchdog:
     def __post_init__(self) -> None:
         self.budgets = {name.removesuffix("_seconds"): seconds for name, seconds in vars(self.cfg).items()}
         self.process = self.others.process if self.others else 0
-        self.phases: dict[int, WatchedPhase] = {}  # the innermost one of each thread
+        self.phases: dict[int, WatchedPhase] = {}  # innermost phase of each thread
         self.stacks: Any = None  # the open file, private; empty until a hang
         self.backstop: Backstop | None = None
         self.stopped = threading.Event()
@@ -165,7 +165,7 @@ class Watchdog:
             self.stacks = None
 
     def phase(self, name: PhaseName | str, step: int | None = None) -> "WatchedPhase":
-        """Returns a context manager for a block that must end within the budget of its name; nested ones pause it."""
+        """Returns a context manager for a block that must end within the budget of `name`. Nested phases pause it."""
         return WatchedPhase(self, name, self.budgets[name] or math.inf, step)
 
     def work(self) -> None:
@@ -194,7 +194,7 @@ class Watchdog:
         return f"process {self.process}: {what} has made no progress for {phase.budget:g} s ({setting})"
 
     def prepare(self, phase: "WatchedPhase") -> None:
-        """Opens the stacks file and makes the kernel timers, at the first phase: then the work folder exists."""
+        """Opens the stacks file and makes the kernel timers. Called at the first phase, when the work folder exists."""
         with self.ready:
             if self.stacks is not None or not self.entered:
                 return
@@ -204,11 +204,11 @@ class Watchdog:
                 self.arm_backstop(self.backstop, phase)
 
     def expire(self, line: str, phase: "WatchedPhase | None" = None, *, is_remote: bool = False) -> None:
-        """Logs the line, writes stacks and event, and ends the process; reports it unless the hang is remote."""
+        """Logs the line, writes stacks and event, and ends the process. Reports a local hang to other processes."""
         if not self.expired.acquire(blocking=False):
             return
         if backstop := self.backstop:
-            backstop.set_timers(0.0, 0.0, time.monotonic() + LAST_SECONDS)  # without stacks or line
+            backstop.set_timers(0.0, 0.0, time.monotonic() + LAST_SECONDS)  # only the exit, without stacks or line
         where = self.stacks.name if self.stacks else "none, because no phase had started"
         print_stderr(f"stopped (hang, exit {int(Exit.HANG)}): {line}; stacks of all threads: {where}")
         if self.others and not is_remote:
@@ -286,7 +286,7 @@ def remove_if_empty(file: pathlib.Path, *, keep_folder: bool = False) -> None:
 
 
 def all_stacks(phases: dict[int, WatchedPhase]) -> str:
-    """Formats the stacks of all threads, those in a phase first."""
+    """Returns the stacks of all threads as text, with the threads in a phase first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     texts = []
     for ident, frame in sorted(sys._current_frames().items(), key=lambda item: item[0] not in phases):

@@ -1,4 +1,4 @@
-"""Assembles a run: record, metrics writer, feed, validation and autopilot around the compiled program."""
+"""Assembly of a run: the record, metrics writer, feed, validation and autopilot around the compiled program."""
 
 import dataclasses
 import functools
@@ -51,7 +51,7 @@ from jaxscale.system.redact import redacted
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """Parts of a run that a rewind reuses: everything compiled, and the data."""
+    """Parts of a run that a rewind reuses: the compiled functions and the data."""
 
     corpus: Corpus
     program: Program
@@ -59,7 +59,7 @@ class Parts:
     evaluators: tuple[LoopEvaluator, ...]
     sample: Sample | None
     replicas: ReplicaMonitor | None
-    budget: Budget  # that the program is made for
+    budget: Budget  # budget of the program
     make_program: Callable[[RunConfig, Budget], Program]
 
 
@@ -72,7 +72,7 @@ class OpenedRun(LoopSpec):
 
 
 def assemble(folder: RunFolder, start: Start, parts: Parts, state: TrainState) -> OpenedRun:
-    """Returns the run from this start on. Writes its record and opens its metrics file."""
+    """Returns a run that is ready to train from this start. Writes its record and opens its metrics file."""
     cfg, program, done = folder.cfg, parts.program, start.steps_done
     record = make_record(folder, start, program)
     services, writer = open_writer(folder, start, record)
@@ -118,7 +118,7 @@ def assemble(folder: RunFolder, start: Start, parts: Parts, state: TrainState) -
 
 
 def make_expert_load(cfg: RunConfig, total_steps: int) -> ExpertLoad | None:
-    """Returns the counter of tokens per expert; None without experts."""
+    """Returns the counter of tokens per expert, or None for a model without experts."""
     if (experts := getattr(cfg.model, "experts", None)) is None:
         return None
     return ExpertLoad(
@@ -245,7 +245,7 @@ def make_watch(program: Program, log: Log) -> ReplicaMonitor | None:
 
 
 def make_evaluate(program: Program, corpus: Corpus) -> Callable[[Any], dict[str, float]] | None:
-    """Returns params -> validation metrics on a fixed set, which is put on the devices once; None without one."""
+    """Returns a function params -> validation metrics, or None. Its fixed batches are put on the devices once."""
     cfg = program.cfg
     if not cfg.eval.num_rows or corpus.valid_rows is None:
         return None
@@ -278,12 +278,12 @@ def open_evals(cfg: RunConfig, corpus: Corpus) -> tuple[Evaluator, ...]:
 
 
 def make_evaluates(program: Program, evaluators: tuple[Evaluator, ...]) -> tuple[LoopEvaluator, ...]:
-    """Returns params -> metrics of each evaluator. All share one program, compiled once per row length."""
+    """Returns the evaluators for the loop. All share one program, which is compiled once per sequence length."""
     scorer = Scorer.of(program.model.unstaged, rows_per_pass(program) * program.cfg.seq_len)
     return tuple(LoopEvaluator(functools.partial(one.metrics, scorer), one.every_steps) for one in evaluators)
 
 
 def rows_per_pass(program: Program) -> int:
-    """Returns the rows of a validation batch: those of a microbatch, rounded up to a multiple of the batch shards."""
+    """Returns the rows of a validation batch: a microbatch, rounded up to a multiple of the batch shards."""
     rows = program.cfg.rows_per_step // program.cfg.train.num_microbatches
     return rows + -rows % program.model.unstaged.plan.batch_axes.num_shards

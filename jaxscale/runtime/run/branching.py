@@ -19,19 +19,19 @@ MAX_LISTED = 3  # available steps in an error
 
 
 def branch_settings(path: str, decay_tokens: str | None, recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings of a branch of the run at `path`; with decay_tokens its learning rate decays at once.
+    """Returns the settings of a branch of the run at `path`. With `decay_tokens`, its learning rate decays at once.
 
-    Uses no device, since processes compare settings before they connect.
-    Args: path: a work folder (its newest step) or WORKDIR/checkpoints/STEP. recorded: settings of a branch that already
-    exists, which keeps its step whatever the trunk has saved since.
-    Raises BadInput if the step does not exist, or for a decay if its learning rate is not at the peak.
+    `path` is a work folder, for its newest step, or WORKDIR/checkpoints/STEP. `recorded` has the settings of a branch
+    that already exists: its step does not change when the other run saves new steps.
+    Uses no device, since processes compare settings before they connect. Raises BadInput if the step does not exist,
+    or with `decay_tokens` if the learning rate at the step is not at its peak.
     """
     source = str((recorded.get("init") or {}).get("from_path"))
     source = source if source.startswith(f"{path.rstrip('/')}/checkpoints/") else path
     folder, step = parse_checkpoint_path(source)
     found = all_steps(folder)
     if not found:
-        raise BadInput(f"--branch_from={source} holds no checkpoint: {folder} has no complete one")
+        raise BadInput(f"--branch_from={source} has no checkpoint: {folder} has no complete step")
     step = found[-1] if step is None else step
     if step not in found:
         near = units.or_list(found[-MAX_LISTED:])
@@ -45,8 +45,8 @@ def branch_settings(path: str, decay_tokens: str | None, recorded: Mapping[str, 
     sizes = units.recorded_sizes(budget)
     if sizes.vary and (largest := sizes.stages[-1][0]) > batch_index(step - 1, run["data"]["skipped"]):
         raise BadInput(
-            f"--branch_from={path}: at step {step} its batches still grow (batch_ramp), but a branch with a decay "
-            f"needs one batch size; branch from a step after batch {largest}, the first of {budget['batch_tokens']} "
+            f"--branch_from={path}: at step {step} the batch size still grows (batch_ramp), but a branch with a decay "
+            f"needs a constant one; branch from a step after batch {largest}, the first of {budget['batch_tokens']} "
             "tokens"
         )
     known = dict(seq_len=run["config"]["seq_len"], batch_tokens=budget["batch_tokens"])
@@ -70,7 +70,7 @@ def check_stable(folder: Any, step: int, run: Mapping[str, Any]) -> None:
     elif step < budget["warmup_steps"]:
         reason, fix = f"is in its warmup of {budget['warmup_steps']} steps", "a later step"
     elif begin is not None and step > begin:
-        reason, fix = f"decays from step {begin} on", f"step {begin} or an earlier one"
+        reason, fix = f"decays from step {begin} on", f"step {begin} or an earlier step"
     else:
         return
     raise BadInput(

@@ -1,4 +1,4 @@
-"""Changes of a run's config between starts: settings, their effect on past steps, learning rate jumps."""
+"""Changes of a run's config between starts, their effect on past steps, and jumps of the learning rate."""
 
 import dataclasses
 import math
@@ -13,8 +13,8 @@ from jaxscale.program.budget import Budget, schedule_steps
 from jaxscale.runtime.run.options import Log
 from jaxscale.system.exits import BadInput
 
-# Settings that may always change but affect the bits of a step. train_tokens is judged by its learning rates; mixtures
-# and skipped batches affect future steps only.
+# Settings that may always change but affect the exact result of a step. For train_tokens, learning rates are compared;
+# mixtures and skipped batches affect future steps only.
 ALTERS = ("mesh", "context", "pipeline", "rules", "compiler", "model.remat", "model.remat_save", "model.remat_offload",
           "model.row_parts", "optim.offload_moments", "optim.offload_params")  # fmt: skip
 HORIZON = "train_tokens"
@@ -23,7 +23,7 @@ CONTINUOUS = 0.05  # largest relative change of the learning rate that is not a 
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """A setting that differs from the run in the folder. allowed: it needs --allow_change."""
+    """A setting that differs from the run in the folder. `allowed` is True if it needs --allow_change."""
 
     name: str
     old: Any
@@ -34,9 +34,9 @@ class Change:
 class Jump(NamedTuple):
     """The learning rate before and after a start. Steps are counted as in metrics.jsonl."""
 
-    step: int  # the last one done
-    before: float  # its learning rate
-    after: float  # the learning rate of the next step
+    step: int  # last completed step
+    before: float  # learning rate of this step
+    after: float  # learning rate of the next step
     expected: float  # `after` without the change
     past_alters: bool  # past steps would have had other learning rates
 
@@ -57,7 +57,7 @@ def changes_of(record: Mapping[str, Any] | None) -> list[dict[str, Any]]:
 def record_changes(
     changes: Sequence[Change], recorded: Mapping[str, Any] | None, step: int, jump: Jump | None, log: Log
 ) -> list[dict[str, Any]]:
-    """Returns all changes between starts, oldest first, and logs new ones; 'alters' if past steps would differ."""
+    """Returns all changes between starts, oldest first, and logs new ones. 'alters' is True if past steps differ."""
     texts = [f"{change.name}: {change.old!r} -> {change.new!r}" for change in changes]
     if text := ", ".join(text for change, text in zip(changes, texts) if not change.allowed):
         log(f"changed from step {step} on: {text}")
@@ -73,7 +73,7 @@ def record_changes(
 
 
 def alters(change: Change, step: int, jump: Jump | None) -> bool:
-    """Returns True if past steps may have had other results with the new value; always for an allowed change."""
+    """Returns True if past steps may have had other results with the new value; always True for an allowed change."""
     if step == 0:
         return False
     if change.name == HORIZON:
@@ -82,7 +82,7 @@ def alters(change: Change, step: int, jump: Jump | None) -> bool:
 
 
 def find_jump(recorded: Mapping[str, Any] | None, schedule: Schedule, step: int) -> Jump | None:
-    """Compares the recorded schedule with the current one after `step` steps; None for a new run or schedule."""
+    """Compares the recorded schedule with the current one after `step` steps. Returns None without a recorded one."""
     if recorded is None or step < 1:
         return None
     try:
@@ -97,7 +97,7 @@ def find_jump(recorded: Mapping[str, Any] | None, schedule: Schedule, step: int)
 
 
 def jump_lines(jump: Jump | None, cfg: RunConfig, budget: Budget, workdir: Any) -> list[str]:
-    """Returns the warning about a jump, with flags that avoid it; [] if there is none."""
+    """Returns a warning about a learning rate jump, with flags that avoid the jump, or [] without a jump."""
     if jump is None or not jump.is_jump:
         return []
     times = max(jump.before, jump.after) / max(min(jump.before, jump.after), 1e-30)
@@ -117,12 +117,12 @@ def jump_lines(jump: Jump | None, cfg: RunConfig, budget: Budget, workdir: Any) 
 
 
 def constant_rate_flags(jump: Jump, cfg: RunConfig, budget: Budget) -> str:
-    """Returns flags that keep the learning rate, verified on the schedule; '' if there are none."""
+    """Returns flags that keep the learning rate constant, verified on the schedule, or '' if there are none."""
     near = lambda rate: math.isclose(rate, jump.before, rel_tol=1e-5)
     rate = cfg.optim.min_lr if near(cfg.optim.min_lr) else float(f"{jump.before:.6g}")
     if not rate:
-        return ""  # a rate of 0 trains nothing
-    for more in ({}, {"decay": "constant"}):  # from min_lr to min_lr any shape is flat
+        return ""  # a learning rate of 0 trains nothing
+    for more in ({}, {"decay": "constant"}):  # with peak_lr equal to min_lr every decay is flat
         values = {"peak_lr": rate, **more}
         try:
             optim = schema.from_dict(OptimConfig, schema.to_dict(cfg.optim) | values)

@@ -1,4 +1,4 @@
-"""TimeLimit of a run (deadline and cost), converted to a point in time for this start."""
+"""Conversion of the limits of a run (deadline and cost) to a TimeLimit for this start."""
 
 import functools
 from collections.abc import Sequence
@@ -37,13 +37,13 @@ def hourly_dollars(limit: LimitConfig, mesh: Mesh) -> float:
 
 
 def check_early_decay(cfg: RunConfig, start: Start) -> None:
-    """Raises BadInput for limit.on_overrun='decay' while batches or rows still grow."""
+    """Raises BadInput for limit.on_overrun='decay' while the batch size or sequence length still grows."""
     stages = start.remaining_stages
     if not cfg.limit.on or cfg.limit.on_overrun != "decay" or len(stages) == 1:
         return
     reason = "needs a constant batch size, but batches grow (batch_ramp)"
     if len({stage.tokens for stage in stages}) == 1:
-        reason = "forecasts from the speed so far, but longer rows (seq_len_ramp) are slower"
+        reason = "forecasts from the speed so far, but longer sequences (seq_len_ramp) are slower"
     raise BadInput(
         f"limit.on_overrun='decay' {reason} until batch {stages[-1].first}; set limit.on_overrun to tell until then"
     )
@@ -81,7 +81,7 @@ def overrun_advice(cfg: RunConfig) -> str:
     if cfg.optim.decay not in STABLE:
         return f"reduce train_tokens; a run with optim.decay={or_list(STABLE)} could decay early"
     if cfg.limit.on_overrun == "decay":
-        return "its decay has started, and is not shortened"
+        return "the decay has started, and is not shortened"
     return "stop it and restart it with --config.limit.on_overrun=decay, or reduce train_tokens"
 
 
@@ -98,13 +98,13 @@ def first_limit(path: Any, limit: LimitConfig, mesh: Mesh, now: float) -> tuple[
 
 
 def paid_seconds(events: Sequence[dict[str, Any]], now: float) -> float:
-    """Returns the seconds for which the run has held its chips: all starts up to now, without the time between them."""
+    """Returns the seconds for which the run pays for its chips: all starts up to now, without the gaps between them."""
     starts = [number for number, event in enumerate(events) if event["event"] in ("started", "resumed")]
     if not starts:
         return 0.0
     began = began_at(events[starts[-1]])
     first = next(number for number in starts if began_at(events[number]) == began)  # a rewind opens the run again
-    before = measure_goodput((), events[: first + 1])  # the last event has the ledger of the start before it
+    before = measure_goodput((), events[: first + 1])  # the last event has the ledger of the previous start
     return before.wall_seconds - before.seconds["idle"] + now - began
 
 

@@ -39,7 +39,7 @@ from jaxscale.system.exits import BadInput, Stop
 
 
 def train_to_completion(run: OpenedRun | None) -> None:
-    """Trains to completion; opens the run again after a rewind or a new schedule. None: it is already complete."""
+    """Trains a run to completion, and reopens it after a rewind or a new schedule. None is a complete run."""
     while run is not None and isinstance(outcome := loop.train(run), Rewound):
         run = reopen(run) if isinstance(outcome, Rescheduled) else rewind(run)
 
@@ -58,7 +58,7 @@ def open_run(
     Raises BadInput for input that the user can correct, and Stop with CONFIG_MISMATCH, DATA_MISMATCH or
     CHECKPOINT_CORRUPT if the work folder does not match. Never overwrites an existing run.
     """
-    # outside run_services only the event log, which rewinds need
+    # without run_services there is only the event log, which rewinds need
     services = services or Services(Events(workdir, primary=jax.process_index() == 0).note)
     folder = prepare_folder(cfg, workdir, log, services, options)
     start = resolve_start(folder, folder.checkpoints.newest_readable(log))
@@ -77,7 +77,7 @@ def open_run(
     folder.checkpoints.check_room(program.abstract_state)  # before compilation
     start, state, program = restore_start(folder, start, program)
     if folder.cfg.limit.dollars:
-        hourly_dollars(folder.cfg.limit, program.mesh)  # raises
+        hourly_dollars(folder.cfg.limit, program.mesh)  # raises BadInput if no price is known
     parts = Parts(
         corpus=start.corpus,
         program=program,
@@ -92,7 +92,7 @@ def open_run(
 
 
 def rewind(run: OpenedRun) -> OpenedRun:
-    """Opens the run again at the checkpoint that it rewinds to; compiled programs and data are reused."""
+    """Reopens the run at the checkpoint of its pending rewind. Reuses compiled programs and data."""
     folder = run.folder
     checkpoints = open_checkpoints(folder.cfg, folder.path, folder.services)
     pending = read_decisions(folder.path).pending
@@ -102,13 +102,13 @@ def rewind(run: OpenedRun) -> OpenedRun:
 
 
 def reopen(run: OpenedRun, checkpoints: TieredCheckpoints | None = None) -> OpenedRun:
-    """Opens the run again at its newest checkpoint. Makes its program again only if the schedule has changed."""
+    """Reopens the run at its newest checkpoint. Makes a new program only if the schedule has changed."""
     folder, parts = run.folder, run.parts
     checkpoints = checkpoints or open_checkpoints(folder.cfg, folder.path, folder.services)
     folder = dataclasses.replace(folder, checkpoints=checkpoints)
     start = resolve_start(folder, checkpoints.newest_readable(folder.log), parts.corpus)
     check_early_decay(folder.cfg, start)
-    program = parts.program  # of which a rewind can return to an earlier stage
+    program = parts.program  # a rewind can return to an earlier stage of the same program
     if start.budget != parts.budget:
         program = parts.make_program(folder.cfg, start.budget.without_ramps)
     program = add_remaining_stages(program, start)
@@ -118,7 +118,7 @@ def reopen(run: OpenedRun, checkpoints: TieredCheckpoints | None = None) -> Open
 
 
 def add_remaining_stages(program: Program, start: Start) -> Program:
-    """Adds the stages of batch_ramp and seq_len_ramp that remain. Raises BadInput for one that does not fit devices."""
+    """Adds the remaining stages of batch_ramp and seq_len_ramp. Raises BadInput if one does not fit the devices."""
     try:
         return add_stages(program, start.budget, start.remaining_stages)
     except BadInput as error:
@@ -158,7 +158,7 @@ def open_checkpoints(cfg: RunConfig, path: Any, services: Services) -> TieredChe
 def restore_start(folder: RunFolder, start: Start, program: Program) -> tuple[Start, TrainState, Program]:
     """Returns the start, its state and program; falls back to an older checkpoint if the newest is damaged.
 
-    Raises BadInput if the older one is in a stage that does not fit the devices.
+    Raises BadInput if the older checkpoint is in a stage of a ramp that does not fit the devices.
     """
     checkpoints, log = folder.checkpoints, folder.log
     while True:

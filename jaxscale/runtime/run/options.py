@@ -13,12 +13,12 @@ from jaxscale.system.exits import BadInput
 from jaxscale.system.process import folder_mode
 
 Log = Callable[[str], None]  # prints a line, on one process
-# These determine the rows of each step: with other values a recorded data position would mean other rows.
+# Settings that determine the rows of each step, so that a recorded data position is valid only for the same values.
 NEVER = ("seed", "seq_len", "batch_tokens", "batch_ramp", "seq_len_ramp")
 
 
 def allowed_names(name: str, text: str) -> tuple[str, ...]:
-    """Parses a list of settings or groups of settings. Raises BadInput for one that may never change."""
+    """Parses a list of settings or groups of settings. Raises BadInput if one is unknown or may never change."""
     known = {part for setting, *_ in schema.describe(RunConfig) for part in groups_of(setting)}
     names = tuple(one.strip() for one in text.split(","))
     for one in names:
@@ -53,14 +53,14 @@ class RunOptions:
     )
     allow_change: tuple[str, ...] = flag(
         (),
-        "settings, or groups of settings, separated by commas, that may differ when a run resumes: "
-        "--allow_change=optim.peak_lr. Recorded; not allowed for the data order",
+        "comma-separated settings, or groups of settings, that may differ when a run resumes: "
+        "--allow_change=optim.peak_lr. Changes are recorded. Settings of the data order may not change",
         "NAMES",
         read=lambda name, text: allowed_names(f"--{name}", text),
     )
     replay: str | None = flag(
         None,
-        "starts a new run that repeats the decisions of another: skipped steps, learning rate cuts, rewinds",
+        "starts a new run that repeats the decisions of another run: skipped steps, learning rate cuts, rewinds",
         "OLD_WORKDIR",
     )
     steal_lock: bool = flag(False, "takes over the lock of the work folder from a process that no longer runs")
@@ -74,7 +74,7 @@ class RunOptions:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Options by flag, which must be the same in all processes of a run."""
+        """Returns {flag: value}, which must be the same in all processes of a run."""
         return {f"--{field.name}": getattr(self, field.name) for field in dataclasses.fields(RunOptions)}
 
 

@@ -25,28 +25,28 @@ cannot_replay = functools.partial(Stop, Exit.CONFIG_MISMATCH)
 
 
 def read_decisions(folder: Any) -> Decisions:
-    """Returns the decisions of the run in the folder, as read by the first process."""
+    """Returns the decisions of the run in the folder. Process 0 reads them for all processes."""
     return parse_decisions(agreed(lambda: decision_events(read_events(folder))))
 
 
 def complete_rewind(rewind: Rewind, folder: Any, checkpoints: Checkpoints) -> None:
-    """Sets aside checkpoints and metrics after the step that the run rewinds to. Idempotent; collective."""
+    """Sets aside the checkpoints and metrics after the step of the rewind. Idempotent and collective."""
     checkpoints.set_aside_after(rewind.to, "rewound")
     agreed(lambda: stop_if_unwritable(lambda: abandon(folder, rewind.to, rewind.number), folder))
 
 
 def with_replayed(cfg: RunConfig, folder: Any, old_workdir: str, log: Log) -> tuple[RunConfig, Decisions]:
-    """Returns (cfg with the batches that another run skipped, that run's decisions).
+    """Returns (cfg that skips the same batches as another run, decisions of that run).
 
-    Raises BadInput without another run, Stop(CONFIG_MISMATCH) if cfg cannot replay it, and Stop(CHECKPOINT_CORRUPT) if
-    none of its checkpoints has readable skipped batches.
+    Raises BadInput if `old_workdir` has no other run, Stop(CONFIG_MISMATCH) if cfg cannot replay that run, and
+    Stop(CHECKPOINT_CORRUPT) if none of its checkpoints has readable skipped batches.
     """
     old = paths.as_path(old_workdir)
     resolved = lambda path: str(paths.absolute(path) if paths.is_remote(path) else paths.absolute(path).resolve())
     if resolved(old).rstrip("/") == resolved(folder).rstrip("/"):
         raise BadInput(f"--replay={old_workdir} is the work folder itself; give another --workdir")
     if not (old / "config.json").exists():
-        raise BadInput(f"--replay={old_workdir} holds no config.json: it is not the folder of a run")
+        raise BadInput(f"--replay={old_workdir} has no config.json: it is not the work folder of a run")
     check_same_run(cfg, old, None)
     old_record = paths.read_json(old / "config.json")
     if names := ", ".join(
@@ -66,7 +66,7 @@ def with_replayed(cfg: RunConfig, folder: Any, old_workdir: str, log: Log) -> tu
         + [*cfg.data.skip_batches]
     )
     decisions = decisions.up_to(pending.to) if pending else decisions
-    if decisions.decay and decisions.decay.step > (newest or 0):  # no checkpoint is past it
+    if decisions.decay and decisions.decay.step > (newest or 0):  # no checkpoint is after its start
         decisions = decisions._replace(decay=None)
     last = pending.to if pending else max(newest or 0, agreed(lambda: last_measured(old)), *decisions.skipped, 0)
     decisions = decisions.with_recorded_detours(recorded)._replace(last_step=last)
@@ -74,12 +74,12 @@ def with_replayed(cfg: RunConfig, folder: Any, old_workdir: str, log: Log) -> tu
 
 
 def check_same_schedule(budget: Budget, mixture: Mixture | None, old_workdir: str) -> None:
-    """Raises Stop(CONFIG_MISMATCH) if the run to replay has other steps, batch sizes or starts of mixture stages."""
+    """Raises Stop(CONFIG_MISMATCH) if the steps, ramps or mixture stages differ from those of the replayed run."""
     record = paths.read_json(paths.as_path(old_workdir) / "config.json")
     old = record["budget"]
     if old["total_steps"] != budget.total_steps:
         raise cannot_replay(
-            f"--replay={old_workdir}: that run has {old['total_steps']} steps and this one {budget.total_steps}, so "
+            f"--replay={old_workdir}: that run has {old['total_steps']} steps and this run {budget.total_steps}, so "
             "their learning rates differ; use the train_tokens of that run, and end early with --stop_after"
         )
     for name, setting in (("ramp", "batch_ramp"), ("seq_len_ramp", "seq_len_ramp")):
@@ -87,13 +87,13 @@ def check_same_schedule(budget: Budget, mixture: Mixture | None, old_workdir: st
         if (old_stages := [list(stage) for stage in old.get(name) or ()]) != stages:
             raise cannot_replay(
                 f"--replay={old_workdir}: the stages of {setting}, as [first batch, size], are {old_stages} in that "
-                f"run and {stages} in this one, because train_tokens changed after them; it cannot be replayed"
+                f"run and {stages} in this run, because train_tokens changed after them; it cannot be replayed"
             )
     starts = (record.get("mixture") or {}).get("starts")  # an earlier version recorded none
     if mixture is not None and starts not in (None, mixture.starts):
         raise cannot_replay(
             f"--replay={old_workdir}: the first batches of the stages of data.mixture are {starts} in that run and "
-            f"{dict(mixture.starts)} in this one, because train_tokens changed after them; it cannot be replayed"
+            f"{dict(mixture.starts)} in this run, because train_tokens changed after them; it cannot be replayed"
         )
 
 

@@ -31,9 +31,9 @@ REPLACED = (*APPENDED, "abandoned.jsonl", "config.json", "sample.txt")
 
 @contextlib.contextmanager
 def run_services(cfg: RunConfig, workdir: str, options: RunOptions, team: cluster.Team) -> Iterator[Services]:
-    """Yields the services of a run while it holds the work folder's lock; notes its end in the event log.
+    """Yields the services of a run while it holds the lock of the work folder. Records the end in the event log.
 
-    A rejected start leaves the folder unchanged. Raises: Stop (LOCK_HELD) if another run holds the lock.
+    A rejected start leaves the folder unchanged. Raises Stop (LOCK_HELD) if another run holds the lock.
     """
     primary = jax.process_index() == 0
     board = Board() if jax.process_count() > 1 else None
@@ -54,7 +54,7 @@ def run_services(cfg: RunConfig, workdir: str, options: RunOptions, team: cluste
             stop=jax.profiler.stop_trace,
         )
         seconds = cfg.monitor.telemetry_seconds
-        read = make_reader(jax.local_devices()[0].platform) if primary and seconds > 0 else None  # others write none
+        read = make_reader(jax.local_devices()[0].platform) if primary and seconds > 0 else None  # process 0 only
         telemetry = Telemetry(read, every_seconds=seconds, say=team)
         watchdog = Watchdog(workdir, cfg.hang, note=events.note, others=team, observers=(profiler, ledger))
         exports = periodic_exports(cfg.export, workdir, events.note, team, primary=primary)
@@ -92,13 +92,13 @@ def note_end(events: Events, ledger: TimeLedger) -> Iterator[None]:
 
 
 def clean_folder(workdir: str, log: Log, *, primary: bool, stolen: bool) -> None:
-    """Removes files of dead processes, and detaches a stolen lock's owner. Raises BadInput for special files."""
+    """Removes leftover files, and replaces files that the owner of a stolen lock may still write to."""
     if paths.is_remote(workdir):
         return
     folder, failed = paths.as_path(workdir), []
     for name in REPLACED:
         paths.check_is_file(folder / name)
-    if primary:  # the others hold no lock, and may come to a folder that is another run's
+    if primary:  # other processes hold no lock, and the folder may belong to another run
         paths.remove_temporaries(folder, REPLACED)
     if not (primary and stolen):
         return

@@ -1,4 +1,4 @@
-"""Resolves where a run starts, and its dtypes, from config, work folder and data. Writes nothing."""
+"""Resolves the start of a run and its dtypes from the config, the work folder and the data. Writes nothing."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -38,26 +38,26 @@ class RunFolder:
     services: Services
     options: RunOptions
     log: Log
-    replayed: Decisions | None  # of the run that --replay names
-    dtypes: tuple[Resolved, ...] = ()  # of settings with 'auto'
+    replayed: Decisions | None  # decisions of the run given by --replay
+    dtypes: tuple[Resolved, ...] = ()  # of the settings with 'auto'
 
 
 @dataclasses.dataclass(frozen=True)
 class Start:
     """The start of a run, resolved before compilation."""
 
-    step: int | None  # of the checkpoint, or None
+    step: int | None  # step of the checkpoint, or None
     recorded: dict[str, Any] | None  # the checkpoint's record of the run
-    changes: list[Change]  # of the config since then
+    changes: list[Change]  # changes of the config since the checkpoint
     decisions: Decisions
     source: InitSource | None  # the checkpoint of another run that this one is initialized from
     corpus: Corpus
     budget: Budget
-    skipped: Ranges  # batches
+    skipped: Ranges  # ranges of skipped batches
     nothing_to_do: str  # reason, or ''
     detours: Sequence[Detour] = ()
     mixture: Mixture | None = None
-    transforms: Sequence[Transform] = ()  # of training batches, in order
+    transforms: Sequence[Transform] = ()  # transforms of training batches, in order
 
     @property
     def steps_done(self) -> int:
@@ -68,7 +68,7 @@ class Start:
 
     @property
     def sizes(self) -> BatchSizes:
-        """Rows of each batch."""
+        """Number of rows in each batch."""
         return self.budget.batches(self.corpus.seq_len)
 
     @property
@@ -86,10 +86,10 @@ class Start:
 
 
 def resolve_start(folder: RunFolder, step: int | None, corpus: Corpus | None = None) -> Start:
-    """Resolves the start from a checkpoint's step, or from the beginning (None).
+    """Resolves the start from the checkpoint of `step`, or from the beginning if `step` is None.
 
-    Args: corpus: the data if already open. Raises BadInput, or Stop with CONFIG_MISMATCH or DATA_MISMATCH, if the run
-    in the folder cannot continue with these settings or data.
+    `corpus` is the data, if they are already open. Raises BadInput, or Stop with CONFIG_MISMATCH or DATA_MISMATCH, if
+    the run in the folder cannot continue with these settings or data.
     """
     cfg, options, done = folder.cfg, folder.options, step or 0
     recorded = None if step is None else folder.checkpoints.read_run(step)
@@ -127,7 +127,7 @@ def resolve_start(folder: RunFolder, step: int | None, corpus: Corpus | None = N
 
 
 def nothing_to_do(step: int, total_steps: int, stop_after: int | None) -> str:
-    """Returns the reason for which a run at this step has nothing left to train, or ''."""
+    """Returns why a run at this step has nothing left to train, or ''."""
     if step >= total_steps:
         return (
             f"this run is complete at step {step}; to continue, raise --config.train_tokens; the learning rate then "
@@ -139,7 +139,7 @@ def nothing_to_do(step: int, total_steps: int, stop_after: int | None) -> str:
 
 
 def open_ancestor(folder: RunFolder, recorded: dict[str, Any] | None) -> InitSource | None:
-    """Returns the checkpoint that a new run is initialized from: the recorded one, if it has started before."""
+    """Returns the checkpoint that a new run is initialized from, as recorded at an earlier start, or None."""
     if folder.cfg.init.from_path is None or recorded is not None:
         return None
     ancestor = next(iter(resume_checks.recorded_run(folder.path).get("ancestry", ())), None)
@@ -151,10 +151,10 @@ def open_ancestor(folder: RunFolder, recorded: dict[str, Any] | None) -> InitSou
 def resolve_run_dtypes(
     cfg: RunConfig, workdir: Any, replay: str | None = None
 ) -> tuple[RunConfig, tuple[Resolved, ...]]:
-    """Returns the config without 'auto', and each resolved setting. The same in all processes.
+    """Returns (config without 'auto', resolved settings), the same in all processes.
 
-    An existing run keeps its recorded dtypes. A replay, or a run initialized from another one, uses that run's dtypes.
-    Args: replay: the work folder of --replay. Raises BadInput if init.from_path has no checkpoint.
+    An existing run uses its recorded dtypes. A replay, or a run initialized from another run, uses the dtypes of that
+    run. `replay` is the work folder given by --replay. Raises BadInput if init.from_path has no checkpoint.
     """
     if not is_auto(cfg):
         return cfg, ()

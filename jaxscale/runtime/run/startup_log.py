@@ -24,7 +24,7 @@ Sample = Callable[[TrainState], str]
 
 
 def log_model(program: Program, budget: Budget, log: Log) -> None:
-    """Logs model, mesh, horizon and parameters."""
+    """Logs the model, mesh, schedule and parameters."""
     cfg, mesh = program.cfg, program.mesh
     device = mesh.devices.flat[0]
     attention = program.plan.attention
@@ -60,7 +60,7 @@ def log_model(program: Program, budget: Budget, log: Log) -> None:
 
 
 def log_resume(program: Program, recorded: dict[str, Any], step: int, budget: Budget, log: Log) -> None:
-    """Logs the step from which the run resumes, and learning rates if the horizon has changed."""
+    """Logs the step from which the run resumes, and learning rates if the number of steps has changed."""
     if recorded["budget"]["total_steps"] != budget.total_steps:
         last = recorded["budget"]["total_steps"]
         rates = ", ".join(f"{float(program.schedule(s)):.3g} at step {s}" for s in (step, budget.total_steps - 1))
@@ -84,7 +84,7 @@ def finish(cfg: SampleConfig, sample: Sample | None, state: TrainState, folder: 
 
 
 def sample_of_run(program: Program, corpus: Corpus, log: Log) -> Sample | None:
-    """Returns the function that samples text from a state; None, with a logged reason, if it cannot."""
+    """Returns the function that samples text from a state, or None, with a logged reason, if the run cannot."""
     if not program.cfg.sample.num_tokens:
         return None
     if program.cfg.model.kind != "decoder":
@@ -97,10 +97,10 @@ def sample_of_run(program: Program, corpus: Corpus, log: Log) -> Sample | None:
 
 
 def make_sample(program: Program, tokenizer: Any, log: Log = lambda line: None) -> Sample:
-    """Returns state -> the prompt and sample.num_tokens sampled tokens, compiled at the first call.
+    """Returns a function state -> text: the prompt and sample.num_tokens sampled tokens. Compiles at the first call.
 
-    The end-of-document token is never sampled. Rows have seq_len tokens as in training: when one is full, its second
-    half is continued. The seed is fixed, so samples differ only by the training in between. Collective.
+    The end-of-document token is never sampled. A sequence has seq_len tokens as in training; when it is full, its
+    second half is continued. The seed is fixed, so that samples differ only because of training. Collective.
     """
     cfg, longest = program.cfg, program.cfg.seq_len
     prompt = [*tokenizer.begin_ids, *tokenizer.encode(cfg.sample.prompt).tolist()]
@@ -132,7 +132,7 @@ def make_sample(program: Program, tokenizer: Any, log: Log = lambda line: None) 
 
 
 def group_table(shapes: Any, shardings: Any, groups: Any) -> list[tuple[str, str, str, str, str]]:
-    """Returns rows (parameter, shape, dtype, sharding, group), logged at startup."""
+    """Returns rows (parameter, shape, dtype, sharding, group), for the log at startup."""
     rows = []
     leaves = zip(jax.tree_util.tree_leaves_with_path(shapes), jax.tree.leaves(shardings), jax.tree.leaves(groups))
     for (path, shape), sharding, group in leaves:

@@ -36,11 +36,11 @@ VERDICT_TEXT = {
 
 
 class Rewound(Exception):
-    """Raised if the run continues from an older checkpoint: open it again."""
+    """Raised if the run must be reopened from an older checkpoint."""
 
 
 class Rescheduled(Rewound):
-    """Raised if the decay begins early: open the run again at the step that was just saved."""
+    """Raised if the decay begins early, so that the run must be reopened at the step that was just saved."""
 
 
 class AutopilotSpec(NamedTuple):
@@ -49,8 +49,8 @@ class AutopilotSpec(NamedTuple):
     recovery: RecoveryConfig
     guard: GuardConfig
     note: Note = ignore
-    past: Decisions = Decisions()  # of this run
-    replayed: Decisions | None = None  # of the run that is replayed; then no new decision is taken, except to stop
+    past: Decisions = Decisions()  # earlier decisions of this run
+    replayed: Decisions | None = None  # of the replayed run; a replay takes no new decisions, except to stop
     start_step: int = 0
     batch_index: Callable[[int], int] = lambda step: step  # steps done -> index of the next batch
     gradient_norms: Callable[[TrainState, Batch], dict[str, jax.Array]] | None = None  # compiled at the first call
@@ -58,7 +58,7 @@ class AutopilotSpec(NamedTuple):
 
 
 class Autopilot:
-    """Recovery of one start of a run. Steps are counted from 1, as in metrics.jsonl; `now` is the number done."""
+    """Recovery of one start of a run. Steps are counted from 1; `now` is the number of completed steps."""
 
     def __init__(self, spec: AutopilotSpec, checkpoints: Checkpoints):
         self.spec, self.checkpoints = spec, checkpoints
@@ -68,7 +68,7 @@ class Autopilot:
         self.action: recovery.Action | None = None
         self.last_skipped: tuple[Batch, recovery.StepReading, int] | None = None
         self.recovery = spec.recovery
-        if spec.replayed is not None:  # a replay decides nothing itself, not even after the replayed run's end
+        if spec.replayed is not None:  # a replay takes no decisions, even after the replayed run's end
             self.recovery = dataclasses.replace(spec.recovery, steps=())
 
     def observe(self, step: int, values: dict[str, Any], batch: Batch) -> None:
@@ -98,16 +98,16 @@ class Autopilot:
         if self.action is None and (self.spec.replayed is None or step >= self.spec.replayed.last_step):
             self.state, self.action = state, action
             return
-        # The step was in flight when recovery decided about an earlier one, or the replayed run has handled it.
+        # The step was in flight when recovery decided about an earlier step, or the replayed run has handled it.
         self.state = self.state._replace(bad=state.bad)
         if bad and self.action and self.action.kind == "rewind":
             self.action = self.action._replace(last_bad=step)
 
     def act(self, now: int, state: TrainState) -> TrainState:
-        """Carries out the action, if any, and returns the state to continue with.
+        """Carries out a pending action and returns the state to continue with.
 
-        To be called when all dispatched steps have been read. Raises Rewound, or Stop (NON_FINITE) if no recovery step
-        is left.
+        Call it when the metrics of all dispatched steps have been read. Raises Rewound, or Stop (NON_FINITE) if no
+        recovery step is left.
         """
         action, self.action = self.action, None
         if action is None:
@@ -123,7 +123,7 @@ class Autopilot:
         raise self.halt_error(state, no_checkpoint=action.kind == "rewind")
 
     def rewind(self, now: int, action: recovery.Action) -> None:
-        """Records the rewind and raises Rewound; returns if none of the checkpoints can be used."""
+        """Records the rewind and raises Rewound; returns if no checkpoint can be used."""
         cfg = self.spec.recovery
         before = recovery.rewind_before_step(action.first_bad, cfg.rewind_margin_steps)
         oldest = recovery.oldest_clean_step(action.first_bad, cfg.max_rewind_steps)
@@ -139,9 +139,9 @@ class Autopilot:
         raise Rewound
 
     def newest_checkpoint(self, *ranges: tuple[int, int, str | None]) -> int | None:
-        """Returns the newest checkpoint in the first of these ranges that has one; (first step, end, health) each.
+        """Returns the newest checkpoint in the first range (first step, end, health) that has one, or None.
 
-        Waits for a save in progress. If it fails, the failure is recorded and an older checkpoint is used.
+        Waits for a save in progress. If the save fails, the failure is recorded and an older checkpoint is used.
         """
         self.checkpoints.join()
         self.checkpoints.take_failure()
@@ -150,7 +150,7 @@ class Autopilot:
         return next((step for step, (oldest, *_) in found if step is not None and step >= oldest), None)
 
     def halt_error(self, state: TrainState, no_checkpoint: bool) -> Stop:
-        """Returns the error that names the step, and the parameter whose gradient is not finite or largest."""
+        """Returns the error, which names the step and the parameter with a non-finite or the largest gradient."""
         assert self.last_skipped is not None, "recovery acts after a bad step"
         batch, reading, verdict = self.last_skipped
         in_row, skipped = reading.skipped_in_row, len(self.state.bad)
@@ -179,7 +179,7 @@ class Autopilot:
         return f", first not finite in {first}" if first else f", largest in {max(norms, key=norms.__getitem__)}"
 
     def set_order(self, now: int, state: TrainState) -> TrainState:
-        """Sets the guard's order for the next step to the decision of the replayed run, if any."""
+        """Orders the guard to apply or skip the next step as the replayed run did, in a replay."""
         replayed = self.spec.replayed
         if replayed is None or now >= replayed.last_step:
             return state
@@ -187,7 +187,7 @@ class Autopilot:
         return state._replace(guard=state.guard._replace(order=scalar_like(state.guard.order, order)))
 
     def replay_decisions(self, now: int, state: TrainState) -> TrainState:
-        """Applies the decisions of the replayed run after this step; before a save, as in that run."""
+        """Applies the decisions of the replayed run after this step. Call it before a save, as in that run."""
         for cut in self.spec.replayed.cuts if self.spec.replayed else ():
             if cut.step == now + 1:
                 self.spec.note("lr_cut", cut.step, factor=cut.factor, until=cut.until)
@@ -199,14 +199,14 @@ class Autopilot:
         return state
 
     def health(self, now: int) -> str:
-        """'suspect' if a step of the last window was skipped, else 'clean'."""
+        """Returns 'suspect' if a step in the last window was skipped, otherwise 'clean'."""
         return "suspect" if self.last_bad > now - self.spec.guard.window_steps else "clean"
 
     def check_replicas(self, now: int, state: TrainState, saving: bool, leaving: str | None) -> None:
-        """Compares the devices' copies of the state if that is due.
+        """Compares the devices' copies of the state if a comparison is due.
 
-        Raises: Rewound at the first difference, to run the same steps again. Stop (SILENT_CORRUPTION) if they differ
-        again, or none of the checkpoints is clean; Stop (PREEMPTED) if the process must stop now.
+        Raises Rewound at the first difference, to run the same steps again. Raises Stop with SILENT_CORRUPTION if the
+        copies differ again or no checkpoint is clean, and with PREEMPTED if the process must stop now.
         """
         monitor = self.spec.replicas
         if monitor is None or not monitor.due(now, saving) or monitor.check_agreement(now, state):
@@ -221,7 +221,7 @@ class Autopilot:
         if to is None:
             raise Stop(
                 Exit.SILENT_CORRUPTION,
-                f"after step {now} devices hold different copies of the state, and none of the checkpoints is clean; "
+                f"after step {now} devices have different copies of the state, and no checkpoint is clean; "
                 "start a new run without the devices named above",
             )
         self.spec.note(

@@ -14,20 +14,20 @@ RecoveryStep = Literal["cut_lr", "rewind"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecoveryConfig:
-    """Recovery from more skipped steps than the guard allows. Each recovery step is an event, and can be replayed."""
+    """Settings of recovery, which starts if the guard skips too many steps. Recovery steps are recorded as events."""
 
     steps: tuple[RecoveryStep, ...] = setting(
         ("rewind",),
-        "recovery steps, in this order, each up to its maximum; then the run ends with exit code 17",
+        "recovery steps in order of use, each up to its maximum number; then the run ends with exit code 17",
         may_change=True,
     )
     max_skipped_in_window: int = setting(
         50,
-        "recovery also starts after more skipped steps than this among the last guard.window_steps; 0: no limit",
+        "recovery also starts if more than this many of the last guard.window_steps steps were skipped; 0: no limit",
         may_change=True,
     )
     cut_factor: float = setting(
-        10.0, "cut_lr: the learning rate is divided by this", may_change=True, read_if="train.recovery.steps=cut_lr"
+        10.0, "cut_lr: divisor of the learning rate", may_change=True, read_if="train.recovery.steps=cut_lr"
     )
     cut_steps: int = setting(
         100,
@@ -43,9 +43,9 @@ class RecoveryConfig:
     )
     rewind_margin_steps: int = setting(
         100,
-        "rewind: the checkpoint is at least this many steps older than the first bad step, and the batches from this "
-        "many steps before it to the last bad one are skipped; PaLM: 100 steps, 200 to 500 batches (arXiv:2204.02311, "
-        "5.1)",
+        "rewind: the checkpoint is at least this many steps older than the first bad step, and the batches from that "
+        "many steps before the first to the last bad step are skipped; PaLM: 100 steps, 200 to 500 batches "
+        "(arXiv:2204.02311, 5.1)",
         may_change=True,
         read_if="train.recovery.steps=rewind",
     )
@@ -55,21 +55,21 @@ class RecoveryConfig:
     max_rewind_steps: int = setting(
         2000,
         "rewind: if the newest clean checkpoint is more than this many steps older than the first bad step, the newest "
-        "suspect one before the margin is used; 0: no limit",
+        "checkpoint before the margin is used even if a step shortly before it was skipped; 0: no limit",
         may_change=True,
         read_if="train.recovery.steps=rewind",
     )
     clean_source: str | None = setting(
         None,
-        "rewind: the source of data.mixture for the first steps after it; none: no change",
+        "rewind: the only source of data.mixture that is used in the first steps after a rewind; none: no change",
         may_change=True,
         read_if="train.recovery.steps=rewind",
     )
     clean_steps: int = setting(
-        0, "rewind: number of these steps", may_change=True, read_if="train.recovery.clean_source"
+        0, "rewind: number of steps that use only clean_source", may_change=True, read_if="train.recovery.clean_source"
     )
     norm_alarm: float = setting(
-        100.0, "a norm above this is reported as an event; the step is applied; 0: never", may_change=True
+        100.0, "a gradient norm above this is reported as an event; the step is applied; 0: never", may_change=True
     )
     spike_alarm: float = setting(
         1.5,
@@ -77,11 +77,11 @@ class RecoveryConfig:
         may_change=True,
     )
     plateau_steps: int = setting(
-        0, "steps of a window whose second half is compared with the first; 0: never", may_change=True
+        0, "steps of the window whose halves are compared to detect a plateau; 0: never", may_change=True
     )
     plateau_ratio: float = setting(
         0.99,
-        "a mean loss of the second half of at least this times that of the first is reported as an event",
+        "a plateau is reported as an event if the second half's mean loss is at least this times that of the first",
         may_change=True,
         read_if="train.recovery.plateau_steps",
     )
@@ -106,14 +106,14 @@ class RecoveryConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReplicaConfig:
-    """Silent data corruption: a wrong bit in one device's copy of the state, found by comparing replicas."""
+    """Settings of the comparison of replicas, which finds silent data corruption: wrong bits in a copy of the state."""
 
     every_steps: int = setting(
-        0, "steps between comparisons of all copies, also made before each save; 0: none", may_change=True
+        0, "steps between comparisons of all copies; they are also compared before each save; 0: never", may_change=True
     )
     max_passing: int = setting(
-        3, "transient faults of one device that running the same steps again did not reproduce; one more ends the run "
-        "(exit code 16)",
+        3, "maximum number of transient faults per device, which do not recur when the steps run again; one more ends "
+        "the run (exit code 16)",
         may_change=True, read_if="train.replicas.every_steps",)  # fmt: skip
 
     def __post_init__(self):
@@ -124,7 +124,7 @@ class ReplicaConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LimitConfig:
-    """Limits of time and money. A run reports when it will overrun, and can decay early to end in time."""
+    """Limits of time and money. A run reports a forecast overrun, and can start its decay early to end in time."""
 
     deadline: str | None = setting(
         None,
@@ -160,7 +160,7 @@ class LimitConfig:
         return self.deadline is not None or self.dollars > 0
 
     def ends_at(self, first_start: float) -> float:
-        """Returns the deadline in seconds since 1970; first_start: of the run. Raises BadInput for an invalid time."""
+        """Returns the deadline, given the run's first start both in seconds since 1970. Raises BadInput if invalid."""
         assert self.deadline is not None, "call it only if there is a deadline"
         if (seconds := seconds_of(self.deadline)) is not None:
             return first_start + seconds
@@ -175,7 +175,7 @@ class LimitConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig(StepConfig):
-    """Gradient accumulation, loss scaling, the guard and recovery."""
+    """Settings of gradient accumulation, loss scaling, the guard and recovery."""
 
     recovery: RecoveryConfig = setting(RecoveryConfig)
     replicas: ReplicaConfig = setting(ReplicaConfig)

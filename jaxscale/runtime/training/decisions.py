@@ -27,24 +27,24 @@ class EarlyDecay(NamedTuple):
 class Rewind(NamedTuple):
     """A rewind to a checkpoint."""
 
-    number: int  # from 1
+    number: int  # counted from 1
     to: int  # step of the checkpoint
     batch: int  # index of the next batch at that checkpoint
     skip_batches: tuple[tuple[int, int], ...]
-    clean: Detour | None  # batches of one source that are trained on first
+    clean: Detour | None  # batches of a single source to train on first
     reason: str  # 'skipped' or 'replicas'
 
 
 class Decisions(NamedTuple):
-    """Decisions on the steps that lead to the current step; those on abandoned steps are left out."""
+    """Decisions of a run, without decisions on abandoned steps."""
 
-    skipped: tuple[int, ...] = ()  # steps, from 1
+    skipped: tuple[int, ...] = ()  # steps, counted from 1
     cuts: tuple[LrCut, ...] = ()
-    rewinds: tuple[Rewind, ...] = ()  # all of the run
+    rewinds: tuple[Rewind, ...] = ()  # all rewinds of the run
     pending: Rewind | None = None  # decided, but not carried out before the process died
-    recorded_detours: tuple[Detour, ...] = ()  # in the checkpoint, which may have been copied without the events
+    recorded_detours: tuple[Detour, ...] = ()  # from the checkpoint, which may be a copy without events
     decay: EarlyDecay | None = None
-    last_step: int = 0  # of a replayed run: its last step with decisions
+    last_step: int = 0  # for a replayed run, its last step with decisions
 
     @property
     def skip_batches(self) -> list[tuple[int, int]]:
@@ -53,7 +53,7 @@ class Decisions(NamedTuple):
 
     @property
     def detours(self) -> list[Detour]:
-        """Batches of a single source on the current line of steps, cut off at later rewinds."""
+        """Ranges of batches that have a single source, without the parts that later rewinds removed."""
         detours = list(self.recorded_detours)  # those of this run's rewinds are dropped and added again below
         for rewind in self.rewinds:
             if rewind.reason == "replicas":
@@ -68,11 +68,11 @@ class Decisions(NamedTuple):
         """Returns the decisions that apply to a run that continues from `step`, including all rewinds."""
         skipped = tuple(number for number in self.skipped if number <= step)
         cuts = tuple(cut for cut in self.cuts if cut.step <= step + 1)  # decided before the checkpoint was saved
-        decay = self.decay if self.decay and self.decay.step <= step else None  # a later one is decided again
+        decay = self.decay if self.decay and self.decay.step <= step else None  # a later decay is decided again
         return self._replace(skipped=skipped, cuts=cuts, decay=decay, pending=None)
 
     def with_recorded_detours(self, position: Mapping[str, Any] | None) -> "Decisions":
-        """Adds the detours of a checkpoint. position: its position in the data, if there is a checkpoint."""
+        """Returns the decisions with the detours of a checkpoint's data position, or with none if it is None."""
         detours = (position or {}).get("detours", ())
         return self._replace(recorded_detours=tuple((first, batches, source) for first, batches, source in detours))
 
@@ -84,7 +84,7 @@ class Decisions(NamedTuple):
 
 
 def parse_decisions(events: Iterable[dict[str, Any]]) -> Decisions:
-    """Returns the decisions in a log of events. A start from step n drops those after n."""
+    """Returns the decisions in a log of events. A start from step n drops the decisions after n."""
     decisions = Decisions()
     for event in events:
         kind, step = event["event"], event["step"]

@@ -13,30 +13,30 @@ from jaxscale.core.models.config import EXPERT_COUNTS, EXPERT_ROUNDS, EXPERTS_DR
 from jaxscale.core.models.moe_balance import ROUTER_BIAS
 from jaxscale.runtime.monitor.health.expert_rules import DEAD_STEPS
 
-MAX_RECORDS = 128  # of a run, approximately: 20 MB for 61 layers with 256 experts, at ten bytes a count
+MAX_RECORDS = 128  # per run, approximately; 20 MB for 61 layers with 256 experts, at ten bytes per count
 
 
 class ExpertLoad:
     """Token counts of a run's experts since this start."""
 
     def __init__(self, *, experts_per_token: int, first_layer: int = 0, every_steps: int = 0, total_steps: int = 0):
-        """first_layer: index of the first MoE layer. every_steps: least interval of records; 0: no records."""
+        """`first_layer` is the first MoE layer; `every_steps` is the minimum interval of records, 0 for none."""
         self.experts_per_token, self.first_layer, self.every_steps = experts_per_token, first_layer, every_steps
         self.interval = every_steps and max(1, math.ceil(total_steps / MAX_RECORDS / every_steps)) * every_steps
         self.counts_LE: np.ndarray | None = None  # summed over the steps since the last record
-        self.steps = 0  # of the sum
+        self.steps = 0  # number of steps in counts_LE
         self.idle_steps_LE: np.ndarray | None = None  # consecutive steps without a token
         self.steps_since_start = 0
 
     def record_due(self, step: int) -> bool:
-        """True every `interval` steps, and before the first of them at intervals that double."""
+        """Returns True every `interval` steps, and at doubling intervals before the first of these steps."""
         if not self.interval:
             return False
         times, remainder = divmod(step, self.every_steps)
         return step % self.interval == 0 or step < self.interval and remainder == 0 and times & (times - 1) == 0
 
     def add_step(self, fetched: dict[str, Any]) -> dict[str, float]:
-        """Returns the metrics of a step and adds its counts to the sums. Removes what it reads from `fetched`."""
+        """Returns the metrics of a step and adds its counts to the sums. Removes used values from `fetched`."""
         counts_LE = fetched.pop(EXPERT_COUNTS).astype(np.int64)
         self.counts_LE = counts_LE if self.counts_LE is None else self.counts_LE + counts_LE
         idle_steps_LE = np.where(counts_LE > 0, 0, 1 if self.idle_steps_LE is None else self.idle_steps_LE + 1)
@@ -60,8 +60,8 @@ class ExpertLoad:
 
 
 def load_metrics(counts_LE: np.ndarray) -> dict[str, float]:
-    """Load balance of a step: the busiest expert over the mean and the effective number of experts, exp(entropy), of
-    the worst layer; experts without a token in all layers."""
+    """Returns load balance metrics of a step: the busiest expert over the mean and the effective number of experts,
+    exp(entropy), both in the worst layer, and the number of experts without a token in all layers."""
     rows_L1 = np.maximum(counts_LE.sum(axis=1, keepdims=True), 1)
     share_LE = counts_LE / rows_L1
     entropy_L = -np.sum(share_LE * np.log(np.maximum(share_LE, np.finfo(float).tiny)), axis=1)
@@ -73,9 +73,9 @@ def load_metrics(counts_LE: np.ndarray) -> dict[str, float]:
 
 
 def router_metrics(fetched: dict[str, Any], counts_LE: np.ndarray, experts_per_token: int) -> dict[str, float]:
-    """Router entropy per token [nats], mean and smallest of the layers. With router biases: the spread of a token's
-    scores in the layer with the smallest, the largest range of a layer's biases, and the largest ratio of that range to
-    the spread. Removes what it reads from `fetched`."""
+    """Returns the mean and minimum over layers of the router entropy per token, in nats. With router biases, also the
+    smallest spread of a token's scores, the largest range of the biases, and the largest ratio of range to spread in a
+    layer. Removes the values that it uses from `fetched`."""
     # sums over tokens of text were divided by the number of target tokens
     per_token_L = np.maximum(fetched["real_tokens"], 1) * experts_per_token / np.maximum(counts_LE.sum(axis=1), 1)
     entropy_L, scores_L = (fetched.pop(name) * per_token_L for name in (ROUTER_ENTROPY, ROUTER_SCORES))
@@ -90,7 +90,7 @@ def router_metrics(fetched: dict[str, Any], counts_LE: np.ndarray, experts_per_t
 
 
 def round_metrics(exchanges_Q: np.ndarray) -> dict[str, float]:
-    """Largest and mean number of all-to-all rounds of an exchange, over devices and layers."""
+    """Returns the maximum and mean number of all-to-all rounds per exchange, over devices and layers."""
     rounds = np.arange(len(exchanges_Q))
     mean = float((rounds * exchanges_Q).sum() / max(exchanges_Q.sum(), 1))
     return {"expert_rounds": int(rounds[exchanges_Q > 0].max(initial=0)), "expert_rounds_mean": mean}

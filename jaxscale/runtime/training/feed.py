@@ -17,7 +17,7 @@ CLOSE_SECONDS = 10.0
 
 
 class NumberedBatch(NamedTuple):
-    """A global batch and its number n."""
+    """A global batch and its index n."""
 
     batch: Batch
     batch_index: int
@@ -26,7 +26,7 @@ class NumberedBatch(NamedTuple):
 class Feed:
     """Iterator over the global batches of a range of steps, with their indices. Call close() at the end.
 
-    Its position is a function of the step, so no state of Grain is saved.
+    The position depends only on the step, so no state of Grain is saved.
     """
 
     AHEAD = 2  # one batch in use, one in transfer
@@ -43,14 +43,15 @@ class Feed:
         seq_len: int,
         transforms: Sequence[Transform] = (),
     ):
-        """read(n, rows) -> these rows of batch n as numpy, of seq_len tokens each; batch_index(step) -> n; num_rows(n):
-        of the global batch, as read; row_tokens(n): in a row on the devices, a divisor of seq_len."""
+        """read(n, rows) returns rows of batch n as numpy, seq_len tokens each; batch_index(step) returns n; num_rows(n)
+        is the number of rows to read for global batch n; row_tokens(n), a divisor of seq_len, is the row length on
+        the devices."""
         local = functools.cache(lambda number, length: local_rows(sharding, (number, length)))
 
         def element(i: int) -> NumberedBatch:
             n = batch_index(steps[i])
             length = row_tokens(n)
-            parts = seq_len // length  # rows on the devices cut from one that is read
+            parts = seq_len // length  # rows on the devices per row that is read
             number = num_rows(n) * parts
             rows = sorted({row // parts for row in local(number, length)})
             batch = read_batch(read, rows, transforms, n)

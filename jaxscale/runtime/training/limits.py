@@ -1,7 +1,7 @@
 """Time limits of a run (budget, deadline): forecasts an overrun from its speed, and starts a decay that ends in time.
 
-The first process measures and decides. With several processes it posts the decision on the board a few steps ahead, so
-that all act after the same step.
+Process 0 measures and decides. With several processes, it posts the decision on the shared board a few steps ahead, so
+that all processes act after the same step.
 """
 
 import dataclasses
@@ -18,11 +18,11 @@ from jaxscale.runtime.training.decisions import EarlyDecay
 from jaxscale.runtime.training.stopping import STEPS_AHEAD
 from jaxscale.system.exits import Exit, Stop
 
-MIN_FORECAST_STEPS = 10  # of this start
-# Time reserved by an early decay: twice the startup time, because the run is opened again and validates and saves at
-# its end; and a fraction of the decay, for variations of speed. Our choice, without a source.
+MIN_FORECAST_STEPS = 10  # steps of this start before the first forecast
+# Time reserved by an early decay: twice the startup time, because the run is reopened, and validates and saves at its
+# end, plus a fraction of the decay for variations of speed. Chosen without a source.
 RESERVED_STARTUPS, RESERVED_FRACTION = 2.0, 0.05
-MIN_DECAY_STEPS = 2  # one at the peak, one at the end
+MIN_DECAY_STEPS = 2  # one step at the peak learning rate, one step at the end
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class TimeLimit:
     warmup_steps: int = 0
     decay_steps: Callable[[int], int] | None = None  # total steps -> steps of the decay; None: no early decay
     decay_start: int | None = None  # first step of the planned decay; None: no decay is planned
-    advice: str = ""  # another way to end in time
+    advice: str = ""  # alternatives that end the run in time
     note: Note = ignore
     say: Callable[[str], None] = print
     board: Board | None = None
@@ -44,7 +44,7 @@ class TimeLimit:
     clock: Callable[[], float] = time.time  # seconds since 1970
 
     def line(self, decay: EarlyDecay) -> str:
-        """Returns the log line for an early decay, which says if it is shortened."""
+        """Returns the log line for an early decay, which states whether the decay is shortened."""
         assert self.decay_steps is not None, "no decay begins early without it"
         steps, whole = decay.until - decay.step, self.decay_steps(decay.until)
         short = "" if steps >= whole else f"; there is not enough time for the full decay of {whole} steps"
@@ -69,13 +69,13 @@ class LimitMonitor:
         self.done_at = array("d")  # times at which steps of this start were done
         self.reported = self.reported_passed = False
         self.began = limit.clock()
-        self.key = next_key("decay") if limit.board else ""  # new at each start, because the board outlives it
+        self.key = next_key("decay") if limit.board else ""  # new at each start, because the board outlives a start
         self.posted = False
 
     def decay_after(self, step: int) -> EarlyDecay | None:
-        """Returns the decay that begins after `step` steps, or None; the same in every process.
+        """Returns the decay that begins after `step` steps, or None. The result is the same in every process.
 
-        To be called by every process after each step.
+        Every process must call it after each step.
         """
         limit = self.limit
         decision = self.decide(step) if limit.primary and not self.posted else None
@@ -90,12 +90,12 @@ class LimitMonitor:
         if step > begin:
             raise Stop(
                 Exit.PEER_LOST,
-                f"all processes were to decay after step {begin}, but this one is at {step}; restart all",
+                f"all processes must decay after step {begin}, but this process is at step {step}; restart all",
             )
         return EarlyDecay(begin, until) if step == begin else None
 
     def decide(self, step: int) -> EarlyDecay | None:
-        """Returns the decay if it must begin now to end in time; reports a forecast overrun once."""
+        """Returns the decay if it must begin now for the run to end in time. Reports a forecast overrun once."""
         limit, now = self.limit, self.limit.clock()
         self.done_at.append(now)
         forecast = self.forecast(step)
@@ -115,7 +115,7 @@ class LimitMonitor:
     def forecast(self, step: int) -> EndForecast | None:
         """Forecasts the end from the second half of the steps of this start, including pauses for saves.
 
-        None before MIN_FORECAST_STEPS; the first step, which compiles, is excluded.
+        Returns None before MIN_FORECAST_STEPS. The first step is excluded, since it compiles.
         """
         number = len(self.done_at) - 1
         if number < MIN_FORECAST_STEPS:
@@ -133,7 +133,7 @@ class LimitMonitor:
         over_seconds = forecast.ends_at - limit.ends_at
         facts = {"limit": limit.name, "ends": iso_time(forecast.ends_at), "over_seconds": over_seconds}
         limit.note("overrun", step, **facts, passed=passed, decays=self.may_decay)
-        then = "; its decay will start early, to end in time" if self.may_decay else f"; it continues: {limit.advice}"
+        then = "; the decay will start early, to end in time" if self.may_decay else f"; it continues: {limit.advice}"
         has = f"{limit.name} has passed; " if passed else ""
         limit.say(
             f"limit: {has}at {forecast.step_seconds:.3g} s per step this run ends {iso_time(forecast.ends_at)[:16]} "
@@ -141,7 +141,7 @@ class LimitMonitor:
         )
 
     def latest_decay(self, step: int, now: float, step_seconds: float) -> EarlyDecay | None:
-        """Returns the decay if it would not end in time after one more step at the peak."""
+        """Returns an early decay if waiting for another step at the peak learning rate would end the run too late."""
         limit = self.limit
         begin = step + (STEPS_AHEAD if limit.board else 0)
         if limit.decay_steps is None or not self.may_decay or begin < limit.warmup_steps or begin >= limit.total_steps:

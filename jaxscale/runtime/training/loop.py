@@ -1,4 +1,4 @@
-"""The training loop: feed, step, report one step late, recover from spikes, validate, save, stop cleanly."""
+"""The training loop: runs steps, reports metrics one step late, recovers from spikes, validates, saves and stops."""
 
 import contextlib
 import dataclasses
@@ -30,7 +30,7 @@ from jaxscale.runtime.training.train_metrics import DispatchedStep, Reporter, se
 from jaxscale.system.exits import Exit, Stop
 from jaxscale.system.faults import crash_point
 
-ABANDONED_SAVE_SECONDS = 5.0  # to wait for a save if its storage is lost already
+ABANDONED_SAVE_SECONDS = 5.0  # timeout for a save whose storage is already lost
 
 
 class LoopEvaluator(NamedTuple):
@@ -47,7 +47,7 @@ class LoopSpec:
     state: TrainState
     start_step: int
     total_steps: int
-    tokens_after: Callable[[int], int]  # step -> tokens of the batches of the steps up to it
+    tokens_after: Callable[[int], int]  # step -> tokens in all batches up to this step
     train_step: TrainStep  # compiled
     open_feed: Callable[[int, int], Feed]  # steps [start, stop)
     evaluate: Callable[[Any], dict[str, float]] | None  # params -> metrics
@@ -58,18 +58,18 @@ class LoopSpec:
     writer: Writer
     throughput: Throughput
     pilot: AutopilotSpec
-    finish: Callable[[TrainState], None]  # after the last step
+    finish: Callable[[TrainState], None]  # called after the last step
     sample: Callable[[TrainState], str] | None = None  # state -> text; all processes call it together
     sample_every_steps: int = 0
     sample_prompt: str = ""
-    statistics: StatisticsStep | None = None  # compiled when it is first due
+    statistics: StatisticsStep | None = None  # compiled at its first use
     statistics_every_steps: int = 0
     stop_after: int | None = None  # stop after this step, without changing the schedule
     services: Services = NO_SERVICES
-    source_names: Sequence[str] = ()  # of the mixture, in the order of the step's arrays
+    source_names: Sequence[str] = ()  # sources of the mixture, in the order of the step's arrays
     evaluators: Sequence[LoopEvaluator] = ()
     local: LocalSaver | None = None  # checkpoints on local disks
-    experts: ExpertLoad | None = None  # of an MoE model, since this start
+    experts: ExpertLoad | None = None  # expert loads since this start, for an MoE model
     limits: TimeLimit | None = None
 
 
@@ -92,9 +92,9 @@ def finish_saves(checkpoints: Checkpoints, note: Note) -> Iterator[None]:
 
 
 def train(run: LoopSpec) -> TrainState | Rewound:
-    """Returns the state after the last step; or Rewound, to open the run again from a checkpoint.
+    """Trains and returns the state after the last step, or Rewound if the run must be reopened from a checkpoint.
 
-    Raises Stop: PREEMPTED after a signal, NON_FINITE after too many bad steps, and those of saving and data.
+    Raises Stop with PREEMPTED after a signal, NON_FINITE after too many bad steps, or an error of saving or data.
     """
     last_step = min(run.total_steps, run.stop_after or run.total_steps)
     reporter = Reporter(
@@ -115,7 +115,7 @@ def train(run: LoopSpec) -> TrainState | Rewound:
                 run.finish(state)
         except Rewound as outcome:
             if signal := first_stop_request(stop.requested):  # would be lost with the signal handler
-                what = "its decay starts" if isinstance(outcome, Rescheduled) else "rewinding to an older step"
+                what = "the decay starts" if isinstance(outcome, Rescheduled) else "rewinding to an older step"
                 raise Stop(Exit.PREEMPTED, f"{signal}: {what}; the same command continues with that") from None
             return outcome
         finally:
@@ -128,11 +128,11 @@ def step_through(run: LoopSpec, reporter: Reporter, feed: Feed, stop: StopReques
     state, pending, phase = run.state, None, run.services.watchdog.phase
     statistics = StatisticsRunner(run.statistics, run.statistics_every_steps, run.throughput.exclude, phase)
     pilot, monitor = Autopilot(run.pilot, run.checkpoints), None if run.limits is None else LimitMonitor(run.limits)
-    compiled_shapes = set()  # of batches
+    compiled_shapes = set()  # batch shapes
 
     def read(pending: DispatchedStep) -> None:
         """Fetches and reports a step's metrics; the host waits for the devices here."""
-        # the first step of a shape also waits for the process that compiles longest
+        # the first step with a batch shape also waits for the slowest compilation of all processes
         with phase("compile" if pending.compiles else "step", pending.step):
             pilot.observe(pending.step, reporter.report(pending), pending.batch)
         if run.local is not None:
@@ -180,7 +180,7 @@ def step_through(run: LoopSpec, reporter: Reporter, feed: Feed, stop: StopReques
 
 
 def next_batch(feed: Feed) -> tuple[Batch, int, float]:
-    """Returns (the next batch, its number, seconds waited for it)."""
+    """Returns (next batch, its index, seconds waited)."""
     began = time.monotonic()
     batch, n = next(feed)
     return batch, n, seconds_since(began)
@@ -191,7 +191,7 @@ def poll_services(
 ) -> tuple[str | None, EarlyDecay | None]:
     """Polls saves, the lock and the board after a step.
 
-    Returns (signal if the run is to stop now, decay if it is to begin now), the same in every process.
+    Returns (signal if the run must stop now, decay if it must begin now), the same in every process.
     """
     with run.services.watchdog.phase("step", step):
         if run.services.board:
@@ -213,12 +213,12 @@ class DueWork(NamedTuple):
 
     @property
     def reads_state(self) -> bool:
-        """True if anything reads the state; the metrics of its step must then be read first."""
+        """True if any work reads the state. The metrics of the step must then be read first."""
         return bool(self.validate or self.evaluators or self.sample or self.save)
 
 
 def due_after(run: LoopSpec, step: int, last_step: int, signal: str | None) -> DueWork:
-    """Returns the work due after `step` steps; only a save if a signal asks to stop."""
+    """Returns the work due after `step` steps, which is only a save if a signal requests a stop."""
     last, evaluates = step == last_step or signal is not None, signal is None
     return DueWork(
         last=last,
@@ -230,12 +230,12 @@ def due_after(run: LoopSpec, step: int, last_step: int, signal: str | None) -> D
 
 
 def first_stop_request(requested: str | None, gather: Callable[..., Any] = gathered) -> str | None:
-    """Returns the signal of the first process that has one, or None; all processes call it together."""
+    """Returns the signal of the first process that received one, or None. Collective."""
     return gather(next_key("leaving"), requested, made_of=lambda names: next(filter(None, names), None))
 
 
 def is_due(step: int, every: int) -> bool:
-    """True every `every` steps; never for 0."""
+    """Returns True every `every` steps, and never if `every` is 0."""
     return every > 0 and step % every == 0
 
 
@@ -285,7 +285,7 @@ def write_sample(run: LoopSpec, step: int, state: TrainState) -> None:
 
 
 def save(run: LoopSpec, step: int, state: TrainState, health: str, metrics: dict[str, float], last: bool) -> None:
-    """Starts a save of the state after `step` steps in the background; waits for the last, which is not retried."""
+    """Starts a background save of the state after `step` steps. Waits for the last save, which is not retried."""
     began = time.monotonic()
     run.writer.upload_soon()  # so that a run resumed from this checkpoint has its metrics
     with run.services.watchdog.phase("save", step):
@@ -296,7 +296,7 @@ def save(run: LoopSpec, step: int, state: TrainState, health: str, metrics: dict
 def evaluate_with_ema(
     evaluate: Callable[[Any], dict[str, float]], state: TrainState, group: str = "validation"
 ) -> dict[str, float]:
-    """Returns metrics of the parameters and of their EMA if any: 'validation/loss', 'validation_ema/loss'."""
+    """Returns metrics of the parameters, and of their EMA if enabled: 'validation/loss', 'validation_ema/loss'."""
     metrics = evaluate(state.params)
     if state.ema is None:
         return metrics

@@ -16,11 +16,11 @@ class Services(NamedTuple):
     note: Note = ignore
     watchdog: Watchdog = UNWATCHED
     may_commit: Callable[[], None] = lambda: None  # raises if this process has lost the folder's lock
-    poll: Callable[[], None] = lambda: None  # as may_commit, cheap enough for every step
+    poll: Callable[[], None] = lambda: None  # like may_commit, but cheap enough for every step
     reports: Any = None  # failed saves of all processes
     board: Board | None = None  # shared by several processes, refreshed after every step
     ledger: TimeLedger | None = None  # goodput
-    vitals: Callable[[], dict[str, Any]] = dict  # for each record: goodput and device telemetry
+    vitals: Callable[[], dict[str, Any]] = dict  # values added to each record: goodput and device telemetry
     clock: Callable[[], float] = time.time  # seconds since 1970, for limits
     profiling: Callable[[], bool] = lambda: False  # True if a profile was captured during the last step
 

@@ -1,7 +1,7 @@
 """Recovery from skipped steps on the host: cut the learning rate, rewind or stop (settings train.recovery).
 
-Pure functions of the metrics that every process reads at the same step, so that all processes decide alike. Steps are
-counted from 1, as in metrics.jsonl: after step n the state has done n steps.
+Pure functions of the metrics that every process reads at the same step, so that all processes make the same decisions.
+Steps are counted from 1, as in metrics.jsonl: after step n the state has done n steps.
 """
 
 from typing import Literal, NamedTuple
@@ -16,8 +16,8 @@ class StepReading(NamedTuple):
     step: int
     loss: float
     grad_norm: float
-    loss_median: float  # of the window before it
-    bad: bool  # skipped for another reason than a loss scale that can still fall
+    loss_median: float  # median of the window before this step
+    bad: bool  # skipped, and not because of a loss scale that can still be reduced
     skipped_in_row: int
 
 
@@ -26,15 +26,15 @@ class RecoveryState(NamedTuple):
 
     cuts: int = 0
     rewinds: int = 0
-    bad: tuple[int, ...] = ()  # skipped steps within the last window, or in a row with those
+    bad: tuple[int, ...] = ()  # skipped steps in the last window, or consecutive with them
     answered: int = 0  # recovery has handled skips up to this step
 
 
 class Action(NamedTuple):
-    """Recovery step for the steps from the first bad one to the last.
+    """A recovery step, for the bad steps from first_bad to last_bad.
 
     cut_lr: divide the learning rate and continue. rewind: restore a checkpoint before the first bad step, and skip the
-    batches up to the last one. halt: no recovery step is left.
+    batches up to the last bad step. halt: no recovery step is left.
     """
 
     kind: RecoveryStep | Literal["halt"]
@@ -69,19 +69,19 @@ def rewind_before_step(first_bad: int, margin: int) -> int:
 
 
 def oldest_clean_step(first_bad: int, max_steps: int) -> int:
-    """Returns the oldest step whose clean checkpoint is preferred to a newer suspect one."""
+    """Returns the oldest step whose clean checkpoint is preferred to a newer suspect checkpoint."""
     return first_bad - max_steps if max_steps else 0
 
 
 class AlarmState(NamedTuple):
-    """Last step of each alarm, and the losses that are searched for a plateau."""
+    """The last step of each alarm, and the losses in which a plateau is detected."""
 
     last: tuple[tuple[str, int], ...] = ()
     losses: tuple[float, ...] = ()
 
 
 def update_alarms(cfg: RecoveryConfig, state: AlarmState, reading: StepReading) -> tuple[AlarmState, list[str]]:
-    """Returns (new state, new alarms). Alarms only report; one that lasts for several steps is reported once."""
+    """Returns (new state, new alarms). An alarm changes nothing, and is reported once if it lasts for several steps."""
     active, median = [], reading.loss_median  # 0 before the first good step
     if cfg.norm_alarm and reading.grad_norm > cfg.norm_alarm:
         active.append("norm")

@@ -1,8 +1,8 @@
 """Detection of silent data corruption by comparing replicas: finds a wrong bit in one copy and names the device.
 
-Data-parallel replicas of the state are updated independently, so copies that differ are a fault of a device's memory or
-of what it computed alone. A wrong gradient of one device is not detected, because the all-reduce gives it to all; nor
-is a fault in shards without a replica. A run that finds a difference runs the same steps again before it decides.
+Data-parallel replicas of the state are updated independently, so a difference shows a fault in the memory or in a local
+computation of a device. A wrong gradient is not detected, because the all-reduce distributes it to all devices. A fault
+in a shard without replicas is not detected either. After a difference, the run repeats the steps before it decides.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ class ReplicaDifference:
     """Copies of one shard of a leaf that differ."""
 
     leaf: str
-    devices: tuple[int, ...]  # jax ids of those whose copy is wrong, or of all without a majority
+    devices: tuple[int, ...]  # ids of the devices with a wrong copy, or of all without a majority
     certain: bool  # True if a majority of copies agrees
 
 
@@ -46,7 +46,7 @@ class ReplicaReport:
     """Result of a comparison of all copies."""
 
     differences: tuple[ReplicaDifference, ...]
-    descriptions: dict[int, str]  # by device id: its kind and process
+    descriptions: dict[int, str]  # {device id: kind and process}
 
     @property
     def same(self) -> bool:
@@ -88,11 +88,11 @@ class ReplicaCoverage:
 
     copied_bytes: int  # of arrays with replicas, each counted once
     total_bytes: int
-    fewest_copies: int  # of those; 0 without replicas
+    fewest_copies: int  # smallest number of copies of an array; 0 without replicas
     regathered: bool = False  # True if each step gathers parameters from the shards that are updated (ZeRO-1, ZeRO-2)
 
     def __str__(self) -> str:
-        """Describes the part of the state with replicas, and if a wrong one can be identified."""
+        """Describes how much of the state has replicas, and whether a wrong copy can be identified."""
         if not self.copied_bytes:
             return "each part of the state is on one device only: there are no copies to compare"
         share = self.copied_bytes / self.total_bytes
@@ -121,10 +121,10 @@ def replica_coverage(abstract_state: Any, rules: Rules) -> ReplicaCoverage:
 
 
 def make_replica_check(mesh: Mesh, abstract_state: Any) -> Callable[[Any], ReplicaReport]:
-    """Returns check(state) -> ReplicaReport, which compares all copies bit for bit, the same in all processes.
+    """Returns a function state -> ReplicaReport that compares all copies bit by bit.
 
     Each device computes a fingerprint of its shard of every replicated array; one uint32 per array is communicated. The
-    state is not changed and not donated. Compiled at the first call.
+    state is not changed or donated. The report is the same in all processes. Compiles at the first call.
     """
     leaves = {name: leaf for name, leaf in named_leaves(abstract_state).items()}
     groups = {name: [ids for ids in shard_devices(leaf).values() if len(ids) > 1] for name, leaf in leaves.items()}
@@ -170,7 +170,7 @@ def find_difference(leaf: str, fingerprints: dict[int, int]) -> ReplicaDifferenc
 
 
 def shard_devices(leaf: Any) -> dict[tuple, list[int]]:
-    """Returns {index of a shard: ids of the devices that hold it}."""
+    """Returns {index of a shard: ids of the devices with this shard}."""
     found: dict[tuple, list[int]] = {}
     for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
         key = tuple(part.indices(length) for part, length in zip(index, leaf.shape))
@@ -179,7 +179,7 @@ def shard_devices(leaf: Any) -> dict[tuple, list[int]]:
 
 
 class ReplicaMonitor:
-    """Compares the copies, and remembers a difference across the restart that runs its steps again."""
+    """Compares the copies, and remembers a difference while the run repeats its steps."""
 
     def __init__(
         self,
@@ -191,18 +191,18 @@ class ReplicaMonitor:
     ):
         self.cfg, self.check, self.note, self.say = cfg, check, note, say
         self.suspected: int | None = None  # the step after which copies differed
-        self.passing: Counter[int] = Counter()  # by device
+        self.passing: Counter[int] = Counter()  # number of transient faults by device
 
     def due(self, step: int, saving: bool) -> bool:
-        """True if the copies are to be compared after `step` steps; always before a save, so that none saves errors."""
+        """Returns True if the copies must be compared after `step` steps. They are always compared before a save."""
         every = self.cfg.every_steps
         return every > 0 and (saving or step % every == 0 or step == self.suspected)
 
     def check_agreement(self, step: int, state: Any) -> bool:
-        """Returns True if all copies of the state after `step` steps agree; if not, rewind and run the steps again.
+        """Returns True if all copies of the state agree. If not, the caller rewinds and runs the steps again.
 
-        The same in all processes. Raises Stop (SILENT_CORRUPTION) naming the device if they differ again, or if a
-        device has had too many transient faults.
+        The result is the same in all processes. Raises Stop (SILENT_CORRUPTION), which names the device, if the copies
+        differ again or if a device has had too many transient faults.
         """
         report = self.check(state)
         if report.same:
@@ -242,8 +242,8 @@ class ReplicaMonitor:
 def flip_bit(state: Any, device: int, *, leaf: str | None = None, bit: int = 7) -> Any:
     """Returns the state with one bit flipped in one device's shard of a leaf, to simulate a memory fault.
 
-    Args: device: jax id. leaf: a name; default: the first parameter with replicas, or else the first parameter. bit:
-    counted from the lowest of the first byte, modulo the bits of the shard.
+    `leaf` is the name of an array; the default is the first parameter with replicas, or else the first parameter. `bit`
+    counts from the lowest bit of the first byte, modulo the number of bits in the shard.
     """
     leaves = named_leaves(state)
     names = [name for name in leaves if name.startswith("params/")]
@@ -265,12 +265,12 @@ def flip_bit(state: Any, device: int, *, leaf: str | None = None, bit: int = 7) 
 
 
 def replica_devices(array: jax.Array, device: int) -> list[int]:
-    """Returns ids of the devices that hold the same shard of the array as this one."""
+    """Returns the ids of all devices with the same shard of the array as `device`."""
     return next((ids for ids in shard_devices(array).values() if device in ids), [])
 
 
 def flip_bits(train_step: TrainStep, start_step: int) -> TrainStep:
-    """Wraps the step, first called at start_step, to flip bits of the state where JAXSCALE_FLIP_BIT asks for it."""
+    """Wraps a train step to flip the bits that JAXSCALE_FLIP_BIT requests. The first call is for start_step."""
     if faults.flipped_bit() is None:
         return train_step
     steps = itertools.count(start_step)

@@ -50,13 +50,13 @@ class StatisticsRunner:
     def __init__(
         self, step: StatisticsStep | None, every_steps: int, exclude: Callable[[float], None], phase: Callable
     ):
-        """exclude: subtracts seconds from the time of the throughput."""
+        """`exclude` excludes seconds from the throughput."""
         self.step, self.every_steps, self.exclude, self.phase = step, every_steps, exclude, phase
 
     def dispatch(self, step: int, state: TrainState, batch: Batch) -> Statistics | None:
         """Dispatches the program if statistics of this step are due; the first call compiles.
 
-        To be called before the training step, which donates the state.
+        Call it before the training step, which donates the state.
         """
         if self.step is None or not self.every_steps or step % self.every_steps:
             return None
@@ -64,9 +64,9 @@ class StatisticsRunner:
             return self.step(state, batch)
 
     def fetch(self, step: int, statistics: Statistics | None) -> dict[str, float]:
-        """Returns metrics by name, {} if they were not due. Blocks until they are computed.
+        """Returns metrics by name, or {} if they were not due. Blocks until they are computed.
 
-        To be called when the previous step is done, so that the time waited is that of this program.
+        Call it when the previous step has finished, so that only the time of the statistics is excluded.
         """
         if statistics is None:
             return {}

@@ -1,7 +1,7 @@
-"""Graceful stop on SIGTERM and SIGINT: the first asks the loop to save and stop, the second stops at once.
+"""Graceful stop on SIGTERM and SIGINT: the first signal requests a save and a stop, the second stops at once.
 
-A preemption or maintenance notice of the cloud asks for the same. With several processes, all stop after the same step,
-whichever of them got the signal.
+A preemption or maintenance notice of the cloud also requests a save and a stop. With several processes, all stop after
+the same step, no matter which process received the signal.
 """
 
 import contextlib
@@ -15,9 +15,9 @@ from jaxscale.runtime.hosts.agree import Board
 from jaxscale.runtime.hosts.discovery import Maintenance
 from jaxscale.system.exits import Exit, Stop, Terminated
 
-# A process signalled after step n, before it begins n + 1, posts the step after which all stop. Another process may
-# have begun n + 1 by then, but when it reads the board after beginning n + 2 it has read the metrics of n + 1, which
-# do not exist before every process has begun that step. So all processes see the line in time, and no device waits.
+# A process that receives a signal after step n, before step n + 1, posts the step after which all stop. Another process
+# may have begun n + 1 by then. But a process that has begun n + 2 has read the metrics of n + 1, which do not exist
+# before every process has begun n + 1. So all processes see the post in time, and no device waits.
 STEPS_AHEAD = 2
 
 
@@ -41,16 +41,16 @@ def raise_on_sigterm() -> Iterator[None]:
 
 
 class StopRequest:
-    """Context manager that records the first signal; `requested` is its name, or None."""
+    """Context manager that records the first signal; `requested` is the signal's name, or None."""
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
     def __init__(self, board: Board | None = None):
-        """board: shared by all processes and refreshed before each stop_after(); None for one process."""
+        """`board` is shared by all processes and refreshed before each stop_after(); None for a single process."""
         self.board = board
         self.requested: str | None = None
         self.posted = self.signalled = False
-        self.previous: dict[signal.Signals, Any] = {}  # their handlers
+        self.previous: dict[signal.Signals, Any] = {}  # previous handlers
         self.maintenance = Maintenance(self.request)
 
     def __enter__(self) -> "StopRequest":
@@ -64,9 +64,9 @@ class StopRequest:
             signal.signal(number, handler)
 
     def stop_after(self, step: int) -> str | None:
-        """Returns the signal if the run is to save and stop after `step` steps, or None; the same in every process.
+        """Returns the signal if the run must save and stop after `step` steps, or None; the same in every process.
 
-        To be called after each step, when the metrics of the step before it have been read.
+        Call it after each step, when the metrics of the previous step have been read.
         """
         if self.board is None:
             return self.requested
@@ -79,12 +79,13 @@ class StopRequest:
         last, _, name = line.partition(" ")
         if step > int(last):
             raise Stop(
-                Exit.PEER_LOST, f"all processes were to stop after step {last}, but this one is at {step}; restart all"
+                Exit.PEER_LOST,
+                f"all processes must stop after step {last}, but this one is at step {step}; restart all",
             )
         return name if step == int(last) else None
 
     def request(self, reason: str) -> None:
-        """Asks the loop to save and stop; from any thread."""
+        """Requests that the loop saves and stops. May be called from any thread."""
         self.requested = self.requested or reason
 
     def handle_signal(self, number: int, frame: types.FrameType | None) -> None:

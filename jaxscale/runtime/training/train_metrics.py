@@ -1,4 +1,4 @@
-"""Metrics of the training loop: training metrics, read one step late, and validation."""
+"""Metrics of the training loop: training metrics, which are read one step late, and validation metrics."""
 
 import math
 import time
@@ -16,7 +16,7 @@ from jaxscale.runtime.monitor.writers import Writer
 from jaxscale.runtime.training.expert_load import ExpertLoad
 from jaxscale.system.exits import Exit, Stop
 
-INTERNAL = ("skipped_in_row", "verdict", "loss_median")  # for the autopilot, not written
+INTERNAL = ("skipped_in_row", "verdict", "loss_median")  # used by the autopilot, but not written
 
 
 class DispatchedStep(NamedTuple):
@@ -26,8 +26,8 @@ class DispatchedStep(NamedTuple):
     metrics: dict[str, jax.Array]
     batch: Batch
     batch_index: int
-    data_seconds: float  # waited for its batch
-    compiles: bool  # True for the first step of this start with a batch of its size
+    data_seconds: float  # seconds waited for the batch
+    compiles: bool  # True for the first step of this start with this batch shape
     statistics: Mapping[str, float] = {}
 
 
@@ -36,11 +36,11 @@ class Reporter(NamedTuple):
 
     writer: Writer
     throughput: Throughput
-    tokens_after: Callable[[int], int]  # step -> tokens of all batches up to it
-    source_names: Sequence[str]  # of the mixture, in the order of the step's arrays
-    sums: Counter[str]  # over the steps of this start
+    tokens_after: Callable[[int], int]  # step -> tokens in all batches up to this step
+    source_names: Sequence[str]  # sources of the mixture, in the order of the step's arrays
+    sums: Counter[str]  # sums over the steps of this start
     load: HostLoad
-    experts: ExpertLoad | None = None  # of an MoE model
+    experts: ExpertLoad | None = None  # for an MoE model
 
     def report(self, pending: DispatchedStep) -> dict[str, Any]:
         """Fetches the metrics of a step, adds them to the sums, and writes them if they are due."""
@@ -102,7 +102,7 @@ class Reporter(NamedTuple):
 
 
 def source_losses(names: Sequence[str], fetched: dict[str, Any]) -> dict[str, float]:
-    """Returns {'NAME/loss': nats per token} of each source with tokens in the step; removes them from `fetched`."""
+    """Returns {'NAME/loss': nats per token} for the sources with tokens in the step. Removes them from `fetched`."""
     if "source_nats" not in fetched:
         return {}
     sums = zip(names, fetched.pop("source_nats").tolist(), fetched.pop("source_tokens").tolist())
@@ -110,5 +110,5 @@ def source_losses(names: Sequence[str], fetched: dict[str, Any]) -> dict[str, fl
 
 
 def seconds_since(began: float) -> float:
-    """Seconds since `began` on the monotonic clock."""
+    """Returns the seconds since `began` on the monotonic clock."""
     return time.monotonic() - began
