@@ -1,10 +1,10 @@
 """Host-level collectives (broadcast, gather, barrier) over jax's coordination service, without devices.
 
-The service runs in process 0, so every request costs that host. Each collective costs every other process a constant
-number of requests, and processes receive a result reduced by process 0, not everyone's values. benchmarks/hosts.py
-measures it with any number of hosts.
+The service runs in process 0, so every request costs CPU time on that host. In each collective, every other process
+makes a constant number of requests and receives a result that process 0 has reduced, not the values of all processes.
+benchmarks/hosts.py measures the cost for any number of hosts.
 
-jax's client has only a private name, which Orbax uses as well; only this file uses it.
+jax's client has only a private name, which Orbax also uses; within jaxscale, only this file uses it.
 """
 
 import concurrent.futures
@@ -21,12 +21,12 @@ from jax._src import distributed
 from jaxscale.system import paths
 from jaxscale.system.exits import Exit, Stop
 
-WAIT_SECONDS = 300  # timeout for slow processes; a dead one is noticed long before
-SEEN_SECONDS = 30  # for a file to become visible on other machines: network file systems cache missing names
+WAIT_SECONDS = 300  # timeout for slow processes; a dead process is noticed long before
+SEEN_SECONDS = 30  # timeout until a file is visible on other machines: network file systems cache missing names
 ALL_SECONDS = 10
 FIRST_PAUSE_SECONDS = 0.002  # between polls; doubled up to SLICE_SECONDS
-SLICE_SECONDS = 0.25  # between checks for signals: the kernel may deliver one to another thread
-CAUSE_CHARACTERS = 300  # of an error that is sent to all processes
+SLICE_SECONDS = 0.25  # between checks for signals, which the kernel may deliver to another thread
+CAUSE_CHARACTERS = 300  # length of an error message that is sent to all processes
 T = TypeVar("T")
 ALREADY, LATE = "ALREADY_EXISTS", "DEADLINE_EXCEEDED"  # prefixes of the service's errors
 
@@ -34,17 +34,17 @@ ALREADY, LATE = "ALREADY_EXISTS", "DEADLINE_EXCEEDED"  # prefixes of the service
 class Peer(NamedTuple):
     """A participant in host-level collectives."""
 
-    client: Any  # of the coordination service
+    client: Any  # client of the coordination service
     process: int
     count: int
-    numbers: Iterator[int]  # of collectives, so that all processes use the same key for the n-th one
+    numbers: Iterator[int]  # numbers of collectives: all processes use the same key for the n-th collective
 
 
 KEY_NUMBERS = itertools.count(1)
 
 
 def this_process() -> Peer:
-    """Returns this process; uses no device without jax.distributed."""
+    """Returns this process. Without jax.distributed, initializes no device."""
     client = distributed.global_state.client
     process, count = (0, 1) if client is None else (jax.process_index(), jax.process_count())
     return Peer(client, process, count, KEY_NUMBERS)
@@ -55,8 +55,8 @@ def agreed(
 ) -> Any:
     """Broadcasts the result of decide() from process 0. Collective: all processes call it in the same order.
 
-    Args: decide: returns JSON data, called on process 0 only; an exception there ends process 0 and then the others.
-    seconds: timeout. peer: default this process. key: default a new one; the caller forgets its key.
+    `decide` returns JSON data and is called on process 0 only; an exception ends process 0 and then the others.
+    `peer` is this process by default. `key` is a new key by default; the caller must forget() a key that it passes.
     """
     peer = peer or this_process()
     if peer.count == 1:
@@ -73,11 +73,11 @@ def agreed(
 
 
 class FailedElsewhere(Exception):
-    """Raised by in_all() if the work failed in other processes only, with their causes."""
+    """Raised by in_all() if the work failed only in other processes, with their errors."""
 
 
 def in_all(work: Callable[[], T], seconds: float = WAIT_SECONDS) -> T:
-    """Returns work() if it succeeds in all processes; raises its exception, or FailedElsewhere. Collective."""
+    """Returns work() if it succeeds in all processes, else raises its exception or FailedElsewhere. Collective."""
     key, result, error = next_key("in_all"), None, None
     try:
         result = work()
@@ -92,7 +92,7 @@ def in_all(work: Callable[[], T], seconds: float = WAIT_SECONDS) -> T:
 
 
 def align_keys(key: str) -> None:
-    """Synchronizes next_key() after some process has left a block early. key: the same in all processes."""
+    """Synchronizes next_key() after a process has left a block early. `key` must be equal in all processes."""
     number = next(KEY_NUMBERS)
     for _ in range(gathered(key, number, made_of=max) - number):
         next(KEY_NUMBERS)
@@ -108,7 +108,7 @@ def barrier(peer: Peer | None = None) -> None:
 
 
 def blocking_get(client: Any, key: str, seconds: float) -> str | None:
-    """Waits for the value of a key, in one request; None after a timeout."""
+    """Waits for the value of a key in a single request. Returns None after a timeout."""
     try:
         return run_interruptible(lambda: client.blocking_key_value_get(key, max(1, round(seconds * 1000))))
     except jax.errors.JaxRuntimeError as error:
@@ -118,7 +118,7 @@ def blocking_get(client: Any, key: str, seconds: float) -> str | None:
 
 
 def run_interruptible(work: Callable[[], Any]) -> Any:
-    """Runs work() in a thread while the main thread waits in Python, where signal handlers can run (not in C++)."""
+    """Runs work() in a thread. The main thread waits in Python, where signal handlers can run, not in C++."""
     if threading.current_thread() is not threading.main_thread():
         return work()
     outcome: concurrent.futures.Future = concurrent.futures.Future()
@@ -129,7 +129,7 @@ def run_interruptible(work: Callable[[], Any]) -> Any:
         except BaseException as error:
             outcome.set_exception(error)
 
-    threading.Thread(target=run, name="waited", daemon=True).start()  # a handler that raises leaves it behind
+    threading.Thread(target=run, name="waited", daemon=True).start()  # continues if a signal handler raises
     while not concurrent.futures.wait([outcome], SLICE_SECONDS).done:
         pass
     return outcome.result()
@@ -144,10 +144,10 @@ def gathered(
 ) -> Any:
     """Gathers a value from each process, in order, and returns made_of(values) on all of them. Collective.
 
-    May be called in any thread. Args: key: from next_key in the main thread, with a distinct suffix for each use. mine:
-    JSON data. seconds: timeout of the slowest. made_of: the reduction, called on process 0; keep its result short,
-    since it is sent to every process. peer: default this process.
-    Raises: TimeoutError that names the missing process.
+    May be called in any thread. `key` comes from next_key in the main thread, with a distinct suffix for each use.
+    `mine` is JSON data. `made_of` is the reduction, called on process 0; its result should be short, since it is sent
+    to every process. `peer` is this process by default.
+    Raises TimeoutError, which names the missing process.
     """
     peer = peer or this_process()
     if peer.count == 1:
@@ -156,7 +156,7 @@ def gathered(
         answer = collected(key, mine, seconds, made_of, peer)
     else:
         peer.client.key_value_set(f"{key}/from/{peer.process}", json.dumps(mine))
-        # process 0 waits for the slowest before it answers
+        # process 0 waits for the slowest process before it answers
         line = blocking_get(peer.client, f"{key}/all", seconds + ALL_SECONDS)
         answer = {"late": late_message(0, seconds)} if line is None else json.loads(line)
     if "late" in answer:
@@ -165,10 +165,10 @@ def gathered(
 
 
 def collected(key: str, mine: Any, seconds: float, made_of: Callable[[list[Any]], Any], peer: Peer) -> dict[str, Any]:
-    """Collects the values on process 0 and publishes the answer for all.
+    """Collects the values on process 0 and publishes the answer for all processes.
 
-    Polls all values in one request, at growing intervals. One blocking request per process took 0.3 ms of CPU each
-    (1,536 hosts, 2026-11-23).
+    Polls all values with one request at increasing intervals. Blocking requests, one per process, took 0.3 ms of CPU
+    time each (1,536 hosts, 2026-11-23).
     """
     deadline, pause = time.monotonic() + seconds, FIRST_PAUSE_SECONDS
     while True:
@@ -183,17 +183,17 @@ def collected(key: str, mine: Any, seconds: float, made_of: Callable[[list[Any]]
         time.sleep(min(pause, left))
         pause = min(2 * pause, SLICE_SECONDS)
     peer.client.key_value_set(f"{key}/all", json.dumps(answer))
-    peer.client.key_value_delete(f"{key}/from")  # all values; the service would keep them until the run ends
+    peer.client.key_value_delete(f"{key}/from")  # all values, which the service would store until the run ends
     return answer
 
 
 def late_message(process: int, seconds: float) -> str:
-    """Returns the error for a process that did not answer."""
+    """Returns the error message for a process that did not answer."""
     return f"no response from process {process} for {seconds:g} s"
 
 
 def consulted(key: str, mine: Any, answer: Callable[[list[Any]], list[Any]], seconds: float = WAIT_SECONDS) -> Any:
-    """Gathers a value from each process; returns its part of answer(values). Raises as gathered. Collective."""
+    """Gathers a value from each process; returns this process's item of answer(values). Collective, like gathered."""
     peer, local_answer = this_process(), []
 
     def scatter(values: list[Any]) -> None:
@@ -211,13 +211,13 @@ def consulted(key: str, mine: Any, answer: Callable[[list[Any]], list[Any]], sec
 
 
 def forget(key: str) -> None:
-    """Deletes all values under a key. Called by process 0 when no process reads it any more."""
+    """Deletes all values under a key. Process 0 calls this when no process reads the key any more."""
     if (peer := this_process()).count > 1:
         peer.client.key_value_delete(key)
 
 
 def coordinator_host() -> str | None:
-    """Returns the host of process 0; None for a single process."""
+    """Returns the host of process 0, or None for a single process."""
     address = distributed.global_state.coordinator_address if this_process().count > 1 else None
     return address.rpartition(":")[0].strip("[]") if address else None
 
@@ -228,7 +228,7 @@ def next_key(name: str, peer: Peer | None = None) -> str:
 
 
 def check_shared(folder: Any, prepare: Callable[[], None]) -> None:
-    """Raises Stop unless all processes see one folder, or no checkpoint would be complete. prepare(): creates it."""
+    """Raises Stop unless all processes see the same folder, which prepare() creates on process 0."""
     _, process, count, _ = this_process()
     if count == 1:
         return prepare()
@@ -255,16 +255,16 @@ def check_shared(folder: Any, prepare: Callable[[], None]) -> None:
 
 
 class Board:
-    """Named lines that all processes can read; the first writer of a name wins. One request reads all of them."""
+    """Named lines that all processes can read. The first write to a name wins. One request reads all lines."""
 
     def __init__(self, peer: Peer | None = None):
-        """Collective: all processes make it in the same order."""
+        """Collective: all processes create their boards in the same order."""
         self.peer = peer or this_process()
         self.root = next_key("board", self.peer) + "/"
         self.lines: dict[str, str] = {}
 
     def post(self, name: str, line: str) -> None:
-        """Writes the line unless its name exists. Thread-safe."""
+        """Writes a line unless the name already has one. Thread-safe."""
         try:
             self.peer.client.key_value_set(self.root + name, line)
         except jax.errors.JaxRuntimeError as error:
@@ -272,12 +272,12 @@ class Board:
                 raise
 
     def refresh(self) -> None:
-        """Reads all lines; called after each step by the thread that reads them."""
+        """Reads all lines. The thread that calls read() calls this after each step."""
         found = self.peer.client.key_value_dir_get(self.root)
         self.lines = {key.removeprefix(self.root): line for key, line in found}
 
     def read(self, name: str) -> str | None:
-        """Returns the line of this name at the last refresh, or None."""
+        """Returns the line with this name as of the last refresh, or None."""
         return self.lines.get(name)
 
     def remove(self, name: str) -> None:

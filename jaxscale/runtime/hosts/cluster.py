@@ -1,4 +1,4 @@
-"""Runs of several processes: roll call, jax.distributed, and a common end."""
+"""Runs of several processes: roll call, jax.distributed, and a coordinated exit."""
 
 import contextlib
 import hashlib
@@ -26,14 +26,14 @@ SHUTDOWN_SECONDS = 60
 SWITCH_SECONDS = 0.0005  # Python's default of 0.005 would delay the watch while another thread computes
 BROKEN = re.compile(r"Gloo|NCCL|Connection (reset|closed|refused)|Read timeout|[Hh]eartbeat|UNAVAILABLE|coordination")
 LOST_PEER_SECONDS = 3.0  # a broken collective can precede the message that names the lost process
-SAME_VARIABLES = ("JAX_PLATFORMS", "XLA_FLAGS", "LIBTPU_INIT_ARGS")  # they change the compiled program
+SAME_VARIABLES = ("JAX_PLATFORMS", "XLA_FLAGS", "LIBTPU_INIT_ARGS")  # variables that change the compiled program
 
 
 __all__ = ["FLAGS", "HostFlags", "ProcessInfo", "Team", "discover_process", "joined"]
 
 
 class Team:
-    """The processes of a run. Calling it prints a text on the primary process."""
+    """The processes of a run. Calling a Team prints a text on the primary process."""
 
     def __init__(self, watch: Watch | None = None, process: int = 0, primary: bool = True):
         self.watch, self.process, self.primary = watch, process, primary
@@ -48,12 +48,12 @@ class Team:
             print_stderr(f"WARNING: {error}")
 
     def report_hang(self, line: str) -> None:
-        """Reports a hang of this process to all others, which write their stacks and exit too."""
+        """Reports a hang of this process to all other processes, which then also write their stacks and exit."""
         if self.watch:
             self.watch.report_hang(line)
 
     def on_hang(self, callback: Callable[[str], None]) -> None:
-        """Sets callback(line), which a thread calls when another process reports a hang."""
+        """Sets a function callback(line) that a thread calls when another process reports a hang."""
         if self.watch:
             self.watch.hang_callback = callback
 
@@ -62,13 +62,13 @@ class Team:
 def joined(place: ProcessInfo | None, facts: Mapping[str, Any], flags: Mapping[str, str]) -> Iterator[Team]:
     """Yields the team once all processes have joined with the same facts.
 
-    An exception in the body ends this process at once, and then the others: Python's normal exit would wait for them.
-    Args: place: None for a single process. facts: must be equal in all processes.
+    An exception in the body ends this process at once, and then the others; Python's normal exit would wait for them.
+    `place` is None for a single process. `facts` must be equal in all processes.
     """
     if place is None:
         yield Team()
         return
-    # process 0 has two connections with each other process: of the roll call, which stays open, and of jax's service
+    # process 0 has two connections to every other process: for the roll call, which stays open, and for jax's service
     check_open_files(2 * place.num_processes if place.is_first else 2, "connections with other processes")
     text = flags.get("roll_call_seconds")
     default = host_budgets(place.num_processes).roll_call_seconds
@@ -92,7 +92,7 @@ def joined(place: ProcessInfo | None, facts: Mapping[str, Any], flags: Mapping[s
 
 
 def program_facts() -> dict[str, Any]:
-    """Returns values that must be equal to compile the same program: versions, source, and jax's variables."""
+    """Returns the values that determine the compiled program: versions, source code, and jax's variables."""
     facts = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax")}
     package, source = pathlib.Path(jaxscale.__path__[0]), hashlib.sha256()
     for file in sorted(package.rglob("*.py")):
@@ -106,7 +106,7 @@ def program_facts() -> dict[str, Any]:
 
 def start_jax(place: ProcessInfo) -> None:
     """Initializes jax.distributed."""
-    # jax's preemption service would take over SIGTERM, and with it the second signal that exits at once
+    # jax's preemption service would handle SIGTERM, so that a second signal would not exit at once
     jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(

@@ -9,28 +9,28 @@ from jaxscale.system.exits import BadInput
 
 @dataclasses.dataclass(frozen=True)
 class HostBudgets:
-    """Timeouts between the processes of a run. Too small a value ends a run of healthy hosts."""
+    """Timeouts between the processes of a run. A value that is too small ends a run of healthy hosts."""
 
-    roll_call_seconds: float  # until all processes have joined
-    heartbeat_seconds: int  # without a heartbeat, after which a process counts as frozen
+    roll_call_seconds: float  # timeout until all processes have joined
+    heartbeat_seconds: int  # time without a heartbeat after which a process counts as frozen
     max_fruitless: int  # consecutive starts without a new checkpoint
 
 
 def host_budgets(num_processes: int) -> HostBudgets:
-    """Returns the budgets of a run of num_processes; constant up to 16 processes.
+    """Returns the timeouts and limits of a run of num_processes; they are constant up to 16 processes.
 
-    Roll call: all wait for the slowest of n starts. If start times have an exponential tail of about a minute (image
-    pulls, late machines; an assumption), the slowest of twice as many is 60 s x ln 2 later: one minute per doubling.
-    The roll call itself is quick: benchmarks/hosts.py.
+    Roll call: all processes wait for the slowest of n starts. If start times have an exponential tail of about a minute
+    (an assumption, for image pulls and late machines), the slowest of 2n starts is 60 s x ln 2 later. One minute is
+    added per doubling. The roll call itself is quick (benchmarks/hosts.py).
 
     Heartbeats are answered by process 0, and one late heartbeat ends the run, so at most 50 are due per second. A dead
-    host is detected in 7 s by its connection, independent of their number (roll_call.py).
+    host is detected in 7 s by its connection, for any number of hosts (roll_call.py).
 
-    Restarts: a failure of any host ends the start, so with n hosts more starts end before their first checkpoint, and a
-    second bad host is found only after the first is replaced. One more start per doubling past 64 keeps the probability
-    of giving up a healthy run under 1/1000 if every fourth start of 64 hosts fails (5 in a row), or every second one of
-    2,048 (10 in a row). On 2,048 hosts of H100 there was a failure every 3.1 h (arXiv:2407.21783: 419 in 54 days on
-    16,384 GPUs).
+    Restarts: a failure of any host ends the start, so with more hosts more starts end before their first checkpoint,
+    and a second bad host is found only after the first is replaced. With one more start per doubling past 64, the
+    probability of giving up a healthy run is below 1/1000 if a quarter of the starts of 64 hosts fail (5 in a row), or
+    half of those of 2,048 hosts (10 in a row). On 2,048 hosts of H100 there was a failure every 3.1 h
+    (arXiv:2407.21783: 419 in 54 days on 16,384 GPUs).
     """
     doublings = lambda beyond: max(0, math.ceil(math.log2(num_processes / beyond)))
     return HostBudgets(
@@ -42,14 +42,14 @@ def host_budgets(num_processes: int) -> HostBudgets:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HangConfig:
-    """Time limits of phases in seconds, after which they count as a hang (exit 15); 0: unlimited."""
+    """Time limits of phases in seconds. A phase that exceeds its limit is a hang (exit 15). 0 means no limit."""
 
-    step_seconds: float = adjustable(600.0, "one training step, and the metrics of the previous step")
+    step_seconds: float = adjustable(600.0, "one training step, including the metrics of the previous step")
     data_seconds: float = adjustable(600.0, "waiting for the batch of a step")
-    compile_seconds: float = adjustable(3600.0, "the first step of a start, with its compilation")
+    compile_seconds: float = adjustable(3600.0, "the first step of a start, including its compilation")
     restore_seconds: float = adjustable(3600.0, "reading a checkpoint, or initializing the state")
     save_seconds: float = adjustable(3600.0, "saving a checkpoint, from the snapshot to its verification")
-    eval_seconds: float = adjustable(3600.0, "one validation, or one sample, with its compilation")
+    eval_seconds: float = adjustable(3600.0, "one validation or one sample, including its compilation")
     statistics_seconds: float = adjustable(
         3600.0, "statistics of the layers at one step, with their compilation", read_if="monitor.statistics_every_steps"
     )

@@ -1,4 +1,4 @@
-"""Process discovery from flags or the cluster, and notices of the machine's end from the cloud's metadata server."""
+"""Process discovery from flags or the cluster, and shutdown notices from the cloud's metadata server."""
 
 import dataclasses
 import http.client
@@ -14,25 +14,25 @@ from jaxscale.system.exits import BadInput
 TPU_PORT = 8482  # jax's port on TPU slices, which their firewalls allow
 METADATA_SECONDS = 5
 POLL_SECONDS = 5.0
-# {attribute: prefix of a value that announces the end}. Live migration is not an end.
+# {attribute: prefix of a value that announces the shutdown}. Live migration is not a shutdown.
 ENDS = {"preempted": "TRUE", "maintenance-event": "TERMINATE"}
-TPU_FILES = ("/dev/accel0", "/dev/vfio/0")  # one of them is there where a TPU is
+TPU_FILES = ("/dev/accel0", "/dev/vfio/0")  # a machine with a TPU has one of these files
 WAY_OUT = "or give all of --coordinator=HOST:PORT --num_processes=N --process_id=I"
 
 
 @dataclasses.dataclass(frozen=True)
 class HostFlags:
-    """Flags of a verb that runs as several processes."""
+    """Flags of a command that runs as several processes."""
 
     coordinator: str | None = flag(
         None, "with several processes: address of process 0, which also uses the next port", "HOST:PORT"
     )
-    num_processes: str | None = flag(None, "number of processes; 1: only this one, whatever the cluster", "N")
+    num_processes: str | None = flag(None, "number of processes; 1: a single process, even on a cluster", "N")
     process_id: str | None = flag(
         None, "index of this process, from 0; all three are detected on TPU slices, Slurm and GKE", "I"
     )
     roll_call_seconds: str | None = flag(
-        None, "how long process 0 waits for the others; default: 300 up to 16 processes, 720 for 1,536", "S"
+        None, "seconds for which process 0 waits for the others; default: 300 up to 16 processes, 720 for 1,536", "S"
     )
 
 
@@ -41,15 +41,15 @@ FLAGS = tuple(flags_of(HostFlags))
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProcessInfo:
-    """One process of a run. jax's coordinator listens on `port` of `host`, the roll call on the next port."""
+    """One process of a run. The JAX coordinator listens on `port` of `host`, the roll call on the next port."""
 
     host: str
     port: int
     num_processes: int
     process_id: int
     found_in: str  # source of this information
-    names: tuple[str, ...] = ()  # host of each process, if known
-    local_device_ids: tuple[int, ...] | None = None  # GPUs of this process; None: all visible ones
+    names: tuple[str, ...] = ()  # hosts of the processes, if known
+    local_device_ids: tuple[int, ...] | None = None  # GPUs of this process; None: all visible GPUs
 
     def __post_init__(self):
         if not 0 <= self.process_id < self.num_processes:
@@ -62,7 +62,7 @@ class ProcessInfo:
 
     @property
     def is_first(self) -> bool:
-        """True for process 0, which coordinates."""
+        """True for process 0, the coordinator."""
         return self.process_id == 0
 
     def name(self, process_id: int, host: str | None = None) -> str:
@@ -75,12 +75,12 @@ class ProcessInfo:
 def discover_process(
     flags: Mapping[str, str], env: Mapping[str, str] = os.environ, metadata: Callable[[str], str | None] | None = None
 ) -> ProcessInfo | None:
-    """Returns this process of a run, or None if it is the only one.
+    """Returns the information about this process of a run, or None if the run has a single process.
 
     Sources in order: flags; JAX_COORDINATOR_ADDRESS with JAX_NUM_PROCESSES and JAX_PROCESS_ID (or JobSet's
     JOB_COMPLETION_INDEX); GKE's TPU variables; Slurm; the metadata server of a Cloud TPU.
-    Args: metadata: attribute of the Cloud TPU VM -> its text or None; default: tpu_metadata.
-    Raises: BadInput for incomplete or contradictory information.
+    `metadata` returns the text of a Cloud TPU VM attribute or None; the default is tpu_metadata.
+    Raises BadInput for incomplete or contradictory information.
     """
     found = from_flags(flags)
     for find in (from_jax_variables, from_tpu_variables, from_slurm):
@@ -148,7 +148,7 @@ def from_metadata(metadata: Callable[[str], str | None]) -> ProcessInfo | None:
 
 
 def from_tpu_workers(workers: str, index: str, variable: Callable[[str], str | None], found_in: str) -> ProcessInfo:
-    """Returns the process of worker `index` of its slice; slices have equal numbers of workers, in order."""
+    """Returns the process of worker `index` in its slice. Every slice has the same number of workers."""
     hosts = [worker_host(worker) for worker in workers.split(",")]
     slices = parse_number("MEGASCALE_NUM_SLICES", variable("MEGASCALE_NUM_SLICES") or "1")
     slice_id = parse_number("MEGASCALE_SLICE_ID", variable("MEGASCALE_SLICE_ID") or "0")
@@ -173,7 +173,7 @@ def worker_host(worker: str) -> str:
 
 
 def from_slurm(env: Mapping[str, str]) -> ProcessInfo | None:
-    """Reads the variables of srun. A node's only task uses all its GPUs, one of several tasks one, by local index."""
+    """Reads the variables of srun. A single task uses all GPUs of its node; otherwise each task uses one GPU."""
     count = env.get("SLURM_STEP_NUM_TASKS") or env.get("SLURM_NTASKS")
     if not env.get("SLURM_JOB_ID") or not count or parse_number("SLURM_NTASKS", count) == 1:
         return None
@@ -199,7 +199,7 @@ def from_slurm(env: Mapping[str, str]) -> ProcessInfo | None:
 
 
 def expand_nodes(text: str) -> list[str]:
-    """Expands Slurm's 'gpu[001-003,7],login1' to names, keeping leading zeros."""
+    """Expands Slurm's 'gpu[001-003,7],login1' to names with leading zeros."""
     names = []
     for prefix, ranges in re.findall(r"([^,\[\]]+)(?:\[([^\]]*)\])?", text):
         if not ranges:
@@ -224,20 +224,20 @@ def split_address(name: str, text: str) -> tuple[str, int]:
 
 
 def parse_number(name: str, text: str) -> int:
-    """Parses a number of 0 or more."""
+    """Parses an integer of at least 0."""
     if not (text.isascii() and text.isdecimal()):
         raise BadInput(f"{name}={text} must be a whole number")
     return int(text)
 
 
 def tpu_metadata(env: Mapping[str, str]) -> Callable[[str], str | None] | None:
-    """Returns attribute -> text or None on a Cloud TPU VM; None elsewhere."""
+    """Returns a function attribute -> text or None on a Cloud TPU VM, and None elsewhere."""
     server = metadata_server(env)
     return None if server is None else lambda attribute: query_instance(server, f"attributes/{attribute}")
 
 
 def metadata_server(env: Mapping[str, str]) -> str | None:
-    """Returns the metadata server of a Cloud TPU VM whose TPUs are used; None elsewhere."""
+    """Returns the metadata server on a Cloud TPU VM whose TPUs are used, and None elsewhere."""
     on_cpu = env.get("JAX_PLATFORMS", "tpu").split(",")[0] != "tpu"
     if on_cpu or os.path.exists("/dev/nvidia0") or "TPU_SKIP_MDS_QUERY" in env:
         return None
@@ -245,24 +245,24 @@ def metadata_server(env: Mapping[str, str]) -> str | None:
 
 
 def query_instance(server: str, name: str) -> str | None:
-    """Returns a metadata value of this virtual machine; None if there is none or no metadata server answers."""
+    """Returns a metadata value of this virtual machine, or None if it is missing or no server answers."""
     url = f"http://{server}/computeMetadata/v1/instance/{name}"
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the address is local: no proxy
     try:
         request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
         with opener.open(request, timeout=METADATA_SECONDS) as answer:
             return answer.read().decode()
-    except (OSError, http.client.HTTPException, UnicodeDecodeError):  # the last two: another kind of server
+    except (OSError, http.client.HTTPException, UnicodeDecodeError):  # the last two: not a metadata server
         return None
 
 
 class Maintenance:
-    """Calls announce(cause) once, in a thread, when the machine is about to be stopped.
+    """Context manager that calls announce(cause) once, in a thread, when the machine is about to be stopped.
 
-    Polled only on TPU machines, or if GCE_METADATA_HOST is set: the cloud announces preemption and maintenance on its
+    Polls only on TPU machines, or if GCE_METADATA_HOST is set. The cloud announces preemption and maintenance on its
     metadata server a minute before, and does not guarantee SIGTERM to every program.
-    Events present at the first poll are ignored: a run that is restarted on a machine with a scheduled end would
-    otherwise exit again and again.
+    Events at the first poll are ignored, since a run that is restarted on a machine with a scheduled shutdown would
+    otherwise exit repeatedly.
     """
 
     def __init__(
@@ -281,7 +281,7 @@ class Maintenance:
         self.stopped.set()
 
     def work(self, server: str) -> None:
-        """Polls the metadata server until it announces something new."""
+        """Polls the metadata server until it announces a new event."""
         known = announced(server)
         while not self.stopped.wait(self.poll_seconds):
             now = announced(server)
@@ -291,6 +291,6 @@ class Maintenance:
 
 
 def announced(server: str) -> set[str]:
-    """Returns the announced events: {'maintenance-event: TERMINATE_ON_HOST_MAINTENANCE'}; empty without an answer."""
+    """Returns the announced events, such as {'maintenance-event: TERMINATE_ON_HOST_MAINTENANCE'}."""
     answers = {name: query_instance(server, name) or "" for name in ENDS}
     return {f"{name}: {text.strip()}" for name, text in answers.items() if text.startswith(ENDS[name])}

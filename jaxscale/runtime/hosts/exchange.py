@@ -1,7 +1,7 @@
 """Direct file transfers between the hosts of a run.
 
-Each process listens on the interface of the roll call, on a free port, and serves the files of one folder to clients
-with its secret, which it shares with the processes of its run over the coordination service.
+Each process listens on a free port of the interface of the roll call. It serves the files of one folder to clients that
+know its secret, which it shares with the other processes of its run over the coordination service.
 """
 
 import contextlib
@@ -24,15 +24,15 @@ from jaxscale.system.exits import BadInput
 from jaxscale.system.foreign import parse_json
 
 NAME = re.compile(r"\d{1,7}/\d{1,15}-[0-9a-f]{16}")  # OWNER/STEP-START of a file
-SILENCE_SECONDS = 20.0  # timeout of a connection without a byte
+SILENCE_SECONDS = 20.0  # timeout of a connection that transfers no data
 MAX_LINE_BYTES = 4096
 CHUNK_BYTES = 1 << 20
-MAX_CONNECTIONS = 8  # more wait
+MAX_CONNECTIONS = 8  # further connections wait
 GROWING = ".growing"
 
 
 class Refused(OSError):
-    """Another process refused a transfer; the message has its host and the cause."""
+    """Raised if another process refused a transfer. The message has the host and the cause."""
 
 
 class Address(NamedTuple):
@@ -47,7 +47,7 @@ class Exchange:
     """Serves the files of a folder, in threads, until it is closed."""
 
     def __init__(self, folder: pathlib.Path, host: str | None = None):
-        """host: the address to listen on and to publish; by default that of the roll call."""
+        """`host` is the address to listen on and to publish; by default, the address of the roll call."""
         bound, named = (host, host) if host else listen_addresses()
         family = socket.AF_INET6 if ":" in bound else socket.AF_INET
         self.folder, self.listener = folder, socket.create_server((bound, 0), family=family, backlog=MAX_CONNECTIONS)
@@ -58,11 +58,11 @@ class Exchange:
     def close(self) -> None:
         """Stops the server."""
         with contextlib.suppress(OSError):
-            self.listener.shutdown(socket.SHUT_RDWR)  # close() alone would leave accept() waiting
+            self.listener.shutdown(socket.SHUT_RDWR)  # close() does not interrupt accept()
         self.listener.close()
 
     def work(self) -> None:
-        """Accepts connections and serves each in a thread."""
+        """Accepts connections and serves each of them in a thread."""
         while True:
             try:
                 sock, _ = self.listener.accept()
@@ -83,13 +83,13 @@ class Exchange:
                     self.answer(sock, request)
                 except (OSError, BadInput) as error:
                     send_line(sock, error=f"{getattr(error, 'strerror', None) or error}")
-        except (OSError, BadInput):  # the other end is gone, or is not a jaxscale process
+        except (OSError, BadInput):  # the client has disconnected, or is not a jaxscale process
             return
         finally:
             self.slots.release()
 
     def answer(self, sock: socket.socket, request: dict[str, Any]) -> None:
-        """Receives or sends a file."""
+        """Receives or sends the requested file."""
         name = str(request.get("name"))
         if not NAME.fullmatch(name):
             raise BadInput(f"{name!r} is not a valid file name")
@@ -112,7 +112,7 @@ class Exchange:
 
 
 def put(to: Sequence, folder: pathlib.Path, name: str, keep: Sequence[str] = ()) -> None:
-    """Sends a file of the folder to a neighbour, which removes its owner's files except `keep`. Raises OSError."""
+    """Sends a file to another process, which first removes the owner's files except `keep`. Raises OSError."""
     with socket.create_connection((to[0], to[1]), SILENCE_SECONDS) as sock, (folder / name).open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         send_line(sock, secret=to[2], put=True, name=name, bytes=size, keep=list(keep))
@@ -185,7 +185,7 @@ def read_line(sock: socket.socket) -> dict[str, Any]:
 
 
 def listen_addresses() -> tuple[str, str]:
-    """Returns (address to listen on, address for other processes), on the interface of the roll call."""
+    """Returns (address to listen on, address for other processes) on the interface of the roll call."""
     host = coordinator_host() or "localhost"
     if this_process().process == 0:
         return interface(host), host

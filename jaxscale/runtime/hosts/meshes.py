@@ -1,4 +1,4 @@
-"""Meshes over several processes: a batch's rows on them, their description, and programs that must not overlap."""
+"""Meshes over several processes: rows of a batch, descriptions, and programs that must not overlap."""
 
 import functools
 from collections.abc import Callable
@@ -11,13 +11,13 @@ from jaxscale.core.mesh import crossed_groups
 
 
 def local_rows(sharding: NamedSharding, shape: tuple[int, int]) -> list[int]:
-    """Returns the sorted rows of a [rows, T] array on this process's devices."""
+    """Returns the sorted row indices of a [rows, T] array that are on this process's devices."""
     indices = sharding.addressable_devices_indices_map(shape).values()
     return sorted({row for index in indices if index for row in range(*index[0].indices(shape[0]))})
 
 
 def put_rows(tree: Any, rows: list[int], num_rows: int, sharding: NamedSharding) -> Any:
-    """Returns global arrays [num_rows, T] from this process's rows (numpy, in the order of `rows`) of each leaf."""
+    """Returns global arrays [num_rows, T]. The numpy leaves of `tree` have this process's rows, in order of `rows`."""
     if len(rows) == num_rows and jax.process_count() == 1:
         return jax.device_put(tree, sharding)
     index_of = {row: index for index, row in enumerate(rows)}
@@ -30,12 +30,12 @@ def put_rows(tree: Any, rows: list[int], num_rows: int, sharding: NamedSharding)
 
 
 def one_at_a_time(f: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
-    """Returns f, which on several simulated CPU devices waits for its result; elsewhere f itself.
+    """Returns a function that calls f and, on several simulated CPU devices, waits for its result.
 
-    For programs with collectives that do not depend on each other, such as the batches of an evaluation. XLA:CPU starts
-    a program on a device when a thread is free, and programs in flight take each other's threads: their collectives
-    wait for devices that never start. A program of five gathers, called 60 times: 6 of 6 starts deadlocked with
-    several calls in flight, 0 of 6 with one (jax 0.10.2, 8 devices on 2 cores, 2026-11-27).
+    Used for independent programs with collectives, such as the batches of an evaluation. XLA:CPU starts a program on a
+    device when a thread is free, so programs in flight can occupy each other's threads, and their collectives wait for
+    devices that never start. A program of five gathers was called 60 times: 6 of 6 starts deadlocked with several calls
+    in flight, and 0 of 6 with a single call (jax 0.10.2, 8 devices on 2 cores, 2026-11-27).
     """
     if mesh.size == 1 or mesh.devices.flat[0].platform != "cpu":
         return f
@@ -43,7 +43,7 @@ def one_at_a_time(f: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
 
 
 def mesh_layout(mesh: Mesh) -> str:
-    """Describes the mesh: 'data=2 (over 2 slices), fsdp=64, tensor=4'; 'one device' for a mesh of one."""
+    """Returns a description such as 'data=2 (over 2 slices), fsdp=64, tensor=4', or 'one device'."""
     kind, outer = crossed_groups(mesh)
     words = [
         f"{axis}={size}" + (f" (over {outer[axis]} {kind}s)" if outer[axis] > 1 else "")

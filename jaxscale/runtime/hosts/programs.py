@@ -1,10 +1,10 @@
-"""A compilation cache for runs of several hosts: on each machine's disk, and in a folder shared by all.
+"""A compilation cache for runs of several hosts, on each machine's disk and in a shared folder.
 
 By default only process 0 writes jax's compilation cache, so with local disks every other host compiles at each start.
-Here each process writes its local cache, and process 0 also a shared folder, from which new machines read. The cache
-contains code: write access to the folder allows running programs on the hosts.
+With this module, each process writes a local cache, and process 0 also writes a shared folder, from which new machines
+read. The cache contains code: write access to the folder allows running programs on the hosts.
 
-jax has no public API for this; only this file uses the private names, of jax 0.10.2 and 0.12.0.
+jax has no public API for this. Only this file uses jax's private names, of versions 0.10.2 and 0.12.0.
 """
 
 import hashlib
@@ -21,15 +21,15 @@ from jaxscale.system import paths
 from jaxscale.system.process import environment
 
 DIRECTORY = "JAX_COMPILATION_CACHE_DIR"
-SUFFIX = "-cache"  # of jax's entries
+SUFFIX = "-cache"  # suffix of jax's cache entries
 jax_cache, jax_cache_write = compilation_cache.get_file_cache, compiler._cache_write
 
 
 def enable_shared_cache(workdir: str) -> None:
     """Installs the two-level cache. Call it before jax compiles.
 
-    A single process with a local work folder uses jax's cache unchanged. JAX_COMPILATION_CACHE_DIR can name another
-    folder, to share between runs: under gs:// it replaces the shared folder, else the local one.
+    A single process with a local work folder uses jax's cache unchanged. JAX_COMPILATION_CACHE_DIR can name a folder to
+    share between runs: a gs:// folder replaces the shared folder, any other folder the local one.
     """
     default = environment()[DIRECTORY]
     chosen = os.environ.get(DIRECTORY, default)
@@ -47,7 +47,7 @@ def enable_shared_cache(workdir: str) -> None:
         make = lambda path: (TwoLevelCache(pathlib.Path(path), shared, is_first=is_first), path)
     if make is not compilation_cache.get_file_cache:
         compilation_cache.get_file_cache, compiler._cache_write = make, write_entry
-        public.reset_cache()  # an earlier compilation has opened jax's cache
+        public.reset_cache()  # closes a cache that an earlier compilation has opened
 
 
 def write_entry(key: str, seconds: float, name: str, backend: Any, executable: Any, *callbacks: Any) -> None:
@@ -58,16 +58,16 @@ def write_entry(key: str, seconds: float, name: str, backend: Any, executable: A
         return None
     try:
         compilation_cache.put_executable_and_time(key, name, executable, backend, int(seconds))
-    except Exception as error:  # as in jax: the program can run without the cache
+    except Exception as error:  # as in jax, since the program can run without the cache
         warnings.warn(f"{name} is not stored in the compilation cache: {type(error).__name__}: {error}", stacklevel=2)
     return None
 
 
 class TwoLevelCache:
-    """jax's cache interface over a local folder and one that all processes can read."""
+    """Implementation of jax's cache interface with a local folder and a folder that all processes can read."""
 
     def __init__(self, local: pathlib.Path, shared: Any, *, is_first: bool):
-        """shared: local or remote, or None. is_first: this process writes the shared folder."""
+        """`shared` is a local or remote folder or None. The process with `is_first` writes it."""
         self.local, self.shared, self.is_first = local, shared, is_first
         self._path = local  # jax logs it when it resets its cache
 
@@ -96,7 +96,7 @@ class TwoLevelCache:
             paths.write_bytes_atomic(self.shared / f"{key}{SUFFIX}", hashlib.sha256(program).digest() + program)
 
     def write_local(self, key: str, program: bytes) -> None:
-        """Writes a program to the local folder, atomically; ignores errors."""
+        """Writes a program to the local folder atomically. Ignores errors."""
         try:
             paths.make_private(self.local)
             paths.write_bytes_atomic(self.local / f"{key}{SUFFIX}", program)

@@ -1,8 +1,8 @@
-"""Roll call: before jax.distributed starts, every process reports to process 0 and compares what it will run.
+"""Roll call: before jax.distributed starts, every process reports to process 0, which compares their programs.
 
-Messages are JSON lines over TCP. The connections stay open, and detect dead machines.
+Without it, jax waits silently for a process that never starts, and hangs if processes run different programs.
 
-jax waits silently for a process that never comes, and hangs if processes run different programs.
+Messages are JSON lines over TCP. The connections stay open to detect dead machines.
 """
 
 import ipaddress
@@ -18,7 +18,7 @@ from jaxscale.runtime.hosts.discovery import ProcessInfo
 from jaxscale.system.exits import BadInput, Exit, Stop
 from jaxscale.system.foreign import parse_json
 
-AFTER_A_PROBLEM = 10.0  # seconds for further processes to report, once one does not match
+AFTER_A_PROBLEM = 10.0  # seconds for further processes to report after the first mismatch
 ANSWER_SECONDS = 20.0  # added to the roll call's timeout for the answer
 MAX_LISTED = 8  # missing processes or differing facts in an error
 MAX_MESSAGE_BYTES = 1 << 20
@@ -29,14 +29,14 @@ KEEPALIVE = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 2, "TCP_USER_
 
 
 class Connection:
-    """A connection to one other process."""
+    """A connection to another process."""
 
     def __init__(self, sock: socket.socket):
         self.sock, self.buffer = sock, b""
         sock.settimeout(SEND_SECONDS)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in KEEPALIVE.items():
-            if hasattr(socket, name):  # Linux has them all
+            if hasattr(socket, name):  # Linux has all of them
                 sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
     def fileno(self) -> int:
@@ -52,7 +52,7 @@ class Connection:
         return True
 
     def read(self) -> list[dict[str, Any]] | None:
-        """Returns complete messages after select; None if the connection is closed."""
+        """Returns the complete messages after select(), or None if the connection is closed."""
         try:
             data = self.sock.recv(1 << 16)
         except OSError:
@@ -75,10 +75,10 @@ Wires = dict[int, tuple[Connection, str]]  # {process: (connection, name)}
 
 
 def call_roll(place: ProcessInfo, facts: Mapping[str, Any], seconds: float) -> Wires:
-    """Returns {process: (connection, name)} once all have reported equal facts: of all others on process 0, else of it.
+    """Returns {process: (connection, name)} once all processes have reported equal facts {name: value}.
 
-    Args: facts: values by name that must be equal in all processes.
-    Raises: Stop on every present process: PEER_LOST with the missing ones, BAD_INPUT with the differences.
+    The result has all other processes on process 0, and only process 0 on the others. Otherwise raises Stop in every
+    process that has reported: PEER_LOST with the missing processes, or BAD_INPUT with the differences.
     """
     facts = {name: str(value) for name, value in facts.items()}
     hello = dict(process=place.process_id, of=place.num_processes, host=socket.gethostname(), pid=os.getpid())
@@ -88,7 +88,7 @@ def call_roll(place: ProcessInfo, facts: Mapping[str, Any], seconds: float) -> W
 def roll_call_failure(
     place: ProcessInfo, hello: dict, present: Wires, problems: Sequence[str], seconds: float
 ) -> Stop | None:
-    """Returns the error that ends the run: a difference, or missing processes; None if all are present and equal."""
+    """Returns the error for a difference or missing processes, or None if all are present and equal."""
     if problems:
         listed = "; ".join(problems[:MAX_LISTED])
         return Stop(Exit.BAD_INPUT, f"roll call: {listed}; start all processes with the same command")
@@ -101,7 +101,7 @@ def roll_call_failure(
 
 
 def gather(place: ProcessInfo, hello: dict, facts: Mapping[str, str], seconds: float) -> Wires:
-    """Waits for all others on process 0, compares their facts, and sends all of them the result."""
+    """Waits for all other processes on process 0, compares their facts, and sends them the result."""
     present: Wires = {}
     problems: list[str] = []
     deadline = time.monotonic() + seconds
@@ -117,7 +117,7 @@ def gather(place: ProcessInfo, hello: dict, facts: Mapping[str, str], seconds: f
                 messages = wire.read()
                 if messages == []:
                     continue
-                # closed, or not a jaxscale process
+                # the connection is closed, or is not from a jaxscale process
                 if messages is None or not all(isinstance(messages[0].get(name), kind) for name, kind in HELLO.items()):
                     selector.unregister(wire)
                     wire.close()
@@ -143,7 +143,7 @@ def gather(place: ProcessInfo, hello: dict, facts: Mapping[str, str], seconds: f
 
 
 def difference(place: ProcessInfo, first: Mapping, facts: Mapping[str, str], other: Mapping, present: Mapping) -> str:
-    """Describes how another process differs from process 0; '' if it does not."""
+    """Returns a description of how another process differs from process 0, or ''."""
     if other["of"] != place.num_processes:
         return (
             f"it was started with {other['of']} processes, but process 0 ({first['host']}) with {place.num_processes}"
@@ -171,9 +171,10 @@ def listen(place: ProcessInfo) -> socket.socket:
 
 
 def interface(host: str, resolve: Any = socket.getaddrinfo) -> str:
-    """Returns the address to listen on: only the interface of the coordinator's name.
+    """Returns the address of the coordinator's host name, to listen on that interface only.
 
-    Many systems map their own host name to a loopback address, which other machines cannot reach: then all interfaces.
+    Many systems map their own host name to a loopback address, which other machines cannot reach. In that case,
+    returns the address of all interfaces.
     """
     try:
         address = resolve(host, None, type=socket.SOCK_STREAM)[0][4][0]
@@ -184,7 +185,7 @@ def interface(host: str, resolve: Any = socket.getaddrinfo) -> str:
 
 
 def answer(place: ProcessInfo, hello: dict, facts: Mapping[str, str], seconds: float) -> Wires:
-    """Connects to process 0, sends a hello, and waits for the result."""
+    """Connects to process 0, sends the hello message, and waits for the result."""
     deadline, cause = time.monotonic() + seconds, "no connection was attempted"
     while time.monotonic() < deadline:
         try:
@@ -211,7 +212,7 @@ def answer(place: ProcessInfo, hello: dict, facts: Mapping[str, str], seconds: f
 
 
 def receive(wire: Connection, seconds: float) -> dict[str, Any] | None:
-    """Returns the next message, or None if the connection is closed or after a timeout."""
+    """Returns the next message, or None after a timeout or if the connection is closed."""
     deadline = time.monotonic() + seconds
     with selectors.DefaultSelector() as selector:
         selector.register(wire, selectors.EVENT_READ)

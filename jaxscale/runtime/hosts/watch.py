@@ -1,12 +1,12 @@
-"""Watches the other processes: a lost one ends all others at once, with a line that names it.
+"""Watch for lost processes: if one process is lost, all others end at once, with an error that names it.
 
-jax notices a dead process after its heartbeats fail, and ends the others with a C++ stack; a program blocked in a
-collective notices nothing. The kernel closes the open connections of the roll call when a process dies.
+jax detects a dead process when its heartbeats stop, and ends the others with a C++ stack; a program that is blocked in
+a collective detects nothing. The kernel closes the open connections of the roll call when a process dies.
 
-A frozen process (a stopped virtual machine, SIGSTOP) keeps its connections, and only jax's heartbeats detect it. Then,
-and when the coordination service dies with process 0, jax aborts all others from a C++ thread. Python cannot prevent
-that, but linger_on_abort delays it by six seconds, in which the watch pings the others, logs which one is silent, and
-exits with code 13.
+A frozen process (a stopped virtual machine, SIGSTOP) keeps its connections open, so only jax's heartbeats detect it.
+In that case, and when the coordination service dies with process 0, jax aborts all others from a C++ thread. Python
+cannot prevent the abort, but linger_on_abort delays it by six seconds. In this time the watch pings the others, logs
+which process is silent, and exits with code 13.
 """
 
 import ctypes
@@ -24,36 +24,36 @@ from jaxscale.runtime.hosts.discovery import ProcessInfo
 from jaxscale.runtime.hosts.roll_call import Connection, Wires
 from jaxscale.system.exits import INTERRUPTED, Exit, print_stderr, silence_closed_streams
 
-GRACE_SECONDS = 5.0  # after an error of one process, for others that are about to stop with the same error
-LAST_SECONDS = 10.0  # process 0 exits last, or jax would abort the others; it waits at most this long
-LOST_SECONDS = 1.5  # the same after a lost process: the others only print a line
-PING_SECONDS = 2.0  # for the answer to a ping; an abort leaves six
+GRACE_SECONDS = 5.0  # after an error of another process: this process may be about to stop with the same error
+LAST_SECONDS = 10.0  # timeout of process 0, which exits last because jax would abort the others
+LOST_SECONDS = 1.5  # the same timeout after a lost process, when the others only print a line
+PING_SECONDS = 2.0  # timeout for the answer to a ping; an abort is delayed by six seconds
 AGAIN = "the run resumes from its last checkpoint"
 QUIET_CODES = (Exit.DONE, Exit.PREEMPTED)  # all processes end with these together
-LOCAL_CODES = (Exit.ERROR, Exit.PEER_LOST, INTERRUPTED)  # errors of one process, for the others a lost peer
+LOCAL_CODES = (Exit.ERROR, Exit.PEER_LOST, INTERRUPTED)  # errors that other processes treat as a lost peer
 
 
 class Watch:
-    """A thread that reads the connections to the other processes until this one exits."""
+    """A thread that reads the connections to the other processes until this process exits."""
 
     def __init__(
         self, place: ProcessInfo, wires: Wires, end: Callable[[int], None] = os._exit, aborts: int | None = None
     ):
-        """wires: from call_roll. end: called with the exit code when another process is lost.
+        """`wires` is the result of call_roll. `end` is called with the exit code when another process is lost.
 
-        aborts: file descriptor from linger_on_abort, readable once this process has begun to abort.
+        `aborts` is a file descriptor from linger_on_abort, which is readable once this process has begun to abort.
         """
         self.place, self.end, self.aborts = place, end, aborts
         self.hang_callback: Callable[[str], None] | None = None  # called when another process reports a hang
-        self.answered: set[int] = set()  # to the last ping
+        self.answered: set[int] = set()  # processes that answered the last ping
         self.names = {number: name for number, (_, name) in wires.items()}
         self.wires = {number: wire for number, (wire, _) in wires.items()}
         self.leaving = threading.Event()  # this process is exiting, so closed connections are expected
-        self.following = threading.Event()  # another process's error is about to end this one
-        self.naming, self.named = threading.Lock(), False  # a lost process was named
+        self.following = threading.Event()  # another process's error is about to end this process
+        self.naming, self.named = threading.Lock(), False  # whether a lost process was reported
         self.gone = threading.Event()  # all connections are closed
         self.said_goodbye: set[int] = set()
-        self.selector = selectors.DefaultSelector()  # filled now: a connection may close before the thread begins
+        self.selector = selectors.DefaultSelector()  # filled here: a connection may close before the thread begins
         for number, wire in self.wires.items():
             self.selector.register(wire, selectors.EVENT_READ, number)
         if aborts is not None:
@@ -80,7 +80,7 @@ class Watch:
         self.gone.set()
 
     def hear(self, number: int, message: Mapping) -> None:
-        """Handles a message of process `number`, or one that process 0 forwards."""
+        """Handles a message from process `number`, or a message that process 0 forwards."""
         if "ping" in message:
             self.wires[number].send(pong=True)
         elif "pong" in message:
@@ -97,7 +97,7 @@ class Watch:
             self.lost(message["lost"], message.get("how", "was lost"))
 
     def lost(self, name: str, how: str = "was lost") -> None:
-        """Ends this process after another one was lost, and forwards the message."""
+        """Ends this process after another process was lost, and forwards the message."""
         if self.following.is_set():  # the other ended because of the error that this process is following
             return
         with self.naming:  # only the first loss counts: the others then exit because of it
@@ -108,7 +108,7 @@ class Watch:
         self.leave(Exit.PEER_LOST, f"{name} {how}; restart all with the same command: {AGAIN}", LOST_SECONDS)
 
     def stopped(self, name: str, code: int, line: str | None) -> None:
-        """Ends this process with the first error of another one, unless it ends by itself within GRACE_SECONDS."""
+        """Ends this process with the first error of another process, unless it ends on its own in GRACE_SECONDS."""
         exit_code = Exit.PEER_LOST if code in LOCAL_CODES or code not in list(Exit) else Exit(code)
 
         def end() -> None:
@@ -118,7 +118,7 @@ class Watch:
         self.follow(end, stopped=code, name=name, line=line)
 
     def aborting(self) -> None:
-        """Names the silent process before the delayed abort of this one, if there is one."""
+        """Reports silent processes before the delayed abort of this process."""
         self.answered.clear()
         for wire in self.wires.values():
             wire.send(ping=True)
@@ -131,7 +131,7 @@ class Watch:
             self.lost(names, f"has not responded for {seconds} s or more (frozen or disconnected)")
 
     def hangs(self, line: str) -> None:
-        """Writes stacks and ends this process after a hang of another one."""
+        """Writes stacks and ends this process after another process reported a hang."""
 
         def end() -> None:
             if self.hang_callback:
@@ -141,7 +141,7 @@ class Watch:
         self.follow(end, hang=line)
 
     def follow(self, end: Callable[[], None], **message: object) -> None:
-        """Forwards the first error of another process, and follows it in a thread."""
+        """Forwards the first error of another process, and calls `end` in a thread."""
         if not self.following.is_set():
             self.following.set()
             self.pass_on(**message)
@@ -154,13 +154,13 @@ class Watch:
             wire.send(hang=line)
 
     def pass_on(self, **message: object) -> None:
-        """Forwards a message to all others if this is process 0, the center of the star."""
+        """Forwards a message to all other processes if this is process 0, which alone has connections to all."""
         if self.place.is_first:
             for wire in self.wires.values():
                 wire.send(**message)
 
     def leave(self, code: Exit, line: str, seconds: float) -> None:
-        """Ends this process from this thread."""
+        """Ends this process. May be called in any thread."""
         if self.leaving.is_set():
             return
         self.leaving.set()
@@ -173,7 +173,7 @@ class Watch:
         self.end(int(code))
 
     def goodbye(self, code: int, line: str | None = None) -> None:
-        """Announces the exit of this process. Process 0 waits up to LAST_SECONDS for the others after an error."""
+        """Announces the exit of this process. After an error, process 0 waits up to LAST_SECONDS for the others."""
         self.leaving.set()
         for wire in self.wires.values():
             wire.send(goodbye=code, line=line)
@@ -183,18 +183,19 @@ class Watch:
 
 
 def is_open(wire: Connection) -> bool:
-    """Returns True while the other end has not closed; discards its messages."""
+    """Returns True if the other end has not closed the connection. Discards messages."""
     with selectors.DefaultSelector() as selector:
         selector.register(wire, selectors.EVENT_READ)
         return not selector.select(0) or wire.read() is not None
 
 
 def linger_on_abort() -> int | None:
-    """Delays an abort by six seconds; returns a pipe that becomes readable when it begins. None outside Linux.
+    """Delays aborts by six seconds. Returns a pipe that is readable once an abort has begun, or None outside Linux.
 
-    jax aborts a process, from a C++ thread, when another one is lost. The delay is enough to log which one, and to exit
-    with a code for the supervisor. The signal handler is the C library's sleep(), whose argument is then the signal
-    number: 6 for SIGABRT. Before it, faulthandler writes the thread's stack to the pipe. Neither needs the interpreter.
+    jax aborts a process, from a C++ thread, when another process is lost. The delay is enough to log which process was
+    lost and to exit with a code for the supervisor. The signal handler is the C library's sleep(), whose argument is
+    the signal number, 6 for SIGABRT. Before that, faulthandler writes the thread's stack to the pipe. Both work without
+    the Python interpreter.
     """
     if not sys.platform.startswith("linux"):
         return None
