@@ -1,8 +1,8 @@
-"""A local server with a page for chatting with a model: answers are streamed token by token, one at a time.
+"""A local server with a page for chatting with a model. It streams one answer at a time, token by token.
 
-POST /say {"messages": [{"role": ..., "content": ...}, ...]} is answered by lines of JSON: {"text": piece} for each
-piece, then {"done": reason, "tokens": n} or {"error": text}. Pages of other origins can neither ask (their Origin
-differs, and JSON requests need a CORS permission that is never given) nor read an answer.
+The response to POST /say {"messages": [{"role": ..., "content": ...}, ...]} has lines of JSON: {"text": piece} for each
+piece, then {"done": reason, "tokens": n} or {"error": text}. Pages of other origins can neither send requests (their
+Origin differs, and JSON requests need a CORS permission that is never given) nor read an answer.
 """
 
 import base64
@@ -21,17 +21,17 @@ from jaxscale.system.redact import in_html
 
 FILES = importlib.resources.files("jaxscale.runtime.sampling")
 STYLE, SCRIPT = (FILES.joinpath(name).read_text("utf-8") for name in ("chat.css", "chat.js"))
-MAX_BYTES = 1 << 20  # of a conversation
-MAX_TURNS = 400  # of a conversation: its chat template renders in 0.1 s
-MAX_CHARACTERS_PER_TOKEN = 32  # for each token of a text; English has about 4, lines of spaces up to 16
+MAX_BYTES = 1 << 20  # size of a conversation
+MAX_TURNS = 400  # of a conversation; a chat template renders them in 0.1 s
+MAX_CHARACTERS_PER_TOKEN = 32  # English has about 4, lines of spaces up to 16
 ROLES = ("user", "assistant")
-END_SECONDS = 3.0  # for an answer to end when the program does
+END_SECONDS = 3.0  # timeout for the answer in progress when the program ends
 Answer = Callable[[Sequence[dict[str, str]], list[GeneratedText]], Iterator[str]]
-DISCONNECTED = (ConnectionError, TimeoutError)  # or the client has read nothing for STALL_SECONDS
+DISCONNECTED = (ConnectionError, TimeoutError)  # TimeoutError: the client has read nothing for STALL_SECONDS
 
 
 def chat_page(title: str) -> str:
-    """Returns the HTML of the page. title: of the model."""
+    """Returns the HTML of the page. `title` describes the model."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
@@ -45,26 +45,26 @@ def chat_page(title: str) -> str:
 
 
 class TooLong(BadInput):
-    """A conversation that does not fit into a text."""
+    """Raised if a conversation does not fit into the model's context."""
 
 
 class ChatServer(LocalServer):
-    """Answers each request in a daemon thread."""
+    """A server that handles each request in a daemon thread."""
 
     answer: Answer
     title: str
-    longest: int  # tokens of a text
+    longest: int  # maximum tokens of a text
     busy: threading.Lock
     ending: threading.Event  # interrupts the answer in progress
 
     def end_answer(self, seconds: float = END_SECONDS) -> bool:
-        """Interrupts the answer in progress and prevents others. False if it has not ended in time."""
+        """Interrupts the answer in progress and prevents others. Returns False if it has not ended in time."""
         self.ending.set()
         return self.busy.acquire(timeout=seconds)
 
 
 def open_chat(answer: Answer, title: str, port: int, longest: int) -> ChatServer:
-    """Returns a listening server. answer: (messages, written) -> pieces of a turn. longest: tokens of a text."""
+    """Returns a listening server. `answer(messages, written)` yields the pieces of a turn."""
     busy, ending = threading.Lock(), threading.Event()
     return ChatServer(ChatHandler, port, answer=answer, title=title, longest=longest, busy=busy, ending=ending)
 
@@ -75,13 +75,13 @@ def csp_source(content: str) -> str:
 
 
 class ChatHandler(LocalHandler):
-    """GET / returns the page, POST /say a turn of the model."""
+    """Handler of GET /, which returns the page, and POST /say, which returns a turn of the model."""
 
     server: ChatServer
     policy = f"default-src 'none'; style-src {csp_source(STYLE)}; script-src {csp_source(SCRIPT)}; connect-src 'self'"
 
     def do_GET(self) -> None:
-        """Sends the page."""
+        """Sends the page or an error."""
         if not self.is_for_us():
             return
         if self.path.partition("?")[0] != "/":
@@ -90,7 +90,7 @@ class ChatHandler(LocalHandler):
         self.answer(200, chat_page(self.server.title), "text/html")
 
     def do_POST(self) -> None:
-        """Streams a turn of the model, or sends an error."""
+        """Streams a turn of the model or sends an error."""
         if not self.is_for_us():
             return
         try:
@@ -122,14 +122,14 @@ class ChatHandler(LocalHandler):
             return
         except DISCONNECTED:
             raise
-        except Exception as error:  # the page gets a short error, the terminal the cause
+        except Exception as error:  # the page shows a short error, the terminal the cause
             print_stderr(f"chat: {type(error).__name__}: {error}")
             self.send_line({"error": "the model failed; see the terminal"})
             raise
         self.send_line({"done": written[0].reason, "tokens": written[0].tokens})
 
     def read_messages(self) -> list[dict[str, str]]:
-        """Returns the conversation of the request. Raises BadInput if it is invalid, or from another page."""
+        """Returns the conversation in the request. Raises BadInput if it is invalid or from another page."""
         port = self.server.server_address[1]
         if self.path != "/say":
             raise BadInput("messages must be sent to /say")
@@ -144,7 +144,7 @@ class ChatHandler(LocalHandler):
         self.server.has_asked(self.connection)
         messages, longest = check_messages(parse_json(body)), self.server.longest
         turns, characters = len(messages), sum(len(message["content"]) for message in messages)
-        # certainly more than `longest` tokens, or a template that would be slow to render
+        # the text has more than `longest` tokens, or the template would be slow to render
         if turns > min(MAX_TURNS, longest) or characters > MAX_CHARACTERS_PER_TOKEN * longest:
             raise TooLong(
                 f"the conversation has {turns:,} turns and {characters:,} characters; the limits are "
@@ -153,7 +153,7 @@ class ChatHandler(LocalHandler):
         return messages
 
     def refuse(self, code: int, reason: str) -> None:
-        """Sends an error."""
+        """Sends an error response with this status code."""
         self.close_connection = True  # the request may not have been read
         self.answer(code, json.dumps({"error": reason}) + "\n", "application/x-ndjson")
 
@@ -164,7 +164,7 @@ class ChatHandler(LocalHandler):
 
 
 def check_messages(sent: Any) -> list[dict[str, str]]:
-    """Returns the messages of a request: turns of user and model alternate, and the user has the last one."""
+    """Returns the messages of a request. Raises BadInput unless user and model alternate and the user is last."""
     messages = sent.get("messages") if isinstance(sent, dict) else None
     if not isinstance(messages, list) or not messages:
         raise BadInput("messages must be a list of turns")

@@ -1,4 +1,4 @@
-"""Settings of the text that a training run samples."""
+"""Settings of text sampling."""
 
 import dataclasses
 import math
@@ -9,7 +9,7 @@ from jaxscale.system.exits import BadInput
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SampleConfig:
-    """Samples at the end of a run, and during it."""
+    """Settings of the samples during a run and at its end."""
 
     num_tokens: int = setting(
         0,
@@ -41,10 +41,10 @@ class SampleConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """Sampling parameters, applied in this order. Tokens as likely as the last one that passes a filter pass too."""
+    """Sampling parameters, applied in this order. Tokens with the same logit as the last accepted one are accepted."""
 
     repetition_penalty: float = setting(
-        1.0, "above 1: tokens already in the text become less likely (arXiv:1909.05858); 1: no penalty"
+        1.0, "above 1: makes tokens that are already in the text less likely (arXiv:1909.05858); 1: no penalty"
     )
     temperature: float = setting(0.8, "1: the model's probabilities; 0: always the most likely token")
     top_k: int = setting(0, "sample from the k most likely tokens; 0: from all")
@@ -68,7 +68,7 @@ class Sampling:
 
     @property
     def depends_on_text(self) -> bool:
-        """True if the tokens of the text so far affect the next one."""
+        """True if the settings need the set of tokens in the text so far."""
         return self.repetition_penalty != 1.0
 
 

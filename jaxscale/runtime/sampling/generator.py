@@ -1,7 +1,7 @@
-"""Generates text token by token: a compiled prefill of the prompts, and a compiled decode step for all rows.
+"""Text generation, token by token, with a compiled prefill of the prompts and a compiled decode step for all rows.
 
-Prompts of different length share a right-padded batch, in which every row has its own position. A row's random numbers
-depend on the seed, the row's number and how many tokens it has drawn, never on the batch or the mesh.
+Prompts of different lengths share a right-padded batch, in which every row has a separate position. The random numbers
+of a row depend on the seed, the number of the row and the number of tokens drawn, but not on the batch or the mesh.
 
 B batch  T position of a prompt  V vocab
 """
@@ -30,14 +30,14 @@ from jaxscale.runtime.sampling import kv_cache
 from jaxscale.runtime.sampling.config import Sampling
 from jaxscale.system.exits import BadInput
 
-ENDED = -1  # in place of a token, for a row that has ended
-NOT_FINITE = -2  # in place of a token, for a row whose logits are not finite: raised as NotFinite, never yielded
-MIN_PROMPT = 16  # shortest padded length of prompts; longer ones are this times a power of two
+ENDED = -1  # replaces the token of a row that has ended
+NOT_FINITE = -2  # replaces the token of a row with non-finite logits; raised as NotFinite, never yielded
+MIN_PROMPT = 16  # shortest padded prompt length; longer lengths are a power of two times this
 STEPS_IN_FLIGHT = 2  # decode steps in flight when a token is yielded, so that the device does not wait for the host
 
 
 class NotFinite(BadInput):
-    """The model's logits are NaN or infinite, so that no token can be drawn."""
+    """Raised if the logits of the model are NaN or infinite, so that no token can be drawn."""
 
 
 class DecodeState(NamedTuple):
@@ -48,20 +48,20 @@ class DecodeState(NamedTuple):
     last_B: jax.Array  # int32: the newest token, not in the cache yet
     ended_B: jax.Array  # bool
     drawn_B: jax.Array  # int32: tokens drawn so far
-    number_B: jax.Array  # int32: number of the row, for its random numbers
-    seen_BV: jax.Array | None  # bool: tokens of the text so far, if a penalty depends on them
+    number_B: jax.Array  # int32: number of the row, which selects its random numbers
+    seen_BV: jax.Array | None  # bool: tokens in the text so far, if there is a repetition penalty
     seed: jax.Array  # uint32[]
 
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Times of one call of generate() [seconds], without compilation."""
+    """Times and token counts of one call of generate()."""
 
     compile_seconds: float
     prefill_seconds: float
     prompt_tokens: int
     decode_seconds: float
-    decoded_tokens: int  # without the first of each row, which the prefill gives
+    decoded_tokens: int  # without the first token of each row, which is from the prefill
 
     @property
     def prefill_rate(self) -> float:
@@ -77,8 +77,8 @@ class Timing:
 class Engine:
     """Compiled programs of one model on a mesh, for batches of `batch` rows and texts of at most `longest` tokens.
 
-    It stores no parameters, so that they may be those of a model in training. num_ids: size of the tokenizer; ids above
-    it, which a padded vocabulary has, are never drawn, nor are those in `never`. say: receives lines about compilation.
+    An engine stores no parameters, so it can be used for a model in training. `num_ids` is the size of the tokenizer:
+    larger ids of a padded vocabulary are never drawn, and neither are ids in `never`. `say` logs compilation messages.
     """
 
     def __init__(
@@ -102,14 +102,14 @@ class Engine:
         self.drawable_V[list(never)] = False
         self.slots = kv_cache.num_slots(sharded.plan.needs, longest)
         self.tensor = kv_cache.ReplicatedTensorAxis(sharded.mesh.shape["tensor"], make_tensor_axis(sharded.mesh).stages)
-        heads = "channels" if cfg.latent_width else "kv_heads"  # latents belong to all heads
+        heads = "channels" if cfg.latent_width else "kv_heads"  # latents are shared by all heads
         axes = ("layers", "act_batch", "act_seq", heads, "head_dim")
         self.cache_spec = partition_spec(axes, sharded.plan.rules.params)
         self.rows_spec = P(*partition_spec(("act_batch",), sharded.plan.rules.params))
         self.programs: dict[Any, Any] = {}
 
     def read_prompts(self, params: Any, tokens_BT: jax.Array, lengths_B: jax.Array):
-        """Returns (Cache, float32[B, V] logits after the last token of each row), both of the local shard."""
+        """Returns (Cache, float32[B, V] logits after the last token of each row) for the local shard."""
         recorder = kv_cache.CacheRecorder()
         model = self.sharded.merge(params, tensor=self.tensor, recorder=recorder)
         T = tokens_BT.shape[1]
@@ -122,7 +122,7 @@ class Engine:
     def read_one(
         self, params: Any, cache: kv_cache.Cache, tokens_B: jax.Array, lengths_B: jax.Array
     ) -> tuple[kv_cache.Cache, jax.Array]:
-        """Returns (the cache with one more token of each row, float32[B, V] logits after it)."""
+        """Returns (cache with one more token per row, float32[B, V] logits after this token)."""
         recorder = kv_cache.CacheReader(
             cache, lengths_B, self.sharded.plan.needs, tuple(self.sharded.cfg.layer_stacks.values())
         )
@@ -132,7 +132,7 @@ class Engine:
         return recorder.extended(), unembed(model, h_B1D[:, 0])
 
     def draw(self, state: DecodeState, logits_BV: jax.Array, sampling: Sampling, stop_ids: tuple[int, ...]):
-        """Returns (the state with one more token, int32[B] the token, ENDED or NOT_FINITE)."""
+        """Returns (state with one more token per row, int32[B] of the token, ENDED or NOT_FINITE)."""
         broken_B = ~jnp.all(jnp.isfinite(logits_BV), axis=-1)
         logits_BV = jnp.where(self.drawable_V[None], logits_BV, -jnp.inf)
         row_key = lambda number, drawn: jax.random.fold_in(
@@ -142,7 +142,7 @@ class Engine:
         next_B = choose(logits_BV, state.seen_BV, keys_B, sampling)
         ended_B = state.ended_B | (state.lengths_B >= self.longest)
         for stop in stop_ids:
-            ended_B |= (next_B == stop) & ~broken_B  # argmax of NaN is id 0, which may be a stop id
+            ended_B |= (next_B == stop) & ~broken_B  # the argmax of NaN is id 0, which may be a stop id
         if (seen_BV := state.seen_BV) is not None:
             seen_BV = seen_BV.at[jnp.arange(next_B.shape[0]), next_B].set(True)
         state = state._replace(last_B=next_B, ended_B=ended_B, drawn_B=state.drawn_B + 1, seen_BV=seen_BV)
@@ -183,7 +183,7 @@ class Engine:
         return jax.jit(prefill, out_shardings=out), jax.jit(decode, donate_argnums=1, out_shardings=out)
 
     def compiled(self, params: Any, arguments: tuple, sampling: Sampling, stop_ids: tuple[int, ...]):
-        """Returns (prefill, decode, seconds of compilation) for arguments of these shapes."""
+        """Returns (prefill, decode, compilation time in seconds) for arguments of these shapes."""
         began, length, key = time.monotonic(), arguments[0].shape[1], (sampling, stop_ids)
         prefill, decode = self.functions(sampling, stop_ids)
         if (*key, length) not in self.programs:
@@ -201,11 +201,11 @@ class Engine:
 
 @dataclasses.dataclass
 class Generator:
-    """An engine with the parameters of a model."""
+    """An engine together with the parameters of a model."""
 
     engine: Engine
     params: Any
-    timing: Timing | None = None  # of the last call of generate, once it has ended
+    timing: Timing | None = None  # timing of the last call of generate()
 
     def generate(
         self,
@@ -216,10 +216,10 @@ class Generator:
         seed: int = 0,
         numbers: Sequence[int] | None = None,
     ) -> Iterator[np.ndarray]:
-        """Yields int32[rows] for each step: the next token of every prompt, -1 for a row that has ended.
+        """Yields int32[rows] in each step: the next token of every prompt, or -1 for a row that has ended.
 
-        A row ends before a token of stop_ids, and when its text has `longest` tokens. numbers: of the rows, for their
-        random numbers; None: prompt_numbers(prompts). Raises as check_prompts; NotFinite for infinite or NaN logits.
+        A row ends before a token of `stop_ids`, and when its text has `longest` tokens. `numbers` select the random
+        numbers of the rows; the default is prompt_numbers(prompts). Raises as check_prompts, or NotFinite.
         """
         engine, self.timing = self.engine, None
         check_prompts(prompts, engine)
@@ -255,7 +255,7 @@ class Generator:
                 return
 
     def shard_arguments(self, prompts: Sequence[Sequence[int]], numbers: Sequence[int], seed: int) -> tuple:
-        """Returns the arguments of the prefill on the mesh. Unused rows have length 0."""
+        """Returns the arguments of prefill, on the mesh. Unused rows have length 0."""
         engine = self.engine
         length = prompt_length(max(map(len, prompts)), engine.longest)
         tokens_BT = np.zeros((engine.batch, length), np.int32)
@@ -269,7 +269,7 @@ class Generator:
 
 
 def filtered(logits_BV: jax.Array, seen_BV: jax.Array | None, sampling: Sampling) -> jax.Array:
-    """Returns logits to draw from, float32[B, V], -inf if excluded, undivided at temperature 0. seen_BV: so far."""
+    """Returns the logits to draw from, float32[B, V]; -inf excludes a token. `seen_BV` marks tokens in the text."""
     logits_BV = logits_BV.astype(jnp.float32)
     if sampling.depends_on_text:
         assert seen_BV is not None, "a repetition penalty needs the tokens of the text so far"
@@ -284,7 +284,7 @@ def filtered(logits_BV: jax.Array, seen_BV: jax.Array | None, sampling: Sampling
     if sampling.top_p < 1:
         sorted_BV = -jnp.sort(-logits_BV, axis=-1)
         probs_BV = jax.nn.softmax(sorted_BV, axis=-1)
-        before_BV = jnp.cumsum(probs_BV, axis=-1) - probs_BV  # probability of the likelier tokens
+        before_BV = jnp.cumsum(probs_BV, axis=-1) - probs_BV  # total probability of the likelier tokens
         threshold_B1 = jnp.min(jnp.where(before_BV < sampling.top_p, sorted_BV, jnp.inf), axis=-1, keepdims=True)
         logits_BV = jnp.where(logits_BV < threshold_B1, -jnp.inf, logits_BV)
     if sampling.min_p > 0:
@@ -294,7 +294,7 @@ def filtered(logits_BV: jax.Array, seen_BV: jax.Array | None, sampling: Sampling
 
 
 def choose(logits_BV: jax.Array, seen_BV: jax.Array | None, keys_B: jax.Array, sampling: Sampling) -> jax.Array:
-    """Returns int32[B]: a token for each row, drawn with the row's key, so that rows do not affect each other."""
+    """Returns int32[B], a token for each row. Each row has its own key, so that rows do not affect each other."""
     logits_BV = filtered(logits_BV, seen_BV, sampling)
     if sampling.temperature == 0:
         return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
@@ -304,10 +304,10 @@ def choose(logits_BV: jax.Array, seen_BV: jax.Array | None, keys_B: jax.Array, s
 def check_prompts(prompts: Sequence[Sequence[int]], engine: Engine) -> None:
     """Raises BadInput for prompts that cannot be continued."""
     if not 0 < len(prompts) <= engine.batch:
-        raise BadInput(f"{len(prompts)} prompts for a batch of {engine.batch} rows; give 1 to {engine.batch}")
+        raise BadInput(f"got {len(prompts)} prompts for a batch of {engine.batch} rows; pass 1 to {engine.batch}")
     for number, prompt in enumerate(prompts, 1):
         if not len(prompt):
-            raise BadInput(f"prompt {number} has no token; give at least one")
+            raise BadInput(f"prompt {number} has no tokens; pass at least one")
         if len(prompt) > engine.longest:
             raise BadInput(f"prompt {number} has {len(prompt)} tokens, but a text can have at most {engine.longest}")
         if not 0 <= min(prompt) <= max(prompt) < engine.sharded.cfg.vocab_size:
@@ -316,12 +316,12 @@ def check_prompts(prompts: Sequence[Sequence[int]], engine: Engine) -> None:
 
 
 def prompt_length(tokens: int, longest: int) -> int:
-    """Returns the padded length of prompts: one of few, so that few programs are compiled."""
+    """Returns the padded length of prompts. There are few different lengths, so that few programs are compiled."""
     return min(MIN_PROMPT << (max(tokens - 1, 0) // MIN_PROMPT).bit_length(), longest)
 
 
 def prompt_numbers(prompts: Sequence[Sequence[int]]) -> list[int]:
-    """Returns numbers for prompts' random numbers: equal ones get different texts, which depend on no other prompt."""
+    """Returns a number per prompt that selects its random numbers. Equal prompts in a batch get different numbers."""
     seen: collections.Counter = collections.Counter()
     numbers = []
     for prompt in map(tuple, prompts):

@@ -1,11 +1,11 @@
 """Key-value cache, with which each new token costs one position instead of the whole text.
 
 The model records its keys and values through core/recorder.py, as for training statistics, and has no code for caches.
-The slot of a position is the position modulo the number of slots, which holds the newest such token: with an attention
-window, as many slots as the window has positions are enough for any text.
+The slot of a position is the position modulo the number of slots, so a new token overwrites the oldest. With an
+attention window, a cache with as many slots as the window has positions is enough for any text.
 
-Latent attention (core/models/latent_attention.py) caches no keys and values of heads: it caches the latents as values
-and the key part with RoPE as keys, with one head each.
+Latent attention (core/models/latent_attention.py) caches no keys and values of heads. It caches the latents as values
+and the part of the key with RoPE as keys, each with one head.
 
 B batch  T position of a prompt  R slot  N query heads  K kv heads  G query heads per kv head  H head dim  L layers
 """
@@ -40,26 +40,26 @@ def one_head(latents: Latents) -> tuple[jax.Array, jax.Array]:
 
 
 def num_slots(needs: AttentionNeeds, longest: int) -> int:
-    """Returns the slots of a cache for texts of at most `longest` tokens."""
+    """Returns the number of slots of a cache for texts of at most `longest` tokens."""
     return longest if needs.window is None or needs.window_layers else min(longest, needs.window)
 
 
 def slot_positions(lengths_B: jax.Array, slots: int) -> jax.Array:
-    """Returns int32[B, R]: the position in each slot after `length` tokens; negative for an empty slot."""
+    """Returns int32[B, R]: the position in each slot after lengths_B tokens, or a negative number if it is empty."""
     last_B1, slot_1R = lengths_B[:, None] - 1, jnp.arange(slots)[None]
     return last_B1 - jnp.mod(last_B1 - slot_1R, slots)
 
 
 class KeyValueRecorder(Recorder):
-    """Collects a (key, value) pair of each layer."""
+    """Collects the (keys, values) of each layer."""
 
     def __init__(self):
-        self.new: tuple | None = None  # of the current layer
+        self.new: tuple | None = None  # (keys, values) of the current layer
         self.stacks: list[tuple] = []
 
     @property
     def whole(self) -> tuple:
-        """Returns (keys, values) of all layers, both [L, B, T, K, H]."""
+        """The (keys, values) of all layers, both [L, B, T, K, H]."""
         if len(self.stacks) == 1:
             return self.stacks[0]
         return tuple(jnp.concatenate(parts) for parts in zip(*self.stacks, strict=True))
@@ -87,7 +87,7 @@ class CacheRecorder(KeyValueRecorder):
         return recorded
 
     def wrap_latent(self, attend: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-        """Wraps `attend` to record its latents instead of the keys and values made of them."""
+        """Wraps `attend` to record its latents instead of keys and values."""
 
         def recorded(q_BTNH, latents: Latents, *args, **kwargs):
             out_BTNV = attend(q_BTNH, latents, *args, **kwargs)
@@ -103,7 +103,7 @@ def fill_cache(whole: tuple, lengths_B: jax.Array, slots: int) -> Cache:
 
     def gather(x_LBTKH: jax.Array) -> jax.Array:
         T = x_LBTKH.shape[2]
-        if slots >= T:  # slot and position are equal; padding is overwritten before it is visible
+        if slots >= T:  # slots equal positions, and padding is overwritten before it is visible
             return jnp.pad(x_LBTKH, ((0, 0), (0, 0), (0, slots - T), (0, 0), (0, 0)))
         index_1BR11 = jnp.maximum(position_BR, 0)[None, :, :, None, None]
         return jnp.take_along_axis(x_LBTKH, index_1BR11, axis=2)
@@ -112,10 +112,10 @@ def fill_cache(whole: tuple, lengths_B: jax.Array, slots: int) -> Cache:
 
 
 class CacheReader(KeyValueRecorder):
-    """Attention of one new token per row to the cache and to itself."""
+    """Recorder whose attention reads the cache: each row has one new token, which attends to the cache and itself."""
 
     def __init__(self, cache: Cache, lengths_B: jax.Array, needs: AttentionNeeds, stacks: Sequence[int]):
-        """lengths_B: cached tokens of each row, and so the position of the new one. stacks: layers of each."""
+        """`lengths_B` has the number of cached tokens per row; `stacks` has the number of layers per stack."""
         super().__init__()
         self.cache, self.lengths_B, self.needs = cache, lengths_B, needs
         self.ends = np.cumsum(stacks).tolist()
@@ -131,7 +131,7 @@ class CacheReader(KeyValueRecorder):
         self.layer = cache
 
     def visible(self, local: bool | jax.Array | None) -> tuple[Cache, jax.Array]:
-        """Returns (the cache of the current layer, bool[B, R]: True for slots that the new token attends to)."""
+        """Returns (cache of the current layer, bool[B, R] that is True for slots the new token attends to)."""
         assert self.layer is not None, "run_stack() calls begin_layer() before the layer"
         position_BR = slot_positions(self.lengths_B, self.layer[0].shape[1])
         seen_BR = position_BR >= 0
@@ -141,7 +141,7 @@ class CacheReader(KeyValueRecorder):
         return self.layer, seen_BR
 
     def wrap_attention(self, attend: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-        """Replaces `attend` by attention to the cache. local: True in layers with the window, if not all have it."""
+        """Replaces `attend` by attention to the cache. `local` is True in layers with the attention window."""
 
         def attend_cached(q_B1NH, k_B1KH, v_B1KH, segments, *, local: bool | jax.Array | None = None):
             self.new = (k_B1KH, v_B1KH)
@@ -173,7 +173,7 @@ class CacheReader(KeyValueRecorder):
 
 
 def attend_one(q_B1NH, k_B1KH, v_B1KH, keys_BRKH, values_BRKH, seen_BR, softcap: float | None) -> jax.Array:
-    """Returns the attention of kernels.attention.xla at the last position of each row, [B, 1, N, H] in q.dtype."""
+    """Returns attention as in kernels.attention.xla for the last position of each row, [B, 1, N, H] in q.dtype."""
     B, _, N, H = q_B1NH.shape
     K = k_B1KH.shape[2]
     q_BKGH = q_B1NH.reshape(B, K, N // K, H)
@@ -190,7 +190,7 @@ def attend_one(q_B1NH, k_B1KH, v_B1KH, keys_BRKH, values_BRKH, seen_BR, softcap:
 
 
 class ReplicatedTensorAxis(TensorAxis):
-    """A tensor axis without sequence parallelism, for single positions: the residual stream is replicated."""
+    """A tensor axis without sequence parallelism, for single positions. The residual stream is replicated."""
 
     def all_gather(self, x_BTD: jax.Array) -> jax.Array:
         """Returns x_BTD unchanged."""
@@ -212,13 +212,13 @@ class ReplicatedTensorAxis(TensorAxis):
 def attend_absorbed(
     q_B1NH: jax.Array, new: Latents, cached: Latents, w_CNE: jax.Array, seen_BR: jax.Array, softcap: float | None
 ) -> jax.Array:
-    """Returns [B, 1, N, V] in q.dtype: attention to the new token and to the cached latents in seen_BR.
+    """Returns attention to the new token and to the cached latents where seen_BR is True, [B, 1, N, V] in q.dtype.
 
-    No keys and values are computed. A score is q . (W c) = (W^T q) . c: the key weights multiply the query instead, and
-    the value weights the mean of the latents (arXiv:2405.04434, section 2.1.2). For S cached tokens this takes
-    N C (U + V) + N S (2 C + R) multiplications instead of S N C (U + V) + N S (U + R + V): fewer from the second token
-    on, and for long texts 120 times fewer with the sizes of DeepSeek-V3.
-    w_CNE: weights of a head's keys (without RoPE) and values.
+    Computes no keys and values. A score is q . (W c) = (W^T q) . c, so the key weights multiply the query, and the
+    value weights multiply the mean of the latents (arXiv:2405.04434, section 2.1.2). For S cached tokens this takes
+    N C (U + V) + N S (2 C + r) multiplications instead of S N C (U + V) + N S (U + r + V): fewer from the second token
+    on, and 120 times fewer for long texts with the sizes of DeepSeek-V3.
+    `w_CNE` has the weights of the keys (without RoPE) and values of each head.
 
     C rank of latents  U head dim without RoPE  r head dim with RoPE  V value dim
     """

@@ -1,4 +1,4 @@
-"""Streams texts from a generator and a tokenizer, without incomplete characters and without stop texts."""
+"""Streaming of texts from a generator and a tokenizer, without incomplete characters and stop texts."""
 
 import dataclasses
 import os
@@ -11,15 +11,15 @@ from jaxscale.runtime.sampling.config import Sampling
 from jaxscale.runtime.sampling.generator import ENDED, Generator
 from jaxscale.system.exits import BadInput
 
-REPLACED = "\ufffd"  # decoded from bytes that are not a character, or not yet one
-CHARACTER_TOKENS = 4  # a character has at most four bytes (RFC 3629), and a token at least one
-CONTEXT = 8  # prompt tokens decoded with the first new one: some decoders drop a space at the beginning of a text
+REPLACED = "\ufffd"  # decoded from bytes that are not a complete character
+CHARACTER_TOKENS = 4  # maximum per character: it has at most four bytes (RFC 3629), and a token at least one
+CONTEXT = 8  # prompt tokens decoded before new tokens: some decoders drop a space at the beginning of a text
 Reason = Literal["end", "stop", "length"]  # an end token, a stop text, or the limit of tokens
 
 
 @dataclasses.dataclass
 class GeneratedText:
-    """The text that the model has added to a prompt."""
+    """Text that the model has added to a prompt."""
 
     text: str = ""
     tokens: int = 0
@@ -33,7 +33,7 @@ class WriteSettings:
     sampling: Sampling
     num_tokens: int
     stop_ids: Sequence[int] = ()
-    stops: Sequence[str] = ()  # a text ends before any of them, even if it spans tokens
+    stops: Sequence[str] = ()  # a text ends before any of these texts, which may span tokens
     seed: int = 0
     numbers: Sequence[int] | None = None
 
@@ -59,7 +59,7 @@ def write_texts(
     settings: WriteSettings,
     written: list[GeneratedText],
 ) -> Iterator[tuple[int, str]]:
-    """Yields (row, piece of its text) without stop texts; `written` has each text so far. Raises as generate()."""
+    """Yields (row, piece of text) without stop texts, and updates the texts in `written`. Raises as generate()."""
     streams = [TextStream(decode, prompt, settings.stops) for prompt in prompts]
     written[:] = [GeneratedText() for _ in prompts]
     active = set(range(len(prompts)))
@@ -87,36 +87,36 @@ def write_texts(
 
 
 class TextStream:
-    """Converts tokens to text that later tokens cannot change; it ends before the first stop text to be complete."""
+    """Converts tokens to final text, which later tokens do not change. Ends before the first completed stop text."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int] = (), stops: Sequence[str] = ()):
         if "" in stops:
             raise BadInput("an empty stop text would end every text immediately; remove it")
         self.decode, self.stops = decode, tuple(stops)
-        self.ids = list(prompt)[-CONTEXT:]  # tokens that are decoded; those before `begin` are only context
+        self.ids = list(prompt)[-CONTEXT:]  # tokens to decode; tokens before `begin` are only context
         self.begin, self.num_emitted = len(self.ids), 0  # num_emitted: characters returned after the context
         self.context = decode(self.ids) if self.ids else ""
         self.pending, self.stopped = "", False
 
     def push(self, token: int) -> str:
-        """Returns the text that has become final with this token."""
+        """Returns the text that becomes final with this token."""
         if self.stopped:
             return ""
         self.ids.append(token)
         text = self.decode(self.ids)
         whole = not text.endswith(REPLACED)
-        if not whole:  # perhaps an incomplete character: only text that the newest bytes cannot change is final
+        if not whole:  # maybe an incomplete character: only text that does not depend on the newest bytes is final
             older = self.ids[: -(CHARACTER_TOKENS - 1)]
             text = os.path.commonprefix([self.decode(older), text]) if len(older) > self.begin else self.context
         found = text[len(os.path.commonprefix([self.context, text])) :]
         new, self.num_emitted = found[self.num_emitted :], max(self.num_emitted, len(found))
-        if whole:  # the newest tokens are enough context for the next ones
+        if whole:  # the newest tokens are enough context for later tokens
             self.ids, self.begin, self.num_emitted = self.ids[-CONTEXT:], min(CONTEXT, len(self.ids)), 0
             self.context = self.decode(self.ids)
         return self.cut_at_stop(new)
 
     def end(self) -> str:
-        """Returns the rest of the text after the last token."""
+        """Returns the remaining text after the last token."""
         if self.stopped:
             return ""
         text = self.decode(self.ids) if self.ids else ""
@@ -124,11 +124,11 @@ class TextStream:
         return self.cut_at_stop(found[self.num_emitted :], last=True)
 
     def cut_at_stop(self, new: str, last: bool = False) -> str:
-        """Returns the pending text and `new`, up to a possible beginning of a stop text."""
+        """Returns the pending text and `new`, up to a stop text or its possible beginning, which stays pending."""
         self.pending += new
         found = [(begin + len(stop), begin) for stop in self.stops if (begin := self.pending.find(stop)) >= 0]
         if found:
-            self.stopped, out = True, self.pending[: min(found)[1]]  # of several, the first to be complete
+            self.stopped, out = True, self.pending[: min(found)[1]]  # up to the stop text that is completed first
             self.pending = ""
             return out
         keep = 0 if last else max((overlap(self.pending, stop) for stop in self.stops), default=0)
