@@ -148,4 +148,4 @@ def test_a_step_or_data_that_do_not_fit_are_told(workdir, files):
     assert "no checkpoint of step 5; existing steps: 3, 7" in told(at, "--steps=3,5")
     assert "is a single checkpoint" in told(f"{at}/checkpoints/3", "--steps=all")
     long = f"--cloze=c={files}/words.jsonl"
-    assert "its continuation has 4 tokens, more than the limit of 2" in told(at, long, "--context=2")
+    assert "the continuation has 4 tokens, more than the limit of 2" in told(at, long, "--context=2")

@@ -96,7 +96,7 @@ def test_what_items_hold_in_memory_is_bounded_and_what_is_cut_is_given_back(tmp_
     found = encode_items("cloze", read_items([path], "cloze"), reading)
     assert found.cut == 3 and all(span.ids.base is None or span.ids.base.nbytes < 100 for span in found.spans)
     monkeypatch.setattr(named, "MAX_IDS", 25)
-    with pytest.raises(BadInput, match="x.jsonl:3: the items up to it have more than 25 tokens"):
+    with pytest.raises(BadInput, match="x.jsonl:3: the items up to this one have more than 25 tokens"):
         encode_items("cloze", read_items([path], "cloze"), reading)
 
 

@@ -96,7 +96,7 @@ def test_truncated_contexts_are_scored_and_their_number_is_logged_once(served):
 
 
 @pytest.mark.parametrize(
-    ("continuation", "told"), [("", "the continuation '' has no token"), ("y" * 33, "its continuation has 33 tokens")]
+    ("continuation", "told"), [("", "the continuation '' has no token"), ("y" * 33, "the continuation has 33 tokens")]
 )
 def test_a_continuation_that_cannot_be_scored_is_refused_with_its_context(served, continuation, told):
     """lm-eval's HFLM stops there too: assert len(continuation_enc) > 0, and <= self.max_length."""

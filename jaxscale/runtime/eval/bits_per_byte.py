@@ -1,9 +1,9 @@
-"""Perplexity and bits per byte of text by source, and perplexity of token ids, with every token counted once.
+"""Perplexity and bits per byte of text by source, and perplexity of token ids. Every token is scored once.
 
-A document is read in windows of `context` tokens that advance by `stride`: in the first window every token is scored,
-in later ones the `stride` newest, so that each of these has at least context - stride tokens before it. stride =
-context gives disjoint windows, except that the last one of a document reaches back for a full context. The first token
-of a document is predicted from the start token: what begins documents, or else the token that ends them.
+A document is read in windows of `context` tokens that advance by `stride`. The first window scores all its tokens, and
+later windows score the `stride` newest, so that each of these follows at least context - stride tokens. With stride =
+context, windows are disjoint, except that the last window of a document starts earlier to have a full context. The
+first token of a document is predicted from the start ids: the begin ids of the tokenizer, or else its end token.
 """
 
 import dataclasses
@@ -27,16 +27,16 @@ from jaxscale.runtime.text.sources.read import read_file
 from jaxscale.runtime.text.tokenizer.base import Tokenizer
 from jaxscale.system.exits import BadInput
 
-MAX_TOKENS = 1 << 28  # of one source: a gigabyte
-TOKENS_AT_ONCE = 1 << 21  # of a block of documents; a longer document is a block
+MAX_TOKENS = 1 << 28  # of one source, one gigabyte
+TOKENS_AT_ONCE = 1 << 21  # size of a block of documents; a longer document is a block by itself
 Numbers: TypeAlias = Sequence[float] | np.ndarray
 Ids = Sequence[int] | np.ndarray
 Block = list[tuple[np.ndarray, int]]  # (ids, bytes) of documents
-Tokens: TypeAlias = Globs | Sequence[Sequence[int]]  # files, or documents
+Tokens: TypeAlias = Globs | Sequence[Sequence[int]]  # files of token ids, or documents
 
 
 def mean_error(values: Numbers) -> tuple[float, float | None]:
-    """Returns (mean, standard error: the sample's deviation, with n - 1, over sqrt(n))."""
+    """Returns (mean, standard error): the error is the sample standard deviation over sqrt(n)."""
     array = np.asarray(values, np.float64)
     if len(array) < 2:
         return float(array.mean()), None
@@ -44,10 +44,10 @@ def mean_error(values: Numbers) -> tuple[float, float | None]:
 
 
 def ratio_error(above: Numbers, below: Numbers) -> tuple[float, float | None]:
-    """Returns (sum of `above` / sum of `below`, the standard error of that ratio).
+    """Returns (sum of `above` / sum of `below`, standard error of this ratio).
 
-    Items are drawn, and each has both numbers, as a document has nats and bytes: the error is of first order in the
-    deviations above - ratio * below (Cochran 1977, Sampling Techniques, chapter 6).
+    Each sampled item has both numbers, as a document has nats and bytes. The error is of first order in the deviations
+    above - ratio * below (Cochran 1977, Sampling Techniques, chapter 6).
     """
     numerators, denominators = np.asarray(above, np.float64), np.asarray(below, np.float64)
     ratio = float(numerators.sum() / denominators.sum())
@@ -59,22 +59,22 @@ def ratio_error(above: Numbers, below: Numbers) -> tuple[float, float | None]:
 
 
 def exp_error(mean: float, error: float | None) -> tuple[float, float | None]:
-    """Returns (exp of a mean, its standard error to first order): a perplexity."""
+    """Returns (exp of a mean, its standard error to first order), such as a perplexity."""
     value = math.inf if mean > 700 else math.exp(mean)
     return value, None if error is None or not math.isfinite(value) else value * error
 
 
 class EvalReading(NamedTuple):
-    """A model's tokenizer and the length that the model reads."""
+    """The tokenizer of a model and its context length."""
 
     tokenizer: Tokenizer
-    start_ids: tuple[int, ...]  # before every text, never scored; at least one
-    begin_ids: tuple[int, ...]  # before a context, if any begin a document
-    context: int  # most tokens that the model reads
+    start_ids: tuple[int, ...]  # ids before every text; never scored; at least one
+    begin_ids: tuple[int, ...]  # begin ids of a document, before a context; may be empty
+    context: int  # context length: maximum number of tokens that the model reads
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, context: int) -> "EvalReading":
-        """Returns the context with the end-of-document token as start if nothing begins a document."""
+        """Returns the reading settings of a tokenizer. Without begin ids, the end-of-document token starts a text."""
         return cls(tokenizer, tokenizer.begin_ids or (tokenizer.eos_id,), tokenizer.begin_ids, context)
 
 
@@ -87,7 +87,7 @@ class DocumentSums(NamedTuple):
 
 
 def text_windows(num_ids: int, num_start: int, context: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """Yields (begin, first, end): windows read ids [begin, end - 1) and score [first, end), all from num_start once."""
+    """Yields windows (begin, first, end), which read ids [begin, end - 1) and score ids [first, end)."""
     first = num_start
     while first < num_ids:
         end = min(context + 1 if first == num_start else first + stride, num_ids)
@@ -96,14 +96,14 @@ def text_windows(num_ids: int, num_start: int, context: int, stride: int) -> Ite
 
 
 def document_spans(ids: np.ndarray, start_ids: Ids, context: int, stride: int) -> list[TokenSpan]:
-    """Returns the windows of one document."""
+    """Returns the windows of one document as spans."""
     whole = np.concatenate([np.asarray(start_ids, np.int32), np.asarray(ids, np.int32)])
     windows = text_windows(len(whole), len(start_ids), context, stride)
     return [TokenSpan(whole[begin:end], first - begin) for begin, first, end in windows]
 
 
 def check_text_files(files: Globs, setting: str) -> dict[str, list[SourceFile]]:
-    """Returns the files of each source. Raises BadInput, one line, for a glob without files and a file without text."""
+    """Returns the files of each source. Raises BadInput for a glob without files or a file that is not text."""
     found, problems = list_files(files, setting, "text")
     problems += [problem for file in found if (problem := text_problem(file))]
     if problems or not found:
@@ -130,7 +130,7 @@ def in_blocks(documents: Iterable[tuple[np.ndarray, int]]) -> Iterator[Block]:
 def measure_documents(
     block: Sequence[tuple[Ids, np.ndarray, int]], scorer: Scorer, params: Any, context: int, stride: int
 ) -> list[DocumentSums]:
-    """Measures the documents that have a token. block: (ids before it that are not scored, its ids, its bytes)."""
+    """Measures the documents that have tokens. `block` has (ids before the document, its ids, its bytes) tuples."""
     spans, owners = [], []
     for number, (start_ids, ids, _) in enumerate(block):
         windows = document_spans(ids, start_ids, context, stride)
@@ -144,18 +144,18 @@ def measure_documents(
 
 @dataclasses.dataclass(frozen=True)
 class TextSet:
-    """The text of one source, to be measured under one or several models."""
+    """The text of one source, to be measured with one or several models."""
 
     files: Sequence[SourceFile]
     read: ReadConfig
     reading: EvalReading
     stride: int
-    limit: int = 0  # documents; 0: all
+    limit: int = 0  # maximum number of documents; 0: all
     in_memory: tuple[Block, ...] | None = None  # the documents; None: read each time
     left_out: Counter = dataclasses.field(default_factory=Counter)
 
     def loaded(self) -> "TextSet":
-        """Returns the set with its documents in memory, where they cannot change."""
+        """Returns the set with its documents in memory."""
         blocks, tokens, left_out = [], 0, Counter()
         for block in self.blocks(left_out):
             blocks.append(block)
@@ -178,7 +178,7 @@ class TextSet:
         yield from in_blocks((self.reading.tokenizer.encode(one.text), one.size) for one in documents)
 
     def measure(self, scorer: Scorer, params: Any, skipped: Counter) -> list[DocumentSums]:
-        """Measures each document that has a token. Raises BadInput if there are none."""
+        """Measures each document with tokens. Raises BadInput if there are none."""
         found, left_out = [], Counter()
         for block in self.blocks(left_out):
             documents = [(self.reading.start_ids, ids, size) for ids, size in block]
@@ -189,14 +189,14 @@ class TextSet:
         return found
 
     def no_text_message(self, left_out: Counter) -> str:
-        """Returns the error for a source without text, with what was skipped."""
+        """Returns the error message for a source without text, with the reasons of skipped documents."""
         reasons = ", ".join(f"{number:,} {reason}" for reason, number in left_out.items())
         files = ", ".join(file.path for file in self.files[:3])
         return f"no text to evaluate in {files}" + (f" (left out: {reasons})" if reasons else "")
 
     @property
     def fingerprint(self) -> str:
-        """Returns the sha256 of the documents, and of the settings of the windows."""
+        """The sha256 of the documents and the window settings."""
         digest = hashlib.sha256(f"{self.reading.start_ids} {self.reading.context} {self.stride}".encode())
         for ids, _ in itertools.chain.from_iterable(self.blocks(Counter())):
             digest.update(len(ids).to_bytes(8, "little") + np.ascontiguousarray(ids, np.int32).tobytes())
@@ -204,7 +204,7 @@ class TextSet:
 
 
 def summarise_text(measured: Sequence[DocumentSums]) -> dict[str, float]:
-    """Returns loss [nats/token], perplexity and bits_per_byte with standard errors over documents, and counts."""
+    """Returns loss [nats/token], perplexity and bits_per_byte, with standard errors over documents, and counts."""
     nats, tokens, sizes = zip(*measured)
     loss, loss_error = ratio_error(nats, tokens)
     perplexity, perplexity_error = exp_error(loss, loss_error)
@@ -218,7 +218,7 @@ def summarise_text(measured: Sequence[DocumentSums]) -> dict[str, float]:
 
 
 def text_metrics(sets: Mapping[str, TextSet], scorer: Scorer, params: Any, skipped: Counter) -> dict[str, float]:
-    """Returns the metrics of all sources in total, and of several also 'SOURCE/bits_per_byte'. Raises as measure()."""
+    """Returns the metrics of all sources together and, for several sources, also of each. Raises as measure()."""
     measured = {name: one.measure(scorer, params, skipped) for name, one in sets.items()}
     metrics = summarise_text([document for found in measured.values() for document in found])
     if len(measured) > 1:
@@ -237,7 +237,7 @@ def open_documents(name: str, given: Tokens, vocab_size: int, limit: int = 0) ->
 
 
 def checked_documents(name: str, documents: Iterable[Any], vocab_size: int) -> Iterator[np.ndarray]:
-    """Yields documents that a person gave. Raises BadInput for anything but ids of the vocabulary."""
+    """Yields documents as arrays. Raises BadInput unless they are lists of ids in the vocabulary."""
     for number, document in enumerate(documents):
         ids = np.asarray(document)
         if ids.ndim != 1 or not (ids.dtype.kind in "iu" or ids.size == 0):
@@ -272,7 +272,7 @@ def open_token_files(name: str, files: Globs, vocab_size: int) -> Callable[[], I
 def token_metrics(
     name: str, documents: Iterable[np.ndarray], scorer: Scorer, params: Any, context: int, stride: int
 ) -> dict[str, float]:
-    """Returns loss and perplexity; the first id of a document is only read. Raises BadInput without a second id."""
+    """Returns metrics of documents, whose first ids are not scored. Raises BadInput if no document has two ids."""
     measured = []
     for block in in_blocks((np.asarray(document, np.int32), 0) for document in documents):
         triples = [(ids[:1], ids[1:], size) for ids, size in block]

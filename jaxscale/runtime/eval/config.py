@@ -1,4 +1,4 @@
-"""Settings of evaluators that run during training, each with its schedule and data."""
+"""Settings of the evaluators that run during training, each with a schedule and data."""
 
 import dataclasses
 import re
@@ -14,7 +14,7 @@ EVERY = "steps between evaluations, with one before the first step and one at th
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextEval(ReadConfig):
-    """Perplexity and bits per byte of text, read by the settings of ReadConfig."""
+    """Settings of perplexity and bits per byte of text, which is read with the settings of ReadConfig."""
 
     kind: Literal["text"] = setting("text", "kind of evaluation")
     files: Globs = setting(help="glob or list of globs, or {source: globs}; any file type of data.files")
@@ -29,14 +29,14 @@ class TextEval(ReadConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ItemEval:
-    """Settings of evaluators of items in files."""
+    """Settings of evaluators for items in files."""
 
     kind: Literal["choice", "cloze"]
     file: str = setting(help=".jsonl (also .gz, .zst), .parquet or .arrow, or a glob of them")
     every_steps: int = setting(1000, EVERY)
     limit: int = setting(0, "maximum number of items; 0: all")
     damaged: Literal["stop", "skip"] = setting(
-        "stop", "if an item or file cannot be read or scored: stop with an error, or skip and count it"
+        "stop", "action for an item or file that cannot be read or scored: stop with an error, or skip and count it"
     )
 
     def __post_init__(self):
@@ -45,14 +45,14 @@ class ItemEval:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChoiceEval(ItemEval):
-    """Questions with answers to choose from (PIQA, SciQ, ARC, own): accuracy, also normalised by length."""
+    """Settings of multiple-choice questions (PIQA, SciQ, ARC, own): accuracy, also normalised by length."""
 
     kind: Literal["choice"] = setting("choice", "kind of evaluation")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClozeEval(ItemEval):
-    """Texts with an end to predict (LAMBADA, own): accuracy and perplexity of the target."""
+    """Settings of texts whose end is predicted (LAMBADA, own): accuracy and perplexity of the target."""
 
     kind: Literal["cloze"] = setting("cloze", "kind of evaluation")
 
@@ -62,14 +62,14 @@ Evals = dict[str, NamedEval]
 
 
 def check_numbers(settings: TextEval | ItemEval, *names: str) -> None:
-    """Raises BadInput for a number below 0."""
+    """Raises BadInput if a setting with one of these names is below 0."""
     for name in names:
         if getattr(settings, name) < 0:
             raise BadInput(f"{name}={getattr(settings, name)} must be 0 or more")
 
 
 def check_names(evals: Evals) -> None:
-    """Raises BadInput for a name that cannot be part of a metric's name."""
+    """Raises BadInput for an evaluator name that cannot be part of a metric name."""
     for name in evals:
         if not NAME.fullmatch(name):
             raise BadInput(
@@ -79,13 +79,13 @@ def check_names(evals: Evals) -> None:
 
 
 def setting_name(name: str, settings: NamedEval) -> str:
-    """Returns 'evals.wiki.files', for messages."""
+    """Returns the name of the setting with the data, such as 'evals.wiki.files', for messages."""
     return f"evals.{name}.{'files' if isinstance(settings, TextEval) else 'file'}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalConfig:
-    """Schedule and size of validation."""
+    """Settings of the schedule and size of validation."""
 
     every_steps: int = setting(
         200,
@@ -95,7 +95,7 @@ class EvalConfig:
     )
     num_rows: int = setting(
         64,
-        "rows of seq_len held-out tokens, always the same ones; 0: no validation",
+        "number of held-out sequences of seq_len tokens, the same at every validation; 0: no validation",
         read_if="data.val_fraction or data.val_files or data.name=synthetic or not eval.num_rows",
     )
 

@@ -1,7 +1,7 @@
-"""Reads evaluation items, questions with choices and texts with an end to predict, from published files.
+"""Readers of evaluation items (multiple-choice questions, and texts whose end is predicted) in published files.
 
-The prompts are those of lm-eval's tasks of these names (Gao et al., github.com/EleutherAI/lm-evaluation-harness,
-version 0.4.13), so that the numbers can be compared with published ones:
+The prompts are equal to those of the lm-eval tasks with these names (Gao et al., version 0.4.13 of
+github.com/EleutherAI/lm-evaluation-harness), so that results can be compared with published results:
 
     PIQA     goal, sol1, sol2, label                       'Question: GOAL\\nAnswer:' + ' SOLUTION'
     SciQ     support, question, distractor1 to 3,          'SUPPORT\\nQuestion: QUESTION\\nAnswer:' + ' ANSWER'
@@ -23,7 +23,7 @@ from jaxscale.runtime.text.sources.part import BYTES
 from jaxscale.runtime.text.sources.records import ENDINGS, Damage, kind_of, read_records
 from jaxscale.system.exits import BadInput
 
-MAX_ITEM_CHARACTERS = 32 << 20  # characters: the context is read with each answer
+MAX_ITEM_CHARACTERS = 32 << 20  # the context counts once per answer
 MAX_SHOWN = 200  # characters of a value in a message
 
 
@@ -33,12 +33,12 @@ class EvalItem(NamedTuple):
     name: str  # FILE:LINE or FILE:ROW
     context: str
     continuations: tuple[str, ...]
-    answers: tuple[str, ...]  # the continuations without what joins them to the context
-    right: int  # index of the right one
+    answers: tuple[str, ...]  # the continuations without the space that joins them to the context
+    right: int  # index of the right continuation
 
 
 def check_item_files(pattern: str, setting: str) -> list[Path]:
-    """Returns the files of a glob. Raises BadInput, one line, if there are none, or one is of another kind."""
+    """Returns the files of a glob. Raises BadInput if there are none, or if a file has a different type."""
     found, problems = list_files(pattern, setting, "items")
     if problems:
         raise BadInput(problems[0])
@@ -52,14 +52,14 @@ def check_item_files(pattern: str, setting: str) -> list[Path]:
 
 @dataclasses.dataclass
 class SkippedItems:
-    """The items that an evaluation skips: their number, and the first error."""
+    """Number of items that an evaluation skips, and the first error."""
 
     damaged: Damage = "stop"
-    counts: Counter = dataclasses.field(default_factory=Counter)  # by the reasons of reading
+    counts: Counter = dataclasses.field(default_factory=Counter)  # {reason: number}
     first: str = ""
 
     def add(self, error: BadInput) -> None:
-        """Counts an item. Raises the error if the settings say to stop."""
+        """Counts a skipped item, or raises the error with damaged='stop'."""
         if self.damaged == "stop":
             raise error from None
         self.first = self.first or str(error)
@@ -67,17 +67,17 @@ class SkippedItems:
 
     @property
     def count(self) -> int:
-        """Returns the number of items, lines and files that were skipped."""
+        """Number of skipped items, lines and files."""
         return sum(number for reason, number in self.counts.items() if reason != BYTES)
 
     def __str__(self) -> str:
-        """Returns ', 3 left out (REASON)', '' for none."""
+        """Returns ', 3 left out (REASON)', or '' if none were skipped."""
         reasons = self.first or ", ".join(f"{reason} {n:,}" for reason, n in self.counts.items() if reason != BYTES)
         return f", {self.count:,} left out ({reasons})" if self.count else ""
 
 
 def read_items(files: Sequence[Path], kind: str, limit: int = 0, skipped: SkippedItems | None = None) -> list[EvalItem]:
-    """Returns at most `limit` items (0: all). skipped: counts invalid records; None: raises BadInput for one."""
+    """Returns at most `limit` items (0: all). Counts invalid records in `skipped`, or raises BadInput without it."""
     skipped = SkippedItems() if skipped is None else skipped
     form = choice_item if kind == "choice" else cloze_item
     items: list[EvalItem] = []
@@ -100,12 +100,12 @@ def read_items(files: Sequence[Path], kind: str, limit: int = 0, skipped: Skippe
             if limit and len(items) == limit:
                 return items
     if not items:
-        raise BadInput(f"{', '.join(map(str, files))} contain no item{skipped}")
+        raise BadInput(f"no items found in {', '.join(map(str, files))}{skipped}")
     return items
 
 
 def choice_item(name: str, value: Mapping[str, Any]) -> EvalItem:
-    """Returns the item of a record of PIQA, SciQ, ARC or our form, distinguished by their fields."""
+    """Returns the item of a record. Its fields show whether it is from PIQA, SciQ or ARC, or a custom item."""
     if {"context", "choices", "answer"} <= value.keys():
         return context_item(name, value)
     if {"goal", "sol1", "sol2", "label"} <= value.keys():
@@ -118,13 +118,13 @@ def choice_item(name: str, value: Mapping[str, Any]) -> EvalItem:
     if {"question", "choices", "answerKey"} <= value.keys():
         return arc_item(name, value)
     raise BadInput(
-        f"has the fields {listed(value)}; an item has context, choices and answer, or those of "
+        f"has the fields {listed(value)}; an item has context, choices and answer, or the fields of "
         "PIQA, SciQ or ARC (see docs/evaluate.md)"
     )
 
 
 def context_item(name: str, value: Mapping[str, Any]) -> EvalItem:
-    """Returns the item of {"context", "choices", "answer"}, whose context and choice are joined without a space."""
+    """Returns the item of {"context", "choices", "answer"}. The context and a choice are joined without a space."""
     choices = texts_of(value, "choices")
     if len(choices) < 2:
         raise BadInput("has fewer than two choices")
@@ -141,7 +141,7 @@ def context_item(name: str, value: Mapping[str, Any]) -> EvalItem:
 
 
 def arc_item(name: str, value: Mapping[str, Any]) -> EvalItem:
-    """Returns the item of an ARC record, whose answers have letters or numbers."""
+    """Returns the item of an ARC record, whose answers are labelled with letters or numbers."""
     choices = value["choices"]
     if not isinstance(choices, Mapping) or not {"text", "label"} <= choices.keys():
         raise BadInput("has choices without text and label")
@@ -153,14 +153,14 @@ def arc_item(name: str, value: Mapping[str, Any]) -> EvalItem:
 
 
 def question_item(name: str, context: str, answers: Sequence[str], right: int) -> EvalItem:
-    """Returns an item with a space before each answer. Raises BadInput for an empty one, which cannot be normalised."""
+    """Returns an item with a space before each answer. Raises BadInput for an empty answer."""
     if "" in answers:
         raise BadInput("has an empty answer")
     return EvalItem(name, context, tuple(f" {answer}" for answer in answers), tuple(answers), right)
 
 
 def cloze_item(name: str, value: Mapping[str, Any]) -> EvalItem:
-    """Returns the item of {"text"}, as in LAMBADA, or of {"context", "target"}, joined without a space."""
+    """Returns the item of {"text"}, as in LAMBADA, or of {"context", "target"}, which are joined without a space."""
     if {"context", "target"} <= value.keys():
         context, target = text_of(value, "context"), text_of(value, "target")
     elif "text" in value:
@@ -174,14 +174,14 @@ def cloze_item(name: str, value: Mapping[str, Any]) -> EvalItem:
 
 
 def text_of(value: Mapping[str, Any], field: str) -> str:
-    """Returns a text field."""
+    """Returns a text field of the record. Raises BadInput if it is not text."""
     if not isinstance(value[field], str):
         raise BadInput(f"has no text in {field!r}, but {shown(value[field])}")
     return value[field]
 
 
 def texts_of(value: Mapping[str, Any], field: str) -> tuple[str, ...]:
-    """Returns a field that is a list of nonempty texts."""
+    """Returns a field that is a list of nonempty texts. Raises BadInput otherwise."""
     found = value[field]
     if not isinstance(found, (list, tuple)) or not all(isinstance(text, str) and text for text in found):
         raise BadInput(f"has no list of texts in {field!r}, but {shown(found)}")
@@ -189,7 +189,7 @@ def texts_of(value: Mapping[str, Any], field: str) -> tuple[str, ...]:
 
 
 def right_index(value: Mapping[str, Any], field: str, number: int) -> int:
-    """Returns a field with the index of the right answer, also if it is a digit in a string, as in some files."""
+    """Returns the index of the right answer from a field, which may be a string of digits, as in some files."""
     found = value[field]
     digits = isinstance(found, str) and found.isascii() and found.isdecimal() and len(found) < 19
     place = int(found) if digits else found
@@ -199,10 +199,10 @@ def right_index(value: Mapping[str, Any], field: str, number: int) -> int:
 
 
 def shown(value: Any) -> str:
-    """Returns a value for a message, shortened."""
+    """Returns the repr of a value for a message, truncated."""
     return repr(value)[:MAX_SHOWN]
 
 
 def listed(names: Iterable[Any]) -> str:
-    """Returns names for a message, shortened."""
+    """Returns a comma-separated list of names for a message, truncated."""
     return ", ".join(map(str, names))[:MAX_SHOWN]

@@ -1,6 +1,6 @@
-"""Adapts models to lm-eval: github.com/EleutherAI/lm-evaluation-harness, version 0.4.9 or later.
+"""Adapter of models to lm-eval (github.com/EleutherAI/lm-evaluation-harness, version 0.4.9 or later).
 
-The class is registered with lm-eval under the name `jaxscale`. Its three kinds of request use the scorer of `jaxscale
+The class is registered with lm-eval under the name `jaxscale`. The three kinds of requests use the scorer of `jaxscale
 evaluate` and the generator of `jaxscale sample`.
 """
 
@@ -28,7 +28,7 @@ from jaxscale.runtime.text.tokenizer.load import SavedTokenizer, find_template
 from jaxscale.system import packages
 from jaxscale.system.exits import BadInput, print_stderr
 
-NEW_TOKENS = 256  # if a task does not specify it; the default of lm-eval's own models
+NEW_TOKENS = 256  # default of tasks, as for lm-eval's own models
 INSTALL = "pip install 'jaxscale[lm_eval]'"
 
 
@@ -39,8 +39,8 @@ class Served(NamedTuple):
     tokenizer: SavedTokenizer
     scorer: Scorer
     params: Any
-    open_generator: Callable[[int, int], Generator]  # (rows, longest text) -> generator, compiled once for each
-    rows: int  # texts generated at a time
+    open_generator: Callable[[int, int], Generator]  # (rows, longest text) -> generator, compiled once for each pair
+    rows: int  # number of texts generated at a time
     say: Callable[[str], None] = print_stderr  # logs a line
 
 
@@ -53,10 +53,10 @@ def check_installed() -> None:
 def log_likelihoods(
     served: Served, pairs: Sequence[tuple[str, str]], chat: ChatPrompts | None = None
 ) -> list[tuple[float, bool]]:
-    """Returns (log-likelihood, True if greedy decoding writes it) of each continuation of its context.
+    """Returns (log-likelihood, whether greedy decoding gives it) for the continuation of each (context, continuation).
 
-    A context that is too long is truncated on the left. chat: the prompts that wrote contexts that are conversations.
-    Raises: BadInput for a continuation without a token, or longer than the model reads, as lm-eval's HFLM asserts.
+    A context that is too long is truncated on the left. `chat` is required if contexts are rendered conversations.
+    Raises BadInput for a continuation without tokens, or longer than the model's context, as lm-eval's HFLM asserts.
     """
     reading, text_ids = served.reading, chat and chat.text_ids
     spans, num_truncated = [], 0
@@ -75,7 +75,7 @@ def log_likelihoods(
 
 
 def score(served: Served, spans: Sequence[TokenSpan]) -> Scores:
-    """Returns the scores. Raises BadInput for NaN, which lm-eval would count as an answer."""
+    """Returns the scores of the spans. Raises BadInput for NaN, which lm-eval would count as an answer."""
     scores = served.scorer.score(served.params, spans)
     if np.isnan(scores.nats).any():
         raise BadInput("the likelihoods of this checkpoint are NaN; evaluate another step")
@@ -83,7 +83,7 @@ def score(served: Served, spans: Sequence[TokenSpan]) -> Scores:
 
 
 def rolling_log_likelihoods(served: Served, texts: Sequence[str]) -> list[float]:
-    """Returns the log-likelihood of each text, read in disjoint windows (the last one may overlap), as in lm-eval."""
+    """Returns the log-likelihood of each text, in windows that are disjoint except for the last, as in lm-eval."""
     reading, encode = served.reading, served.reading.tokenizer.encode
     windows = [document_spans(encode(text), reading.start_ids, reading.context, reading.context) for text in texts]
     nats = iter(score(served, [span for spans in windows for span in spans]).nats.tolist())
@@ -91,7 +91,7 @@ def rolling_log_likelihoods(served: Served, texts: Sequence[str]) -> list[float]
 
 
 def write_settings(settings: dict[str, Any]) -> WriteSettings:
-    """Converts a task's generation_kwargs; greedy unless do_sample is set. Raises BadInput for unknown ones."""
+    """Converts a task's generation_kwargs; greedy unless do_sample is set. Raises BadInput for unknown keys."""
     settings = dict(settings)
     stops = settings.pop("until", None) or ()
     stops = (stops,) if isinstance(stops, str) else tuple(stops)
@@ -110,9 +110,9 @@ def write_settings(settings: dict[str, Any]) -> WriteSettings:
 def generated(
     served: Served, requests: Sequence[tuple[str, dict[str, Any]]], chat: ChatPrompts | None = None
 ) -> list[str]:
-    """Returns the text that the model adds to each context, by the request's settings, without the stop text.
+    """Returns the text that the model adds to each context with the settings of the request, without the stop text.
 
-    A context that leaves too little room is truncated on the left. chat: a text then also ends with the model's turn.
+    A context that leaves too little room is truncated on the left. With `chat`, a text also ends with the turn.
     """
     reading, stop_ids = served.reading, chat.stop_ids if chat else served.tokenizer.stop_ids
     plain = lambda text: [*reading.begin_ids, *reading.tokenizer.encode(text).tolist()] or [*reading.start_ids]
@@ -129,7 +129,7 @@ def generated(
         whole = {number: ids_of(requests[number][0]) for number in numbers}
         num_truncated += sum(len(ids) > max_prompt for ids in whole.values())
         prompts = {number: ids[-max_prompt:] for number, ids in whole.items()}
-        numbers = sorted(numbers, key=lambda number: len(prompts[number]))  # similar lengths together: less padding
+        numbers = sorted(numbers, key=lambda number: len(prompts[number]))  # similar lengths need less padding
         for first in range(0, len(numbers), served.rows):
             batch, written = numbers[first : first + served.rows], []
             ids = [prompts[number] for number in batch]
@@ -157,7 +157,7 @@ def adapter_class() -> type:
         def __init__(self, served: Served):
             super().__init__()
             self.served = served
-            self.chat: ChatPrompts | None = None  # set once a conversation was rendered: then every context is one
+            self.chat: ChatPrompts | None = None  # set when a conversation is rendered; then all contexts are
 
         def loglikelihood(self, requests: list, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
             found = log_likelihoods(self.served, [request.args for request in requests], self.chat)
@@ -172,14 +172,14 @@ def adapter_class() -> type:
             return self.cached("generate_until", requests, found)
 
         def cached(self, kind: str, requests: list, found: list) -> list:
-            """Returns the answers to the requests after adding them to lm-eval's cache."""
+            """Adds the answers to lm-eval's cache and returns them."""
             for request, answer in zip(requests, found):
                 self.cache_hook.add_partial(kind, request.args, answer)
             return found
 
         @property
         def tokenizer_name(self) -> str:
-            """Returns a key for lm-eval's cache of requests."""
+            """Key for lm-eval's cache of requests."""
             return self.served.tokenizer.tokenizer.fingerprint
 
         def chat_template(self, chat_template: bool | str = False) -> str:
@@ -188,7 +188,7 @@ def adapter_class() -> type:
             return found[0] if found else ""
 
         def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-            """Renders a conversation for text_ids, which encodes only the template's special tokens as such."""
+            """Renders a conversation as text for ChatPrompts.text_ids."""
             self.chat = self.chat or open_prompts(self.served.tokenizer, datetime.date.today().isoformat())
             return self.chat.text(chat_history, add_generation_prompt)
 
@@ -204,9 +204,10 @@ def run_tasks(
     limit: int | None = None,
     chat: bool = False,
 ) -> dict[str, float]:
-    """Returns {'TASK/METRIC': value, 'TASK/METRIC_stderr': ...} of lm-eval's tasks. Raises BadInput for unknown ones.
+    """Returns {'TASK/METRIC': value, 'TASK/METRIC_stderr': ...} . Raises BadInput for unknown tasks.
 
-    folder: yaml files of more tasks. limit: items of each task. chat: render questions and few-shot examples as turns.
+    `folder` has yaml files of more tasks. `limit` is the maximum number of items per task. With `chat`, questions and
+    few-shot examples are rendered as turns of a conversation.
     """
     model = adapter_class()(served)
     import lm_eval
@@ -217,7 +218,7 @@ def run_tasks(
     if missing := [task for task in tasks if task not in known]:
         where = f" and in {folder}" if folder else "; --include_path=FOLDER has more"
         raise BadInput(f"--lm_eval={','.join(missing)}: no task of lm-eval {lm_eval.__version__}{where}")
-    os.environ.setdefault("DISABLE_MULTIPROC", "1")  # or lm-eval forks this process, which has threads of jax
+    os.environ.setdefault("DISABLE_MULTIPROC", "1")  # otherwise lm-eval forks this process, which has jax threads
     with contextlib.redirect_stdout(sys.stderr):  # lm-eval prints, and stdout may be parsed as JSON
         found = lm_eval.simple_evaluate(
             model=model,

@@ -1,11 +1,10 @@
-"""Opens evaluators by name: their text and items as ids, ready to measure one or several models.
+"""Named evaluators, which read their text and items as token ids and measure one or several models.
 
-The boundary between context and continuation, in tokens, follows lm-eval (TemplateLM._encode_pair): white space at the
-end of the context is moved to the front of the continuation, because tokenizers join it to the next word; then the ids
-of the whole text are split after as many ids as the context alone has. So the scored ids are those that the model would
-read, without unusual splits of words. If one token spans the boundary, so that nothing is left after it, the
-continuation is encoded alone, as in lm-eval's pull request 4055. A context without a token is replaced by the start
-token.
+The boundary between context and continuation, in tokens, follows lm-eval (TemplateLM._encode_pair). White space at the
+end of the context is moved to the front of the continuation, because tokenizers join it to the next word. Then the ids
+of the whole text are split after the number of ids that the context alone has, so that words are split as in ordinary
+text. If one token spans the boundary and no id is left after it, the continuation is encoded alone, as in lm-eval's
+pull request 4055. A context without a token is replaced by the start token.
 """
 
 import dataclasses
@@ -32,30 +31,30 @@ from jaxscale.runtime.text.sources.part import BYTES
 from jaxscale.system.exits import BadInput
 
 MAX_IDS = 1 << 27  # tokens of all spans: half a gigabyte
-TextIds = Callable[[str, str], Sequence[int]]  # (context, continuation) -> their ids as one text
-GROUP = "evals"  # prefix of the metrics' names
+TextIds = Callable[[str, str], Sequence[int]]  # (context, continuation) -> ids of both as one text
+GROUP = "evals"  # prefix of metric names
 
 
 @dataclasses.dataclass(frozen=True)
 class ItemSet:
-    """Items as spans, to be scored under one or several models."""
+    """Items as spans of ids, to be scored with one or several models."""
 
     kind: str  # choice or cloze
     items: tuple[EvalItem, ...]
-    spans: tuple[TokenSpan, ...]  # of every continuation of every item, in order
-    cut: int  # spans with a context longer than the model reads
-    alone: int  # spans with a continuation that was encoded alone
+    spans: tuple[TokenSpan, ...]  # spans of all continuations of all items, in order
+    cut: int  # number of spans whose context was truncated
+    alone: int  # number of spans whose continuation was encoded alone
 
     @property
     def fingerprint(self) -> str:
-        """Returns the sha256 of the spans and of the right answers."""
+        """The sha256 of the spans and the right answers."""
         digest = hashlib.sha256(repr([item.right for item in self.items]).encode())
         for ids, first in self.spans:
             digest.update(f"{first} {len(ids)} ".encode() + np.ascontiguousarray(ids, np.int32).tobytes())
         return digest.hexdigest()
 
     def metrics(self, scorer: Scorer, packed: PackedSpans, params: object) -> dict[str, float]:
-        """Returns the metrics of the kind, with standard errors."""
+        """Returns the metrics for items of this kind, with standard errors."""
         scores = scorer.score_packed(params, packed)
         return choice_metrics(self.items, scores) if self.kind == "choice" else cloze_metrics(scores)
 
@@ -63,7 +62,7 @@ class ItemSet:
 def encode_items(
     kind: str, items: Sequence[EvalItem], reading: EvalReading, skipped: SkippedItems | None = None
 ) -> ItemSet:
-    """Returns the items as ids. skipped: counts items that cannot be scored; None: raises BadInput for one."""
+    """Returns the items as ids. Counts items that cannot be scored in `skipped`, or raises BadInput without it."""
     skipped = SkippedItems() if skipped is None else skipped
     encoded, spans, num_cut, num_alone, num_ids = [], [], 0, 0, 0
     for item in items:
@@ -78,8 +77,8 @@ def encode_items(
         num_ids += sum(len(span.ids) for span, _ in item_spans)
         if num_ids > MAX_IDS:
             raise BadInput(
-                f"evaluation item {item.name}: the items up to it have more than {MAX_IDS:,} tokens, contexts "
-                "included, which are stored in memory; set a limit of items"
+                f"evaluation item {item.name}: the items up to this one have more than {MAX_IDS:,} tokens, including "
+                "contexts, which are stored in memory; set a limit of items"
             )
         num_cut += sum(cut for _, cut in item_spans)
         num_alone += sum(pair.alone for pair in pairs)
@@ -91,8 +90,8 @@ def encode_items(
 def choice_metrics(items: Sequence[EvalItem], scores: Scores) -> dict[str, float]:
     """Returns acc, acc_norm and acc_bytes with their standard errors, as lm-eval defines them.
 
-    acc: the likeliest continuation is the right one; acc_norm: the likeliest per character of the answer; acc_bytes:
-    the likeliest per UTF-8 byte of it. The first of equal ones is chosen. A likelihood of NaN makes all accuracies NaN.
+    acc: the right continuation has the highest log-likelihood. acc_norm: its log-likelihood per character of the answer
+    is the highest. acc_bytes: the same per UTF-8 byte. The first of equal values is chosen; a NaN makes the result NaN.
     """
     right: dict[str, list[float]] = {"acc": [], "acc_norm": [], "acc_bytes": []}
     begin = 0
@@ -102,13 +101,13 @@ def choice_metrics(items: Sequence[EvalItem], scores: Scores) -> dict[str, float
         encoded = [answer.encode(errors="surrogatepass") for answer in item.answers]
         lengths = {"acc": 1.0, "acc_norm": list(map(len, item.answers)), "acc_bytes": list(map(len, encoded))}
         for name, length in lengths.items():
-            chosen = np.argmax(likelihoods / np.asarray(length, np.float64))  # the NaN, if there is any
+            chosen = np.argmax(likelihoods / np.asarray(length, np.float64))  # the index of a NaN, if there is one
             right[name].append(float(chosen == item.right) if not np.isnan(likelihoods[chosen]) else np.nan)
     return with_errors({name: mean_error(values) for name, values in right.items()}) | {"items": len(items)}
 
 
 def cloze_metrics(scores: Scores) -> dict[str, float]:
-    """Returns acc (every token of the target is the likeliest) and perplexity of the targets (arXiv:1606.06031)."""
+    """Returns acc (all tokens of the target are the likeliest) and perplexity of the targets (arXiv:1606.06031)."""
     acc = mean_error(np.where(np.isnan(scores.nats), np.nan, scores.likeliest))
     perplexity = exp_error(*mean_error(scores.nats))
     return with_errors({"acc": acc, "perplexity": perplexity}) | {"items": len(scores.nats)}
@@ -128,12 +127,12 @@ class EncodedPair(NamedTuple):
     """Ids of a context and its continuation, as one text."""
 
     ids: np.ndarray  # int32[n]
-    first: int  # index of the continuation
+    first: int  # index of the first id of the continuation
     alone: bool  # True if the continuation was encoded alone
 
 
 def encode_pair(reading: EvalReading, context: str, continuation: str, text_ids: TextIds | None = None) -> EncodedPair:
-    """Returns the ids after what begins a document. text_ids: of chat contexts, which contain it. Raises BadInput."""
+    """Returns the ids of both texts, after begin ids unless `text_ids` (for chats) adds them. Raises BadInput."""
     ids_of = text_ids or (lambda before, behind: reading.tokenizer.encode(before + behind))
     stripped = context.rstrip()
     context, continuation = stripped, context[len(stripped) :] + continuation
@@ -151,46 +150,46 @@ def encode_pair(reading: EvalReading, context: str, continuation: str, text_ids:
 
 
 def span_of(pair: EncodedPair, longest: int) -> tuple[TokenSpan, bool]:
-    """Returns (span of at most `longest` tokens, True if its context was cut). Raises BadInput if still too long."""
+    """Returns (span of at most `longest` tokens, whether its context was cut). Raises BadInput if still too long."""
     ids, first, _ = pair
     cut = max(len(ids) - 1 - longest, 0)
     if first - cut < 1:
         raise BadInput(
-            f"its continuation has {len(ids) - first} tokens, more than the limit of {longest}; remove it, or raise "
+            f"the continuation has {len(ids) - first} tokens, more than the limit of {longest}; remove it, or raise "
             "the limit (--context, or seq_len of the run)"
         )
-    ids = ids[cut:].copy() if cut else ids  # a view would keep the whole array in memory
+    ids = ids[cut:].copy() if cut else ids  # a view would reference the whole array
     return TokenSpan(ids, first - cut), cut > 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluator:
-    """The measurement under one name."""
+    """A named evaluation with its data."""
 
     name: str
     every_steps: int
     measure: Callable[[Scorer, Any], dict[str, float]]  # (scorer, parameters) -> metrics without the name
     summary: str  # description of its data for display
-    fingerprint: str  # of its data; '' for text that is read each time
+    fingerprint: str  # sha256 of the data; '' for text that is read each time
 
     def metrics(self, scorer: Scorer, params: Any) -> dict[str, float]:
-        """Returns {'evals/NAME/METRIC': value}. The same in all processes, which call it together."""
+        """Returns {'evals/NAME/METRIC': value}, the same in all processes. Collective."""
         return {f"{GROUP}/{self.name}/{metric}": value for metric, value in self.measure(scorer, params).items()}
 
 
 def open_evaluators(
     evals: Evals, reading: EvalReading, named: Callable[[str, NamedEval], str] = setting_name, *, hold: bool = True
 ) -> tuple[Evaluator, ...]:
-    """Opens every evaluator and reads its data. Raises BadInput, one line, for missing or invalid data.
+    """Opens every evaluator and reads its data. Raises BadInput for missing or invalid data.
 
-    named: name of an evaluator in messages. hold: read text into memory once, so that a long run does not end because a
-    file is gone; otherwise it is read each time, and may be larger than memory.
+    `named` returns the name of an evaluator in messages. With `hold`, text is read into memory once, so that a long run
+    does not fail if a file disappears; otherwise the text is read each time, and may be larger than memory.
     """
     return tuple(open_one(name, settings, reading, named(name, settings), hold) for name, settings in evals.items())
 
 
 def open_one(name: str, settings: NamedEval, reading: EvalReading, where: str, hold: bool) -> Evaluator:
-    """Opens one evaluator. where: name of its data in messages."""
+    """Opens one evaluator. `where` is the name of its data in messages."""
     if isinstance(settings, TextEval):
         return text_evaluator(name, settings, reading, where, hold)
     files = check_item_files(settings.file, where)
@@ -239,7 +238,7 @@ def text_evaluator(name: str, settings: TextEval, reading: EvalReading, where: s
 
 
 def check_files(evals: Evals, named: Callable[[str, NamedEval], str] = setting_name) -> None:
-    """Raises BadInput, one line, for missing files or files of an unknown kind. named: name of an evaluator."""
+    """Raises BadInput for files that are missing or of an unknown kind. `named` returns names for messages."""
     for name, settings in evals.items():
         if isinstance(settings, TextEval):
             check_text_files(settings.files, named(name, settings))

@@ -1,4 +1,4 @@
-"""Validation: loss and bits per byte over a fixed set, in total and by source, and the loss by position.
+"""Validation: loss and bits per byte of a fixed set, in total and by source, and the loss by position.
 
 B batch  T position
 """
@@ -15,7 +15,7 @@ from jaxscale.core.batch import Batch
 
 
 class Sums(NamedTuple):
-    """Sums over the tokens of some rows."""
+    """Sums over the tokens of a batch or of the whole set."""
 
     sources: jax.Array  # float32[3, sources]: nats, tokens, bytes
     positions: jax.Array  # float32[2, ranges]: nats, tokens
@@ -25,7 +25,7 @@ EvalStep = Callable[[Any, Batch, jax.Array, jax.Array], Sums]
 
 
 def make_eval_step(token_losses: Callable[[Any, Batch], jax.Array], num_sources: int) -> EvalStep:
-    """Returns the function (params, batch, sources_BT, bytes_BT) -> Sums, by source and by position_ranges."""
+    """Returns a function (params, batch, sources_BT, bytes_BT) -> Sums by source and by position range."""
 
     def eval_step(params: Any, batch: Batch, sources_BT: jax.Array, bytes_BT: jax.Array) -> Sums:
         nats_BT = jnp.where(batch.weights > 0, token_losses(params, batch), 0.0)
@@ -40,7 +40,7 @@ def make_eval_step(token_losses: Callable[[Any, Batch], jax.Array], num_sources:
 
 
 def position_ranges(seq_len: int) -> list[tuple[int, int]]:
-    """Returns [(fewest, most)] tokens of its document read before a target: 1, 2, 3-4, 5-8, up to a row."""
+    """Returns ranges [(first, last)] of the number of document tokens read before a target: 1, 2, 3-4, ..."""
     ends = [2**power for power in range((seq_len - 1).bit_length() + 1)]
     return [(end // 2 + 1, min(end, seq_len)) for end in ends]
 
@@ -48,7 +48,8 @@ def position_ranges(seq_len: int) -> list[tuple[int, int]]:
 def summarise(sums: np.ndarray, source_names: Sequence[str]) -> dict[str, float]:
     """Returns metrics from float[3, sources] sums: loss [nats/token] and bits per byte, in total and by source.
 
-    Bits per byte: all nats, end-of-document tokens included, over the bytes of text; comparable across tokenizers.
+    Bits per byte is the sum over all tokens, including end-of-document tokens, divided by the bytes of text, and is
+    comparable across tokenizers.
     """
     metrics = describe("validation", sums.sum(axis=1))
     if len(source_names) > 1:
@@ -58,7 +59,7 @@ def summarise(sums: np.ndarray, source_names: Sequence[str]) -> dict[str, float]
 
 
 def describe(name: str, sums: np.ndarray) -> dict[str, float]:
-    """Returns loss and bits per byte of one source; {} if it has no tokens."""
+    """Returns the loss and bits per byte of one source, or {} if it has no tokens."""
     nats, tokens, num_bytes = (float(value) for value in sums)
     if tokens == 0:
         return {}
@@ -71,7 +72,7 @@ def describe(name: str, sums: np.ndarray) -> dict[str, float]:
 def evaluate(
     eval_step: EvalStep, params: Any, batches: Sequence[tuple], source_names: Sequence[str]
 ) -> dict[str, float]:
-    """Returns the metrics of the whole set. batches: (Batch, sources_BT, bytes_BT) on the devices."""
+    """Returns the metrics of the whole set. `batches` has (Batch, sources_BT, bytes_BT) tuples on the devices."""
     parts = [eval_step(params, *batch) for batch in batches]
     total = lambda *arrays: np.sum([np.asarray(array, np.float64) for array in arrays], axis=0)
     sums = jax.tree.map(total, *parts)

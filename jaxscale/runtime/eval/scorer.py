@@ -1,6 +1,6 @@
-"""Scores spans of token ids: packed into rows, read by a compiled program, and summed by span.
+"""Scorer of spans of token ids, which packs them into rows, runs a compiled program and sums the scores by span.
 
-Each row has several spans, packed as documents are in training, so that there is little padding and few shapes. The
+Each row has several spans, packed like documents in training, so that there is little padding and few shapes. The
 packing does not depend on the mesh or the batch size.
 
 B batch  T position
@@ -21,23 +21,23 @@ from jaxscale.core.shardings import replicated
 from jaxscale.runtime.data.best_fit import pack_bins
 from jaxscale.runtime.hosts.meshes import one_at_a_time, put_rows
 
-MIN_ROW = 32  # tokens; longer rows are this times a power of two, so that few programs are compiled
+MIN_ROW = 32  # tokens; longer rows have a power of two times as many, so that few programs are compiled
 
 
 class TokenSpan(NamedTuple):
-    """Token ids; those from `first` on are scored, given all ids before them."""
+    """Token ids, of which the ids from `first` on are scored, given all ids before them."""
 
     ids: np.ndarray  # int32[n]
     first: int  # at least 1: the first id is never scored
 
     @property
     def num_positions(self) -> int:
-        """Positions of the span in a row: every id but the last is read."""
+        """Number of positions of the span in a row: every id except the last is an input."""
         return max(len(self.ids) - 1, 0)
 
 
 class Scores(NamedTuple):
-    """Scores by span."""
+    """Scores of n spans."""
 
     nats: np.ndarray  # float64[n]: minus the log-likelihood
     likeliest: np.ndarray  # bool[n]: True if every scored token is the likeliest at its position
@@ -46,7 +46,7 @@ class Scores(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PackedSpans:
-    """Spans in rows of one length. Equal spans are scored once, so that their scores are bitwise equal."""
+    """Spans packed into rows of one length. Equal spans are scored once, so that their scores are bitwise equal."""
 
     spans: tuple[TokenSpan, ...]
     indices: np.ndarray  # int64[n]: index in `spans` of each requested span
@@ -54,19 +54,19 @@ class PackedSpans:
     rows: tuple[tuple[int, ...], ...]  # indices of the spans of each row, in order
 
     def batches(self, rows: int, multiple: int) -> Iterator[tuple[Batch, np.ndarray]]:
-        """Yields (batch [rows, T], int32[rows, T]: index of the span that a position belongs to, -1 for none)."""
+        """Yields (batch [rows, T], owners int32[rows, T]): the index of each position's span, or -1."""
         for begin in range(0, len(self.rows), rows):
             yield fill(self.spans, self.rows[begin : begin + rows], rows, self.row_tokens + -self.row_tokens % multiple)
 
 
 @dataclasses.dataclass(frozen=True)
 class Scorer:
-    """A compiled program that scores rows, and their layout. Parameters are arguments of its methods."""
+    """A compiled program that scores rows, and the sharding of the rows. Parameters are arguments of its methods."""
 
     step: Callable[[Any, Batch], tuple[jax.Array, jax.Array]]  # (params, batch) -> (nats_BT, likeliest_BT), replicated
-    sharding: NamedSharding  # of the rows
-    shards: int  # of the batch axis
-    multiple: int  # of which the row length must be a multiple
+    sharding: NamedSharding  # sharding of the rows
+    shards: int  # number of batch shards
+    multiple: int  # the row length must be a multiple of this
     batch_tokens: int  # approximate size of a batch
 
     @classmethod
@@ -81,11 +81,11 @@ class Scorer:
         )
 
     def score(self, params: Any, spans: Sequence[TokenSpan], row_tokens: int | None = None) -> Scores:
-        """Returns the scores, the same in all processes. row_tokens: None: row_length of the longest span."""
+        """Returns the scores, the same in all processes. `row_tokens` defaults to row_length of the longest span."""
         return self.score_packed(params, pack_spans(spans, row_tokens))
 
     def score_packed(self, params: Any, packed: PackedSpans) -> Scores:
-        """As score()."""
+        """Returns the scores of packed spans, the same in all processes."""
         nats, likeliest = np.zeros(len(packed.spans)), np.ones(len(packed.spans), bool)
         rows = max(1, self.batch_tokens // packed.row_tokens // self.shards) * self.shards
         pending: list[tuple[tuple[jax.Array, jax.Array], np.ndarray]] = []
@@ -93,7 +93,7 @@ class Scorer:
             sharded = put_rows(batch, rows=list(range(rows)), num_rows=rows, sharding=self.sharding)
             pending.append((self.step(params, sharded), owners_BT))
             if len(pending) > 1:
-                add_up(*pending.pop(0), nats, likeliest)  # of the batch before, while the device computes this one
+                add_up(*pending.pop(0), nats, likeliest)  # the previous batch, while the device computes this one
         for last in pending:
             add_up(*last, nats, likeliest)
         tokens = np.array([len(span.ids) - span.first for span in packed.spans], np.int64)
@@ -101,14 +101,14 @@ class Scorer:
 
 
 def pack_spans(spans: Sequence[TokenSpan], row_tokens: int | None = None) -> PackedSpans:
-    """Packs spans into rows of `row_tokens` (None: row_length of the longest span)."""
+    """Packs spans into rows of `row_tokens`, which defaults to row_length of the longest span."""
     longest = max((span.num_positions for span in spans), default=1)
     row_tokens = row_length(longest) if row_tokens is None else row_tokens
     assert longest <= row_tokens, f"a span of {longest} tokens in rows of {row_tokens}"
     numbers: dict[tuple[int, bytes], int] = {}
     indices = [numbers.setdefault((first, np.asarray(ids, np.int32).tobytes()), len(numbers)) for ids, first in spans]
     distinct = tuple(spans[i] for i in np.unique(indices, return_index=True)[1])
-    scored = [number for number, (ids, first) in enumerate(distinct) if len(ids) > first]  # others are in no row
+    scored = [number for number, (ids, first) in enumerate(distinct) if len(ids) > first]  # other spans are in no row
     assert all(distinct[number].first >= 1 for number in scored), "the first id of a span has nothing before it"
     bins = pack_bins(np.array([distinct[number].num_positions for number in scored], np.int64), row_tokens)
     rows: list[list[int]] = [[] for _ in range(int(bins.max(initial=-1)) + 1)]
@@ -118,7 +118,7 @@ def pack_spans(spans: Sequence[TokenSpan], row_tokens: int | None = None) -> Pac
 
 
 def row_length(tokens: int, longest: int | None = None) -> int:
-    """Returns the row length for spans of up to `tokens`: one of few, and at most `longest`."""
+    """Returns a row length for spans of up to `tokens`. There are few different lengths, at most `longest`."""
     length = MIN_ROW << (max(tokens - 1, 0) // MIN_ROW).bit_length()
     return max(min(length, longest or length), tokens)
 
@@ -126,7 +126,7 @@ def row_length(tokens: int, longest: int | None = None) -> int:
 def fill(
     spans: Sequence[TokenSpan], chosen: Sequence[Sequence[int]], rows: int, row_tokens: int
 ) -> tuple[Batch, np.ndarray]:
-    """Returns (batch, span of each position) of these rows; missing rows have weight 0."""
+    """Returns (batch, index of the span of each position) for these rows. Missing rows have weight 0."""
     make = functools.partial(np.zeros, (rows, row_tokens))
     tokens, targets, positions, segments = (make(np.int32) for _ in range(4))
     weights, owners = make(np.float32), np.full((rows, row_tokens), -1, np.int32)
@@ -145,7 +145,7 @@ def fill(
 
 
 def add_up(found: tuple[jax.Array, jax.Array], owners_BT: np.ndarray, nats: np.ndarray, likeliest: np.ndarray) -> None:
-    """Adds the batch's scores to the sums of the spans, in float64 and in order of position."""
+    """Adds the scores of a batch to the sums of its spans, in float64 and in order of position."""
     nats_BT, likeliest_BT = (np.asarray(array)[:, : owners_BT.shape[1]] for array in found)
     scored = owners_BT >= 0
     owners = owners_BT[scored]
