@@ -206,8 +206,7 @@ def run_tasks(
 ) -> dict[str, float]:
     """Returns {'TASK/METRIC': value, 'TASK/METRIC_stderr': ...} . Raises BadInput for unknown tasks.
 
-    `folder` has yaml files of more tasks. `limit` is the maximum number of items per task. With `chat`, questions and
-    few-shot examples are rendered as turns of a conversation.
+    `folder` has yaml files of more tasks. `limit` is the number of items per task. `chat` renders questions as turns.
     """
     model = adapter_class()(served)
     import lm_eval

@@ -48,8 +48,7 @@ def position_ranges(seq_len: int) -> list[tuple[int, int]]:
 def summarise(sums: np.ndarray, source_names: Sequence[str]) -> dict[str, float]:
     """Returns metrics from float[3, sources] sums: loss [nats/token] and bits per byte, in total and by source.
 
-    Bits per byte is the sum over all tokens, including end-of-document tokens, divided by the bytes of text, and is
-    comparable across tokenizers.
+    Bits per byte counts all tokens, including end-of-document tokens, and is comparable across tokenizers.
     """
     metrics = describe("validation", sums.sum(axis=1))
     if len(source_names) > 1:

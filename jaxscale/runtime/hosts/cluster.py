@@ -114,7 +114,7 @@ def start_jax(place: ProcessInfo) -> None:
             num_processes=place.num_processes,
             process_id=place.process_id,
             local_device_ids=place.local_device_ids,
-            cluster_detection_method="deactivate",  # it would assign each Slurm process a single GPU
+            cluster_detection_method="deactivate",  # jax would assign each Slurm process a single GPU
             coordinator_bind_address=address(interface(place.host), place.port) if place.is_first else None,
             heartbeat_timeout_seconds=host_budgets(place.num_processes).heartbeat_seconds,
             shutdown_timeout_seconds=SHUTDOWN_SECONDS,

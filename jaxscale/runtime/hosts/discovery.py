@@ -199,7 +199,7 @@ def from_slurm(env: Mapping[str, str]) -> ProcessInfo | None:
 
 
 def expand_nodes(text: str) -> list[str]:
-    """Expands Slurm's 'gpu[001-003,7],login1' to names with leading zeros."""
+    """Expands Slurm's 'gpu[001-003,7],login1' to ['gpu001', 'gpu002', ...]."""
     names = []
     for prefix, ranges in re.findall(r"([^,\[\]]+)(?:\[([^\]]*)\])?", text):
         if not ranges:

@@ -173,8 +173,7 @@ def listen(place: ProcessInfo) -> socket.socket:
 def interface(host: str, resolve: Any = socket.getaddrinfo) -> str:
     """Returns the address of the coordinator's host name, to listen on that interface only.
 
-    Many systems map their own host name to a loopback address, which other machines cannot reach. In that case,
-    returns the address of all interfaces.
+    Many systems map their own host name to a loopback address, which other machines cannot reach; then returns 0.0.0.0.
     """
     try:
         address = resolve(host, None, type=socket.SOCK_STREAM)[0][4][0]

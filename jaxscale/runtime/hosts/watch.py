@@ -194,8 +194,7 @@ def linger_on_abort() -> int | None:
 
     jax aborts a process, from a C++ thread, when another process is lost. The delay is enough to log which process was
     lost and to exit with a code for the supervisor. The signal handler is the C library's sleep(), whose argument is
-    the signal number, 6 for SIGABRT. Before that, faulthandler writes the thread's stack to the pipe. Both work without
-    the Python interpreter.
+    the signal number, 6 for SIGABRT. Before that, faulthandler writes the thread's stack to the pipe.
     """
     if not sys.platform.startswith("linux"):
         return None

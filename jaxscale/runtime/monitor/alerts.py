@@ -52,7 +52,7 @@ def format_line(finding: Finding) -> str:
 
 
 def format_documents(finding: Finding, most: int) -> str:
-    """Returns 'batch 30 has web a.txt, document 3; and 14 more documents', naming at most `most`."""
+    """Returns 'batch 30 has web a.txt, document 3; and 14 more documents', with at most `most` names."""
     named = finding.documents[:most]
     remaining = finding.numbers["documents"] - len(named)
     others = [f"and {remaining} more document{'s' * (remaining > 1)}"] if remaining else []
@@ -240,7 +240,7 @@ class Webhook:
             self.changed.notify_all()
 
     def set_problem(self, problem: str) -> None:
-        """Sets the problem if it is new. Call with the lock held."""
+        """Sets the problem if it is new. The caller must hold the lock."""
         if problem != self.failing:
             self.problem = self.failing = problem
 

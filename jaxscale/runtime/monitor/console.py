@@ -17,7 +17,7 @@ from jaxscale.system.redact import in_html, printable, redact, shown
 Display = Callable[..., Any]  # IPython.display.display
 Style = Literal["bar", "lines", "off"]
 VALIDATION = "validation/"  # metrics with this prefix are printed on a separate line
-EVALS = re.compile(r"evals/(.+/(?:bits_per_byte|acc|acc_norm|perplexity))")  # as are these metrics of named evaluators
+EVALS = re.compile(r"evals/(.+/(?:bits_per_byte|acc|acc_norm|perplexity))")  # metrics of named evaluators
 SHORT_NAMES = {"learning_rate": "lr", "grad_norm": "grad", "mfu": "MFU"}
 ETA_WINDOW = 50  # reports over which the speed is averaged
 

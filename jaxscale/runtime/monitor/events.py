@@ -34,7 +34,7 @@ class Events:
     """The event log of a run. Thread-safe; the constructor accesses no file."""
 
     def __init__(self, workdir: Any, *, primary: bool, clock: Callable[[], float] = time.time):
-        """primary: True on the one process that writes."""
+        """`primary` is True on the process that writes."""
         self.path, self.primary, self.clock = paths.as_path(workdir) / NAME, primary, clock
         self.file = RecordFile(self.path, mode=0o600, durable=True)
         self.lock = threading.RLock()

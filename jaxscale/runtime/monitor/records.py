@@ -259,7 +259,7 @@ class RecordFile:
 
     @property
     def problem(self) -> str | None:
-        """Error that delays the file, or None; the pause between uploads is not an error."""
+        """Error that delays writes to the file, or None. The pause between uploads is not an error."""
         if self.uploader is not None:
             return self.uploader.problem
         if self.cause is None:

@@ -1,4 +1,4 @@
-"""Readers of the files of a run that may still be running. Damaged parts are skipped and reported, never raised.
+"""Readers of the files of a run that may still be running. Damaged parts are skipped and reported as problems.
 
 The rows of metrics.jsonl and abandoned.jsonl are thinned while they are read. experts.jsonl has token counts per layer
 and expert for windows of steps.
@@ -45,7 +45,7 @@ def read_lines(path: Any, problems: list[str]) -> Iterator[Row]:
 
 
 def read_object(path: Any, problems: list[str], without: str) -> dict[str, Any]:
-    """Returns the JSON object in a file, or {} after adding a problem that ends with `without`, the consequence."""
+    """Returns the JSON object in a file. On failure, returns {} and reports a problem that ends with `without`."""
     try:
         if isinstance(found := paths.read_json(path), dict):
             return finite(found)

@@ -65,7 +65,7 @@ class ServiceRun:
 
 @dataclasses.dataclass(eq=False)
 class Sink:
-    """A service behind a queue and a thread."""
+    """A metrics service with a bounded queue, and a thread that sends its records."""
 
     name: str
     workdir: Any

@@ -82,12 +82,12 @@ def alters(change: Change, step: int, jump: Jump | None) -> bool:
 
 
 def find_jump(recorded: Mapping[str, Any] | None, schedule: Schedule, step: int) -> Jump | None:
-    """Compares the recorded schedule with the current one after `step` steps. Returns None without a recorded one."""
+    """Compares the recorded schedule with the current one after `step` steps. Returns None if none was recorded."""
     if recorded is None or step < 1:
         return None
     try:
         cfg = schema.from_dict(OptimConfig, recorded["config"]["optim"], "optim")
-    except BadInput:  # of another version
+    except BadInput:  # recorded by another version
         return None
     budget = recorded["budget"]
     old = optim_schedule(cfg, **schedule_steps(budget))

@@ -39,7 +39,7 @@ class RunFolder:
     options: RunOptions
     log: Log
     replayed: Decisions | None  # decisions of the run given by --replay
-    dtypes: tuple[Resolved, ...] = ()  # of the settings with 'auto'
+    dtypes: tuple[Resolved, ...] = ()  # resolved values of settings with 'auto'
 
 
 @dataclasses.dataclass(frozen=True)

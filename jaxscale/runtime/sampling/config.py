@@ -41,7 +41,7 @@ class SampleConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """Sampling parameters, applied in this order. Tokens with the same logit as the last accepted one are accepted."""
+    """Sampling parameters, applied in this order. A filter accepts all tokens that are as likely as its last token."""
 
     repetition_penalty: float = setting(
         1.0, "above 1: makes tokens that are already in the text less likely (arXiv:1909.05858); 1: no penalty"

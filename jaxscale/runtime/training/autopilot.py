@@ -50,7 +50,7 @@ class AutopilotSpec(NamedTuple):
     guard: GuardConfig
     note: Note = ignore
     past: Decisions = Decisions()  # earlier decisions of this run
-    replayed: Decisions | None = None  # of the replayed run; a replay takes no new decisions, except to stop
+    replayed: Decisions | None = None  # decisions to replay; no new decisions are taken, except to stop
     start_step: int = 0
     batch_index: Callable[[int], int] = lambda step: step  # steps done -> index of the next batch
     gradient_norms: Callable[[TrainState, Batch], dict[str, jax.Array]] | None = None  # compiled at the first call

@@ -160,7 +160,7 @@ class LimitConfig:
         return self.deadline is not None or self.dollars > 0
 
     def ends_at(self, first_start: float) -> float:
-        """Returns the deadline, given the run's first start both in seconds since 1970. Raises BadInput if invalid."""
+        """Returns the deadline, given the first start; both in seconds since 1970. Raises BadInput if it is invalid."""
         assert self.deadline is not None, "call it only if there is a deadline"
         if (seconds := seconds_of(self.deadline)) is not None:
             return first_start + seconds

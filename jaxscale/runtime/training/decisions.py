@@ -10,7 +10,7 @@ EVENT_KINDS = ("resumed", "started", "skipped", "lr_cut", "rewind", "early_decay
 
 
 class LrCut(NamedTuple):
-    """The learning rate is multiplied by `factor` from step `step` to step `until`, inclusive."""
+    """A multiplication of the learning rate by `factor`, from step `step` to step `until`, inclusive."""
 
     step: int
     factor: float
@@ -18,7 +18,7 @@ class LrCut(NamedTuple):
 
 
 class EarlyDecay(NamedTuple):
-    """The decay begins after `step` steps and the run ends after `until`, to stay within a limit."""
+    """A decay that begins after `step` steps and ends the run after `until` steps, to stay within a limit."""
 
     step: int
     until: int
@@ -54,7 +54,7 @@ class Decisions(NamedTuple):
     @property
     def detours(self) -> list[Detour]:
         """Ranges of batches that have a single source, without the parts that later rewinds removed."""
-        detours = list(self.recorded_detours)  # those of this run's rewinds are dropped and added again below
+        detours = list(self.recorded_detours)  # detours of this run's rewinds are dropped and added again below
         for rewind in self.rewinds:
             if rewind.reason == "replicas":
                 continue  # the same steps run again on the same batches

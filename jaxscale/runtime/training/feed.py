@@ -43,9 +43,8 @@ class Feed:
         seq_len: int,
         transforms: Sequence[Transform] = (),
     ):
-        """read(n, rows) returns rows of batch n as numpy, seq_len tokens each; batch_index(step) returns n; num_rows(n)
-        is the number of rows to read for global batch n; row_tokens(n), a divisor of seq_len, is the row length on
-        the devices."""
+        """`read(n, rows)` returns rows of batch n as numpy, and `batch_index(step)` returns n. `num_rows(n)` rows are
+        read, and `row_tokens(n)`, a divisor of seq_len, is the row length on the devices."""
         local = functools.cache(lambda number, length: local_rows(sharding, (number, length)))
 
         def element(i: int) -> NumberedBatch:

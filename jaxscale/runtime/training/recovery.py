@@ -69,7 +69,7 @@ def rewind_before_step(first_bad: int, margin: int) -> int:
 
 
 def oldest_clean_step(first_bad: int, max_steps: int) -> int:
-    """Returns the oldest step whose clean checkpoint is preferred to a newer suspect checkpoint."""
+    """Returns the oldest step for which a rewind prefers a clean checkpoint to a newer suspect checkpoint."""
     return first_bad - max_steps if max_steps else 0
 
 

@@ -70,7 +70,7 @@ class ReplicaReport:
         return tuple(dict.fromkeys(found.leaf for found in self.differences))
 
     def __str__(self) -> str:
-        """'device 5 (process 0) has different bits in params/head than the other copies', or that all are equal."""
+        """Returns 'device 5 (...) has different bits in params/head than the other copies', or that all are equal."""
         if self.same:
             return "all copies are equal"
         names = ", ".join(f"device {device} ({self.descriptions[device]})" for device in self.devices)
@@ -86,7 +86,7 @@ class ReplicaReport:
 class ReplicaCoverage:
     """Part of a state that has replicas to compare."""
 
-    copied_bytes: int  # of arrays with replicas, each counted once
+    copied_bytes: int  # bytes of arrays with replicas, each counted once
     total_bytes: int
     fewest_copies: int  # smallest number of copies of an array; 0 without replicas
     regathered: bool = False  # True if each step gathers parameters from the shards that are updated (ZeRO-1, ZeRO-2)

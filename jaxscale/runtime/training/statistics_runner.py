@@ -50,7 +50,7 @@ class StatisticsRunner:
     def __init__(
         self, step: StatisticsStep | None, every_steps: int, exclude: Callable[[float], None], phase: Callable
     ):
-        """`exclude` excludes seconds from the throughput."""
+        """`exclude(seconds)` removes time from the throughput."""
         self.step, self.every_steps, self.exclude, self.phase = step, every_steps, exclude, phase
 
     def dispatch(self, step: int, state: TrainState, batch: Batch) -> Statistics | None:

@@ -79,8 +79,7 @@ class StopRequest:
         last, _, name = line.partition(" ")
         if step > int(last):
             raise Stop(
-                Exit.PEER_LOST,
-                f"all processes must stop after step {last}, but this one is at step {step}; restart all",
+                Exit.PEER_LOST, f"all processes must stop after step {last}, but this one is at {step}; restart all"
             )
         return name if step == int(last) else None
 

@@ -70,7 +70,7 @@ class Reporter(NamedTuple):
             "grad_norm": values.pop("grad_norm"),
             "tokens_seen": tokens,
             "batch_index": pending.batch_index,
-            "tokens_hash": tokens_hash,  # of the global batch, computed on the devices
+            "tokens_hash": tokens_hash,  # hash of the global batch, computed on the devices
             "skipped": int(values.pop("skipped")),
             "skipped_total": values.pop("skipped_total"),
             **memory_metrics([device.memory_stats() for device in jax.local_devices()]),

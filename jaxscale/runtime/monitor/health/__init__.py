@@ -19,7 +19,7 @@ from jaxscale.runtime.monitor.health.rule import (
 
 __all__ = ["Cause", "Finding", "Health", "RunFacts", "facts_from_config"]
 
-# in order of evaluation: a rule may stay silent while an earlier one is active
+# in order of evaluation: a rule may report nothing while an earlier rule is active
 ALL = (
     loss_rules.NonFinite, loss_rules.Spike, loss_rules.Divergence, loss_rules.FlatStart, loss_rules.Plateau,
     loss_rules.Oscillation, gradient_rules.Explosion, gradient_rules.ZeroGradient, gradient_rules.SkippedSteps,

@@ -26,7 +26,7 @@ def balance_steps(facts: RunFacts) -> float:
 
 
 class RouterCollapse(Rule):
-    """The router uses few experts, or gives one expert nearly all the probability."""
+    """Detects a router that uses few experts, or gives one expert nearly all the probability."""
 
     kind = "router_collapse"
     causes = (
@@ -74,7 +74,7 @@ class RouterCollapse(Rule):
 
 
 class DeadExperts(Rule):
-    """Some experts have received no token for a long time."""
+    """Detects experts that have received no token for a long time."""
 
     kind = "dead_experts"
     causes = (
@@ -103,7 +103,7 @@ class DeadExperts(Rule):
 
 
 class RouterBias(Rule):
-    """The range of the router biases, or their change per step, is too large for the scores."""
+    """Detects router biases whose range or change per step is too large for the scores."""
 
     kind = "router_bias"
     causes = (

@@ -17,7 +17,7 @@ from jaxscale.runtime.monitor.health.rule import (
 
 
 class Explosion(Rule):
-    """The gradient norm is above an absolute limit, or far above this run's median."""
+    """Detects a gradient norm above an absolute limit, or far above the median of this run."""
 
     kind = "explosion"
     causes = (RATE, WARMUP, BATCH, NUMERICS, STAGE, RETURN)
@@ -62,7 +62,7 @@ class Explosion(Rule):
 
 
 class ZeroGradient(Rule):
-    """The gradient of a trained parameter is exactly zero in consecutive records with statistics."""
+    """Detects gradients of trained parameters that are exactly zero in consecutive records with statistics."""
 
     kind = "zero_gradient"
     begin, end = 1, 2
@@ -106,7 +106,7 @@ class ZeroGradient(Rule):
 
 
 class SkippedSteps(Rule):
-    """The guard skipped several steps."""
+    """Detects that the guard skips several steps."""
 
     kind = "skipped_steps"
     begin, end = 2, 10
@@ -139,7 +139,7 @@ class SkippedSteps(Rule):
 
 
 class Activations(Rule):
-    """Activations of a layer are huge or dead, or a branch adds almost nothing to the residual stream."""
+    """Detects huge or vanishing activations of a layer, or a branch that adds almost nothing to the residual."""
 
     kind = "activations"
     begin, end = 2, 2
@@ -198,7 +198,7 @@ def weak_branches(view: View, layers: dict[str, float]) -> dict[str, float]:
 
 
 class AttentionLogits(Rule):
-    """Attention logits are so large that the softmax selects one token."""
+    """Detects attention logits so large that the softmax selects a single token."""
 
     kind = "attention_logits"
     begin, end = 2, 2
@@ -237,7 +237,7 @@ def listed(names: list[str], values: dict[str, float]) -> str:
 
 
 class SourceJump(Rule):
-    """The loss of one source of the mixture jumps and stays high."""
+    """Detects that the loss of one source of the mixture jumps and stays high."""
 
     kind = "source_jump"
     begin, end = 3, 5

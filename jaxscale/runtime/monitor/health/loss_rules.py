@@ -22,7 +22,7 @@ from jaxscale.runtime.monitor.health.rule import (
     slope,
 )
 
-SPIKE_LEVELS = ((1.5, "a common rule"), (2.0, "another"), (3.0, "a third"))  # they disagree: all are shown
+SPIKE_LEVELS = ((1.5, "a common rule"), (2.0, "another"), (3.0, "a third"))  # rules that disagree; all are shown
 SURE_RATIO = 2.0  # ratio of a spike from which one record is enough
 LOW_RATIO = 1.15  # minimum ratio of a spike that is at least 2 * spike_sigma above the median
 SURE_SIGMAS = 6  # above the lowest smoothed loss, which is a minimum over many noisy values
@@ -31,7 +31,7 @@ SWING = 24  # records in the window of an oscillation
 
 
 class NonFinite(Rule):
-    """A loss or a gradient norm is not finite."""
+    """Detects a loss or gradient norm that is not finite."""
 
     kind = "nonfinite"
     begin, end = 1, 5
@@ -54,7 +54,7 @@ class NonFinite(Rule):
 
 
 class Spike(Rule):
-    """The loss is far above the median of the accepted records before it."""
+    """Detects a loss far above the median of the accepted records before it."""
 
     kind = "spike"
     begin, end = 2, 3
@@ -105,7 +105,7 @@ class Spike(Rule):
 
 
 class Divergence(Rule):
-    """The smoothed loss stays above its minimum."""
+    """Detects a smoothed loss that stays above its minimum."""
 
     kind = "divergence"
     begin, end = 5, 5
@@ -145,7 +145,7 @@ class Divergence(Rule):
 
 
 class FlatStart(Rule):
-    """The loss has not fallen after the learning rate warmup."""
+    """Detects a loss that has not fallen after the learning rate warmup."""
 
     kind = "flat_start"
     begin, end = 3, 3
@@ -200,7 +200,7 @@ class FlatStart(Rule):
 
 
 class Plateau(Rule):
-    """The loss hardly falls over the last half of the run, a growing window, while the learning rate is high."""
+    """Detects a loss that hardly falls over the last half of the run while the learning rate is high."""
 
     kind = "plateau"
     begin, end = 3, 3
@@ -273,7 +273,7 @@ def decaying(view: View, rate: float | None, highest: float) -> bool:
 
 
 class Oscillation(Rule):
-    """The loss oscillates around its trend, much more widely than before."""
+    """Detects a loss that oscillates around its trend much more widely than before."""
 
     kind = "oscillation"
     begin, end = 3, 3
@@ -330,7 +330,7 @@ class Oscillation(Rule):
 
 
 class Overfitting(Rule):
-    """The validation loss rises while the training loss falls."""
+    """Detects a validation loss that rises while the training loss falls."""
 
     kind = "overfitting"
     begin, end = 3, 1
@@ -366,7 +366,7 @@ class Overfitting(Rule):
 
 
 class OutOfForecast(Rule):
-    """The smoothed loss is outside the band of forecast.json."""
+    """Detects a smoothed loss outside the band of forecast.json."""
 
     kind = "forecast"
     begin, end = 10, 10

@@ -247,7 +247,7 @@ def stage_batches(settings: Mapping[str, Any], budget: Mapping[str, Any]) -> tup
     starts, batches = set(), units.recorded_sizes(budget)
     known = dict(seq_len=settings.get("seq_len", 1), batch_tokens=batch_tokens)
     for start in mixture:
-        with contextlib.suppress(BadInput):  # in epochs
+        with contextlib.suppress(BadInput):  # a stage that starts at an epoch
             whole = batches.begin(budget.get("total_steps", 0))
             starts.add(batches.holding(units.resolve("start", start, **known, train_tokens=whole)))
     return tuple(sorted(batch for batch in starts if batch > 0))

@@ -64,7 +64,7 @@ class TimedRule(Rule):
 
 
 class BusyMachine(TimedRule):
-    """Steps take longer while other programs use the CPU. This is not a fault of the run."""
+    """Detects that steps take longer while other programs use the CPU, which is not a fault of the run."""
 
     kind = "busy_machine"
     causes = (("other programs use the CPU of this machine", evidence.other_work),)
@@ -96,7 +96,7 @@ class BusyMachine(TimedRule):
 
 
 class Starvation(TimedRule):
-    """Steps that wait for data."""
+    """Detects steps that wait for data."""
 
     kind = "starvation"
     causes = (
@@ -125,7 +125,7 @@ class Starvation(TimedRule):
 
 
 class SlowStep(TimedRule):
-    """Steps that take much longer than this run's median."""
+    """Detects steps that take much longer than the median of this run."""
 
     kind = "slow_step"
     causes = (WAIT, RETURN, SLOW_DEVICE, OTHER_PROGRAMS)
@@ -155,7 +155,7 @@ class SlowStep(TimedRule):
 
 
 class UtilisationDrop(TimedRule):
-    """The throughput falls and stays low, without a slow_step or starvation finding."""
+    """Detects a throughput that falls and stays low without a slow_step or starvation finding."""
 
     kind = "utilisation_drop"
     causes = (
@@ -203,7 +203,7 @@ class UtilisationDrop(TimedRule):
 
 
 class MemoryCreep(Rule):
-    """Memory use rises in nearly every tenth of a window: the last 100 records, or the last half since the start."""
+    """Detects memory use that rises in nearly every tenth of the last 100 records, or of the last half of a start."""
 
     kind = "memory_creep"
     begin, end = 1, 1  # counted in windows
