@@ -13,7 +13,7 @@ from jaxscale.system.exits import put, run_and_exit
 
 
 def run_main(main: Command) -> None:
-    """Sets this process up as the command line does, runs the benchmark, and exits with its code."""
+    """Initializes this process like the jaxscale command, runs the benchmark, and exits with its code."""
     process.open_standard_streams()
     process.use_utf8()
     process.prepare()
@@ -21,13 +21,13 @@ def run_main(main: Command) -> None:
 
 
 def use_devices(number: int | None) -> None:
-    """Simulates `number` CPU devices. None: the devices of this machine."""
+    """Simulates `number` CPU devices, or uses the devices of this machine if it is None."""
     if number:
         jax.config.update("jax_num_cpu_devices", number)
 
 
 def config_flags(arguments: Arguments) -> list[str]:
-    """Returns the flags that name the config and settings of a run to jaxscale.main."""
+    """Returns the flags of jaxscale.main for the config and the settings."""
     settings = [f"--config.{name}={text}" for name, text in arguments.overrides.items()]
     return [f"--config={arguments.config}", *settings]
 

@@ -35,10 +35,10 @@ from jaxscale.tools.qualify.timing import seconds_of
 from jaxscale.units import table
 
 SKEWED = 1.4  # rows of the busiest expert over the mean, as measured for a trained router (configs/small_mixture.py)
-NEAR = 0.05  # of it, relative
+NEAR = 0.05  # relative tolerance of SKEWED
 WARM_TURNS = 3
 RAGGED_PART = 6  # ragged_dot is this many times slower on a CPU, so it gets fewer turns
-HALVINGS, MOST_PUSH = 30, 64.0  # of the range of logits in which a push is looked for
+HALVINGS, MOST_PUSH = 30, 64.0  # bisection steps, and the largest bias of the router's logits
 EVEN, RAGGED, UNEVEN = "new router", "new router, ragged_dot", f"busiest {SKEWED} times the mean"
 
 Pass = Callable[[jax.Array], Any]
@@ -47,18 +47,18 @@ Pass = Callable[[jax.Array], Any]
 def measure_experts(name: str, cfg: RunConfig, *, rounds: int) -> dict[str, Any]:
     """Returns the record of --json: seconds of each layer, and of the dense layer in the same turns.
 
-    Nothing is trained: one router is new; the other is biased to one expert until that has SKEWED times the mean rows.
-    Raises BadInput for a model without experts.
+    Nothing is trained. One router is newly initialized, and another is biased so that one expert has SKEWED times the
+    mean rows. Raises BadInput for a model without experts.
     """
     model = cfg.model
     if not isinstance(model, LlamaConfig) or model.experts is None:
-        raise BadInput(f"{name} has no experts: give --spec=M, or --config=FILE of a mixture")
+        raise BadInput(f"{name} has no experts; pass --spec=M, or --config=FILE with a mixture")
     device = jax.devices()[0]
     plan = single_device_plan(device.platform, model.attention, model.attention_needs(), device)
     dense = LlamaMlp(model, model.experts.active_dim, rngs=nnx.Rngs(params=cfg.seed), plan=plan)
     keys, shape = jax.random.split(jax.random.key(cfg.seed)), (cfg.rows_per_step, cfg.seq_len, model.embed_dim)
     draw = lambda key: jax.random.normal(key, shape).astype(model.compute_dtype)
-    x_BTD, dy_BTD = draw(keys[0]).at[..., 0].set(1), draw(keys[1])  # a channel of ones: its router weight is a bias
+    x_BTD, dy_BTD = draw(keys[0]).at[..., 0].set(1), draw(keys[1])  # the router weight of a channel of ones is a bias
     run_dense = pass_of(dense, lambda mlp, x_BTD: (mlp(x_BTD), ()), dy_BTD)
     alone = {EVEN: make_sparse(model, plan, cfg.seed), UNEVEN: make_sparse(model, plan, cfg.seed)}
     router = pushed_router(alone[UNEVEN], x_BTD)
@@ -68,7 +68,7 @@ def measure_experts(name: str, cfg: RunConfig, *, rounds: int) -> dict[str, Any]
         alone[UNEVEN].router[...] = router
     ragged = ExpertKernels(ragged_project, run_grouped, weighted_activation, as_bits=plan.expert_kernels.as_bits)
     by_ragged = {RAGGED: make_sparse(model, plan.replace(expert_kernels=ragged), cfg.seed)}
-    # ragged_dot runs separately: it evicts the caches, and the layer after it would be slower.
+    # ragged_dot runs separately: it evicts the caches, which would slow down the next layer.
     layers = [
         dict(name=name, busiest=busiest_share(mlp, x_BTD), **found)
         for group, turns in ((alone, rounds), (by_ragged, -(-rounds // RAGGED_PART)))
@@ -90,7 +90,7 @@ def measure_experts(name: str, cfg: RunConfig, *, rounds: int) -> dict[str, Any]
 
 
 def make_sparse(model: LlamaConfig, plan: ParallelPlan, seed: int) -> SparseMlp:
-    """The mixture of a block, new."""
+    """Returns a newly initialized mixture-of-experts layer."""
     assert model.experts is not None, "measure_experts() refuses other models"
     rngs, shared = nnx.Rngs(params=seed), None
     if model.experts.shared_dim:
@@ -99,13 +99,13 @@ def make_sparse(model: LlamaConfig, plan: ParallelPlan, seed: int) -> SparseMlp:
 
 
 def sparse_passes(group: Mapping[str, SparseMlp], dy_BTD: jax.Array) -> list[Pass]:
-    """pass_of() each."""
+    """Returns pass_of() for each layer."""
     text_BT = jnp.ones(dy_BTD.shape[:2], jnp.int32)
     return [pass_of(mlp, lambda mlp, x_BTD: mlp(x_BTD, text_BT), dy_BTD) for mlp in group.values()]
 
 
 def pass_of(mlp: nnx.Module, call: Callable, dy_BTD: jax.Array) -> Pass:
-    """Returns a jitted x_BTD -> (y_BTD, gradients, metrics). call(mlp, x_BTD) -> (y_BTD, metrics)."""
+    """Returns a jitted function x_BTD -> (y_BTD, gradients, metrics). `call(mlp, x_BTD)` returns (y_BTD, metrics)."""
     graphdef, params = nnx.split(mlp)
 
     @jax.jit
@@ -118,7 +118,7 @@ def pass_of(mlp: nnx.Module, call: Callable, dy_BTD: jax.Array) -> Pass:
 
 
 def beside(run_dense: Pass, passes: list[Pass], x_BTD: jax.Array, turns: int) -> list[dict[str, Any]]:
-    """Alternates the passes with the dense one. Returns for each: turns, seconds, dense_seconds, ratio, quartiles."""
+    """Times the passes alternately with the dense pass. Returns turns, seconds, ratio and quartiles for each."""
     seconds_by_turn = []
     for _ in range(WARM_TURNS + turns):
         runs = [lambda run=run: jax.block_until_ready(run(x_BTD)) for run in (run_dense, *passes)]
@@ -140,21 +140,22 @@ def beside(run_dense: Pass, passes: list[Pass], x_BTD: jax.Array, turns: int) ->
 
 
 def ragged_project(x_RC: jax.Array, w_ECO: jax.Array, counts_E: jax.Array, *, transposed: bool = False) -> jax.Array:
-    """A GroupedProject by what JAX has for it."""
+    """Implements GroupedProject with jax.lax.ragged_dot."""
     return lax.ragged_dot(x_RC, w_ECO.astype(x_RC.dtype), counts_E)
 
 
 def busiest_share(mlp: SparseMlp, x_BTD: jax.Array) -> float:
-    """Rows of the busiest expert over the mean."""
+    """Returns the rows of the busiest expert over the mean."""
     expert_nk = mlp.routes(x_BTD.reshape(-1, x_BTD.shape[-1])).expert_nk
     counts_E = jnp.bincount(expert_nk.reshape(-1), length=mlp.experts.number)
     return float(jnp.max(counts_E) / jnp.mean(counts_E))
 
 
 def pushed_router(mlp: SparseMlp, x_BTD: jax.Array) -> jax.Array | None:
-    """router_DE with which the first expert is the busiest, with SKEWED times the mean, its logits raised alike for all
-    tokens. None where that cannot be: most experts are chosen, or another has more already. The first channel of x is
-    1 everywhere; the mlp is left with some router of those tried."""
+    """Returns router weights [D, E] whose first expert has SKEWED times the mean rows, or None if there are none.
+
+    Raises the logits of the first expert by a bias, the weight of the first channel of x, which must be 1. Leaves `mlp`
+    with the last router that was tried."""
     router_DE = mlp.router[...].at[0].set(0)
     low, high = 0.0, MOST_PUSH
     for _ in range(HALVINGS):
@@ -165,18 +166,18 @@ def pushed_router(mlp: SparseMlp, x_BTD: jax.Array) -> jax.Array | None:
 
 
 def experts_lines(record: dict[str, Any]) -> list[str]:
-    """The record for people."""
-    rows = [["", "busiest over mean", "turns", "ms", "dense, ms", "over dense", "half of the turns"]]
+    """Returns the record as lines of text."""
+    rows = [["", "busiest over mean", "turns", "ms", "dense, ms", "over dense", "quartiles"]]
     for layer in record["layers"]:
         (low, high), ratio = layer["ratio_quartiles"], f"{layer['ratio']:.2f}"
         took = [f"{layer[key] * 1e3:.1f}" for key in ("seconds", "dense_seconds")]
         share, turns = f"{layer['busiest']:.2f}", str(layer["turns"])
         rows.append([layer["name"], share, turns, *took, ratio, f"{low:.2f} to {high:.2f}"])
-    missing = [] if UNEVEN in [row[0] for row in rows] else [f"  {UNEVEN}: no push of one expert gives that here"]
+    missing = [] if UNEVEN in [row[0] for row in rows] else [f"  {UNEVEN}: no router bias gives this load"]
     return [
         f"{record['spec']}, {record['dtype']}: a layer of {record['experts']} experts of {record['mlp_dim']}, "
-        f"{record['chosen']} for each of {record['tokens']:,} tokens, forward and backward, in turn with a dense layer "
-        f"{record['dense_dim']} wide; medians; {record['devices']}",
+        f"{record['chosen']} for each of {record['tokens']:,} tokens, forward and backward, alternating with a dense "
+        f"layer of width {record['dense_dim']}; medians; {record['devices']}",
         *table(rows, right=range(1, 7), indent="  "),
         *missing,
         "  " + ", ".join(f"{name} {version}" for name, version in record["versions"].items() if version),
@@ -185,15 +186,15 @@ def experts_lines(record: dict[str, Any]) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class ExpertsFlags(SpecFlags):
-    """The flags of this benchmark."""
+    """Flags of this benchmark."""
 
-    rounds: int = flag(36, "turns of each", least=1)
+    rounds: int = flag(36, "timed turns of each layer", least=1)
     json: bool = flag(False, "one line of JSON")
 
 
 @command(ExpertsFlags)
 def main(arguments: Arguments) -> None:
-    """Times the layers in turn."""
+    """Times the layers alternately."""
     name, cfg = read_config(arguments, usual="M")
     record = measure_experts(name, cfg, rounds=arguments.flags.rounds)
     show(record, experts_lines(record), as_json=arguments.flags.json)

@@ -1,11 +1,11 @@
-"""Control plane of many hosts, simulated on this machine: the cost of each part, and its growth with hosts.
+"""Cost of the control plane of many hosts, simulated on this machine, and its growth with the number of hosts.
 
   python -m benchmarks.hosts --hosts=16,256,1536
 
-Every simulated host is a real client of jax's coordination service with its own connection of the roll call, and runs
-the code that a process of a run runs there: the roll call, agreements, the board after each step, the watch. Not
-simulated are devices, storage and the network between machines. The first host has a process to itself, whose CPU time
-is what the first process of a run spends; the others share processes.
+Every simulated host is a real client of jax's coordination service with a separate roll call connection. It runs the
+same code as a process of a run: the roll call, collectives, the board after each step, and the watch. Devices, storage
+and the network between machines are not simulated. The first host runs in a separate process, whose CPU time is that of
+the first process of a run. The other hosts share processes.
 """
 
 import contextlib
@@ -28,13 +28,13 @@ from jaxscale.settings.command_line import Arguments, flag
 from jaxscale.settings.help_text import command
 from jaxscale.system.exits import BadInput, Exit
 
-USUAL = (16, 256, 1536)  # hosts; the last have 4 chips each of the largest slice of v5p there is
-AT_ONCE = 20  # calls of what is quick, of which the mean counts
-STEPS = 3  # after which all have obeyed a signal, or heard of a failed save, that came after the first of them
+USUAL = (16, 256, 1536)  # hosts; 1536 hosts with 4 chips each are the largest v5p slice
+AT_ONCE = 20  # number of calls of a fast part, which are averaged
+STEPS = 3  # steps until all hosts have seen a signal or a failed save in the first step
 
 
 class Elsewhere:
-    """A group in a process of its own."""
+    """A group of hosts in a separate process."""
 
     def __init__(self, numbers: Sequence[int], count: int):
         context = multiprocessing.get_context("spawn")
@@ -44,15 +44,15 @@ class Elsewhere:
         other.close()
 
     def tell(self, *told: Any) -> None:
-        """Begins something; `answer` waits for it."""
+        """Sends a command; `answer` waits for its result."""
         self.connection.send(told)
 
     def answer(self) -> Any:
-        """Returns the result. Raises BadInput if the process has ended."""
+        """Returns the result of the last command. Raises BadInput if the process has ended."""
         try:
             found = self.connection.recv()
         except EOFError:
-            raise BadInput("a process of the simulation ended: most likely for want of memory or threads; use fewer "
+            raise BadInput("a process of the simulation ended, most likely for lack of memory or threads; use fewer "
                            "--hosts") from None  # fmt: skip
         if isinstance(found, AssertionError):
             raise found
@@ -85,46 +85,46 @@ class Part:
     name: str
     hosts: int
     seconds: float
-    first_cpu_seconds: float  # of the first host's process
+    first_cpu_seconds: float  # CPU time of the first host's process
     requests: float
-    characters: float  # of keys and values to and from all but the first, with which the service is
+    characters: float  # keys and values sent and received by all hosts except the first
 
     def record(self) -> dict[str, Any]:
-        """For JSON."""
+        """Returns the part as a dict for JSON."""
         return dataclasses.asdict(self)
 
 
 class Simulation:
-    """Tells all groups what to do, and measures it."""
+    """Sends commands to all groups and measures them."""
 
     def __init__(self, made: Sequence[Any], count: int):
         self.made, self.count, self.parts = made, count, []
 
     def all(self, *told: Any) -> list[Any]:
-        """Returns the answer of each group."""
+        """Sends a command to all groups and returns their answers."""
         for group in self.made:
             group.tell(*told)
         return [group.answer() for group in self.made]
 
     def part(self, name: str, method: str, times: int = 1, *args: Any) -> list[Any]:
-        """Measures a part, and returns what it came to at each host."""
+        """Measures a part and returns its result on each host."""
         before = self.all("cpu_seconds")[0]
         outcomes = self.all("run", method, times, *args)
-        cpu = self.all("cpu_seconds")[0] - before  # it serves the others when its own part is done
+        cpu = self.all("cpu_seconds")[0] - before  # also serves other hosts after its own part is done
         seconds = max(found.ended for found in outcomes) - min(found.began for found in outcomes)
         requests, sent = sum(one.requests for one in outcomes), sum(one.characters for one in outcomes[1:])
         self.parts.append(Part(name, self.count, *(value / times for value in (seconds, cpu, requests, sent))))
         return [one for outcome in outcomes for one in outcome.found]
 
     def start(self, prefix: str = "") -> None:
-        """A start: the roll call, jax's service, and the first agreement."""
+        """Simulates a start: the roll call, and joining jax's service."""
         self.all("open", free_port())
         self.part(f"{prefix}roll call", "roll_call")
         self.part(f"{prefix}joining jax's service", "connect")
         self.all("run", "prepare")
 
     def work(self) -> None:
-        """Runs the agreements of a training, up to a failed save and a signal that all hosts obey."""
+        """Runs the collectives of training, up to a failed save and a signal that all hosts handle."""
         self.part("a decision", "agree", AT_ONCE)
         self.part("all are here", "barrier", 5)
         self.part("a step", "step", AT_ONCE)
@@ -134,10 +134,10 @@ class Simulation:
         steps = [[one for outcome in outcomes for one in outcome.found] for outcomes in heard]
         news = [[step for step, found in enumerate(steps, 1) if found[host][0]] for host in range(self.count)]
         left = [[step for step, found in enumerate(steps, 1) if found[host][1]] for host in range(self.count)]
-        expect(all(found == [3] for found in [*news, *left]), f"all hear it at step 3, not at {news} and {left}")
+        expect(all(found == [3] for found in [*news, *left]), f"hosts must see both at step 3, not {news} and {left}")
 
     def run(self) -> list[Part]:
-        """A run that starts, works, loses a host, starts again and ends."""
+        """Simulates a run that starts, works, loses a host, restarts and ends."""
         self.start()
         self.work()
         codes = set(self.part("a host is lost: until all know", "lost"))
@@ -151,7 +151,7 @@ class Simulation:
 
 
 def free_port() -> int:
-    """A port that is free together with the next one."""
+    """Returns a port that is free together with the next port."""
     for port in itertools.count(20_000 + os.getpid() % 10_000 + next(PORTS), 2):
         with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
             for one in (port, port + 1):
@@ -164,7 +164,7 @@ PORTS = itertools.count(0, 2)
 
 
 def measure_hosts(counts: Iterable[int], workers: int) -> dict[str, Any]:
-    """The parts of the control plane at each of these numbers of hosts, which have more than one."""
+    """Returns the record of --json: the parts of the control plane for each number of hosts (at least 2)."""
     parts = []
     for count in counts:
         with groups(count, workers) as made:
@@ -179,14 +179,14 @@ def measure_hosts(counts: Iterable[int], workers: int) -> dict[str, Any]:
 
 
 def slope(rows: Sequence[dict[str, Any]], what: str) -> float | None:
-    """The power of the number of hosts by which it grows, between the two largest numbers; None for fewer or none."""
+    """Returns the exponent p of growth as hosts**p between the two largest numbers of hosts, or None."""
     if len(rows) < 2 or not (rows[-2][what] and rows[-1][what]):
         return None
     return math.log(rows[-1][what] / rows[-2][what]) / math.log(rows[-1]["hosts"] / rows[-2]["hosts"])
 
 
 def host_lines(record: dict[str, Any]) -> list[str]:
-    """The record for people: a table in Markdown, its figures without a number of hosts being of the largest one."""
+    """Returns the record as a Markdown table. Columns without a number of hosts are for the largest number."""
     versions = ", ".join(f"{name} {text}" for name, text in record["versions"].items())
     counts = list(dict.fromkeys(row["hosts"] for row in record["parts"]))
     heads = [f"{count:,} hosts" for count in counts] + [
@@ -217,7 +217,7 @@ def host_lines(record: dict[str, Any]) -> list[str]:
 
 
 def read_hosts(_: str, text: str) -> list[int]:
-    """'16,256' as numbers of hosts. Raises BadInput."""
+    """Parses numbers of hosts such as '16,256'. Raises BadInput if they are invalid."""
     numbers = text.split(",")
     if not all(number.isdecimal() and 2 <= int(number) <= 20_000 for number in numbers):
         raise BadInput(f"--hosts={text} must be numbers from 2 to 20,000, such as 16,256,1536")
@@ -226,18 +226,18 @@ def read_hosts(_: str, text: str) -> list[int]:
 
 @dataclasses.dataclass(frozen=True)
 class HostsFlags:
-    """The flags of this benchmark."""
+    """Flags of this benchmark."""
 
     hosts: list[int] | None = flag(
         None, "numbers of hosts, simulated one after the other", "16,256,1536", read=read_hosts
     )
-    workers: int = flag(4, "processes that share all hosts but the first", least=1)
+    workers: int = flag(4, "number of processes for all hosts except the first", least=1)
     json: bool = flag(False, "one line of JSON")
 
 
 @command(HostsFlags)
 def main(arguments: Arguments) -> None:
-    """Measures the control plane at each number of hosts."""
+    """Measures the control plane for each number of hosts."""
     flags = arguments.flags
     record = measure_hosts(flags.hosts or USUAL, flags.workers)
     show(record, host_lines(record), as_json=flags.json)

@@ -2,7 +2,7 @@
 
   python -m benchmarks.layer_statistics --config=configs/quickstart.py
 
-The statistics program and the step are timed in turn, and the loop with one statistics step and without.
+Times the statistics program and the step alternately, then the loop with one statistics step and without statistics.
 """
 
 import dataclasses
@@ -21,15 +21,15 @@ from jaxscale.settings.help_text import command
 from jaxscale.tools.qualify.step import read_config
 from jaxscale.tools.qualify.timing import seconds_of
 
-WANTED = 0.02  # of the time of all steps
-DEFAULT_EVERY = 100  # reported for a config that never measures statistics
+WANTED = 0.02  # maximum cost as a fraction of the time of all steps
+DEFAULT_EVERY = 100  # interval for a config that never computes statistics
 
 
 def measure_statistics(name: str, cfg: RunConfig, *, steps: int, rounds: int) -> dict[str, Any]:
-    """Seconds of the step and of the program, each alone and in turn, and of the loop over `steps` steps with one look
-    in them and with none, in pairs; what --json prints.
+    """Returns the record of --json: seconds of the step and the statistics program, timed alternately, and of the loop
+    over `steps` steps, with one computation of statistics and without.
 
-    What is compiled once a process is done before, and told apart.
+    Compilation happens before and is reported separately.
     """
     every = cfg.monitor.statistics_every_steps or DEFAULT_EVERY
     with open_bench(cfg, save_every_steps=0) as bench:
@@ -49,7 +49,7 @@ def measure_statistics(name: str, cfg: RunConfig, *, steps: int, rounds: int) ->
         run = dataclasses.replace(run, train_step=compiled["step"], statistics=compiled["statistics"])
         ways = {"without": run, "with": dataclasses.replace(run, statistics_every_steps=steps)}
         looped: dict[str, list[float]] = {"without": [], "with": []}
-        for turn in range(rounds + 1):  # the first imports and touches what the others find
+        for turn in range(rounds + 1):  # the first turn warms up imports and caches, and does not count
             state, found = time_alternately(bench, ways, turn, state, steps)
             for kind, seconds in found.items():
                 looped[kind] += [seconds] if turn else []
@@ -77,7 +77,7 @@ def measure_statistics(name: str, cfg: RunConfig, *, steps: int, rounds: int) ->
 
 
 def peak_bytes(compiled: Any) -> int | None:
-    """Bytes of one device that the program needs by the compiler's own account; None where it gives none."""
+    """Returns the bytes per device that the program needs according to the compiler, or None if unknown."""
     memory = compiled.memory_analysis()
     if memory is None:
         return None
@@ -86,29 +86,29 @@ def peak_bytes(compiled: Any) -> int | None:
 
 
 def statistics_lines(record: dict[str, Any]) -> list[str]:
-    """The record for people."""
+    """Returns the record as lines of text."""
     ratios, added, every = record["statistics_in_steps"], record["loop_added_seconds"], record["every_steps"]
     loop, compiled, memory = record["loop_seconds"], record["compile_seconds"], record["device_bytes"]
     verdict = "under" if record["cost"] < WANTED else "NOT under"
     mib = lambda num_bytes: "unknown" if num_bytes is None else f"{num_bytes / 2**20:,.0f} MiB"
     return [
         f"{record['spec']}: {record['numbers']} numbers, {record['attention']} attention; {record['devices']}",
-        f"  a step takes {record['step_seconds'] * 1e3:,.1f} ms, the statistics of one "
+        f"  a step takes {record['step_seconds'] * 1e3:,.1f} ms, its statistics "
         f"{record['statistics_seconds'] * 1e3:,.1f} ms: {statistics.median(ratios):.2f} steps, the median of "
-        f"{record['rounds']} in turn ({ratios[0]:.2f} to {ratios[-1]:.2f})",
+        f"{record['rounds']} rounds ({ratios[0]:.2f} to {ratios[-1]:.2f})",
         f"  every {every} steps that is {record['cost']:.2%} of the time: {verdict} {WANTED:.0%}",
-        f"  the loop over {record['steps']} steps takes {loop['without'] * 1e3:,.1f} ms per step without a look, "
-        f"{loop['with'] * 1e3:,.1f} with one in all; a look adds {statistics.median(added) * 1e3:+,.1f} ms, the median "
-        f"of {record['rounds']} pairs ({added[0] * 1e3:+,.1f} to {added[-1] * 1e3:+,.1f}): "
+        f"  the loop over {record['steps']} steps takes {loop['without'] * 1e3:,.1f} ms per step without "
+        f"statistics, {loop['with'] * 1e3:,.1f} with one; added {statistics.median(added) * 1e3:+,.1f} ms, median of "
+        f"{record['rounds']} pairs ({added[0] * 1e3:+,.1f} to {added[-1] * 1e3:+,.1f}): "
         f"{record['loop_cost']:+.2%} every {every} steps",
-        f"  memory of a device by the compiler: step {mib(memory['step'])}, statistics {mib(memory['statistics'])}",
-        f"  before that, once: compiled in {compiled['step']:.1f} s and {compiled['statistics']:.1f} s",
+        f"  memory per device by the compiler: step {mib(memory['step'])}, statistics {mib(memory['statistics'])}",
+        f"  compiled before in {compiled['step']:.1f} s and {compiled['statistics']:.1f} s",
     ]
 
 
 @command(SurviveFlags)
 def main(arguments: Arguments) -> None:
-    """Measures the statistics program and the loop with it."""
+    """Measures the statistics program, and the training loop with and without statistics."""
     flags = arguments.flags
     use_devices(flags.devices)
     record = measure_statistics(*read_config(arguments), steps=flags.steps, rounds=flags.rounds)

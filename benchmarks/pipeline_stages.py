@@ -1,9 +1,9 @@
-"""Steps of a pipeline on simulated CPU devices, compared with the simulator of its schedule.
+"""Step times of pipeline schedules on simulated CPU devices, compared with the schedule simulator.
 
   python -m benchmarks.pipeline_stages --spec=S --devices=2
 
-Each simulated device computes on one thread, so that a stage without work leaves its core idle. That tells something
-only where the machine has a core for each stage.
+Each simulated device computes on one thread, so that an idle stage leaves its core idle. The results are meaningful
+only if the machine has a core for each stage.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ class Cut(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Timed:
-    """One of them."""
+    """A measured schedule."""
 
     cut: Cut
     schedule: Schedule
@@ -54,7 +54,7 @@ class Timed:
 
 
 def cuts(stages: int) -> list[Cut]:
-    """The first has the smallest bubble: its time sets the unit of the simulator."""
+    """Returns the schedules to measure. The first has the smallest bubble; its time defines the simulator's unit."""
     most = 8 * stages
     return [
         Cut("1f1b", 1, most), Cut("1f1b", 1, 4 * stages), Cut("1f1b", 1, 2 * stages), Cut("1f1b", 1, stages),
@@ -64,7 +64,7 @@ def cuts(stages: int) -> list[Cut]:
 
 
 def measure_stages(cfg: RunConfig, stages: int, steps: int, put: Callable[[str], None]) -> dict[str, Any]:
-    """Times a step of each schedule, microbatches of one row, and prints a line for each; what --json prints."""
+    """Times a step of each schedule with microbatches of one row, and prints a line for each. Returns the record."""
     put(COLUMNS)
     rows, unit = [], 0.0
     for cut in cuts(stages):
@@ -79,9 +79,9 @@ def measure_stages(cfg: RunConfig, stages: int, steps: int, put: Callable[[str],
 
 
 def in_units(cfg: RunConfig, schedule: Schedule) -> float:
-    """The simulator's time of a step, in that of a layer's forward pass; the parts of a backward pass take as long.
+    """Returns the simulated step time, in units of a layer's forward pass. Each part of a backward pass takes one unit.
 
-    The stages share the head, which has a forward and a backward pass.
+    The head, with a forward and a backward pass, is divided among the stages.
     """
     model = cfg.model
     layers = model.layer_stacks[BLOCKS] + model.leading_layers
@@ -91,7 +91,7 @@ def in_units(cfg: RunConfig, schedule: Schedule) -> float:
 
 
 def time_steps(cfg: RunConfig, stages: int, cut: Cut, steps: int) -> Timed:
-    """Returns the median time of `steps` steps, after an untimed one."""
+    """Returns the median time of `steps` steps, after an untimed step."""
     cfg = dataclasses.replace(
         cfg,
         batch_tokens=cut.microbatches * cfg.seq_len,
@@ -114,7 +114,7 @@ def time_steps(cfg: RunConfig, stages: int, cut: Cut, steps: int) -> Timed:
 
 
 def line(row: dict[str, Any]) -> str:
-    """The row of the table that COLUMNS heads."""
+    """Returns a row of the table with the header COLUMNS."""
     return (
         f"{row['name']:12}{row['chunks']:>8}{row['microbatches']:>14}{row['bubble']:>9.1%}{row['simulated_s']:>13.3f}"
         f"{row['measured_s']:>12.3f}{row['ratio']:>8.2f}"
@@ -125,12 +125,12 @@ def stage_lines(record: dict[str, Any]) -> list[str]:
     """Returns a summary of the table."""
     far = max(abs(row["ratio"] - 1) for row in record["rows"])
     few = record["cores"] < record["stages"]
-    cores = f"{record['cores']} cores" + (", fewer than stages: stages that idle lend theirs to others" if few else "")
-    return [f"{record['stages']} stages on {cores}; the first row sets the unit; at most {far:.0%} from the simulator"]
+    cores = f"{record['cores']} cores" + (", fewer than stages: idle stages leave their cores to others" if few else "")
+    return [f"{record['stages']} stages on {cores}; the first row defines the unit; ratios are within {far:.0%} of 1"]
 
 
 def on_stages(stages: int, command: list[str]) -> None:
-    """Returns if jax will see `stages` single-threaded simulated devices, else re-executes `command` with them."""
+    """Re-executes `command` with `stages` simulated devices of one thread each, unless jax already has them."""
     env = simulated_devices_env(stages)
     if ONE_THREAD not in env["XLA_FLAGS"]:
         env["XLA_FLAGS"] += f" {ONE_THREAD}"
@@ -141,7 +141,7 @@ def on_stages(stages: int, command: list[str]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class StagesFlags(SpecFlags):
-    """The flags of this benchmark."""
+    """Flags of this benchmark."""
 
     devices: int = flag(2, "pipeline stages, one simulated CPU device each", least=2)
     steps: int = flag(3, "timed steps of each schedule", least=1)

@@ -1,10 +1,10 @@
-"""Downtime of a run of several processes when one is killed, phase by phase, and the work lost.
+"""Downtime of a run of several processes after one is killed, by phase, and the lost work.
 
   python -m benchmarks.restart --config=configs/quickstart.py --processes=4
 
-Real processes of the training command on this machine, each with a local folder
-of its own as if it were a host. The last one is killed by SIGKILL in the midst of training and all are started again at
-once: without local copies, and with them. What a supervisor waits between two starts is not in it.
+Starts processes of the training command on this machine, each with its own local folder, like a host. The last process
+is killed by SIGKILL during training and all processes are restarted at once, without local copies of checkpoints and
+with them. The pause of a supervisor between two starts is not included.
 """
 
 import contextlib
@@ -29,25 +29,25 @@ from jaxscale.settings.command_line import Arguments, flag
 from jaxscale.settings.help_text import command
 from jaxscale.system.exits import BadInput
 
-LOCAL = "JAXSCALE_BENCH_HOST"  # the variable that names each process's own local folder
-MOST_SECONDS = 500.0  # for a start to come to its steps
+LOCAL = "JAXSCALE_BENCH_HOST"  # variable with the local folder of each process
+MOST_SECONDS = 500.0  # timeout until a start reaches its first step
 STEP, JOINED = (
-    re.compile(r"step (\d+)/\d+  loss "),  # of training; an evaluation may come before
+    re.compile(r"step (\d+)/\d+  loss "),  # training; an evaluation may be printed before
     re.compile(r"processes: the roll call took ([\d.]+) s, jax.distributed.initialize ([\d.]+) s"),
 )
 PHASES = (
-    ("detection", "the first survivor says who is lost"),
-    ("teardown", "until the last process has left"),
-    ("imports", "new processes, until they call the roll"),
+    ("detection", "until the first survivor reports the lost process"),
+    ("teardown", "until the last process has exited"),
+    ("imports", "start of new processes, until the roll call"),
     ("distributed init", "roll call and jax.distributed"),
-    ("opening", "lock, checkpoints listed, data opened, program described"),
-    ("restore", "state read, verified and placed, record and metrics opened"),
-    ("first step", "compiled or found in the cache, run, and reported"),
+    ("opening", "lock, list of checkpoints, data, program"),
+    ("restore", "reads and verifies the state, opens record and metrics"),
+    ("first step", "compilation or cache, the step, and its report"),
 )
 
 
 class Started:
-    """The processes of one start, with the time of each line that they print."""
+    """The processes of one start, with the time of each printed line."""
 
     def __init__(self, flags: Sequence[str], count: int, folder: pathlib.Path):
         self.began, port = time.monotonic(), free_ports()
@@ -65,35 +65,35 @@ class Started:
             threading.Thread(target=self.read, args=(number,), daemon=True).start()
 
     def read(self, number: int) -> None:
-        """Notes when each line of a process came."""
+        """Records the time of each line of a process."""
         for line in self.processes[number].stdout:
             self.lines[number].append((time.monotonic(), line.rstrip("\n")))
 
     def find(self, pattern: str | re.Pattern, processes: Sequence[int] = (0,)) -> tuple[float, re.Match] | None:
-        """(when, match) of the first line that matches."""
+        """Returns (time, match) of the first line that matches, or None."""
         found = [(when, re.search(pattern, line)) for one in processes for when, line in list(self.lines[one])]
         return min(((when, match) for when, match in found if match), key=lambda pair: pair[0], default=None)
 
     def wait_for(self, pattern: str | re.Pattern, processes: Sequence[int] = (0,)) -> tuple[float, re.Match]:
-        """As find, once it is there. Raises BadInput with the last lines of a run that ends before."""
+        """Waits for a line and returns find(). Raises BadInput with the last lines if the run ends before."""
         deadline = time.monotonic() + MOST_SECONDS
         while (found := self.find(pattern, processes)) is None:
             if all(process.poll() is not None for process in self.processes) or time.monotonic() > deadline:
-                time.sleep(0.5)  # the last lines may be on their way
+                time.sleep(0.5)  # the last lines may not have been read yet
                 if found := self.find(pattern, processes):
                     return found
                 raise BadInput(
-                    f"the run did not come to {pattern!r}: {' | '.join(text for _, text in self.lines[0][-3:])}"
+                    f"the run did not print {pattern!r}: {' | '.join(text for _, text in self.lines[0][-3:])}"
                 )
             time.sleep(0.005)
         return found
 
     def steps(self) -> dict[int, float]:
-        """When each step was reported."""
+        """Returns {step: time of its report}."""
         return {int(found[1]): when for when, line in list(self.lines[0]) if (found := STEP.match(line))}
 
     def end(self) -> None:
-        """Kills what is left."""
+        """Kills the remaining processes."""
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
@@ -102,7 +102,7 @@ class Started:
 
 @contextlib.contextmanager
 def started(*arguments: Any) -> Iterator[Started]:
-    """A start that is ended with the block."""
+    """Yields a start whose processes are killed at the end of the block."""
     one = Started(*arguments)
     try:
         yield one
@@ -111,9 +111,9 @@ def started(*arguments: Any) -> Iterator[Started]:
 
 
 def measure_restart(flags: Sequence[str], *, processes: int, seconds: float, rounds: int) -> dict[str, Any]:
-    """Phases of a restart and lost work [s], without local copies and with them, in turn: medians of the rounds.
+    """Returns medians of the phases of a restart and the lost work [s], without local copies and with them.
 
-    Args: flags: of the training command, but for its work folder. seconds: of training before the kill.
+    `flags` are those of the training command without a work folder. Training lasts `seconds` before the kill.
     """
     ways = {"work folder alone": [], "local copies": [f"--config.checkpoint.local.folder=${LOCAL}"]}
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
@@ -132,7 +132,7 @@ def measure_restart(flags: Sequence[str], *, processes: int, seconds: float, rou
 
 
 def medians(turns: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the median of each figure over several restarts."""
+    """Returns the median of each value over several restarts."""
     middle = lambda name, of: statistics.median(one[name] for one in of)
     inner = [one["phases"] for one in turns]
     figures = [name for name in turns[0] if name != "phases"]
@@ -158,7 +158,7 @@ def one_restart(flags: Sequence[str], count: int, seconds: float, folder: pathli
         joined, took = after.wait_for(JOINED)
         described = after.wait_for("parameters, ")[0]
         restored = after.wait_for("^versions: ")[0]
-        resumed = after.find(r"going on from step (\d+)")
+        resumed = after.find(r"resuming from step (\d+)")
         began = after.began
     roll, jax = float(took[1]), float(took[2])
     times = [
@@ -176,7 +176,7 @@ def one_restart(flags: Sequence[str], count: int, seconds: float, folder: pathli
 
 
 def free_ports() -> int:
-    """A port of this machine that is free together with the next one."""
+    """Returns a port of this machine that is free together with the next port."""
     while True:
         with socket.socket() as one, socket.socket() as other:
             one.bind(("127.0.0.1", 0))
@@ -187,7 +187,7 @@ def free_ports() -> int:
 
 
 def restart_lines(record: dict[str, Any]) -> list[str]:
-    """The record for people."""
+    """Returns the record as lines of text."""
     ways = record["ways"]
     lines = [
         f"SIGKILL of one of {record['processes']} processes after {record['seconds']:g} s of training; medians of "
@@ -206,13 +206,13 @@ def restart_lines(record: dict[str, Any]) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class RestartFlags:
-    """The flags of this benchmark."""
+    """Flags of this benchmark."""
 
     config: str = flag("", "the run's config", "FILE")
     settings: dict[str, str] = flag(dict, "sets any setting", "VALUE", name="config.NAME")
     processes: int = flag(4, "processes of the run, of which the last is killed", least=2)
     kill_after: int = flag(20, "seconds of training before the kill", least=1)
-    rounds: int = flag(1, "turns of each", least=1)
+    rounds: int = flag(1, "rounds of both variants", least=1)
     json: bool = flag(False, "one line of JSON")
 
 
@@ -221,9 +221,7 @@ def main(arguments: Arguments) -> None:
     """Kills a process, restarts the run, and measures each phase."""
     flags = arguments.flags
     if not arguments.config:
-        raise BadInput(
-            "restart trains on several processes; give the run's --config=FILE, such as configs/quickstart.py"
-        )
+        raise BadInput("restart trains on several processes; pass --config=FILE, such as configs/quickstart.py")
     record = measure_restart(
         config_flags(arguments), processes=flags.processes, seconds=flags.kill_after, rounds=flags.rounds
     )

@@ -28,16 +28,16 @@ from jaxscale.system.exits import BadInput, print_stderr
 from jaxscale.tools.qualify.step import SpecFlags, read_config
 from jaxscale.tools.qualify.timing import seconds_of
 
-FULL_PASSES = 8  # timed of those that the uncached way takes one of for each token: all take the same
+FULL_PASSES = 8  # timed full passes; without a cache, every token needs one
 
 
 def measure_sample(name: str, cfg: RunConfig, *, prompt_tokens: int, num_tokens: int, batch: int) -> dict[str, Any]:
-    """The record that --json prints: tokens/s of prompts read, of tokens written with a cache, and of full passes.
+    """Returns the record of --json: tokens/s of the prefill, of decoding with a cache, and of full forward passes.
 
-    A full pass reads a row as long as the finished text, as a compiled program without a cache does for every token.
-    Weights are random. Raises BadInput for a text longer than the model can read.
+    A full pass processes the length of the finished text, as a compiled program without a cache does for every token.
+    Weights are random. Raises BadInput for a text longer than the model's maximum length.
     """
-    check_machine(dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, name="synthetic")))  # none are read
+    check_machine(dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, name="synthetic")))  # no data are read
     longest, limit = prompt_tokens + num_tokens, cfg.model.max_seq_len
     if limit is not None and longest > limit:
         raise BadInput(f"--prompt_tokens={prompt_tokens} and --num_tokens={num_tokens} are more than {limit}")
@@ -50,10 +50,10 @@ def measure_sample(name: str, cfg: RunConfig, *, prompt_tokens: int, num_tokens:
     rng = np.random.default_rng(cfg.seed)
     prompts = rng.integers(0, cfg.model.vocab_size, (engine.batch, prompt_tokens)).tolist()
     timings: list[Timing] = []
-    for _ in range(3):  # the first one also compiles
+    for _ in range(3):  # the first call also compiles
         for _ in generator.generate(prompts, GREEDY, num_tokens):
             pass
-        assert generator.timing is not None, "generate() has come to its end"
+        assert generator.timing is not None, "generate() has finished"
         timings.append(generator.timing)
     best = max(timings, key=lambda timing: timing.decode_rate)
     pass_seconds = time_full_pass(engine, params, rng.integers(0, cfg.model.vocab_size, (engine.batch, longest)))
@@ -75,13 +75,13 @@ def measure_sample(name: str, cfg: RunConfig, *, prompt_tokens: int, num_tokens:
 
 
 def time_full_pass(engine: Engine, params: Any, tokens_BT: np.ndarray) -> float:
-    """Seconds of one compiled pass over whole rows to the logits behind their last token: the fastest of several."""
+    """Returns the seconds of a compiled forward pass over whole rows to their last logits, the fastest of several."""
     specs, rows = engine.sharded.specs, engine.rows_spec
 
     def logits(params: Any, tokens_BT: jax.Array, lengths_B: jax.Array) -> jax.Array:
         return engine.read_prompts(params, tokens_BT, lengths_B)[1]
 
-    precise = with_matmul_precision(engine.sharded.cfg.matmul_precision, logits)  # as what it is compared with
+    precise = with_matmul_precision(engine.sharded.cfg.matmul_precision, logits)  # same precision as with the cache
     call = jax.jit(engine.sharded.plan.batch_axes.shard_map(precise, (specs, rows, rows), rows))
     place = jax.sharding.NamedSharding(engine.sharded.mesh, rows)
     tokens_BT = jax.device_put(tokens_BT.astype(np.int32), place)
@@ -92,23 +92,23 @@ def time_full_pass(engine: Engine, params: Any, tokens_BT: np.ndarray) -> float:
 
 
 def sample_lines(record: dict[str, Any]) -> list[str]:
-    """The record for people."""
+    """Returns the record as lines of text."""
     return [
         f"{record['spec']}, {record['dtype']}, {record['devices']} ({record['mesh']}): {record['rows']} rows, "
-        f"{record['prompt_tokens']} tokens of prompt and {record['num_tokens']} new ones",
-        f"  prompts read       {record['prefill_tok_s']:>12,.1f} tokens/s",
-        f"  written, cached    {record['cached_tok_s']:>12,.1f} tokens/s",
-        f"  written, uncached  {record['uncached_tok_s']:>12,.1f} tokens/s; cached: {record['ratio']:,.2f} times",
+        f"{record['prompt_tokens']} prompt tokens and {record['num_tokens']} new tokens",
+        f"  prefill            {record['prefill_tok_s']:>12,.1f} tokens/s",
+        f"  decode, cached     {record['cached_tok_s']:>12,.1f} tokens/s",
+        f"  decode, uncached   {record['uncached_tok_s']:>12,.1f} tokens/s; cached: {record['ratio']:,.2f} times",
         f"  compiled in        {record['compile_s']:>12,.1f} s",
     ]
 
 
 @dataclasses.dataclass(frozen=True)
 class SamplingFlags(SpecFlags):
-    """The flags of this benchmark."""
+    """Flags of this benchmark."""
 
     prompt_tokens: int = flag(256, "tokens of each prompt", least=1)
-    num_tokens: int = flag(64, "tokens sampled after it", least=1)
+    num_tokens: int = flag(64, "tokens sampled after each prompt", least=1)
     rows: int = flag(1, "prompts in a batch", least=1)
     devices: int | None = flag(None, "simulated CPU devices", "8", least=1)
     json: bool = flag(False, "one line of JSON")
@@ -116,7 +116,7 @@ class SamplingFlags(SpecFlags):
 
 @command(SamplingFlags)
 def main(arguments: Arguments) -> None:
-    """Times sampling with the cache and by full passes."""
+    """Times sampling with a cache and with full forward passes."""
     flags = arguments.flags
     use_devices(flags.devices)
     sizes = dict(prompt_tokens=flags.prompt_tokens, num_tokens=flags.num_tokens, batch=flags.rows)

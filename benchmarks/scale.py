@@ -2,8 +2,8 @@
 
   python -m benchmarks.scale --documents=25000
 
-The same recipe over n, 4n and 16n tiny documents in many small blocks, and the loader over as many. One process does
-all of a preparation, so that its memory is that of the driver and of a worker together.
+Runs the same recipe on n, 4n and 16n tiny documents in many small blocks, and the loader on as many documents. A
+preparation runs in one process, whose memory is that of the driver and a worker together.
 """
 
 import concurrent.futures
@@ -35,26 +35,26 @@ from jaxscale.tools.corpus.prepare.local import LocalExecutor
 from jaxscale.tools.corpus.prepare.progress import PrepareProgress
 
 TIMES = (1, 4, 16)
-ADDED = ("cpu_seconds", "kernel_seconds", "seconds", "opened")  # what a stage's parts add up to
-WORDS = 12  # of a document, about 80 bytes
-COPIES = 10  # every tenth document is one of a few texts
+ADDED = ("cpu_seconds", "kernel_seconds", "seconds", "opened")  # costs that are summed over the parts of a stage
+WORDS = 12  # words per document, about 80 bytes
+COPIES = 10  # every tenth document is a copy of one of ten texts
 RECIPE: dict[str, Any] = {
     "stages": ("exact_dedup", "near_dedup"),
     "tokenizer": {"name": "bytes"},
-    "block_bytes": 1 << 14,  # 28 documents, where a real recipe has some thousands
+    "block_bytes": 1 << 14,  # 28 documents; a real recipe has thousands
     "write": {"shard_tokens": 1 << 20},
 }
 
 
 def measure_scale(documents: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """{"prepare": records, "loader": records}, each of `documents`, 4 and 16 times as many.
+    """Returns {"prepare": records, "loader": records} for `documents` and 4 and 16 times as many.
 
-    A record of prepare: documents, and stages, each with cpu_seconds (of which kernel_seconds in the kernel), seconds,
-    memory_bytes and files opened.
+    A record of prepare has `documents` and `stages`, each with cpu_seconds, kernel_seconds (included in cpu_seconds),
+    seconds, memory_bytes and the number of files opened.
     """
     sizes, found = [documents * times for times in TIMES], []
     for number in sizes:
-        say(f"{number:,} documents: preparing them")
+        say(f"{number:,} documents: preparing")
         with tempfile.TemporaryDirectory() as folder:
             context = multiprocessing.get_context("spawn")
             with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
@@ -63,7 +63,7 @@ def measure_scale(documents: int, say: Callable[[str], None]) -> dict[str, Any]:
 
 
 def prepare_costs(folder: str, documents: int) -> dict[str, Any]:
-    """The record of one preparation, by this process alone."""
+    """Returns the record of one preparation in this process."""
     place = pathlib.Path(folder)
     write_documents(place / "made-up.jsonl", documents)
     cfg = schema.from_dict(PrepareConfig, RECIPE | {"sources": {"made-up": {"files": str(place / "made-up.jsonl")}}})
@@ -73,7 +73,7 @@ def prepare_costs(folder: str, documents: int) -> dict[str, Any]:
 
 
 def write_documents(file: pathlib.Path, documents: int) -> None:
-    """Made-up JSONL: random words, and a few texts again and again."""
+    """Writes synthetic JSONL: documents of random words, and repeated copies of a few texts."""
     rng = random.Random(0)
     word = lambda: str(rng.randrange(10**6))
     copies = [" ".join(word() for _ in range(WORDS)) for _ in range(COPIES)]
@@ -84,7 +84,7 @@ def write_documents(file: pathlib.Path, documents: int) -> None:
 
 
 class Meter(PrepareProgress):
-    """Prints nothing, and keeps what each stage of a preparation has cost this process."""
+    """Records the costs of each stage of a preparation in this process. Prints nothing."""
 
     def __init__(self):
         super().__init__(io.StringIO())
@@ -95,21 +95,21 @@ class Meter(PrepareProgress):
         sys.addaudithook(lambda event, _: self.count_opened(event))
 
     def count_opened(self, event: str) -> None:
-        """Counts files that Python opens. What Arrow maps in C++ is not seen."""
+        """Counts the files that Python opens. Files that Arrow maps in C++ are not counted."""
         self.opened += event == "open"
 
     def look(self) -> None:
-        """Keeps the most memory of the stage."""
+        """Records the peak memory of the stage."""
         while not self.ended.wait(LOOK_SECONDS):
             self.memory = max(self.memory, anonymous_bytes())
 
     def begin(self, title: str, total: int) -> None:
-        """A stage ends, and the next begins."""
+        """Ends a stage and begins the next."""
         self.note(re.sub(r"[\d,]+ (?=shards)", "", title))
         super().begin(title, total)
 
     def note(self, name: str) -> None:
-        """Adds what was spent since the last call to the stage that ends."""
+        """Adds the costs since the last call to the stage that ends."""
         now = time.process_time(), os.times().system, time.perf_counter(), self.opened
         if self.name:
             stage = self.stages.setdefault(self.name, dict.fromkeys((*ADDED, "memory_bytes"), 0.0))
@@ -130,8 +130,8 @@ class Meter(PrepareProgress):
 
 
 def scale_lines(record: dict[str, Any]) -> list[str]:
-    """The record for people, with what grows faster than the documents."""
-    lines = ["preparing, in one process: driver and worker together"]
+    """Returns the record as lines of text, with the costs that grow faster than the documents."""
+    lines = ["preparation, with driver and worker in one process"]
     for one in record["prepare"]:
         costs = one["stages"].values()
         total = sum(stage["cpu_seconds"] for stage in costs)
@@ -148,9 +148,9 @@ def scale_lines(record: dict[str, Any]) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class ScaleFlags:
-    """The flags of this benchmark."""
+    """Flags of this benchmark."""
 
-    documents: int = flag(25_000, "the smallest number of documents; the largest is 16 times as many", least=1000)
+    documents: int = flag(25_000, "smallest number of documents; the largest number is 16 times as many", least=1000)
     json: bool = flag(False, "one line of JSON")
 
 

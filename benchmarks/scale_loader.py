@@ -25,30 +25,30 @@ from jaxscale.runtime.data.pipeline import Corpus, open_data
 from jaxscale.runtime.data.shard_writer import ShardWriter
 from jaxscale.system.exits import BadInput
 
-SHARD_DOCUMENTS = 1 << 20  # of the made-up set
+SHARD_DOCUMENTS = 1 << 20  # documents per shard of the synthetic set
 VOCABULARY = 1000
 SEQ_LEN, BATCH_ROWS = 64, 64  # about 16 documents of 4 tokens per row
-BATCHES = 50  # read, each far from the others
-FAR = 7919  # batches between two that are read
-LOOK_SECONDS = 0.02  # between two looks at the memory
-LEAST = {"cpu_seconds": 0.1, "memory_bytes": 1e7, "opened": 100}  # that is measured well enough
-LINEAR = 1.1  # growth of a stage's cost above that of the documents by more than this is a finding
+BATCHES = 50  # number of batches that are read, far from each other
+FAR = 7919  # distance between two batches that are read
+LOOK_SECONDS = 0.02  # between two measurements of memory
+LEAST = {"cpu_seconds": 0.1, "memory_bytes": 1e7, "opened": 100}  # smaller values are not measured well enough
+LINEAR = 1.1  # a cost that grows by more than this times the growth of the documents is reported
 
 
 def measure_loader(
     sizes: Sequence[int], folder: pathlib.Path | None = None, *, tokens: int = 4, say: Callable[[str], None] = print
 ) -> list[dict[str, Any]]:
-    """A record of each size, smallest first: documents, index_bytes and names_bytes of a document, and stages, each
-    with cpu_seconds, seconds, memory_bytes (without mapped files) and count (of what was done in it).
+    """Returns a record per size, smallest first: documents, index_bytes and names_bytes per document, and stages, each
+    with cpu_seconds, seconds, memory_bytes (without mapped files) and count (of operations).
 
-    Args: sizes: numbers of documents. folder: for the sets, about 45 bytes per document; temporary
-    unless given. tokens: of a document, on average.
+    `sizes` are numbers of documents. `folder` is for the sets, about 45 bytes per document; the default is a temporary
+    folder. `tokens` is the mean length of a document.
     """
     found = []
     with tempfile.TemporaryDirectory(dir=folder) as own:
         for documents in sorted(sizes):
             place = pathlib.Path(own) / str(documents)
-            say(f"{documents:,} documents: making them up")
+            say(f"{documents:,} documents: generating")
             alone(make_set, place, documents, tokens)
             stages = {}
             for name, stage in STAGES.items():
@@ -61,9 +61,9 @@ def measure_loader(
 
 
 def growth(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A line for each stage whose CPU time or memory grows faster than the documents; none is good.
+    """Returns a line for each stage whose CPU time, memory or opened files grow faster than the documents.
 
-    What is too small to be measured (a tenth of a second, ten megabytes, a hundred files) does not count as growth.
+    Costs below a tenth of a second, ten megabytes or a hundred files are too small to be measured and do not count.
     """
     lines = []
     for before, after in zip(records, records[1:]):
@@ -75,14 +75,14 @@ def growth(records: Sequence[Mapping[str, Any]]) -> list[str]:
                 was, now = (max(record["stages"][name][what], least) for record in (before, after))
                 if now / was > LINEAR * times:
                     lines.append(
-                        f"{name}: {what} grows {now / was:.2f} times where the documents grow {times:.2f} times, to "
+                        f"{name}: {what} grows {now / was:.2f} times while the documents grow {times:.2f} times, to "
                         f"{after['documents']:,}"
                     )
     return lines
 
 
 def loader_lines(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The records for people."""
+    """Returns the records as lines of text."""
     lines = []
     for record in records:
         lines.append(
@@ -106,7 +106,7 @@ def alone(stage: Callable[..., int], *arguments: Any) -> dict[str, Any]:
 
 
 def costs_of(stage: Callable[[], int]) -> dict[str, Any]:
-    """Seconds, and memory beyond what the process has before, of a stage, which returns how many things it did."""
+    """Returns the seconds and the additional memory of a stage, which returns its number of operations."""
     before, peak, ended = anonymous_bytes(), [0], threading.Event()
 
     def look() -> None:
@@ -128,11 +128,11 @@ def costs_of(stage: Callable[[], int]) -> dict[str, Any]:
 
 
 def anonymous_bytes() -> int:
-    """This process's memory without mapped files, which the system takes back when it needs room."""
+    """Returns the memory of this process without mapped files, whose memory the system can reclaim."""
     for line in pathlib.Path("/proc/self/status").read_text("utf-8").splitlines():
         if line.startswith("RssAnon:"):
             return 1024 * int(line.split()[1])
-    raise BadInput("this system does not tell the memory of a process (RssAnon in /proc/self/status); measure on Linux")
+    raise BadInput("this system does not report process memory (RssAnon in /proc/self/status); measure on Linux")
 
 
 def make_set(folder: pathlib.Path, documents: int, tokens: int) -> int:
@@ -168,7 +168,7 @@ def make_set(folder: pathlib.Path, documents: int, tokens: int) -> int:
 
 
 def open_made_up(folder: pathlib.Path) -> Corpus:
-    """The corpus over a made-up set."""
+    """Returns the corpus of a synthetic set."""
     values = {"name": "tokens", "files": str(folder / MANIFEST), "cache_dir": str(folder / "cache")}
     make = dict(seq_len=SEQ_LEN, vocab_size=VOCABULARY, seed=0)
     return open_data(schema.from_dict(DataConfig, values), **make, say=lambda line: None)
@@ -181,19 +181,19 @@ def plan_rows(folder: pathlib.Path) -> int:
 
 
 def index_names(folder: pathlib.Path) -> int:
-    """Makes the index of names."""
+    """Creates the index of document names."""
     publish_names(folder, open_set(read_manifest(folder / MANIFEST)))
     return 1
 
 
 def open_again(folder: pathlib.Path) -> int:
-    """Opens the corpus, which was hashed and planned before, and reads a batch."""
+    """Opens the corpus, which is already hashed and planned, and reads a batch."""
     open_made_up(folder).batches(BATCH_ROWS).batch(0)
     return 1
 
 
 def read_far(folder: pathlib.Path) -> int:
-    """Reads batches that lie far from each other."""
+    """Reads batches that are far from each other."""
     batches = open_made_up(folder).batches(BATCH_ROWS)
     for n in range(BATCHES):
         batches.batch(n * FAR)
@@ -208,10 +208,10 @@ def trace_step(folder: pathlib.Path) -> int:
 
 
 def trace_document(folder: pathlib.Path) -> int:
-    """Finds the steps that see a document, which is named by its id."""
+    """Finds the steps that train on a document, given its id."""
     corpus = open_made_up(folder)
     ledger = Ledger(corpus, corpus.batches(BATCH_ROWS))
-    number = int(corpus.train_rows.pieces(ledger.batches.row_numbers(FAR)).documents[0])  # which is its id
+    number = int(corpus.train_rows.pieces(ledger.batches.row_numbers(FAR)).documents[0])  # the number is also the id
     if not ledger.steps_of(str(number), FAR + 1):
         raise RuntimeError(f"no step reads document {number}")
     return 1

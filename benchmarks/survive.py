@@ -2,7 +2,7 @@
 
   python -m benchmarks.survive --config=configs/quickstart.py
 
-Each part is timed alone, and the loop with all of them in turn with the loop without watchdog and lock, in one process.
+Times each part alone, and the loop with and without watchdog and lock alternately, in one process.
 """
 
 import dataclasses
@@ -34,16 +34,16 @@ from jaxscale.settings.help_text import command
 from jaxscale.tools.qualify.step import SpecFlags, read_config
 from jaxscale.tools.qualify.timing import median_seconds
 
-WANTED = 0.01  # of a step, all parts together
+WANTED = 0.01  # maximum cost of all parts together, as a fraction of a step
 WANTED_BLOCKED = 0.1  # seconds
 SAVED_BYTES = 500_000_000
-LEAVES = 25  # of the state that is saved: a small model has this many large arrays
-PHASES = ("data", "step", "step", "step")  # that a step of the loop passes through
+LEAVES = 25  # number of arrays in the saved state; a small model has this many large arrays
+PHASES = ("data", "step", "step", "step")  # watchdog phases of a step of the loop
 CALLS = 2000
 
 
 def measure_survive(cfg: RunConfig, *, steps: int, rounds: int) -> dict[str, Any]:
-    """Seconds of a bare step and of each part, of the loop with and without them, and how long a save blocks."""
+    """Returns seconds of a bare step, of each part, of the loop with and without the parts, and of a save."""
     with open_bench(cfg, save_every_steps=0) as bench:
         run, folder = bench.run, bench.folder
         state, _, _ = run_bare(run, run.state, bench.batch, 2)  # compiled
@@ -86,7 +86,7 @@ def measure_survive(cfg: RunConfig, *, steps: int, rounds: int) -> dict[str, Any
 
 
 def timed_guard(cfg: GuardConfig, rounds: int) -> float:
-    """Seconds of the guard's judgement as a separate program; in a step it is fused with the rest."""
+    """Returns the seconds of the guard's check as a separate program. In a step, XLA fuses the check with the rest."""
     calls = 100
     check = jax.jit(functools.partial(guard.check, cfg))
     state, one = guard.init_guard(cfg.window_steps), jnp.float32(1)
@@ -109,12 +109,12 @@ def pass_phases(dog: Watchdog) -> None:
 
 
 def save_times(folder: pathlib.Path, rounds: int) -> tuple[float, float]:
-    """(seconds for which a save of SAVED_BYTES blocks its caller, seconds until it is on the disk), medians."""
+    """Returns medians of (seconds for which a save of SAVED_BYTES blocks its caller, seconds until it is on disk)."""
     state = {f"w{i}": jnp.full(SAVED_BYTES // 4 // LEAVES, float(i), jnp.float32) for i in range(LEAVES)}
     checkpoints = Checkpoints(folder, CheckpointConfig(keep_last=1))
     checkpoints.prepare(state)
     blocked, whole = [], []
-    for step in range(rounds + 1):  # the first imports and compiles
+    for step in range(rounds + 1):  # the first save imports and compiles, and does not count
         jax.block_until_ready(state)
         began = time.perf_counter()
         blocked.append(checkpoints.save(step, state, {}))
@@ -125,7 +125,7 @@ def save_times(folder: pathlib.Path, rounds: int) -> tuple[float, float]:
 
 
 def survive_lines(record: dict[str, Any]) -> list[str]:
-    """The record for people."""
+    """Returns the record as lines of text."""
     step, loop = record["step_seconds"], record["loop_seconds"]
     part = lambda seconds: f"{seconds * 1e6:,.1f} us, {seconds / step:.3%} of a step"
     notes = {"fingerprints of a save": f" (shared by {record['save_every_steps']} steps)"}
@@ -136,9 +136,9 @@ def survive_lines(record: dict[str, Any]) -> list[str]:
         *[f"  {name:<24}{part(seconds)}{notes.get(name, '')}" for name, seconds in record["parts_seconds"].items()],
         f"  together {record['parts_of_a_step']:.3%} of a step: {verdict} {WANTED:.0%}",
         f"  the loop without watchdog and lock {loop['without'] * 1e3:,.2f} ms per step, with them "
-        f"{loop['with'] * 1e3:,.2f} ms: {statistics.median(ratios):+.2%}, the median of {len(ratios)} turns in pairs "
+        f"{loop['with'] * 1e3:,.2f} ms: {statistics.median(ratios):+.2%}, the median of {len(ratios)} pairs "
         f"({ratios[0]:+.1%} to {ratios[-1]:+.1%})",
-        f"  a save of {record['saved_bytes'] / 1e6:,.0f} MB blocks the step's thread for {blocked * 1e3:,.1f} ms "
+        f"  a save of {record['saved_bytes'] / 1e6:,.0f} MB blocks the training thread for {blocked * 1e3:,.1f} ms "
         f"({'under' if blocked < WANTED_BLOCKED else 'NOT under'} {WANTED_BLOCKED * 1e3:.0f}), and is written, synced "
         f"and read back after {record['save_seconds']:.2f} s",
     ]
@@ -146,17 +146,17 @@ def survive_lines(record: dict[str, Any]) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class SurviveFlags(SpecFlags):
-    """The flags of this benchmark."""
+    """Flags of this benchmark."""
 
     steps: int = flag(20, "timed steps", least=2)
-    rounds: int = flag(5, "turns of each", least=1)
+    rounds: int = flag(5, "rounds", least=1)
     devices: int | None = flag(None, "simulated CPU devices", "8", least=1)
     json: bool = flag(False, "one line of JSON")
 
 
 @command(SurviveFlags)
 def main(arguments: Arguments) -> None:
-    """Measures each part."""
+    """Measures the cost of each part of fault tolerance."""
     flags = arguments.flags
     use_devices(flags.devices)
     record = measure_survive(read_config(arguments)[1], steps=flags.steps, rounds=flags.rounds)
@@ -166,7 +166,7 @@ def main(arguments: Arguments) -> None:
 def time_alternately(
     bench: Bench, runs: Mapping[str, loop.LoopSpec], turn: int, state: TrainState, steps: int
 ) -> tuple[TrainState, dict[str, float]]:
-    """Returns (state, {name: seconds of the loop}). The order alternates with the turn, as the first may run cooler."""
+    """Returns (state, {name: seconds of the loop}). The order alternates, since the first may run on a cooler CPU."""
     seconds = {}
     for name in list(runs) if turn % 2 else reversed(list(runs)):
         state, times = run_loop(bench, runs[name], f"{name}-{turn}", state, start=0, steps=steps)

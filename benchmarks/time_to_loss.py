@@ -1,4 +1,4 @@
-"""Seconds and tokens to a loss: a whole run of a config, in turn with other programs that train on the same rows.
+"""Seconds and tokens to a loss: a whole run of a config, alternating with other programs on the same data.
 
   python -m benchmarks.time_to_loss --config=configs/quickstart.py --against='python docs/torch_adamw.py'
 
@@ -32,10 +32,10 @@ from jaxscale.system.exits import BadInput, put
 from jaxscale.tools.interop import families
 from jaxscale.units import table
 
-HORIZON = 4  # rows written for other programs, as a multiple of our run's, if there is enough text
+HORIZON = 4  # maximum rows for other programs, as a multiple of the rows of our run
 ROWS, MODEL = "rows.npz", "model.json"
-KEYS = ("tokens", "loss")  # of the line that another program prints
-SHOWN = 300  # characters of what a run that failed said
+KEYS = ("tokens", "loss")  # in the line that another program prints
+SHOWN = 300  # characters of the output of a failed run in an error
 
 
 def measure_time_to_loss(
@@ -43,10 +43,10 @@ def measure_time_to_loss(
 ) -> dict[str, Any]:
     """Returns the record of --json: {"loss": target, "rounds", "systems": [{name, tokens, loss, seconds per round}]}.
 
-    Each command gets the folder of write_rows as its last argument, trains as it likes, and prints a line of JSON with
-    "tokens" trained on and held-out "loss" in nats per token. Seconds are those of the whole process: start,
-    compilation and validation are inside. own: flags of `jaxscale.main` that name the config. loss: None: ours.
-    Raises BadInput for a command that cannot be run or read, and for a config without held-out rows.
+    Each command gets the folder of write_rows as its last argument, trains, and prints a line of JSON with the number
+    of "tokens" trained on and the held-out "loss" in nats per token. Seconds are those of the whole process, including
+    startup, compilation and validation. `own` has the flags of `jaxscale.main` for the config. `loss` defaults to ours.
+    Raises BadInput for a command that fails or prints no such line, and for a config without held-out rows.
     """
     systems: list[dict[str, Any]] = [dict(name=name, tokens=0, loss=[], seconds=[]) for name in (OURS, *commands)]
     with tempfile.TemporaryDirectory() as folder:
@@ -69,15 +69,15 @@ def measure_time_to_loss(
 
 
 def write_rows(cfg: RunConfig, folder: str) -> None:
-    """Writes rows.npz and, where the model has a Hugging Face family, model.json, its config.json.
+    """Writes rows.npz and, if the model has a Hugging Face family, model.json in the format of its config.json.
 
-    rows.npz: tokens, targets, weights [rows, T] in the order of our run, HORIZON times as many as it takes if there are
-    so many (weight 0: nothing is learned from that target); held_tokens, held_targets, held_weights of our validation.
+    rows.npz has tokens, targets and weights [rows, T] in the order of our run, up to HORIZON times as many rows as the
+    run uses; targets of weight 0 do not count. held_tokens, held_targets and held_weights are the validation rows.
     """
     say = lambda text: None
     corpus = open_data(cfg.data, seq_len=cfg.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.seed, say=say)
     if corpus.valid_rows is None or not cfg.eval.num_rows:
-        raise BadInput("time_to_loss compares losses of held-out rows, and this config has none: set eval.num_rows")
+        raise BadInput("time_to_loss compares losses on held-out rows, but this config has none; set eval.num_rows")
     steps = resolve_budget(cfg, corpus.epoch_tokens).total_steps
     batches = corpus.batches(cfg.rows_per_step)
     whole = max(steps, min(HORIZON * steps, len(corpus.train_rows) // cfg.rows_per_step))
@@ -92,12 +92,12 @@ def write_rows(cfg: RunConfig, folder: str) -> None:
     try:
         family = families.family_for(cfg.model)
     except BadInput:
-        return  # the other program has to know the model
+        return  # without model.json, the other program must know the model
     pathlib.Path(folder, MODEL).write_text(json.dumps(families.write(family, cfg.model)), "utf-8")
 
 
 def run_own(own: Sequence[str], workdir: str) -> dict[str, float]:
-    """{"tokens": of our run, "loss": of its last validation}."""
+    """Returns {"tokens", "loss"} of our run: the tokens seen and the last validation loss."""
     command = [sys.executable, "-m", "jaxscale.main", *own, f"--workdir={workdir}"]
     done = subprocess.run(
         command,
@@ -115,19 +115,19 @@ def run_own(own: Sequence[str], workdir: str) -> dict[str, float]:
 
 
 def time_lines(record: Mapping[str, Any]) -> list[str]:
-    """The comparison for people: a table, and what ours needs of the tokens and seconds of each other."""
+    """Returns the comparison as text: a table, and our tokens and seconds as fractions of each other program's."""
     middle = statistics.median
     rows = [["", "tokens", "seconds", "loss", ""]]
     for number, system in enumerate(record["systems"]):
         reached = middle(system["loss"]) <= record["loss"]
         name = system["name"] if not number else f"[{number}]"
         seconds, loss = f"{middle(system['seconds']):,.1f}", f"{middle(system['loss']):.4f}"
-        rows.append([name, f"{system['tokens']:,}", seconds, loss, "" if reached else "not there"])
+        rows.append([name, f"{system['tokens']:,}", seconds, loss, "" if reached else "not reached"])
     ours, *others = record["systems"]
     ratio = lambda one, other, name: middle(one[name]) / middle(other[name])
     return [
-        f"to {record['loss']:.4f} nats per token, held out; medians of {record['rounds']} round(s) in turn, each "
-        "a whole process, compilation included",
+        f"to {record['loss']:.4f} nats per token, held out; medians of {record['rounds']} alternating round(s), each "
+        "a whole process including compilation",
         *table(rows, right=range(1, 4), indent=""),
         *(f"  [{number}]: {other['name']}" for number, other in enumerate(others, 1)),
         *(
@@ -140,22 +140,22 @@ def time_lines(record: Mapping[str, Any]) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class TimeFlags:
-    """The flags of this benchmark."""
+    """Flags of this benchmark."""
 
     config: str = flag("", "the run's config", "FILE")
     settings: dict[str, str] = flag(dict, "sets any setting", "VALUE", name="config.NAME")
     against: tuple[str, ...] = flag((), "another program; may be given several times", "'COMMAND'")
-    loss: float | None = flag(None, "nats per token on held-out rows; by default the loss our run ends at", "1.6")
-    rounds: int = flag(3, "turns of each", least=1)
+    loss: float | None = flag(None, "target in nats per token on held-out rows; default: final loss of our run", "1.6")
+    rounds: int = flag(3, "rounds of all programs", least=1)
     json: bool = flag(False, "one line of JSON")
 
 
 @command(TimeFlags)
 def main(arguments: Arguments) -> None:
-    """Trains each program to its end, in turn."""
+    """Trains each program to its end, alternately."""
     flags = arguments.flags
     if not arguments.config:
-        raise BadInput("time_to_loss trains a run to its end: give its --config=FILE, such as configs/quickstart.py")
+        raise BadInput("time_to_loss trains a run to its end; pass --config=FILE, such as configs/quickstart.py")
     cfg = load_config(arguments.config, arguments.overrides)
     say = (lambda text: None) if flags.json else put
     record = measure_time_to_loss(

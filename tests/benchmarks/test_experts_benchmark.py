@@ -45,7 +45,7 @@ def test_layers_are_timed_beside_a_dense_one_of_what_a_token_goes_through(monkey
 
 
 def test_a_model_without_experts_is_refused():
-    with pytest.raises(ValueError, match="S has no experts: give --spec=M, or --config=FILE of a mixture"):
+    with pytest.raises(ValueError, match="S has no experts; pass --spec=M, or --config=FILE with a mixture"):
         experts.main(["--spec=S"])
 
 

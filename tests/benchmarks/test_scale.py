@@ -15,5 +15,5 @@ def test_every_stage_of_a_preparation_is_measured_and_what_grows_is_named(tmp_pa
     before = {"documents": 300, "stages": {**found["stages"], "pass 1: reading": costs | {"cpu_seconds": 10.0}}}
     loader = [{"documents": 300, "index_bytes": 7.5, "names_bytes": 16.0, "stages": {}}]
     text = "\n".join(scale.scale_lines({"prepare": [before, more], "loader": loader}))
-    assert "pass 1: reading: cpu_seconds grows 4.50 times where the documents grow 4.00 times, to 1,200" in text
+    assert "pass 1: reading: cpu_seconds grows 4.50 times while the documents grow 4.00 times, to 1,200" in text
     assert text.endswith("nothing grows faster than the documents")  # of loading

@@ -15,7 +15,7 @@ def test_growth_beyond_the_documents_is_a_finding_and_what_is_too_small_is_none(
     assert growth([record(100, 1e-5, 10), record(400, 1e-3, 1000)]) == []
     told = growth([record(100, 1.0, 50e6), record(400, 4.5, 230e6)])
     assert [line.partition(" grows")[0] for line in told] == ["open: cpu_seconds", "open: memory_bytes"]
-    assert "4.50 times where the documents grow 4.00 times, to 400" in told[0]
+    assert "4.50 times while the documents grow 4.00 times, to 400" in told[0]
     assert loader_lines([record(100, 1.0, 50e6)])[-1] == "nothing grows faster than the documents"
 
 

@@ -46,7 +46,7 @@ def test_what_was_not_reached_is_said_and_ratios_are_of_medians():
     ]
     text = "\n".join(time_to_loss.time_lines(dict(loss=1.5, rounds=3, systems=systems)))
     assert "jaxscale / [1]: 0.40 of the tokens, 0.50 of the seconds, to 1.071 times the loss" in text
-    assert [line.split()[0] for line in text.splitlines() if line.endswith("not there")] == ["[2]"]
+    assert [line.split()[0] for line in text.splitlines() if line.endswith("not reached")] == ["[2]"]
 
 
 def test_without_a_config_or_held_out_rows_it_says_what_is_missing(tmp_path):
