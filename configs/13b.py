@@ -15,7 +15,7 @@ import ml_collections
 def get_config():
     c = ml_collections.ConfigDict()
     c.seq_len, c.batch_tokens = 4096, 1024 * 4096
-    c.train_tokens = 260_000_000_000  # about 20 a parameter (arXiv:2203.15556)
+    c.train_tokens = 260_000_000_000  # about 20 per parameter (arXiv:2203.15556)
     c.mesh = dict(fsdp=-1)
     c.model = dict(
         name="llama", vocab_size=32_768, num_layers=40, embed_dim=5120, num_heads=40,

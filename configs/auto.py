@@ -1,4 +1,4 @@
-"""--config=configs/auto.py:depth=12 sets width, heads, batch size, decay and tokens from the depth, by published rules.
+"""A Llama whose width, heads, batch size, decay and tokens follow from its depth by published rules.
 
     python -m jaxscale.main --config=configs/auto.py:depth=4       # 3.3e6 parameters, 66e6 tokens
 
@@ -16,7 +16,7 @@ import ml_collections
 def get_config(arg="depth=4"):
     name, _, value = arg.partition("=")
     if name != "depth" or not value.isdigit() or not int(value):
-        raise TypeError(f"the argument is {arg!r}; write configs/auto.py:depth=N with N of 1 or more")
+        raise TypeError(f"the argument is {arg!r}; write configs/auto.py:depth=N with N at least 1")
     depth, vocab_size, seq_len = int(value), 264, 1024
     width = 64 * depth  # aspect ratio 64, in the flat basin of arXiv:2001.08361, figure 5
     head_dim = 128 if width % 128 == 0 and width >= 1024 else 64
@@ -25,7 +25,7 @@ def get_config(arg="depth=4"):
     train_tokens = 20 * matrices  # arXiv:2203.15556
     flops = (6 * matrices + 6 * depth * width * seq_len) * train_tokens
     batch_tokens = 0.2920 * flops**0.3271  # arXiv:2401.02954, equation 1
-    # So an update changes what a block's matrix does by as much at every width (arXiv:2310.17813), which is 64 * depth.
+    # The effect of an update of a block's matrix does not depend on the width (arXiv:2310.17813), which is 64 * depth.
     peak_lr = 0.024 / depth**0.5
     rows = max(8, 8 * round(batch_tokens / seq_len / 8))
 
@@ -33,7 +33,7 @@ def get_config(arg="depth=4"):
     c.seq_len, c.batch_tokens, c.train_tokens = seq_len, rows * seq_len, train_tokens
     heads = dict(num_heads=width // head_dim, num_kv_heads=width // head_dim, head_dim=head_dim)
     c.model = dict(name="llama", vocab_size=vocab_size, num_layers=depth, embed_dim=width, mlp_dim=mlp_dim, **heads)
-    # A cosine as long as the run, to a tenth (arXiv:2203.15556, appendix B); decay and warmup as arXiv:2005.14165.
+    # A cosine decay to a tenth (arXiv:2203.15556, appendix B); weight decay and warmup: arXiv:2005.14165.
     c.optim = dict(name="muon", peak_lr=peak_lr, min_lr=peak_lr / 10, weight_decay=0.1, warmup_tokens="1%")
     c.data = dict(name="stdlib")
     c.sample = dict(num_tokens=200)

@@ -4,7 +4,7 @@ multi-token prediction. Not measured.
     python -m jaxscale.main --config=configs/deepseek_v3.py --config.data.files='shards/manifest.json'
 
 Shape: transformers' DeepseekV3Config. Batch size, learning rate and balance: section 4.2 of the report, where the batch
-size grew to this one and the learning rate stayed at the peak for 10T tokens. The released weights use YaRN; to
+size grew to this value and the learning rate stayed at the peak for 10T tokens. The released weights use YaRN; to
 continue from them, set model.rope_scaling as `jaxscale convert` writes it.
 Cost of the whole run at 40% MFU: 3.7e+24 FLOPs, 5,607,992 chip-hours of TPU v5p (459 TFLOP/s).
 State in float32 (parameters, moments, gradients): 9,999 GiB over all chips.

@@ -4,7 +4,7 @@
     jaxscale ckpt merge_lora --workdir=runs/tuned --to=runs/merged
 
 The argument is `full` or `lora`, and the work folder of the base model (default: the model of configs/quickstart.py).
-State in float32: full: 12 bytes per parameter and 4 for its gradient; lora: 4, and 16 per adapter parameter.
+State in float32: 12 bytes per parameter and 4 for its gradient (full), or 4 and 16 per adapter parameter (lora).
 Cost: 6 FLOPs per parameter and token (full) or 4 (lora). Only the small model of docs/finetune.md was measured.
 """
 
@@ -14,7 +14,7 @@ import ml_collections
 import quickstart
 from etils import epath
 
-# Rates of arXiv:2307.09288, section 3.1 (full), and arXiv:2305.14314, table 9 (7B with adapters).
+# Learning rates of arXiv:2307.09288, section 3.1 (full), and arXiv:2305.14314, table 9 (7B with adapters).
 PEAK_LR = dict(full=2e-5, lora=2e-4)
 
 
@@ -25,7 +25,7 @@ def get_config(arg="full"):
     file = epath.Path(base) / "config.json"
     begun = json.loads(file.read_text()).get("config") if base and file.exists() else None
     if base and begun is None:
-        raise TypeError(f"{file} is missing or not of a run; use the work folder of a run or of jaxscale convert")
+        raise TypeError(f"{file} is missing or not from a run; use the work folder of a run or of jaxscale convert")
     c = ml_collections.ConfigDict(dict(model=begun["model"] if base else quickstart.get_config().model.to_dict()))
     c.seq_len, c.train_tokens = (min(begun["seq_len"], 2048), "3 epochs") if base else (256, 1_000_000)
     c.optim = dict(peak_lr=PEAK_LR[how], min_lr=0.0, warmup_tokens="3%", b2=0.999, weight_decay=0.0)

@@ -15,7 +15,7 @@ def get_config():
     c.batch_tokens = 512 * 1024  # GPT-3 Small's 0.5M (arXiv:2005.14165, table 2.1)
     c.train_tokens = 2_500_000_000
     c.model = dict(name="gpt2", vocab_size=50_257, num_layers=12, embed_dim=768, num_heads=12, max_seq_len=1024)
-    c.optim = dict(peak_lr=6e-4, min_lr=6e-5, warmup_tokens="375 steps")  # the same table's rate
+    c.optim = dict(peak_lr=6e-4, min_lr=6e-5, warmup_tokens="375 steps")  # learning rate of the same table
     c.train = dict(num_microbatches=16)
     c.data = dict(files="corpus/*.txt", tokenizer="tokenizer.json")
     c.eval = dict(every_steps=250, num_rows=512)

@@ -5,7 +5,7 @@ Not measured.
 
 Shape: public ports of its config.json (MaxText's kimi-k2-1t.yml, NVIDIA's KimiK2Provider), which agree; the report
 rounds it to 1.04T and 32.6B. Batch size, learning rate and tokens: section 2.5, with AdamW instead of MuonClip.
-The released weights use YaRN; their conversion is not supported, because it was not compared.
+The released weights use YaRN; their conversion is not supported, because it was not verified.
 Cost of the whole run at 40% MFU: 3.2e+24 FLOPs, 4,818,366 chip-hours of TPU v5p (459 TFLOP/s).
 State in float32 (parameters, moments, gradients): 15,295 GiB over all chips.
 Compiled for v5p:8x16x16, not timed (jax 0.12.0.1, libtpu 0.0.51, 2026-11-25): 82.4 GiB per chip;

@@ -1,12 +1,12 @@
-"""A scaling ladder: small runs that forecast the loss of a larger one, such as 'embed_dim=96,tokens=400_000'.
+"""A scaling ladder: small runs, such as 'embed_dim=96,tokens=400_000', that forecast the loss of a larger run.
 
     for D in 64 96 128; do for T in 200_000 400_000 800_000; do
         python -m jaxscale.main --config=configs/ladder.py:embed_dim=$D,tokens=$T --workdir=runs/ladder/$D-$T
     done; done
     jaxscale plan --loss --runs='runs/ladder/*' --config=configs/ladder.py:embed_dim=192,tokens=1_600_000
 
-All runs share data, tokenizer, row length, batch size and the shape of the schedule, as a loss law requires. The
-learning rate scales as 1 / width. Cost: 14 minutes for the nine, on two busy cores (2026-11-22, jax 0.10.2). See
+All runs share data, tokenizer, sequence length, batch size and shape of the schedule, as a loss law requires. The
+learning rate scales as 1 / width. Cost: 14 minutes for nine runs on two busy cores (2026-11-22, jax 0.10.2). See
 docs/loss_law.md.
 """
 

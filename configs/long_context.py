@@ -1,11 +1,11 @@
-"""Continued training of a converted model or your own run on longer rows.
+"""Continued training of a converted model or your own run on longer sequences.
 
     python -m jaxscale.main --config=configs/long_context.py:4,runs/base --config.data.files='books/*.txt'
     python -m jaxscale.main --config=configs/long_context.py:32,runs/base --config.mesh.context=8    # devices per row
 
-The argument is the length factor and the work folder of the base model (default: that of configs/quickstart.py).
-RoPE is scaled with YaRN, or with the model's own scaling. 400 steps of 64 rows: arXiv:2309.00071, section 4.
-Cost: 6 FLOPs per parameter and token, and attention, which grows with the row length. Not measured.
+The argument is the length factor and the work folder of the base model (default: the model of configs/quickstart.py).
+RoPE is scaled with YaRN, or with the model's own scaling. 400 steps of 64 sequences: arXiv:2309.00071, section 4.
+Cost: 6 FLOPs per parameter and token, plus attention, which grows with the sequence length. Not measured.
 """
 
 import json
@@ -22,7 +22,7 @@ def get_config(arg="4"):
     file = epath.Path(base) / "config.json"
     begun = json.loads(file.read_text()) if base and file.exists() else {}
     if base and "config" not in begun:
-        raise TypeError(f"{file} is missing or not of a run; use the work folder of a run or of jaxscale convert")
+        raise TypeError(f"{file} is missing or not from a run; use the work folder of a run or of jaxscale convert")
     run, converted = begun["config"] if base else quickstart.get_config().to_dict(), begun.get("converted") or {}
     rows = (converted.get("kept") or {}).get("max_position_embeddings") or run["seq_len"]
     scaling = run["model"].get("rope_scaling") or dict(name="yarn", factor=1.0, original_max_len=rows)

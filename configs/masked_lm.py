@@ -2,10 +2,10 @@
 
     python -m jaxscale.main --config=configs/masked_lm.py
 
-With WordPiece: data.tokenizer=PATH of a vocab.txt or of a tokenizer.json of `jaxscale prepare`; then mask_id=None finds
-the tokenizer's [MASK], and model.vocab_size is the tokenizer's. See docs/objectives.md.
+For WordPiece, set data.tokenizer to a vocab.txt or to a tokenizer.json from `jaxscale prepare`, mask_id=None to use its
+[MASK] token, and model.vocab_size to the size of the tokenizer. See docs/objectives.md.
 
-Cost: 20 steps took 91 s on a busy CPU, compilation included, and the validation loss fell from 5.68 to 3.36
+Cost: 20 steps took 91 s on a busy CPU, including compilation, and the validation loss fell from 5.68 to 3.36
 (2026-11-21). The whole run of 489 steps was not timed.
 """
 

@@ -1,10 +1,10 @@
 """A small Llama trained on the bytes of Python's standard library: 3.5e6 parameters.
 
     python -m jaxscale.main --config=configs/quickstart.py
-    python -m jaxscale.main --config=configs/quickstart.py --config.train_tokens=2_000_000     # later: continues
+    python -m jaxscale.main --config=configs/quickstart.py --config.train_tokens=2_000_000     # continues the run
 
-Cost: 180 s on two AVX2 cores in float32, compilation included, to 2.24 bits per byte (AMD EPYC, jax 0.10.2,
-2026-11-27); 90 s on two cores with AMX in bfloat16, the choice of model.compute_dtype=auto there.
+Cost: 180 s on two AVX2 cores in float32, including compilation, for 2.24 bits per byte (AMD EPYC, jax 0.10.2,
+2026-11-27); 90 s on two cores with AMX in bfloat16, which model.compute_dtype=auto selects there.
 """
 
 import ml_collections

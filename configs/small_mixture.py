@@ -3,12 +3,12 @@
     python -m jaxscale.main --config=configs/small_mixture.py:experts    # 888,000 parameters, 299,000 active
     python -m jaxscale.main --config=configs/small_mixture.py:dense      # 297,000
 
-8 experts, 2 per token, each half as wide as the dense MLP. Both models train on the same 2,000,000 tokens in the same
+There are 8 experts, 2 per token, each half as wide as the dense MLP. Both models train on 2,000,000 tokens in the same
 order. Validation bits per byte by seed (2 cores, jax 0.10.2, 2026-11-24):
 
     seed                     0      1      2
-    experts, rate 4e-3   2.092  2.119  2.117
-    dense, rate 8e-3     2.147  2.165  2.137
+    experts, lr 4e-3     2.092  2.119  2.117
+    dense, lr 8e-3       2.147  2.165  2.137
 
 The means are 2.109 and 2.150, a difference of 0.04; seeds differ by up to 0.03. Learning rates are the best of 4e-3,
 8e-3 and 16e-3 with seed 0 (experts 2.092, 2.108, 2.251, and 2.180 at 2e-3; dense 2.150, 2.147, 2.177). The

@@ -2,10 +2,10 @@
 
     python -m jaxscale.main --config=configs/span_corruption.py
 
-With a tokenizer that has sentinels (`jaxscale prepare --config.tokenizer.train.reserved=100`, or T5's own .model):
-data.tokenizer=PATH, first_sentinel_id=None, model.vocab_size the tokenizer's. See docs/objectives.md.
+For a tokenizer with sentinels (`jaxscale prepare --config.tokenizer.train.reserved=100`, or T5's .model), set
+data.tokenizer=PATH, first_sentinel_id=None, and model.vocab_size to the size of the tokenizer. See docs/objectives.md.
 
-Cost: 20 steps took 97 s on a busy CPU, compilation included, and the validation loss fell from 6.19 to 3.50
+Cost: 20 steps took 97 s on a busy CPU, including compilation, and the validation loss fell from 6.19 to 3.50
 (2026-11-21). The whole run of 441 steps was not timed.
 """
 

@@ -7,7 +7,7 @@ usage() {
   cat <<'TEXT'
 speedrun.sh [OPTION ...] [-- ARGUMENT ...]
 
-  launch/speedrun.sh --depth=4                   5.3e6 parameters, on the standard library: needs no data
+  launch/speedrun.sh --depth=4                   5.3e6 parameters, trained on Python's standard library
   launch/speedrun.sh --depth=12 --text='corpus/*.jsonl' --chat='chat/*.jsonl' --held='held/*.jsonl' \
       --questions=arc_easy.jsonl --folder=runs/twelve -- --config.model.compute_dtype=bfloat16
 
@@ -86,7 +86,7 @@ run() {
 
 python="${JAXSCALE_PYTHON:-python3}"
 
-verb() { # not the jaxscale script, which may belong to another checkout
+verb() { # not the installed jaxscale command, which may be from another checkout
   run "$python" -m jaxscale.cli "$@"
 }
 

@@ -110,7 +110,7 @@ def test_a_wrong_turn_of_the_dial_is_one_line(argument):
 def test_a_base_of_a_fine_tuning_that_is_no_work_folder_is_one_line_with_the_way_out(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     for base in (tmp_path, tmp_path / "nothere"):
-        wanted = f"{base}/config.json is missing or not of a run; use the work folder of a run or of jaxscale convert"
+        wanted = f"{base}/config.json is missing or not from a run; use the work folder of a run or of jaxscale convert"
         with pytest.raises(ValueError, match=wanted) as error:
             load_config(str(golden.CONFIGS / f"finetune.py:lora,{base}"))
         assert "\n" not in str(error.value)

@@ -84,7 +84,7 @@ def test_a_scaling_that_is_there_is_stretched_further_and_what_cannot_be_is_name
     assert cfg.model.rope_scaling.name == "llama3" and cfg.model.rope_scaling.factor == 16.0 and cfg.seq_len == 128
     for argument, told in (
         ("1", "the argument is '1'; write FACTOR"),
-        (f"4,{tmp_path}/no", "is missing or not of a run"),
+        (f"4,{tmp_path}/no", "is missing or not from a run"),
     ):
         with pytest.raises(ValueError, match=told) as error:
             load_config(f"{FILE}:{argument}")

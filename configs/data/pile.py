@@ -5,7 +5,7 @@
 
 825 GiB. Not every source has a licence (see the datasheet, arXiv:2201.07311). Books3 and OpenSubtitles were withdrawn
 for copyright: list only sources that you may use, and remove the others from WEIGHTS. The paper removes near duplicates
-only in Pile-CC and OpenWebText2, at a similarity of 0.5; this recipe does so across all sources.
+only in Pile-CC and OpenWebText2, at a similarity of 0.5; this recipe removes them across all sources.
 """
 
 import ml_collections

@@ -8,14 +8,14 @@ usage() {
 jobset.sh VERB --name=NAME [OPTION ...] [-- ARGUMENT ...]
 
   render    print the YAML                              needs --topology, --image and ARGUMENT
-  apply     apply it with kubectl                       the same
+  apply     apply the YAML with kubectl                 needs the same options
   status    show the JobSet and its pods
   logs      follow the log of the first pod
-  delete    delete it; the pods receive SIGTERM and save
+  delete    delete the JobSet; the pods receive SIGTERM and save
 
   --topology=T           v4:2x2x2, v5e:4x8, v5p:4x4x8, v6e:16x16, or h100:32x8 (nodes x GPUs), a100:4x8, h200:2x8
   --slices=N             number of TPU slices of that shape; default 1
-  --chips-per-host=N     of the node pool's machine type; default 4, as in all multi-host pools (ct5lp-hightpu-4t,
+  --chips-per-host=N     chips of the machine type; default 4, as in all multi-host pools (ct5lp-hightpu-4t,
                          ct5p-hightpu-4t, ct6e-standard-4t)
   --accelerator=LABEL    node label; default: that of the topology's chip
   --image=IMAGE          built by launch/docker/build.sh and pushed to a registry
@@ -36,7 +36,7 @@ fail() {
 
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 name="" topology="" slices=1 chips_per_host="" accelerator="" image="" max_restarts=100 dry=""
-port=8476 # of the coordinator between GPU nodes
+port=8476 # port of the coordinator of GPU nodes
 
 verb="${1:---help}"
 shift || true
@@ -117,7 +117,7 @@ render() {
   yaml="${yaml//\$\{TOPOLOGY\}/"$shape"}"
   yaml="${yaml//\$\{CHIPS_PER_HOST\}/"$chips_per_host"}"
   yaml="${yaml//\$\{IMAGE\}/"$image"}"
-  yaml="${yaml//\$\{ARGS\}/"$(json_list "${arguments[@]}")"}" # last: it may contain any text
+  yaml="${yaml//\$\{ARGS\}/"$(json_list "${arguments[@]}")"}" # last, since it may contain any text
   echo "$yaml"
 }
 

@@ -8,14 +8,14 @@ usage() {
 xpk.sh VERB --cluster=C --project=P --zone=Z [OPTION ...] [-- ARGUMENT ...]
 
   cluster   create a cluster with its node pools        needs --tpu-type and one of --spot, --on-demand, --reservation=R
-  run       start a training run on it                  needs --tpu-type, --name, --image and ARGUMENT
+  run       start a training run on the cluster         needs --tpu-type, --name, --image and ARGUMENT
   list      list the workloads of the cluster
   delete    delete a workload (--name)
   remove    delete the cluster
 
   --tpu-type=T          xpk's TPU type: v5litepod-256, v5p-256, v6e-256 ...
   --slices=N            default 1
-  --name=NAME           of the workload
+  --name=NAME           name of the workload
   --image=IMAGE         built by launch/docker/build.sh and pushed to a registry
   --max-restarts=N      default 100
   --dry-run             print the commands without running them

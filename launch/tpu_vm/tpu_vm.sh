@@ -15,12 +15,12 @@ tpu_vm.sh VERB --name=NAME --zone=ZONE [OPTION ...] [-- ARGUMENT ...]
   status    show the state of the slice and its workers
   stop      save and stop the run; keep the slice
   resume    resume the run: after a preemption, request the slice again, install and start; needs the options of create
-            and run. With --watch, repeat until the run is done
+            and run. With --watch, repeat until the run is complete
   delete    delete the slice
 
-  --project=P           default: that of gcloud
+  --project=P           default: gcloud's project
   --accelerator=TYPE    gcloud's accelerator type: v4-32, v5litepod-16, v5p-256, v6e-64 ...
-  --runtime=VERSION     VM image; default: that of the accelerator
+  --runtime=VERSION     VM image; default: depends on the accelerator
   --slices=N            request several slices of this type together; default 1
   --spot                cheaper, but may be preempted
   --repo=URL --ref=REF  install from a git repository that the workers can access, instead of copying
@@ -193,7 +193,7 @@ install() {
     if ! git -C "$root" diff --quiet HEAD; then
       echo "note: uncommitted changes in $root are not installed" >&2
     fi
-    trap 'rm -f "$archive"' EXIT # if a later command fails
+    trap 'rm -f "$archive"' EXIT # also if a later command fails
     run git -C "$root" archive --format=tar.gz "--output=$archive" HEAD
   fi
   on_each_slice install_on

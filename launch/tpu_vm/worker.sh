@@ -60,7 +60,7 @@ start() {
   fi
   rm -f "$home/exit" "$home/pid"
   setsid nohup bash "$here" supervise "$@" >>"$home/log" 2>&1 </dev/null &
-  while [[ ! -f $home/pid ]] && kill -0 $! 2>/dev/null; do sleep 0.1; done # before it is there, a signal would kill it
+  while [[ ! -f $home/pid ]] && kill -0 $! 2>/dev/null; do sleep 0.1; done # an earlier signal would kill it
   echo "$(hostname): started"
 }
 
@@ -82,13 +82,13 @@ supervise() {
   while [[ -z $told_to_end ]]; do
     "$home/venv/bin/python" -m jaxscale.main "$@" &
     training=$!
-    [[ -z $told_to_end ]] || kill -TERM "$training" 2>/dev/null || true # told between the two lines above
+    [[ -z $told_to_end ]] || kill -TERM "$training" 2>/dev/null || true # a signal between the two lines above
     code=0
     while kill -0 "$training" 2>/dev/null; do # a signal ends wait, not the training
       code=0
       wait "$training" || code=$?
     done
-    if [[ $code -eq 10 ]] || ! may_start_again "$code"; then # 10: told to save and leave, and `resume` starts it
+    if [[ $code -eq 10 ]] || ! may_start_again "$code"; then # 10: saved on a signal; `resume` restarts it
       break
     fi
     if [[ -n $told_to_end || $restarts -ge ${JAXSCALE_RESTARTS:-3} ]]; then
