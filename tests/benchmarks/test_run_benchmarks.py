@@ -52,7 +52,7 @@ def test_statistics_say_what_a_look_at_the_layers_costs(cost, verdict):
     )  # fmt: skip
     lines = "\n".join(layer_statistics.statistics_lines(record))
     assert verdict in lines and "1.20 steps, the median of 3 in turn (1.10 to 1.30)" in lines
-    assert "a look adds +120.0 ms" in lines and "step 1 MiB, statistics unknown" in lines
+    assert "with one; added +120.0 ms" in lines and "step 1 MiB, statistics unknown" in lines
 
 
 @pytest.mark.soak
@@ -129,5 +129,5 @@ def test_a_step_of_each_schedule_is_timed_beside_the_simulator(monkeypatch):
 
 
 def test_a_restart_needs_a_config():
-    with pytest.raises(BadInput, match="give the run's --config=FILE"):
+    with pytest.raises(BadInput, match="pass --config=FILE"):
         restart.main(["--processes=2"])

@@ -50,7 +50,7 @@ def test_what_was_not_reached_is_said_and_ratios_are_of_medians():
 
 
 def test_without_a_config_or_held_out_rows_it_says_what_is_missing(tmp_path):
-    with pytest.raises(BadInput, match="give its --config=FILE"):
+    with pytest.raises(BadInput, match="pass --config=FILE"):
         time_to_loss.main([])
     with pytest.raises(BadInput, match=r"set eval\.num_rows"):
         time_to_loss.write_rows(load_config("configs/quickstart.py", TINY | {"eval.num_rows": 0}), str(tmp_path))

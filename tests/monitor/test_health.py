@@ -185,7 +185,7 @@ def test_a_parameter_whose_gradient_stays_exactly_zero_is_named_with_causes_and_
     assert cases[0].seen == f"{seen}, since step 300"
     assert cases[0].numbers["parameters"] == list(dead) and cases[0].numbers["since"] == 300
     causes = " ".join(cause.what for cause in cases[0].causes)
-    for cause in ("the loss does not depend on it", "both factors of a product are zero", "mask or gate"):
+    for cause in ("the loss does not depend on the parameter", "both factors of a product are zero", "mask or gate"):
         assert cause in causes
     assert "float16" not in cases[0].causes[0].what and "optim.groups" in " ".join(cases[0].advice)
     assert cases[1].seen == "every trained parameter has a gradient again"

@@ -106,7 +106,7 @@ def test_a_refusal_is_told_at_once_with_what_is_missing_and_forgotten_when_it_is
     uploader = open_uploader("gs://bucket/run/x")
     uploader.put("text")
     wait_until(lambda: uploader.problem)
-    assert "gs://bucket/run/x is delayed" in uploader.problem and "(403)" in uploader.problem
+    assert "gs://bucket/run/x could not be uploaded" in uploader.problem and "(403)" in uploader.problem
     assert "needs storage.objects.create, for example through the role Storage Object User" in uploader.problem
     gcs.weather = Weather()
     assert uploader.flush(SECONDS) and uploader.problem is None
@@ -169,4 +169,4 @@ def test_a_run_says_on_its_console_that_its_metrics_may_not_be_written(gcs, caps
     writer.write(3, {"loss": 1.0})
     writer.close()
     told = [line for line in capsys.readouterr().out.splitlines() if "storage.objects.delete" in line]
-    assert len(told) == 2 and "metrics.jsonl lacks the last lines" in told[1]
+    assert len(told) == 2 and "metrics.jsonl lacks the last records" in told[1]

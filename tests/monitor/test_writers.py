@@ -161,7 +161,7 @@ def test_a_folder_that_was_removed_ends_no_run_and_its_loss_is_said(tmp_path):
     shutil.rmtree(tmp_path / "run")
     writer.write(1, {"loss": 1.0})
     writer.close()
-    assert "metrics.jsonl lacks the last lines" in stream.getvalue() and "No such file" in stream.getvalue()
+    assert "metrics.jsonl lacks the last records" in stream.getvalue() and "No such file" in stream.getvalue()
 
 
 def test_what_waits_for_a_disk_is_bounded(tmp_path, monkeypatch):

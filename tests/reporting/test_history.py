@@ -56,7 +56,7 @@ def test_steps_that_are_told_twice_count_once_and_the_earlier_are_abandoned(tmp_
     found = read_history(tmp_path)
     assert losses(found) == [(1, 9.0), (2, 9.0), (3, 1.0), (4, 1.0), (5, 1.0), (6, 1.0)]
     assert [(row["step"], row["rewind"]) for row in found.abandoned] == [(3, None), (4, None), (5, None)]
-    assert any("steps 3 to 5 twice" in line for line in found.problems)
+    assert any("steps 3 to 5 more than once" in line for line in found.problems)
 
 
 def test_a_rewound_part_is_read_once_whatever_moment_a_crash_left_it_in(tmp_path):
