@@ -51,7 +51,7 @@ def test_statistics_say_what_a_look_at_the_layers_costs(cost, verdict):
         device_bytes={"step": 2**20, "statistics": None}, devices="1 x cpu",
     )  # fmt: skip
     lines = "\n".join(layer_statistics.statistics_lines(record))
-    assert verdict in lines and "1.20 steps, the median of 3 in turn (1.10 to 1.30)" in lines
+    assert verdict in lines and "1.20 steps, the median of 3 rounds (1.10 to 1.30)" in lines
     assert "with one; added +120.0 ms" in lines and "step 1 MiB, statistics unknown" in lines
 
 
