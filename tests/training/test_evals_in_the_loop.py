@@ -64,7 +64,7 @@ def test_a_run_that_is_measured_is_the_same_and_its_numbers_are_in_the_metrics(t
     [
         ({"wiki.files": "nowhere.txt"}, "evals.wiki.files=nowhere.txt does not exist"),
         ({"words.file": "nowhere.jsonl"}, "evals.words.file=nowhere.jsonl does not exist"),
-        ({"words.file": "{}/corpus.jsonl"}, "its continuation|ends in a space"),
+        ({"words.file": "{}/corpus.jsonl"}, "the continuation|ends in a space"),
     ],
 )
 def test_data_that_are_not_there_are_told_before_anything_compiles(tmp_path, files, change, told):
