@@ -43,7 +43,7 @@ class TracedRun(NamedTuple):
 def open_run_folder(workdir: str, overrides: dict[str, str]) -> TracedRun:
     """Returns the run in a work folder.
 
-    Raises BadInput if there is no run, Stop(CHECKPOINT_CORRUPT) if there is no valid checkpoint, and
+    Raises BadInput if there is no run, Stop(CHECKPOINT_CORRUPT) without a valid checkpoint, and
     Stop(DATA_MISMATCH) if data differ from the data of the run.
     """
     folder = paths.as_path(workdir)

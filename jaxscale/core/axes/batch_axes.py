@@ -33,7 +33,7 @@ GATHERED = "gathered"  # checkpoint_name of gathered weights: remat policies nev
 @dataclasses.dataclass(frozen=True)
 class BatchAxes:
     """Mesh axes of size above 1 over which weights are gathered and gradients summed: the axes that shard the rows of a
-    batch, and the context axis. If there is no such axis, every method is the identity."""
+    batch, and the context axis. Without such an axis, every method is the identity."""
 
     mesh: Mesh
     rules: Rules
