@@ -181,7 +181,7 @@ def test_an_adapter_is_alpha_over_rank_times_a_normal_matrix_and_zeros(axes, sha
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        (dict(rank=-1), "must be 1 or more"),
+        (dict(rank=-1), "must be at least 1"),
         (dict(alpha=0.0), "must be above 0"),
         (dict(rank=1, targets=()), "targets is empty"),
         (dict(rank=1, targets=("(",)), "not a regular expression"),

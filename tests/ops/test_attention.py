@@ -282,8 +282,8 @@ def test_auto_attention_leaves_cards_older_than_ampere_without_cudnn():
     [
         ("splash", "cpu", "bfloat16", "needs TPUs, not cpu; use 'auto' or 'xla'"),
         ("cudnn", "tpu", "bfloat16", "needs NVIDIA GPUs, not tpu"),
-        ("splash", "tpu", "float16", "not in float16; use 'auto' or 'xla'"),
-        ("cudnn", "gpu", "float32", "not in float32; use 'auto' or 'xla'"),
+        ("splash", "tpu", "float16", "not float16; use 'auto' or 'xla'"),
+        ("cudnn", "gpu", "float32", "not float32; use 'auto' or 'xla'"),
         ("flash", "cpu", "bfloat16", "unknown attention=.flash.; use auto, xla, splash, cudnn or blockwise"),
     ],
 )

@@ -161,7 +161,7 @@ def test_the_sample_does_not_depend_on_the_order_and_keeps_to_its_size():
 def test_settings_that_cannot_work_are_refused():
     for wrong, message in [
         (dict(vocab_size=257), "vocab_size=257 must be above 257"),
-        (dict(kind="wordpiece", vocab_size=5), "vocab_size=5 must be above 6, for one token and 5 special tokens"),
+        (dict(kind="wordpiece", vocab_size=5), "vocab_size=5 must be above 6: one token and 5 special tokens"),
         (dict(special_tokens=("<|endoftext|>",)), r"have duplicates: \['<\|endoftext\|>'\]"),
         (dict(eos_token=""), "must not be empty"),
         (dict(reserved=-1), "reserved=-1 0 or more"),

@@ -192,7 +192,7 @@ def test_a_replay_of_another_config_is_refused(tmp_path):
     with pytest.raises(Stop, match="optim.peak_lr") as stop:
         opened(tmp_path / "new", {"optim.peak_lr": 2e-2}, replay=str(tmp_path / "old"))
     assert stop.value.code is Exit.CONFIG_MISMATCH
-    with pytest.raises(ValueError, match="--replay=.* holds no config.json"):
+    with pytest.raises(ValueError, match="--replay=.* has no config.json"):
         opened(tmp_path / "new", replay=str(tmp_path / "nowhere"))
 
 
