@@ -264,7 +264,7 @@ def law_line(law: LossLaw) -> str:
 
 
 def save(forecast: Forecast, workdir: str, cfg: RunConfig, budget: Budget) -> None:
-    """Writes forecast.json. Raises BadInput without a band, or if the folder has a different run."""
+    """Writes forecast.json. Raises BadInput if the forecast has no band, or for the folder of another run."""
     if forecast.band is None:
         raise BadInput(f"--to={workdir}: no band can be written: {forecast.no_band_reason}")
     folder = paths.make_run_dir(workdir)

@@ -97,7 +97,7 @@ def tree_shardings(mesh: Mesh, axes_tree: Any, rules: Mapping[str, MeshAxes]) ->
 
 
 def without_idle_axes(spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
-    """Removes mesh axes of size 1 after the first mesh axis of each dimension."""
+    """Drops mesh axes of size 1 from each dimension, but keeps the first axis of the dimension."""
 
     def used(mesh_axes: MeshAxes) -> MeshAxes:
         if not (names := mesh_axis_names(mesh_axes)):

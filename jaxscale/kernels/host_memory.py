@@ -43,7 +43,7 @@ def is_on_host(x: Any) -> bool:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Offloaded:
-    """A weight in host memory, and zeros on the device that receive its gradient.
+    """A weight in host memory, and an array of zeros on the device that receives its gradient.
 
     JAX requires the gradient of an array to be in the memory space of the array.
     """

@@ -108,7 +108,7 @@ def resolve_budget(cfg: RunConfig, epoch_tokens: int | None, position: Position 
 
 
 def resolve_sizes(cfg: RunConfig, **known: Any) -> units.BatchSizes:
-    """Returns the sizes of all batches in tokens. Raises BadInput for a size in batch_ramp that no batch has."""
+    """Returns the sizes of all batches in tokens. Raises BadInput if a size in batch_ramp is never used."""
     ends = [units.resolve("batch_ramp", until, **known) for _, until in cfg.batch_ramp]
     try:
         return units.BatchSizes.growing(list(zip(cfg.ramp_tokens, ends)), cfg.tokens_per_step)

@@ -340,7 +340,7 @@ def check_size(headers: Any, url: str, size: int) -> None:
             "Content-Encoding"
         )
     if int(total) != size:
-        raise BadInput(f"{url} has {total} bytes instead of {size}, so it was replaced")
+        raise BadInput(f"{url} has {total} bytes instead of {size}, because the object was replaced")
 
 
 def split(url: str) -> tuple[str, str]:

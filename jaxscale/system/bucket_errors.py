@@ -56,7 +56,7 @@ def refusal(error: urllib.error.HTTPError, url: str, what: str, wait: float) -> 
     if error.code == 412:
         return Changed(url)
     if error.code == 416:
-        return BadInput(f"{url} is shorter than expected, so it was replaced")
+        return BadInput(f"{url} is shorter than expected, because the object was replaced")
     if error.code == 410:
         return BadInput(f"{url}: the service aborted the upload (410); run the command again")
     return BadInput(f"{url} cannot be {what}: the service returned {error.code} {error.reason}")

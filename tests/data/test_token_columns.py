@@ -251,7 +251,7 @@ def test_ids_beside_text_need_the_tokenizer_by_name(tmp_path):
         BadInput, match="a.parquet contains token ids, and .*b.parquet contains text; set data.tokenizer"
     ):
         opened(tmp_path, (ids, text))
-    with pytest.raises(BadInput, match="contain token ids and text; set data.tokenizer"):
+    with pytest.raises(BadInput, match="has token ids, the other text; set data.tokenizer"):
         opened(tmp_path, ids, val_files=text)
     both = opened(tmp_path, (ids, text), tokenizer="bytes", vocab_size=300)
     assert documents_of(both) == [[1, 2, 3]] * 40 + [[97, 98, 99, 256]] * 40

@@ -349,7 +349,9 @@ def check_remat(remat: RematName, save: tuple[str, ...], offload: tuple[str, ...
     if save and remat != "save":
         raise BadInput(f"remat_save needs remat='save', but remat={remat!r}; set remat='save' or remat_save=()")
     if remat == "save" and not save and not offload:
-        raise BadInput(f"remat='save' needs remat_save or remat_offload; set one to names among {', '.join(names)}")
+        raise BadInput(
+            f"remat='save' needs remat_save or remat_offload; set one of them to names from {', '.join(names)}"
+        )
     if offload and remat not in (*SAVED_NAMES, "save"):
         able = ", ".join(name for name in get_args(RematName) if name in SAVED_NAMES or name == "save")
         raise BadInput(f"remat_offload cannot be combined with remat={remat!r}, which ignores names; use {able}")

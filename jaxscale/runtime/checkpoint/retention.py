@@ -177,7 +177,7 @@ def remove_half_deleted(folder: Any) -> None:
 
 
 def pin(directory: Any, step: int, content: str | None = None) -> bool:
-    """Protects a step from deletion; returns False if already pinned. content: of the pin file, by default the time."""
+    """Protects a step from deletion; returns False if already pinned. content: text of the pin file (default: time)."""
     mark = directory / PINNED / str(step)
     if mark.exists():
         return False

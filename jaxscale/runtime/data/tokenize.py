@@ -72,7 +72,7 @@ def open_documents(
         return shards, val_shards, match_begin_tokens(cfg, tokenizer, shards, say) if all(only_ids) else tokenizer
     if not all(only_ids):
         raise BadInput(
-            "data.files and data.val_files contain token ids and text; set data.tokenizer to the tokenizer of the ids"
+            "one of data.files and data.val_files has token ids, the other text; set data.tokenizer to that of the ids"
         )
     return shards, val_shards, None
 

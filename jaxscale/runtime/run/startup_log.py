@@ -69,7 +69,7 @@ def log_resume(program: Program, recorded: dict[str, Any], step: int, budget: Bu
 
 
 def finish(cfg: SampleConfig, sample: Sample | None, state: TrainState, folder: Any, writer: Writer) -> None:
-    """Logs the end of this start; at the end of the run, also samples text if configured."""
+    """Logs why this process stops. If the run is complete, also samples text if configured."""
     step = int(state.step)
     if step < writer.total_steps:
         return writer.say(f"saved step {step} of {writer.total_steps}; the same command without --stop_after continues")

@@ -58,7 +58,7 @@ class AutopilotSpec(NamedTuple):
 
 
 class Autopilot:
-    """Recovery of one start of a run. Steps are counted from 1; `now` is the number of completed steps."""
+    """Recovers a run from bad steps, until its process ends. Steps count from 1. `now` is the last completed step."""
 
     def __init__(self, spec: AutopilotSpec, checkpoints: Checkpoints):
         self.spec, self.checkpoints = spec, checkpoints

@@ -112,7 +112,7 @@ def plan_speed(
 def expected_mfu(
     topology: Topology, measured: Sequence[Measured], pass_flops: float | None = None, mixture: bool = False
 ) -> tuple[Range, str]:
-    """Returns (MFU, source) from the measurement with the nearest FLOPs per pass and device, or published MFU."""
+    """Returns (MFU, source): measured at the closest FLOPs per pass and device, otherwise published."""
     if not measured:
         return published_mfu(topology.chip, mixture)
     sizes = {id(one): math.log(one.pass_flops / one.num_devices) for one in measured}
