@@ -215,7 +215,7 @@ def check_amounts(cfg: RunConfig) -> None:
     for name, amount in amounts:
         if units.parse(name, amount)[1] == "steps" and cfg.batch_ramp:
             raise BadInput(
-                f"{name}={amount!r}: with batch_ramp, steps differ in tokens; give the amount in tokens or rows"
+                f"{name}={amount!r}: with batch_ramp, the number of tokens per step varies; use tokens or rows"
             )
 
 

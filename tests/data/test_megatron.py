@@ -149,8 +149,8 @@ def change(path, place, content):
         (lambda idx: idx.write_bytes(idx.read_bytes() + b"too much"), "too long"),
         (lambda idx: change(idx, HEAD.size, b"\3"), "are not contiguous"),
         (lambda idx: change(idx, HEAD.size, b"\xff\xff\xff\xff"), "are not contiguous"),
-        (lambda idx: change(idx, HEAD.size + 3 * 12, b"\1"), "do not account for its 3 sequences"),
-        (lambda idx: change(idx, HEAD.size + 3 * 12 + 8, b"\4"), "do not account for its 3 sequences"),
+        (lambda idx: change(idx, HEAD.size + 3 * 12, b"\1"), "does not cover all of its 3 sequences"),
+        (lambda idx: change(idx, HEAD.size + 3 * 12 + 8, b"\4"), "does not cover all of its 3 sequences"),
     ],
 )
 def test_a_damaged_index_is_named(tmp_path, damage, told):

@@ -114,9 +114,12 @@ def test_tokens_seen_are_those_of_the_batches_that_were_trained_on():
         ({"batch_ramp": ((8 * ROW + 1, "10%"),)}, "129 tokens is not a whole number of rows of seq_len=16; try 144"),
         (
             {"batch_ramp": (("8 rows", "3 steps"),)},
-            "batch_ramp='3 steps': with batch_ramp, steps differ",
+            "batch_ramp='3 steps': with batch_ramp, the number",
         ),
-        ({"train_tokens": "30 steps"}, "train_tokens='30 steps': with batch_ramp, steps differ in tokens"),
+        (
+            {"train_tokens": "30 steps"},
+            "train_tokens='30 steps': with batch_ramp, the number of tokens per step varies",
+        ),
         ({"data.mixture": {"0": {"a": 1.0}, "4 steps": {"b": 1.0}}}, "data.mixture's start='4 steps': with batch_ramp"),
     ],
 )

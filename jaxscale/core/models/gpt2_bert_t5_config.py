@@ -137,7 +137,7 @@ class T5Config(ModelConfig):
         if self.max_distance <= self.num_buckets // 2:
             raise BadInput(
                 f"max_distance={self.max_distance} must be above half of num_buckets={self.num_buckets}, because "
-                "each smaller distance has its own bucket"
+                "each distance below that half has its own bucket"
             )
 
     @property

@@ -38,7 +38,7 @@ class UnreadableCheckpoint(Exception):
 
 
 def restore_state(folder: Any, abstract_state: Any, partial: bool) -> Any:
-    """Returns the state of the step in a folder. Call in all processes, which all raise the same error.
+    """Returns the state of the step in a folder. Call this in all processes. On failure, all raise the same error.
 
     Raises: UnreadableCheckpoint, Stop (CONFIG_MISMATCH) if shapes or dtypes differ from `abstract_state`, or Stop
     (STORAGE) if the storage cannot be reached.

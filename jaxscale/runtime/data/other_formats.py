@@ -99,7 +99,9 @@ def read_index(path: Path) -> MegatronIndex:
     if (lengths < 0).any() or (pointers != starts * np.dtype(TYPES[code]).itemsize).any():
         raise BadInput(f"{path}: its sequences are not contiguous in the .bin; write both files again")
     if documents[0] != 0 or documents[-1] != len(lengths) or (np.diff(documents) < 0).any():
-        raise BadInput(f"{path}: its documents do not account for its {len(lengths):,} sequences; write the file again")
+        raise BadInput(
+            f"{path}: its document index does not cover all of its {len(lengths):,} sequences; write the file again"
+        )
     return MegatronIndex(code, lengths, documents, modes)
 
 

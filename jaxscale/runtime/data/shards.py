@@ -316,7 +316,7 @@ def read_header(path: Path) -> dict[str, Any] | None:
         raise BadInput(f"{path} has a sha256 of {unknown[0]!r}, which is not a file of a shard; {FIX}")
     expected = json_sha256({**header, "sha256": sums}) if header["version"] == VERSION else None  # not in OLD_VERSION
     if header["sha256"].get(HEADER_SUM) != expected:
-        raise BadInput(f"{path} was changed after it was written: its own sha256 does not match; {FIX}")
+        raise BadInput(f"{path} was changed after it was written: its contents do not match the sha256 in it; {FIX}")
     return {**header, "sha256": sums}
 
 

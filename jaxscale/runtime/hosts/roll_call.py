@@ -173,7 +173,8 @@ def listen(place: ProcessInfo) -> socket.socket:
 def interface(host: str, resolve: Any = socket.getaddrinfo) -> str:
     """Returns the address of the coordinator's host name, to listen on that interface only.
 
-    Many systems map their own host name to a loopback address, which other machines cannot reach; then returns 0.0.0.0.
+    Many systems map their own host name to a loopback address, which other machines cannot reach.
+    In this case, returns 0.0.0.0.
     """
     try:
         address = resolve(host, None, type=socket.SOCK_STREAM)[0][4][0]

@@ -125,7 +125,7 @@ class LimitMonitor:
         return EndForecast(step_seconds, self.done_at[-1] + (self.limit.total_steps - step) * step_seconds)
 
     def report_overrun(self, step: int, now: float, forecast: EndForecast) -> None:
-        """Reports once that the run will overrun, and once that the limit has passed."""
+        """Reports once that the run is going to exceed a limit, and once that it has."""
         limit, passed = self.limit, now > self.limit.ends_at
         if (self.reported_passed if passed else self.reported) or (passed and self.reported_passed):
             return

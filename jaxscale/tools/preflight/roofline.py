@@ -123,10 +123,10 @@ def bubble_seconds(
 
 
 class Timeline:
-    """Simulation of one step on one chip and its links, with matmuls and links at their peaks and without memory time.
+    """Simulation of one step on one chip and its links.
 
-    Matmuls run sequentially. At the same time, each torus dimension, switch or network runs one collective at a time in
-    order of their starts, so two collectives on the same links cannot overlap the same matmul.
+    Matmuls run sequentially, at peak rate and without memory time. Meanwhile, each torus dimension, switch or network
+    runs one collective at a time, so two collectives on the same links cannot overlap the same matmul.
     """
 
     def __init__(self, started: Sequence[Collective], chip: Chip, items: Sequence[ScheduleItem]) -> None:
