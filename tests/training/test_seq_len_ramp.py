@@ -57,7 +57,7 @@ def test_the_budget_says_the_rows_of_each_batch_and_counts_their_operations():
         ({"seq_len_ramp": ((6, "10%"),)}, "seq_len=16 is not a multiple of 6; .* 2, 4 or 8"),
         (
             {"train_tokens": 1600, "seq_len_ramp": ((4, "3 steps"),)},
-            "seq_len_ramp='3 steps': with batch_ramp, steps differ",
+            "seq_len_ramp='3 steps': with batch_ramp, the number",
         ),
         ({"data.objective": {"name": "prefix_lm"}}, "data.objective.name='prefix_lm' needs whole rows"),
         ({"data.name": "chat"}, "seq_len_ramp would split the conversations of data.name='chat'"),
