@@ -299,8 +299,8 @@ def order_on_cpu(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def wait_on_cpu(x: jax.Array, other: jax.Array) -> jax.Array:
-    """Returns x. On CPUs, x depends on the first element of `other` and is NaN if that element is NaN."""
-    depend = lambda x, other: jnp.where(jnp.isnan(other.ravel()[0]), jnp.nan, x)
+    """Returns x unchanged. On CPUs, x depends on the first element of `other`: the condition is never true."""
+    depend = lambda x, other: jnp.where(jnp.isnan(jnp.nan_to_num(other.ravel()[0])), jnp.nan, x)
     return lax.platform_dependent(x, other, cpu=depend, default=lambda x, _: x)
 
 

@@ -278,7 +278,9 @@ def grad_barrier(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
 grad_barrier.defvjp(lambda x, w: ((x, w), None), lambda _, grads: lax.optimization_barrier(grads))
 
 
-def gather_after(gather: Gather, x: jax.Array, w: jax.Array, axes: tuple[str, ...], dtype: Any):
+def gather_after(
+    gather: Gather, x: jax.Array, w: jax.Array, axes: tuple[str, ...], dtype: Any
+) -> tuple[jax.Array, jax.Array]:
     """Returns (x, the gathered weight w), with a gradient barrier. axes: logical axes of w."""
     x, w = grad_barrier(x, w) if gather is no_gather else order_on_cpu(*grad_barrier(x, w))
     return x, gather(w, axes, dtype)
