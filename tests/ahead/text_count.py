@@ -111,11 +111,17 @@ def array_bytes(dtype, dims):
 
 def groups(line, mesh_shape):
     """Rows of device numbers, from any of three spellings."""
-    if axes := re.search(r"replica_groups=mesh\[(.*?)\](?:, device_ids=\S+)? ?\{(.*?)\}", line):
-        assert "device_ids=(" not in line and ":(" not in axes[2], line[:300]
+    if axes := re.search(r"replica_groups=mesh\[(.*?)\](?:, device_ids=(\S+))? ?\{(.*?)\}", line):
+        assert ":(" not in axes[3], line[:300]
         sizes = dict((name, int(size)) for name, size in re.findall(r"'(\w+)'=(\d+)", axes[1]))
-        used = re.findall(r"'(\w+)'", axes[2])
-        ids = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
+        used = re.findall(r"'(\w+)'", axes[3])
+        ids = np.arange(math.prod(sizes.values()))
+        if order := re.match(r"\(\[([\d,]+)\]T\(([\d,]+)\)\)", axes[2] or ""):
+            source, permutation = (tuple(map(int, order[n].split(","))) for n in (1, 2))
+            ids = ids.reshape(source).transpose(permutation)
+        else:
+            assert "device_ids=(" not in line, line[:300]
+        ids = ids.reshape(tuple(sizes.values()))
         last = [list(sizes).index(name) for name in used]
         return (
             np.moveaxis(ids, last, range(-len(last), 0)).reshape(-1, math.prod(sizes[name] for name in used)).tolist()
